@@ -1,1 +1,1 @@
-"""Checkpoints on disk: format, background writer, and notes of where the newest one is."""
+"""Checkpoints on disk: their format, and the writer in the background."""

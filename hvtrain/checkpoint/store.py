@@ -94,8 +94,8 @@ def snapshot(
     """Returns copies of the arrays of a checkpoint, which further training does not change.
 
     Args:
-        model: whose weights and optimizer are saved.
-        rank_states: what rank_state() gave, by rank.
+        model: the model whose weights and optimizer are saved.
+        rank_states: results of rank_state(), by rank.
         callback_arrays: best weights of callbacks, by key.
     """
     arrays = {key: variable.numpy() for key, variable in _variables(model).items()}
@@ -198,9 +198,9 @@ def set_aside(path: Path, reason: str, taken_step: int) -> str:
     """Renames a damaged checkpoint to damaged-step-NNNNNNNN, so that none is lost.
 
     Args:
-        path: of the damaged checkpoint.
-        reason: why it is damaged.
-        taken_step: of the checkpoint that is taken instead.
+        path: folder of the damaged checkpoint.
+        reason: the error that names the damage.
+        taken_step: step of the checkpoint that is taken instead.
 
     Returns:
         A line for the log.

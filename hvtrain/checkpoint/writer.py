@@ -46,9 +46,9 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
     """Writes a checkpoint to folder/step-NNNNNNNN, and returns its path.
 
     Args:
-        folder: of the run's checkpoints.
-        step: of the training.
-        arrays: by key, see store.snapshot.
+        folder: folder of the run's checkpoints.
+        step: step of the training.
+        arrays: arrays by key, see store.snapshot.
         meta: everything else, as JSON.
 
     Raises:
@@ -200,8 +200,8 @@ class Writer:
     training fails, within SECONDS_TO_FINISH.
 
     Args:
-        folder: of the run's checkpoints.
-        config: how many are kept, and what an error does.
+        folder: folder of the run's checkpoints.
+        config: settings: how many are kept, and what an error does.
         best: the metric whose best checkpoint is kept.
         sign: 1 if more of it is better, otherwise -1.
     """

@@ -34,9 +34,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     DistributedOptimizer nor by a DistributedGradientTape.
 
     Args:
-        root_rank: whose values all ranks get.
-        device: where the values are packed, such as "/CPU:0".
-        local_variables: one or several that stay each rank's own.
+        root_rank: the rank whose values all ranks get.
+        device: the device that packs the values, such as "/CPU:0".
+        local_variables: one variable, or several, that each rank keeps as they are.
 
     Raises:
         RankError: if Keras knows that the ranks hold different numbers of batches.
@@ -146,7 +146,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     act on the logs.
 
     Args:
-        device: where the metrics are summed.
+        device: the device that sums the metrics.
 
     Raises:
         RankError: if ranks have different metrics.
@@ -266,7 +266,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
     would wait forever.
 
     Args:
-        exchange: sums arrays over the ranks.
+        exchange: a function that sums arrays over the ranks.
     """
 
     def __init__(self, exchange: Callable[[list[np.ndarray]], list[np.ndarray]] = sum_arrays) -> None:
@@ -309,7 +309,7 @@ class WeightCheckCallback(keras.callbacks.Callback):
     Starts with the first batch and repeats at the end. Not in Horovod.
 
     Args:
-        every_batches: how often.
+        every_batches: number of batches from one comparison to the next.
 
     Raises:
         RankError: on all ranks, if they differ.

@@ -125,7 +125,7 @@ def _compare_and_call(
     memory.
 
     Args:
-        any_length: the first dimension may differ.
+        any_length: True if the first dimension may differ.
     """
     tensors = [value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value) for value in tensors]
     # Horovod's three functions take process_set and op at different positions.
@@ -198,6 +198,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
 
 def _is_seed(variable: Any) -> bool:
     """Returns True for the state of a Keras seed generator."""
+    # The path of a Keras variable, or the name of TensorFlow's, which ends in ":0".
     name = getattr(variable, "path", None) or variable.name
     return name.partition(":")[0].endswith("seed_generator_state")
 
@@ -206,6 +207,7 @@ def _compare_variables(own: list[tuple[tuple[int, ...], str]]) -> None:
     """Raises RankError unless all ranks hold variables of the same shapes and types."""
     for rank, other in enumerate(hvd.allgather_object(own, name="hvtrain.broadcast.kinds")):
         if other != own:
+            # Slices of one, since a rank may have no variable at that position.
             longest = max(len(own), len(other))
             at = next(i for i in range(longest) if own[i : i + 1] != other[i : i + 1])
             raise RankError(
@@ -275,7 +277,7 @@ def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Returns element-wise sums over all ranks, as float64, in one message (every rank).
 
     Args:
-        arrays: of the same shapes on all ranks.
+        arrays: arrays that have the same shapes on all ranks.
     """
     arrays = [np.asarray(array, np.float64) for array in arrays]
     if hvd.size() == 1 or not arrays:

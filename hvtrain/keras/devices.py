@@ -49,7 +49,7 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
 
     Args:
         views: all ranks' views, by rank.
-        share: ranks may use one GPU together; they take them round robin.
+        share: True lets ranks use one GPU together; they take GPUs round robin.
 
     Raises:
         RankError: if two ranks of a host would get the same GPU or none is left, unless share is
@@ -139,8 +139,8 @@ def pin_gpu(
     share of the cores. Call it after init and before TensorFlow initializes a device.
 
     Args:
-        host: name of this host; default: the socket's.
-        share: ranks may use one GPU together.
+        host: name of this host; default: what socket.gethostname() says.
+        share: True lets ranks use one GPU together.
         pin_cores: on a host without GPUs, stay on this rank's share of the cores (system/cores.py).
         by_local_rank: ask no other rank, so that the call is not collective, and return this rank's
             device alone. A rank that joins an elastic job needs that: the others are training.
@@ -225,7 +225,7 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         get_uuid = cuda.cuDeviceGetUuid_v2
-    except (OSError, AttributeError):
+    except (OSError, AttributeError):  # No driver, or one without this function.
         return ()
     device = ctypes.c_int()
     buffer = (ctypes.c_ubyte * 16)()

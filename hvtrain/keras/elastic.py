@@ -2,11 +2,9 @@
 
 An example is in docs/library.md: `run` calls its train again, from the last commit after a rank was
 lost, from where it was after ranks joined. A new rank runs the code before `run` alone, so that
-code may not use collectives. Make all
-optimizers there, not in train: messages are named by the order in which a rank made its optimizers.
-Leave
-BroadcastGlobalVariablesCallback out: each rank broadcasts once in its life, and KerasState.sync
-does the same.
+code may not use collectives. Make all optimizers there and not in train, because messages are named
+by the order in which a rank made its optimizers. Leave BroadcastGlobalVariablesCallback out: each
+rank broadcasts once in its life, and KerasState.sync does the same.
 """
 
 import copy

@@ -31,7 +31,7 @@ class WeightCheck:
     Args:
         model: a built model.
         enabled: False compares nothing; average_untrained works all the same.
-        waiting: makes the context in which this rank waits for the others.
+        waiting: a function that makes the context in which this rank waits for the others.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WeightCheck:
         """Compares the weights of all ranks.
 
         Args:
-            when: for the message, such as "at batch 500".
+            when: a phrase for the message, such as "at batch 500".
             everything: also compare the weights that no gradient touches.
 
         Raises:
@@ -81,6 +81,7 @@ class WeightCheck:
             return
         with self.waiting():
             different = [self._untrained[position] for position in self._find_different(self._untrained)]
+            # Counters and the like have no mean; they stay each rank's own.
             floating = [variable for variable in different if keras.backend.is_float_dtype(variable.dtype)]
             sums = sum_arrays([variable.numpy() for variable in floating])
             for variable, total in zip(floating, sums):

@@ -43,8 +43,9 @@ def watch(variables: Sequence[Any], num_steps: Callable[[], int], process_set: A
     """Warns, on the first rank of the set, if no broadcast follows (every rank of the set).
 
     Args:
-        variables: whose values differ between the ranks.
-        num_steps: returns the number of steps that have reduced gradients of these variables.
+        variables: variables that differ between the ranks.
+        num_steps: a function that returns the number of steps that have reduced gradients of these
+            variables.
         process_set: the ranks that hold them.
     """
     gap, name = _largest_difference(variables, process_set)

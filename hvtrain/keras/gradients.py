@@ -52,14 +52,14 @@ def compare_structure(
     the model's name on whether the rank loaded it.
 
     Args:
-        reduction: its name, the same on all ranks.
-        settings: how it reduces.
+        reduction: name of the reduction, the same on all ranks.
+        settings: a line that says how it reduces.
         gradients: tensors, IndexedSlices, TensorSpecs or None.
         variables: one for each gradient, or None.
         process_set: the ranks that compare.
         noun: "gradient" or "tensor", for the message.
-        num_steps: returns the number of steps that the reduction has done. If given, ranks whose
-            weights differ too are watched, and warned if no broadcast follows.
+        num_steps: a function that returns the number of steps that the reduction has done. If
+            given, ranks whose weights differ are watched, and warned if no broadcast follows.
     """
     with tf.init_scope():
         if not tf.executing_eagerly():
@@ -94,6 +94,7 @@ def describe(gradient: Any, variable: Any) -> str:
     name = getattr(variable, "path", None)
     if not name and not isinstance(variable, tf.Tensor):
         name = getattr(variable, "name", None)
+    # Layer and weight, without Keras's numbers and the ":0" of TensorFlow's names.
     name = "/".join(re.sub(r"(_\d+|:\d+)(?=/|$)", "", name or "").split("/")[-2:])
     if gradient is None:
         description = "without a gradient"
@@ -152,7 +153,7 @@ class FiniteCheck:
 
         Args:
             own: this rank's gradients before the reduction.
-            reduced: the same on all ranks.
+            reduced: the reduced gradients, the same on all ranks.
             excused: a condition, the same on all ranks, under which non-finite gradients pass.
         """
 

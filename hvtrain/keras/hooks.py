@@ -51,10 +51,10 @@ def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[An
     Args:
         optimizer: a Keras optimizer.
         mixin: Distributed, or a subclass of it.
-        hook: what the mixin needs.
-        wrap: makes a copy of the optimizer distributed too.
+        hook: state that the mixin needs.
+        wrap: a function that makes a copy of the optimizer distributed too.
     """
-    # Past Keras's __setattr__, which would track the counters as state and save them.
+    # Bypasses Keras's __setattr__, which would track the counters as state and save them.
     object.__setattr__(optimizer, "_hvtrain", hook)
     optimizer.__class__ = subclass_under_its_name(type(optimizer), mixin, _hvtrain_wrap=staticmethod(wrap))
 

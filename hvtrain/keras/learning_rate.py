@@ -53,6 +53,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         schedule = getattr(self._optimizer, "_learning_rate", None)
+        # Keras would refuse to set the rate too, but not before the first batch.
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
                 f"{type(self).__name__} sets the learning rate, and this optimizer's is a {type(schedule).__name__}; "

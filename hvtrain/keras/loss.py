@@ -1,4 +1,4 @@
-"""Losses that are exact over ranks, however much of what counts each rank holds; see hvtrain/step/joint_loss.py."""
+"""Losses that are exact over ranks, whatever each rank holds; see hvtrain/step/joint_loss.py."""
 
 import horovod.tensorflow as hvd
 import keras
@@ -9,7 +9,7 @@ from hvtrain.step.joint_loss import joint_loss
 
 
 def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802, as DistributedOptimizer
-    """Changes a loss so that the mean of its gradients over all ranks is the gradient of the joint batch.
+    """Changes a loss so that the mean over ranks of its gradients is that of the joint batch.
 
     Ranks may then hold different numbers of masked or ignored elements, or different sums of
     weights with reduction="mean_with_sample_weight"; reduction="sum" sums over all ranks. Other
@@ -18,7 +18,7 @@ def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802
     with an optimizer or a tape that averages.
 
     Args:
-        loss: of Keras, or a subclass of keras.losses.Loss.
+        loss: any keras.losses.Loss.
 
     Returns:
         A copy, of a subclass of the same name.
@@ -31,15 +31,15 @@ def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802
 
 
 def joint_mean(values: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor:
-    """Returns this rank's part of the weighted mean of all ranks' values, times the number of ranks (every rank).
+    """Returns this rank's part of the joint weighted mean, times the number of ranks (every rank).
 
     So the mean over ranks of these numbers is sum(values x weights) / sum(weights) over the joint
     batch, and a DistributedGradientTape or DistributedOptimizer, which takes the mean of gradients,
     gets the joint gradient. 0 if no rank has a weight above 0.
 
     Args:
-        values: of any shape, such as a loss for each example or token.
-        weights: of a shape that broadcasts to that of the values; None: 1 each.
+        values: a tensor of any shape, such as a loss for each example or token.
+        weights: a tensor whose shape broadcasts to that of the values; None: 1 each.
     """
     weights = tf.ones_like(values) if weights is None else tf.cast(weights, values.dtype)
     weights = tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values)))

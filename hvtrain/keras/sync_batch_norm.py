@@ -71,7 +71,7 @@ def synchronize(layer: keras.layers.BatchNormalization) -> None:
     and a saved model loads as the plain layer.
     """
     joint_class = subclass_under_its_name(type(layer), _JointMoments)
-    # Past Keras's __setattr__, which tracks what a layer gets.
+    # Bypasses Keras's __setattr__, which tracks what a layer gets.
     object.__setattr__(layer, "__class__", joint_class)
     layer.supports_jit = False
 
@@ -80,14 +80,13 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
     """Returns mean, sum of squared deviations and count of this rank's batch.
 
     All are zero for an empty batch. The first two have one value for each channel. The count has
-    one for all, or with a
-    mask one for each channel: a mask lacks the last axis only, so with channels first it may leave
-    other positions to each channel.
+    one for all, or one for each channel with a mask, because a mask lacks the last axis only, so
+    with channels first it may leave other positions to each channel.
 
     Args:
         inputs: the batch.
         mask: true where an element counts, of the inputs' shape without the last axis; or None.
-        axes: all but that of the channels.
+        axes: all axes but that of the channels.
     """
     zero = tf.zeros([], inputs.dtype)
     if mask is None:
@@ -113,8 +112,8 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
     each rank.
 
     Args:
-        rows: one for each rank, of means, sums of squared deviations and counts, see local_moments.
-        num_channels: of the layer.
+        rows: a row for each rank: means, sums of squared deviations and counts of local_moments.
+        num_channels: number of the layer's channels.
     """
     means, deviations, counts = tf.split(tf.cast(rows, tf.float64), [num_channels, num_channels, -1], axis=1)
     count = tf.reduce_sum(counts, axis=0)

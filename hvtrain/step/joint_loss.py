@@ -27,9 +27,9 @@ def joint_loss(
     It acts only where a gradient is taken. Keras saves it as the plain loss.
 
     Args:
-        loss: of Keras, or a subclass.
-        mean_over_ranks: returns the mean of a float32 scalar over all ranks.
-        num_ranks: called when a step is traced.
+        loss: any keras.losses.Loss.
+        mean_over_ranks: a function that returns the mean of a float32 scalar over all ranks.
+        num_ranks: a function that returns the number of ranks, called when a step is traced.
 
     Returns:
         A copy with two more attributes. `denominator` is what its last value was divided by, or
@@ -63,12 +63,12 @@ def joint_loss(
             return value * num_ranks() / self.batch_weight
         if self.denominator is None:
             return value
-        # Over the ranks, own sum / own denominator x share has the mean joint sum / joint
-        # denominator.
+        # The value is own sum / own denominator. Times the share, its mean over the ranks is
+        # joint sum / joint denominator.
         share = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator))
         return value * tf.cast(tf.stop_gradient(share / self.batch_weight), value.dtype)
 
-    # Past __init__, whose arguments only the loss's class knows.
+    # Without a call of __init__, whose arguments only the loss's class knows.
     joint: Any = object.__new__(subclass_under_its_name(base, __call__=__call__, call=call))
     vars(joint).update(vars(loss), _elements=None, denominator=None, batch_weight=1.0)
     return joint
@@ -123,7 +123,7 @@ class ExactLoss(keras.metrics.Mean):
     weights by that instead: sum over sum, over all batches of all ranks.
 
     Args:
-        loss: of joint_loss.
+        loss: a loss that joint_loss returned.
     """
 
     def __init__(self, loss: Any) -> None:

@@ -51,8 +51,8 @@ class StepMarks:
         """Must be False if TensorFlow's operations are deterministic, which a clock is not."""
         self.host_only = not tf.config.list_logical_devices("GPU")
         """True without a GPU. Values are then available only after the clock was read, since a
-        single thread might use them first otherwise. A GPU would wait for the host in each step,
-        for a few microseconds of truth."""
+        single thread might use them first otherwise. With a GPU each step would wait for the host,
+        only to make the times a few microseconds more exact."""
 
         # Counts.
         self._arrived = _host_variable(0, tf.int64, "mark")
@@ -121,7 +121,7 @@ class StepMarks:
         """Marks that gradients are reduced.
 
         Args:
-            gradients: all that were reduced.
+            gradients: all gradients that were reduced.
             ready: the time at which they were ready, from `ready`.
             last: those that were reduced last.
 
@@ -138,7 +138,7 @@ class StepMarks:
         """Marks that the step before, if any, has ended, and the next begins; returns the time.
 
         Args:
-            result: what the step before computed.
+            result: tensors that the step before computed.
         """
         now = self.now(tf.nest.flatten(result))
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
