@@ -157,6 +157,7 @@ class Multilabel(Task):
         rng = np.random.default_rng(0)
         shape = (number, *self.output_shape(source))
         targets = rng.integers(2, size=shape).astype(np.float32)
+
         return targets, rng.normal(size=shape).astype(np.float32)
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
@@ -278,6 +279,7 @@ def with_soft_targets(loss: Any) -> keras.losses.Loss:
     # Copies the attributes of the loss, whatever the arguments it was made with.
     extended: Any = object.__new__(type(base.__name__, (base,), {**names, "call": call}))
     vars(extended).update(vars(loss))
+
     return extended
 
 
@@ -310,6 +312,7 @@ def _confusions(
         counts = np.zeros((len(names), len(names)), np.int64)
         # Not counts[targets, predicted] += 1, which would count each cell only once.
         np.add.at(counts, (targets, predicted), 1)
+
         note = f"{accuracy}. Rows: true class, columns: predicted."
         return Matrix("Confusion matrix", note, list(names), counts.tolist())
 
@@ -319,6 +322,7 @@ def _confusions(
         [names[target], names[prediction], count]
         for (target, prediction), count in pairs.most_common(MAX_MATRIX_CLASSES)
     ]
+
     columns = ["true", "predicted", "examples"]
     return Table("Most frequent confusions", f"{accuracy}.", columns, rows)
 

@@ -119,6 +119,7 @@ class Language(Task):
             # Line breaks stay, the white space around them goes.
             return re.sub(r"\s*\n\s*", "\n", source.text_of(tokens) or "")
 
+        # The targets tell what the model learned: next tokens, or hidden ones.
         is_causal = _is_causal(inputs, targets)
         if is_causal:
             # One graph for all tokens. Called eagerly, the model would be slow.

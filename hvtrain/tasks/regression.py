@@ -66,6 +66,7 @@ class Regression(Task):
         """Predictions and residuals of the first number of each example."""
         targets = _first_numbers(reviewed.targets)
         predictions = _first_numbers(reviewed.outputs)
+
         residuals = predictions - targets
 
         description = reviewed.description

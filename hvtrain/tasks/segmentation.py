@@ -92,6 +92,7 @@ class Segmentation(Task):
         if getattr(image, "shape", None) is None:
             return  # With several inputs, any of them may be the image.
 
+        # Images are [height, width, channels], masks [height, width].
         image_size = tuple(image.shape[:2])
         mask_size = tuple(mask.shape)
         if image_size != mask_size:
