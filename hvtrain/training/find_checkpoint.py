@@ -152,7 +152,7 @@ class _Search:
         self.run_id = next(filter(None, comm.gather(run_state.run_id)), None)
 
         # A rank shares the chief's run folder if the lock in it has the same contents.
-        own_lock = ""
+        own_lock = ""  # Without a lock, such as one that cannot be read, the disk is its own.
         with suppress(OSError, ValueError):
             own_lock = read_file(folder / LOCK_FILE)[:200]
         self.has_own_disk = comm.broadcast(own_lock) != own_lock or comm.topology.is_chief or not own_lock

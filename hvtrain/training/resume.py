@@ -264,6 +264,7 @@ def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
     free_bytes = chunk_bytes
     for array in arrays.values():
         unsent = array.reshape(-1).view(np.uint8)
+        # A large array goes in several messages, and small ones share one.
         while unsent.size:
             part = unsent[:free_bytes]
             unsent = unsent[free_bytes:]

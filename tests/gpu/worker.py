@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.training.callbacks import console_progress as resources
+from hvtrain.training.callbacks import console_progress
 
 strategy = HorovodStrategy(share_gpus="share" in sys.argv)
 topology = strategy.start()

@@ -62,7 +62,6 @@ class Recording(RunCallback):
 
         # Until both are written: a row that was cut short must not be followed by another.
         self._can_append = False
-
         try:
             save_history(self.run.folder, self.report.records)
             if self.report.records[-1].epoch in self.report.rank_seconds:

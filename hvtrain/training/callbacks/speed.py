@@ -114,6 +114,7 @@ class Throughput(RunCallback):
     @property
     def epoch_examples_per_second(self) -> float:
         """Examples per second over the steps of the epoch so far, warm-up included."""
+        # Before the first step of an epoch both are 0.
         return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
