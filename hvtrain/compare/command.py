@@ -138,7 +138,7 @@ def busy_warning(load: float, cores: int) -> list[str]:
 
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
-    """What the results say about this start."""
+    """Facts about this start, for the results."""
     load = os.getloadavg()[0]  # Over the last minute.
     # Those of this process: a container or a job may have fewer than the host.
     cores = len(os.sched_getaffinity(0))

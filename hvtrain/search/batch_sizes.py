@@ -20,7 +20,7 @@ MARGIN = 1.25
 
 @dataclass(frozen=True)
 class Trial:
-    """What was measured with one size.
+    """Measurements of one size.
 
     Attributes:
         batch_size: examples of a step and a rank.
@@ -36,7 +36,7 @@ class Trial:
 
     @property
     def examples_per_second(self) -> float:
-        """Of all ranks."""
+        """Speed of all ranks together."""
         return self.global_batch / self.step_seconds
 
     def __str__(self) -> str:

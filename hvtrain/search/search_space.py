@@ -1,4 +1,4 @@
-"""What a sweep searches and what it looks for, checked before anything starts: settings from YAML, and the goal."""
+"""The search space and the goal of a sweep, checked before anything starts."""
 
 import json
 import math
@@ -170,7 +170,7 @@ def _check_step(location: str, low: Number, high: Number, step: Number) -> None:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a sweep looks for.
+    """The metric that a sweep optimizes.
 
     Attributes:
         metric: a column of history.csv.

@@ -86,7 +86,7 @@ def main() -> int:
 
 
 class Request(NamedTuple):
-    """What the arguments without dashes ask for: sweep=SPACE, trials=N, and settings of the runs."""
+    """The arguments without dashes: sweep=SPACE, trials=N, and settings of the runs."""
 
     space: str
     num_trials: int
