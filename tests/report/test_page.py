@@ -10,6 +10,7 @@ import pytest
 from hvtrain.core.run_files import write_rank_seconds
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.report import command, comparison, page
+from hvtrain.report.charts import INK, LINE, MUTED, SERIES
 from hvtrain.report.curves import charts_of, charts_of_several
 from hvtrain.report.run_files import read_run
 from hvtrain.system.run_lock import RunLock
@@ -43,7 +44,9 @@ def test_a_page_is_one_file_that_asks_for_no_other(tmp_path):
     text = page.html(read_run(write_run(tmp_path / "run")))
     assert not re.findall(r"(?:src|href)=[\"'](?!data:|#)", text.replace('xlink:href="#', ""))
     assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}  # Names of formats.
-    assert "#0a0b0" not in text and "#0a0c0" not in text, "a color that is no variable of the page"
+    charts = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert charts and not [color for color in (*SERIES, INK, MUTED, LINE) if any(color in chart for chart in charts)]
+    assert all("var(--series-1)" in chart and "var(--muted)" in chart for chart in charts), "they follow the page"
 
 
 def test_names_and_messages_are_no_markup(tmp_path):
