@@ -23,6 +23,7 @@ def main() -> int:
     """Runs rounds of one kind of measurement; prints a table and writes it to files."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the processes that it started end too.
     options = parser().parse_args()
+    # Threads are set once, for the run that has the fewest cores for each rank.
     most_ranks = max(options.ranks) if options.kind == "scaling" else options.ranks
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // most_ranks)
     subject = options.images if options.kind == "input" else options.workload

@@ -80,6 +80,7 @@ _ALL_CONTENDERS = (
     Contender("keras", "plain Keras fit on one process", f"{BY_HAND}.plain_keras", "alone"),
 )
 CONTENDERS = {contender.name: contender for contender in _ALL_CONTENDERS}
+# "batches" trains nothing.
 TRAIN = [name for name in CONTENDERS if name != "batches"]
 
 
@@ -150,6 +151,7 @@ class Workload:
         total = self.warmup_steps + (steps or self.steps)
         dataset = [f"dataset={data}"]
         if data == "synthetic":
+            # So many that the steps take `epochs` epochs.
             num_examples = -(-total // epochs) * self.batch_size * num_ranks
             dataset += [f"dataset.image_shape={self.image_shape}", "dataset.num_classes=10"]
             dataset.append(f"dataset.num_train={num_examples}")

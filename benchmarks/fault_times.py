@@ -127,6 +127,7 @@ def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
     ]
     output = folder / "output.txt"
 
+    # A full disk needs a small one, with the run folder on it.
     with small_disk(folder / "run", case.disk) if case.disk else nullcontext():
         process = subprocess.Popen(
             [*line, "train.epochs=400", f"run.dir={folder / 'run'}", *overrides],
@@ -182,6 +183,7 @@ def main() -> None:
                 durations = []
                 for number in range(options.rounds):
                     folder = Path(name) / f"{case} {launcher} {number}".replace(" ", "-").replace(",", "")
+                    # A new folder each time: nothing is resumed.
                     folder.mkdir()
                     durations.append(seconds(launcher, case, folder, f"times-{os.getpid()}-{folder.name}"))
                 columns.append(f"{statistics.median(durations):.1f}, {max(durations):.1f}")

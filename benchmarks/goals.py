@@ -39,7 +39,9 @@ class Goal:
         return self.figure != "examples_per_second"
 
 
+# What a tracker or the live display may cost.
 COSTS = {"tiny": 1.02, "cnn": 1.02}
+# Against a loop written by hand. docs/bench.md has all goals and the ratios found.
 LOOPS = {"tiny": 0.90, "cnn": 0.95, "wide": 0.95, "separable": 0.95, "resnet20": 0.95}
 GOALS = (
     Goal("step_seconds", "hvtrain-mpi", "loop-mpi", LOOPS),
@@ -78,6 +80,7 @@ def judge(name: str, measured: Ratio, limit: float, smaller_is_better: bool = Tr
 
 def of_steps(session: dict[str, Any]) -> list[str]:
     """The goals that a bench.json can judge, one line each."""
+    # Rows of bench.json, one for each run.
     runs: dict[str, list[dict[str, float]]] = defaultdict(list)
     for row in session["runs"]:
         runs[row["contender"]].append(row)
@@ -113,6 +116,7 @@ def of_allreduce(session: dict[str, Any]) -> list[str]:
         millis = [1000 * seconds for seconds in ours["4096"]]
         lines.append(judge("latency at 4 KiB in ms", ratio(millis, [1.0] * len(millis)), 0.3))
 
+    # The same bytes, so the ratio of times is that of bandwidths.
     many_small = ratio(ours["whole"], ours["small"])
     lines.append(judge("bandwidth of 160 small tensors / one", many_small, 0.85, smaller_is_better=False))
     return lines

@@ -94,6 +94,7 @@ def main() -> None:
                 overrides = [*options.overrides, *(WITHOUT if kind == "without" else [])]
                 seconds_of[kind] = step_seconds(overrides, Path(folder), f"{pair}-{kind}")
 
+            # Of the same pair, because a shared machine can be slower for minutes at a time.
             ratios.append(seconds_of["with"] / seconds_of["without"])
             shown = ", ".join(f"{kind} {1000 * seconds:.2f} ms" for kind, seconds in sorted(seconds_of.items()))
             print(f"pair {pair + 1}: {shown}, ratio {ratios[-1]:.4f}", flush=True)

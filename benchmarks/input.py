@@ -174,6 +174,7 @@ def jpeg(seed: int, height: int, width: int) -> bytes:
             smooth = Image.fromarray(cell_values).resize((width, height), Image.Resampling.BICUBIC)
             pixels[..., channel] += weight * np.asarray(smooth)
 
+    # Without grain JPEG would make the files far too small.
     grain = random.normal(0, GRAIN, (height, width, 1))
     data = io.BytesIO()
     Image.fromarray((225 * pixels + grain).clip(0, 255).astype(np.uint8)).save(data, "JPEG", quality=JPEG_QUALITY)
@@ -196,6 +197,7 @@ def write_images(folder: Path, num_images: int, height: int, width: int) -> None
         path.write_bytes(image)
 
     (folder / "tfrecord").mkdir()
+    # Several files, as hvtrain and tf.data read them in parallel.
     for file_number in range(NUM_RECORD_FILES):
         with tf.io.TFRecordWriter(str(folder / "tfrecord" / f"train-{file_number}.tfrecord")) as writer:
             for image, label in list(zip(images, labels))[file_number::NUM_RECORD_FILES]:
@@ -207,5 +209,6 @@ def write_images(folder: Path, num_images: int, height: int, width: int) -> None
                 writer.write(example.SerializeToString())
 
     (folder / "parquet").mkdir()
+    # In row groups, because a reader takes one at a time.
     table = pa.table({"image": images, "label": labels})
     pq.write_table(table, folder / "parquet" / "train.parquet", row_group_size=GROUP_ROWS)

@@ -102,6 +102,7 @@ def measure(
         num_awaited,
         _terminal if contender.on_terminal else nullcontext,
     )
+    # Each process has its own batches, so their rates add up.
     examples_per_second = sum(batch_size / report["step_seconds"] for report in reports)
 
     return Measured(
@@ -127,6 +128,7 @@ def _commands(contender: Contender, line: Sequence[str], num_processes: int) -> 
     if contender.way == "servers":
         workers = [("worker", index) for index in range(num_processes)]
         return _cluster(line, [("chief", 0), ("ps", 0), *workers])
+    # alone or independent: the jobs do not know of each other.
     return [Command(line, {JOB: f"{job} of {num_processes}"}) for job in range(num_processes)]
 
 

@@ -76,6 +76,7 @@ def main() -> None:
                 options.steps or work.steps,
             )
             steps.run(options.rounds)
+            # What the runner takes over Keras alone, on one rank.
             runner_share = ratio(steps.values("hvtrain-1"), steps.values("keras")).median
             one_rank = runner_share * median(steps.values("joined"))
             alone[num_ranks, work.name] = one_rank
@@ -128,6 +129,7 @@ def in_the_lab(
     alone: dict[tuple[int, str], float],
 ) -> list[str]:
     """Measures and predicts two hosts with a rank each and a narrow link between them."""
+    # It needs root, so it is imported only with --rate.
     from lab import Lab
 
     if not any(num_ranks == 2 for num_ranks, _ in alone):
@@ -143,6 +145,7 @@ def in_the_lab(
         for number in range(options.rounds):
             line = python_line(WORKER, ["hvtrain", *map(str, _sizes(options))])
             reports = _on_hosts(lab, folder / f"lab-allreduce-{number}", threads, line)
+            # The slowest rank's time.
             for size in reports[0]:
                 seconds.setdefault(size, []).append(max(report[size] for report in reports))
 

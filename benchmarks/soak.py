@@ -130,6 +130,7 @@ class Soak:
 
             if problems:
                 break
+            # Enough kills: the last run may go on to its end.
             if not (run / "result.json").exists():
                 self.run_to_its_end(run)
 
@@ -167,6 +168,7 @@ class Soak:
         # The run may be over, or the rank not there yet.
         ranks = rank_processes(mark)
         if process.poll() is not None or victim not in ranks:
+            # A run may end before its rank is killed.
             code = process.wait(600)
             return [] if code == 0 else [f"{launcher} ended by itself with code {code}:\n{log.read_text()}"]
 
@@ -245,6 +247,7 @@ def main() -> None:
     )
     parser.add_argument("--keep", action="store_true", help="keep the runs and logs")
     options = parser.parse_args()
+    # Printed, so that a soak can be repeated.
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     folder = Path(tempfile.mkdtemp(prefix="hvtrain-soak-"))
     say(f"seed {seed}, in {folder}")

@@ -51,6 +51,7 @@ class Setup:
 
     def fit(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, rank: int) -> None:
         """Trains with Keras's fit for plan.num_steps. The callback Clock writes the report of this rank or job."""
+        # Without XLA, as the runner trains by default.
         model.compile(optimizer=optimizer, loss=self.loss(), metrics=[self.accuracy()], jit_compile=False)
         clock = Clock(self.plan.num_steps, rank)
 
@@ -109,4 +110,5 @@ def make_setup(rank: int = 0, size: int = 1) -> Setup:
     source = build(config, "dataset", Source)
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, source.shard_sizes("train", size), source.name)
+    # All ranks are on one host, so the local rank is the rank.
     return Setup(config, source, plan, Topology(rank, size, rank, size))

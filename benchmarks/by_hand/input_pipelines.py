@@ -54,6 +54,7 @@ def by_hand(folder: Path, file_format: str, num_images: int, antialias: bool = F
 
     def pixels(encoded: tf.Tensor) -> tf.Tensor:
         image = tf.io.decode_jpeg(encoded, channels=TRAINED[2])
+        # Files of the right size need no resizing, and a pipeline by hand has none.
         if not fits:
             image = tf.image.resize(image, TRAINED[:2], antialias=antialias)
         return tf.ensure_shape(tf.cast(image, tf.float32) / 255.0, TRAINED)
@@ -109,6 +110,7 @@ PIPELINES: dict[str, Callable[[Path, str, int], tf.data.Dataset]] = {
 def main() -> None:
     """Takes batches of the pipeline that the command line names, and reports."""
     name, file_format, folder, num_images, threads, steps = sys.argv[1:]
+    # All threads of the process share so many cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     stopwatch = Stopwatch()
     options = tf.data.Options()
@@ -120,6 +122,7 @@ def main() -> None:
         tf.debugging.assert_equal(tf.shape(images)[0], tf.shape(labels)[0])
 
     for step, (images, labels) in enumerate(batches.take(int(steps))):
+        # A pipeline that gives other pixels would win by doing less.
         if not step:
             mean = float(tf.reduce_mean(images))
             assert images.shape == (BATCH_SIZE, *TRAINED) and images.dtype == tf.float32 and 0.2 < mean < 0.8, mean

@@ -15,6 +15,7 @@ from hvtrain.system import cores
 def main() -> None:
     """Trains alone beside the others, and reports."""
     hvd.init()
+    # On the cores that the runner would give this rank.
     cores.pin(hvd.rank(), hvd.size())
     setup = make_setup(hvd.rank(), hvd.size())
     setup.fit(setup.model(), setup.optimizer(), hvd.rank())

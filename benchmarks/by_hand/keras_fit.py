@@ -11,6 +11,7 @@ from benchmarks.by_hand.common import make_setup, pin
 def reducing(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Makes the optimizer average gradients over all ranks before each step."""
 
+    # The least that a user has to write.
     class Reducing(type(optimizer)):  # type: ignore[misc]
         def apply(self, gradients: list[Any], variables: Any = None) -> None:
             super().apply(hvd.grouped_allreduce(list(gradients), name="gradients"), variables)
@@ -26,6 +27,7 @@ def main() -> None:
     setup = make_setup(hvd.rank(), hvd.size())
     model = setup.model()
     optimizer = reducing(setup.optimizer())
+    # Before the broadcast, which covers the slots too.
     optimizer.build(model.trainable_variables)
     hvd.broadcast_variables([v.value for v in (*model.variables, *optimizer.variables)], root_rank=0)
     setup.fit(model, optimizer, hvd.rank())

@@ -41,6 +41,7 @@ def main() -> None:
 
     batches = iter(strategy.distribute_datasets_from_function(lambda _: setup.batches_from(0)))
     for number in range(setup.plan.num_steps):
+        # Metrics are those of the last epoch, as Keras reports them.
         if number % setup.plan.steps_per_epoch == 0:
             mean.reset_state()
             accuracy.reset_state()

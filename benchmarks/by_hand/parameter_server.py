@@ -53,6 +53,7 @@ def coordinate(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> None
 
     batches = iter(coordinator.create_per_worker_dataset(dataset))
     for number in range(setup.plan.num_steps):
+        # A free worker takes the next step: workers are not in step with each other.
         for _ in range(size):
             coordinator.schedule(step, args=(batches,))
         if number + 1 in (1, stopwatch.warmup, setup.plan.num_steps):

@@ -17,6 +17,7 @@ def main() -> None:
     model = setup.model()
     optimizer = setup.optimizer()
     loss_of = setup.loss()
+    # Before the broadcast, which covers the slots too.
     optimizer.build(model.trainable_variables)
     mean = keras.metrics.Mean()
     accuracy = setup.accuracy()
@@ -36,6 +37,7 @@ def main() -> None:
 
     hvd.broadcast_variables([v.value for v in (*model.variables, *optimizer.variables)], root_rank=0)
     for number, (images, labels) in enumerate(setup.batches_from(0).take(setup.plan.num_steps)):
+        # Metrics are those of the last epoch, as Keras reports them.
         if number % setup.plan.steps_per_epoch == 0:
             mean.reset_state()
             accuracy.reset_state()

@@ -89,6 +89,7 @@ class Collectives:
 
     def bus_bandwidth(self, method: str, size: int) -> float:
         """GB/s, the median over the rounds."""
+        # What each rank has to send, relative to the size (see the module's text).
         factor = 2 * (self.num_ranks - 1) / self.num_ranks
         return median(size * factor / seconds / 1e9 for seconds in self.seconds[method][str(size)])
 
@@ -124,6 +125,7 @@ class Collectives:
 
             lines.append(line)
 
+        # Not sizes: other work, see allreduce_worker.
         call, small, whole = (self.microseconds("hvtrain", name) for name in ("call", "small", "whole"))
         return [
             *lines,

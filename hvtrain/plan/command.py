@@ -49,6 +49,7 @@ def main() -> int:
     """Composes the run, then prints, draws and writes its plan."""
     options = _parser().parse_with_overrides(sys.argv[1:])
     trees = compose(options.overrides)
+    # Hydra has only printed something, such as its help.
     if not trees:
         return 0
 
@@ -143,7 +144,9 @@ def measured_step_seconds(overrides: list[str], batch_size: int) -> float:
     num_steps = WARMUP_STEPS + TIMED_STEPS
 
     settings = [
+        # The run's own folder stays as it is.
         *(text for text in overrides if not text.startswith("run.dir=")),
+        # One rank without Horovod, for all of the steps, with nothing between them.
         "strategy=single",
         f"train.steps={num_steps}",
         "train.divide_steps_by_size=false",

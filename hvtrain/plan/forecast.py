@@ -59,6 +59,7 @@ class Forecast:
     @property
     def messages(self) -> Sequence[Gradient]:
         """The gradients, grouped into messages as the run does."""
+        # Without buckets all gradients go in one message.
         buckets = [[*range(len(self.gradients))]]
         if self.bucket_bytes:
             buckets = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
@@ -98,6 +99,7 @@ def forecast(
     Raises:
         ConfigError, DataError: As the run itself would.
     """
+    # As in the run: building a model draws random numbers.
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)
     # Names of hosts: only which ranks share one matters.
@@ -108,6 +110,7 @@ def forecast(
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
 
     schedule = build_schedule(config, plan)
+    # The single process: nothing starts Horovod.
     model = build_model(config, source, open_task(config, source), plan, Strategy())
 
     return Forecast(
@@ -159,6 +162,7 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     if not milestones:
         steps.setdefault((min(warmup, last) + last) // 2, "step ")
 
+    # setdefault: a step that has a label keeps it.
     steps.setdefault(last, "the last step, ")
     return [(label, step) for step, label in sorted(steps.items())]
 
@@ -221,6 +225,7 @@ def _output_shape(layer: Any) -> tuple[Any, ...] | None:
 def _activation_bytes(model: Any, batch_size: int) -> int | None:
     total = 0
     for layer in _layers(model):
+        # A layer of unknown shape makes the whole estimate worthless.
         shape = _output_shape(layer)
         if shape is None or None in shape[1:]:
             return None

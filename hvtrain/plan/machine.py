@@ -76,6 +76,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
         candidates = [_least_squares(terms, [kept, 2]) for kept in (0, 1)]
         best = min(candidates, key=lambda factors: _error(terms, factors))
 
+    # The last factor is 1 / bytes per second.
     start, latency, inverse_bandwidth = best.clip(0).tolist()
     if inverse_bandwidth <= 0:
         raise ConfigError("the measured allreduces take no longer for larger messages; measure more rounds and sizes")
@@ -191,6 +192,7 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
         f"measured on {ranks} ranks, the fit is {best.error:.0%} off, and corrected by size"
     )
     machine = _with_link(machine, name, Link(latency_seconds, best.bytes_per_second))
+    # Of two links that were measured, the slower start counts.
     return replace(machine, start_seconds=max(machine.start_seconds, start_seconds)), description
 
 

@@ -213,6 +213,7 @@ def as_json(
         "gradient_bytes": forecast.footprint.gradient_bytes,
         "launch": launch_line(options.overrides, plan.size, options.ranks_per_host),
         "rules": asdict(rules),
+        # None if no step is predicted.
         "machine": asdict(machine) if machine else None,
         "costs": [asdict(cost) for cost in costs],
     }
@@ -233,6 +234,7 @@ def draw(forecast: Forecast, costs: Sequence[Cost], path: Path) -> None:
 
 def _draw_learning_rate(axes: Any, forecast: Forecast) -> None:
     plan = forecast.plan
+    # A curve needs no more points than the picture has.
     steps = [*range(0, plan.num_steps, max(1, plan.num_steps // NUM_POINTS)), plan.num_steps - 1]
     epochs = [step / plan.steps_per_epoch for step in steps]
     axes.plot(epochs, [forecast.schedule(step) for step in steps], color=BLUE)

@@ -55,6 +55,7 @@ class Link:
         if not self.corrections:
             return 1.0
 
+        # Measured sizes span many powers of two, so they are interpolated by their logarithm.
         sizes, factors = zip(*self.corrections)
         return float(np.interp(np.log2(max(num_bytes, 1)), np.log2(sizes), factors))
 
@@ -106,6 +107,7 @@ def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     >>> round(halving_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(halving_seconds(0, 32, Link(1e-5, 1e9)), 6)
     (0.15, 0.0001)
     """
+    # Not a power of two.
     if num_ranks & (num_ranks - 1):
         return ring_seconds(num_bytes, num_ranks, link)
 
@@ -124,10 +126,12 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
     0.175032
     """
     hosts = machine.num_hosts(num_ranks)
+    # No network takes part.
     if hosts == 1:
         return ring_seconds(num_bytes, num_ranks, machine.inside)
 
     slowest = machine.between.bytes_per_second
+    # Some ranks share a host, so the ring passes links inside hosts too.
     if num_ranks > hosts:
         slowest = min(slowest, machine.inside.bytes_per_second)
 
@@ -200,6 +204,7 @@ def allreduce_seconds(
     if num_ranks == 1:
         return 0.0, "none"
 
+    # Ties go to the name that comes first in the alphabet.
     seconds, name = min((ALGORITHMS[name](num_bytes, num_ranks, machine), name) for name in algorithms)
     link: Link = getattr(machine, machine.slowest(num_ranks))
     return (machine.start_seconds + seconds) * link.correction(num_bytes), name

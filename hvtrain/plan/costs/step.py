@@ -103,6 +103,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     >>> round(step_cost(work, 2, machine, replace(rules, overlap=True)).step_seconds, 3)  # the first begins at 0.2 s
     0.35
     """
+    # All ranks wait for the slowest one.
     compute = work.step_seconds * slowdown(num_ranks, rules.deviation)
     if num_ranks == 1 or not work.gradients:
         return Cost(num_ranks, compute, compute, 0.0, 0.0, 0, "none", work.step_seconds / compute)
@@ -122,6 +123,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         if ready[first] >= free:
             begin = ready[first] + rules.cycle_seconds / 2
 
+        # Gradients that are ready by now share the buffer.
         last = first + 1
         while last < len(sizes) and ready[last] <= begin and sum(sizes[first : last + 1]) <= rules.fusion_bytes:
             last += 1
@@ -159,6 +161,7 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
     """
     done = list(accumulate(gradient.work for gradient in work.gradients))
     total = done[-1]
+    # Without weights in any layer there is no work to share.
     shares = [operations / total if total else 1.0 for operations in done]
     return [compute_seconds * (work.forward_share + (1 - work.forward_share) * share) for share in shares]
 
@@ -171,6 +174,7 @@ def _held_up(moment: float, begin: float, seconds: float, interference: float) -
     """
     if moment <= begin or not interference:
         return moment
+    # Slower for as long as data is moved, or until the work is done if that comes first.
     return moment + min(seconds * interference, (moment - begin) * interference / (1 - interference))
 
 
