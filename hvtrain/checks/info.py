@@ -76,7 +76,10 @@ def _gpus(gpus: Mapping[str, Any]) -> str:
 
 
 def commit_of(folder: str | None) -> str:
-    """The commit of the folder's checkout, and how many files differ from it; empty for an installed package."""
+    """The commit of the folder's checkout, and how many files differ from it.
+
+    Empty for an installed package.
+    """
     if folder is None or not (Path(folder).parent / ".git").exists():
         return ""
 

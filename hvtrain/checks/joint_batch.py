@@ -1,8 +1,8 @@
-"""Compares N ranks with a batch each against one process on all batches: if the weights differ, ranks train apart.
+"""Compares N ranks with a batch each against one process on all batches.
 
-Every rank starts from other weights and has other data, so only broadcast and reduction can make
-the results equal. One rank alone, without the reduction, must end with other weights, or the
-comparison would prove nothing.
+If the weights differ, ranks train apart. Every rank starts from other weights and has other data, so
+only broadcast and reduction can make the results equal. One rank alone, without the reduction, must
+end with other weights, or the comparison would prove nothing.
 """
 
 from collections.abc import Callable
@@ -103,7 +103,9 @@ def compare(
     batch: int = 16,
     wrap: Callable[[Any], Any] = hvd.DistributedOptimizer,
 ) -> Comparison:
-    """Trains the case on all ranks, on one process, and on one rank alone (every rank; the same result on each).
+    """Trains the case on all ranks, on one process, and on one rank alone (every rank).
+
+    The result is the same on each rank.
 
     Args:
         case: The model and its optimizer.
@@ -164,7 +166,10 @@ def largest_difference(actual: Arrays, expected: Arrays) -> float:
 
 
 def _data(kind: str, steps: int, size: int, batch: int) -> tuple[Any, ...]:
-    """Inputs, targets and, if the kind has them, weights of all examples, ordered by step, rank and batch position."""
+    """Inputs, targets and, if the kind has them, weights of all examples.
+
+    They are ordered by step, rank and position in the batch.
+    """
     generator = np.random.default_rng(7)
     count = steps * size * batch
     # What counts grows with the rank.
@@ -176,7 +181,8 @@ def _data(kind: str, steps: int, size: int, batch: int) -> tuple[Any, ...]:
         return generator.integers(0, 50, (count, 6)), y
     if kind == "masked":
         tokens = generator.integers(1, 50, (count, 6))
-        return np.where(np.arange(6) < np.ceil(6 * share)[:, None], tokens, 0), generator.integers(0, 3, (count, 6))
+        lengths = np.ceil(6 * share)[:, None]
+        return np.where(np.arange(6) < lengths, tokens, 0), generator.integers(0, 3, (count, 6))
     if kind == "weighted":
         return x, y, (share * generator.random(count)).astype("float32")
     if kind == "two losses":

@@ -54,7 +54,7 @@ def clock_differences(
 
 
 def judge_clocks(differences: Mapping[str, Clock]) -> list[Row]:
-    """Fails where a clock is off by more than the limit for certain, whatever the error of the measurement."""
+    """Fails where a clock is off by more than the limit, whatever the error of the measurement."""
     first, *others = differences
 
     def problem(host: str, clock: Clock) -> Problem:

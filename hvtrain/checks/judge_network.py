@@ -20,7 +20,7 @@ class Endpoint:
 
 
 def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
-    """Checks that hostnames are unique, and that all hosts that answered resolve each other's names correctly.
+    """Checks that hostnames are unique, and that hosts resolve each other's names correctly.
 
     names: all names in -H.
     """
@@ -67,7 +67,10 @@ def _name_problems(
     host: str,
     addresses: Mapping[str, str | None],
 ) -> Iterator[tuple[str, str]]:
-    """Yields the names that one host resolves wrongly, each with the fix. addresses: _address() of each name."""
+    """Yields the names that one host resolves wrongly, each with the fix.
+
+    addresses: _address() of each name.
+    """
     for name in cluster:
         address = cluster[host]["addresses"][name]
         right = addresses[name]
@@ -167,7 +170,8 @@ def _first_interface(cluster: Cluster, host: str, chosen: Sequence[str] | None) 
 
 
 def _listed(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{item['name']} {item['address']}" for item in facts["interfaces"] if item["name"] != "lo")
+    others = [item for item in facts["interfaces"] if item["name"] != "lo"]
+    return ", ".join(f"{item['name']} {item['address']}" for item in others)
 
 
 def judge_ports(

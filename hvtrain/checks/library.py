@@ -1,4 +1,4 @@
-"""Checks of the installation, without the user's run: environment, exchange, optimizers, data, metrics, checkpoints."""
+"""Checks of the installation: environment, exchange, optimizers, data, metrics, checkpoints."""
 
 import tempfile
 from functools import partial
@@ -175,7 +175,8 @@ def _shards(strategy: Strategy) -> str:
     source = from_arrays(images, images[:, 0, 0, 0] % 3, standardize="none")
     steps = strategy.topology.share_size(count)
     request = StreamRequest(strategy.topology, 1, seed=1, start_step=0, steps_per_epoch=steps)
-    read = [int(number) for images, _ in source.training(request).take(steps) for number in images.numpy().ravel()]
+    batches = source.training(request).take(steps)
+    read = [int(number) for images, _ in batches for number in images.numpy().ravel()]
     everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]
     if sorted(everyone) != list(range(count)):
         raise CheckError(f"{len(set(everyone))} of {count} samples were read, {len(everyone)} times; look at data/")
@@ -217,7 +218,7 @@ def _checkpoint(strategy: Strategy) -> str:
 
 
 def round_trip(model: keras.Model, strategy: Strategy) -> str:
-    """Writes a checkpoint, sets all variables to zero, restores it on rank 0 and broadcasts (every rank).
+    """Writes a checkpoint, loses all variables, restores them and broadcasts (every rank).
 
     The model's optimizer must be built. Its variables are unchanged afterwards.
     """

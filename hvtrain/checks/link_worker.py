@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _measure_pair(pair: tuple[int, int], attempt: str) -> dict[str, float]:
-    """Returns the pair's times (every rank). Removes its process set, as each one slows Horovod's background loop."""
+    """Returns the pair's times (every rank)."""
     name = f"hvtrain.links.{pair[0]}.{pair[1]}.{attempt}"
     if hvd.size() == 2:
         return measure(PAIR_BYTES, hvd.global_process_set, name)
@@ -106,6 +106,7 @@ def _measure_pair(pair: tuple[int, int], attempt: str) -> dict[str, float]:
     process_set = hvd.add_process_set(pair)
     times = measure(PAIR_BYTES, process_set, name) if process_set.included() else None
     times = hvd.broadcast_object(times, root_rank=pair[0], name=f"{name}.times")
+    # Each process set slows Horovod's background loop.
     hvd.remove_process_set(process_set)
     return dict(times)
 

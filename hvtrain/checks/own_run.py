@@ -1,4 +1,4 @@
-"""The checks of the user's own run: its data is sharded, and its model trains on all ranks' gradients."""
+"""Checks of the user's run: its data is sharded, and its model trains on all ranks' gradients."""
 
 import hashlib
 from collections import Counter
@@ -68,7 +68,8 @@ def _data(run: OwnRun) -> str:
         for batch in run.batches().as_numpy_iterator()
         for example in zip(*tf.nest.flatten(batch))
     }
-    num_readers = Counter(digest for rank_hashes in run.strategy.comm.gather(hashes) for digest in rank_hashes)
+    by_rank = run.strategy.comm.gather(hashes)
+    num_readers = Counter(digest for rank_hashes in by_rank for digest in rank_hashes)
     num_shared = sum(count > 1 for count in num_readers.values())
     # The shards' sizes are those that the run's steps are computed from.
     sizes = run.source.shard_sizes("train", run.plan.size, run.topology.weights)
@@ -88,7 +89,7 @@ def _data(run: OwnRun) -> str:
 
 
 def _step(run: OwnRun) -> str:
-    """Compares the distributed optimizer's step with a plain one's on the mean of all ranks' gradients."""
+    """Compares the distributed step with a plain one on the mean of all ranks' gradients."""
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(next(iter(run.batches())))
     model = run.model
     comm = run.strategy.comm
@@ -127,7 +128,7 @@ def _step(run: OwnRun) -> str:
 
 
 def _mean(gradients: tuple[Any, ...]) -> Any:
-    """The mean over ranks of one variable's gradients; None for a variable that the loss does not depend on."""
+    """The mean over ranks of one variable's gradients; None if the loss does not depend on it."""
     if gradients[0] is None:
         return None
     return np.mean(gradients, axis=0, dtype=gradients[0].dtype)

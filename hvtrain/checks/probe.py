@@ -124,7 +124,7 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    """GPU names and driver version from nvidia-smi, or its error; no names and no error without nvidia-smi."""
+    """GPU names and driver version from nvidia-smi, or its error; neither without nvidia-smi."""
     gpus: dict[str, Any] = {"names": [], "driver": None, "error": None}
     # ssh starts a shell whose PATH may lack these folders.
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/nvidia/bin")

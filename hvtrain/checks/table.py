@@ -17,7 +17,10 @@ Checks = dict[str, Callable[[], str]]
 
 
 class CheckError(Exception):
-    """A failed check: what was found, and what to look at. Raise it after the check's last collective, not between."""
+    """A failed check: what was found, and what to look at.
+
+    Raise it after the check's last collective: other ranks would wait in those that follow.
+    """
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`python -m hvtrain verify`: checks that the ranks of this cluster train together, and those of a run of your own."""
+"""`python -m hvtrain verify`: checks that ranks train together, with the library and with a user's run."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ examples:
 
 
 def main() -> int:
-    """Runs the checks of the library, and those of the user's run if the line has settings of one."""
+    """Checks the library, and the user's run if the line has settings of one."""
     Parser(
         "python -m hvtrain verify",
         usage="%(prog)s [GROUP=CHOICE ...] [SETTING=VALUE ...]",
@@ -96,9 +96,9 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
 
 
 def run_checks(checks: Checks, strategy: "Strategy") -> bool:
-    """Prints a line for each check on the chief; returns True if all passed on all ranks (every rank).
+    """Runs the checks and prints a line for each on the chief (every rank).
 
-    Each check has a deadline, so that none can hang.
+    Returns True if all passed on all ranks. Each check has a deadline, so that none can hang.
     """
     table = CheckTable(width=22, is_quiet=not strategy.topology.is_chief)
 
@@ -140,7 +140,10 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
 
 
 def _time_out(check_name: str) -> None:
-    """Ends this rank, which waits in a collective that it cannot leave; the launcher then ends the others."""
+    """Ends this rank, which waits in a collective that it cannot leave.
+
+    The launcher then ends the others.
+    """
     sys.stderr.write(
         f"FAIL  {check_name}: {socket.gethostname()} waited {SECONDS_PER_CHECK:.0f} s for the other ranks; "
         "one of them has stopped or left: look at its output\n"

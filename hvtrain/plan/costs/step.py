@@ -1,4 +1,4 @@
-"""Time of one training step on n ranks: computing, and the part of the reduction that computing does not hide. Pure.
+"""Time of one training step on n ranks: computing, and the reduction that it does not hide. Pure.
 
 A small simulation: the backward pass finishes the gradients of the last layer first; those that are
 ready go into a buffer (Horovod's tensor fusion, arXiv:1802.05799); each buffer is one all-reduce,
