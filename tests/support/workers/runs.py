@@ -33,8 +33,7 @@ from hvtrain.errors import UserError, in_one_line, place_of
 from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.augment import open_augmentation
-from hvtrain.training.class_weights import class_weights
-from hvtrain.training.prepared_step import prepare_step, weights_of
+from hvtrain.training.prepared_step import class_weights, prepare_step, weights_of
 from hvtrain.training.run import training_batches, with_rank_weights
 from hvtrain.training.setup import build_model, build_optimizer, open_data, open_task, seed_everything
 
