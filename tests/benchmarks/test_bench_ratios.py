@@ -83,7 +83,7 @@ def test_modules_of_contenders_exist():
 
 
 def test_goals_name_contenders():
-    assert {named(name).about for goal in GOALS for name in (goal.ours, goal.theirs)}, "named refuses others"
+    assert {named(name).about for goal in GOALS for name in (goal.ours, goal.other)}, "named refuses others"
     assert all(goal.figure in Measured.__dataclass_fields__ and set(goal.limits) <= set(WORKLOADS) for goal in GOALS)
 
 
