@@ -63,14 +63,16 @@ def test_two_processes_sum_with_compilers_and_once_more_without():
         assert "horovodrun -np 2 python -m hvtrain" in runs[-1], "after all that was taken out"
     assert "prove-allreduce" in (ROOT / "scripts" / "make-environment").read_text()
     for name in ("cpu", "gpu"):
-        words = [word for word, rest in STAGES[name].instructions if word == "USER" or "prove-allreduce" in rest]
-        assert words == ["USER", "RUN"], "as the image's own user"
+        arguments = [
+            argument for argument, rest in STAGES[name].instructions if argument == "USER" or "prove-allreduce" in rest
+        ]
+        assert arguments == ["USER", "RUN"], "as the image's own user"
         assert {"gloo", "mpi"} <= set(STAGES[name].all("RUN")[-1].split())
 
 
 def imported(path):
     """The files of hvtrain that a file imports, and those that these import."""
-    found = set()
+    result = set()
     waiting = [path]
     while waiting:
         for node in ast.walk(ast.parse(waiting.pop().read_text())):
@@ -81,20 +83,20 @@ def imported(path):
             )
             for name in filter(None, names):
                 here = ROOT / Path(*name.split("."))
-                new = {file for file in (here.with_suffix(".py"), here / "__init__.py") if file.exists()} - found
-                found |= new
+                new = {file for file in (here.with_suffix(".py"), here / "__init__.py") if file.exists()} - result
+                result |= new
                 waiting += new
-    return found
+    return result
 
 
 def test_the_launcher_is_whole_where_the_environment_proves_itself():
     """horovodrun is hvtrain's own front, and of hvtrain only some files are there at that step."""
     needed = {str(file.relative_to(ROOT)) for file in imported(ROOT / "hvtrain/launch/horovod_launcher.py")}
-    assert "hvtrain/errors.py" in needed and "hvtrain/launch/reach.py" in needed
+    assert "hvtrain/errors.py" in needed and "hvtrain/launch/remote_hosts.py" in needed
     for name in ("build-cpu", "build-gpu"):
         instructions = STAGES[name].instructions
-        proof = next(at for at, (word, rest) in enumerate(instructions) if "./scripts/run true" in rest)
-        copied = {path for word, rest in instructions[:proof] if word == "COPY" for path in rest.split()[:-1]}
+        proof = next(at for at, (argument, rest) in enumerate(instructions) if "./scripts/run true" in rest)
+        copied = {path for argument, rest in instructions[:proof] if argument == "COPY" for path in rest.split()[:-1]}
         absent = {path for path in needed if not copied & {path, *map(str, Path(path).parents)}}
         assert absent == set(), "COPY them before ./scripts/run true"
 
@@ -151,21 +153,21 @@ def test_the_entry_point_runs_what_it_is_given():
     assert code == 0 and "Open MPI" in output
 
 
-@pytest.mark.parametrize("word", ["verify", "doctor", "launch"])
-def test_a_short_word_is_the_module_of_its_name(word):
-    code, output, errors = entry(word, "--help")
+@pytest.mark.parametrize("argument", ["verify", "doctor", "launch"])
+def test_a_short_word_is_the_module_of_its_name(argument):
+    code, output, errors = entry(argument, "--help")
     assert code == 0, errors
-    assert f"python -m hvtrain {word} " in output
+    assert f"python -m hvtrain {argument} " in output
 
 
 def test_every_command_has_a_short_word():
-    words = re.search(r"^  (verify \|[^)]*)\)$", (ROOT / "scripts/docker-entrypoint").read_text(), re.MULTILINE)[1]
-    assert set(re.findall(r"\w+", words)) == {*COMMANDS} - {"spark", "completion"}
+    arguments = re.search(r"^  (verify \|[^)]*)\)$", (ROOT / "scripts/docker-entrypoint").read_text(), re.MULTILINE)[1]
+    assert set(re.findall(r"\w+", arguments)) == {*COMMANDS} - {"spark", "completion"}
 
 
-@pytest.mark.parametrize("words", [(), ("help",), ("--help",)])
-def test_without_a_command_it_explains_itself(words):
-    code, output, _ = entry(*words)
+@pytest.mark.parametrize("arguments", [(), ("help",), ("--help",)])
+def test_without_a_command_it_explains_itself(arguments):
+    code, output, _ = entry(*arguments)
     assert code == 0
     assert output.startswith("The image takes, after its name:\n")
     assert "worker [PORT [ADDRESS]]" in output and "train.epochs" in output, "and then what a run takes"
@@ -191,12 +193,12 @@ def test_a_worker_makes_no_key_for_anyone_but_its_own_host(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def entry(*words, **extra):
+def entry(*arguments, **extra):
     """Exit code, output and errors of the entry point, in this environment."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(
-        [ENTRY, *words],
+        [ENTRY, *arguments],
         env={**os.environ, **root, "PATH": path, **extra},
         capture_output=True,
         text=True,
