@@ -16,18 +16,18 @@ from in_process import run_command
 from launching import ROOT
 
 
-def hvtrain(*words, cwd):
-    return run_command("hvtrain", *words, cwd=cwd)
+def hvtrain(*arguments, cwd):
+    return run_command("hvtrain", *arguments, cwd=cwd)
 
 
-def process(*words, cwd):
-    line = [sys.executable, "-m", "hvtrain", *words]
+def process(*arguments, cwd):
+    line = [sys.executable, "-m", "hvtrain", *arguments]
     done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["train.epoch=3"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
         (["trian.epochs=3"], "unknown setting 'trian.epochs'; did you mean 'train.epochs'?"),
@@ -56,9 +56,9 @@ def process(*words, cwd):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_bad_input_is_refused_in_one_line(words, message, tmp_path, monkeypatch):
+def test_bad_input_is_refused_in_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["hvtrain", *words])
+    monkeypatch.setattr(sys, "argv", ["hvtrain", *arguments])
     with pytest.raises(ConfigError) as caught:
         compose_and_run()
     assert message in str(caught.value)
@@ -149,10 +149,10 @@ def test_a_failure_keeps_its_exit_code_whatever_python_meets_as_it_ends():
 
 
 @pytest.mark.parametrize(
-    ("start", "word"), [(process, "train.epoch=3"), (hvtrain, "train.epochs=0"), (hvtrain, "model=resnext")]
+    ("start", "argument"), [(process, "train.epoch=3"), (hvtrain, "train.epochs=0"), (hvtrain, "model=resnext")]
 )
-def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(start, word, tmp_path):
-    code, output, errors = start(word, cwd=tmp_path)
+def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(start, argument, tmp_path):
+    code, output, errors = start(argument, cwd=tmp_path)
     assert code == 2
     assert output == ""
     assert errors.startswith("hvtrain: ") and errors.count("\n") == 1
@@ -285,7 +285,7 @@ def test_the_table_of_commands_names_modules_that_have_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (
             ["evalute", "run=a"],
@@ -295,8 +295,8 @@ def test_the_table_of_commands_names_modules_that_have_them(tmp_path):
         (["evaluate", "--nonsense"], "unknown option --nonsense; see python -m hvtrain evaluate --help"),
     ],
 )
-def test_a_misspelt_command_is_one_line(words, message, tmp_path):
-    code, output, errors = hvtrain(*words, cwd=tmp_path)
+def test_a_misspelt_command_is_one_line(arguments, message, tmp_path):
+    code, output, errors = hvtrain(*arguments, cwd=tmp_path)
     assert (code, output) == (2, "") and errors.startswith(f"hvtrain: {message}") and errors.count("\n") == 1
 
 

@@ -41,8 +41,8 @@ def script(tmp_path_factory):
 @pytest.fixture(scope="module")
 def asked(script):
     def ask(line, cwd=ROOT, breaks="=:"):
-        words = ["bash", "--norc", "-c", f"source {script}; COMP_WORDBREAKS={breaks}; {ASK}", "bash", line]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=cwd)
+        arguments = ["bash", "--norc", "-c", f"source {script}; COMP_WORDBREAKS={breaks}; {ASK}", "bash", line]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=cwd)
         assert done.stderr == ""
         return done.stdout.split()
 
@@ -61,7 +61,7 @@ def test_a_group_has_its_choices(asked, command):
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("arguments", "result"),
     [
         ("sche", ["schedule.", "schedule="]),
         ("train.rem", ["train.remat="]),
@@ -77,16 +77,16 @@ def test_a_group_has_its_choices(asked, command):
         ("run.dir=", []),
     ],
 )
-def test_names_and_values(asked, words, found):
-    assert asked(f"python -m hvtrain {words}") == found
+def test_names_and_values(asked, arguments, result):
+    assert asked(f"python -m hvtrain {arguments}") == result
 
 
 def test_every_group_and_setting_is_offered(asked):
     """What is offered, taken apart at each dot, comes to what Hydra composes."""
 
-    def names(word=""):
-        for found in asked(f"hvtrain {word}"):
-            yield from names(found) if found.endswith(".") else [found.rstrip("=")]
+    def names(argument=""):
+        for result in asked(f"hvtrain {argument}"):
+            yield from names(result) if result.endswith(".") else [result.rstrip("=")]
 
     def flat(tree, prefix=""):
         for name, value in tree.items():
@@ -156,7 +156,7 @@ def test_bad_input_is_one_line():
 
 def test_the_commands_that_take_settings():
     """The table says which do; so does their code, by what their help or their parser takes from elsewhere."""
-    signs = ("RUN_SETTINGS}", "parse_with_words(", "run_settings(", "-- GROUP=", "parse_known_args()")
+    signs = ("RUN_SETTINGS}", "parse_with_overrides(", "run_settings(", "-- GROUP=", "parse_known_args()")
     for name, command in COMMANDS.items():
         module = importlib.import_module(f"hvtrain.{command.module}")
         files = [Path(module.__file__), *([Path(options.__file__)] if name == "launch" else [])]

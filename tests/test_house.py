@@ -18,9 +18,9 @@ NO_TENSORFLOW = (
 USE_HOROVOD = ("keras/", "launch/", "plan/", "spark")
 
 
-def room(place: str) -> str:
+def room(location: str) -> str:
     """The room of a file or a folder below hvtrain/: the innermost one of the table."""
-    return max((room for room in ROOMS if f"{place}/".startswith(f"{room.rstrip('/')}/")), key=len, default=place)
+    return max((room for room in ROOMS if f"{location}/".startswith(f"{room.rstrip('/')}/")), key=len, default=location)
 
 
 def room_of(path: Path) -> str:
@@ -42,7 +42,7 @@ def top_level(path: Path) -> set[str]:
 
 def test_the_table_names_every_room_on_disk() -> None:
     places = {path.relative_to(PACKAGE).parts[0] for path in FILES}
-    on_disk = {f"{place}/" if (PACKAGE / place).is_dir() else place.removesuffix(".py") for place in places}
+    on_disk = {f"{location}/" if (PACKAGE / location).is_dir() else location.removesuffix(".py") for location in places}
     assert on_disk == {room for room in ROOMS if "/" not in room.rstrip("/")}
     assert all((PACKAGE / room).is_dir() for room in ROOMS if room.endswith("/"))
     assert len(set(ROOMS)) == len(ROOMS) > 20

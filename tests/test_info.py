@@ -8,9 +8,9 @@ import sys
 from hvtrain.checks.info import commit_of
 
 
-def info(*words, **variables):
+def info(*arguments, **variables):
     done = subprocess.run(
-        [sys.executable, "-m", "hvtrain", "info", *words],
+        [sys.executable, "-m", "hvtrain", "info", *arguments],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -51,8 +51,8 @@ def test_a_checkout_is_named_by_its_commit_and_changes(tmp_path):
     (package / "a.py").write_text("1")
     assert commit_of(str(package)) == ""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *words], check=True)
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
     head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True).stdout
     assert commit_of(str(package)) == f" ({head.strip()})"
     (package / "a.py").write_text("2")

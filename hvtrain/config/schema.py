@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from typing import Any
 
-from hvtrain.config.validate import seconds, setting, typed
+from hvtrain.config.validate import flatten, seconds, setting, typed
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
@@ -195,10 +195,10 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     """
     config: RunConfig = typed(RunConfig, tree)
     for group in GROUPS:
-        _check_target(group, getattr(config, group))
+        _check_group(group, getattr(config, group))
     for group in SEVERAL:
         for name, choice in getattr(config, group).items():
-            _check_target(f"{group}.{name}", choice if isinstance(choice, dict) else {})
+            _check_group(f"{group}.{name}", choice if isinstance(choice, dict) else {})
     model_options(config.model)
     _check_rates(config.train.rates)
     _check_learning_rate(config.optimizer)
@@ -253,12 +253,15 @@ def round_up_to_accumulation(steps: int, accumulate: int) -> int:
     return -(-steps // accumulate) * accumulate
 
 
-def _check_target(name: str, group: dict[str, Any]) -> None:
+def _check_group(name: str, group: dict[str, Any]) -> None:
     target = group.get("_target_")
     if not isinstance(target, str) or "." not in target:
         raise ConfigError(
             f"{name}._target_={target!r} names nothing to call; it must be a dotted path such as package.module.name"
         )
+    for key, value in flatten(group, f"{name}.").items():
+        if value == "???":  # As OmegaConf writes a value that must be given.
+            raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
 
 
 def _check_rates(rates: dict[str, Any] | None) -> None:

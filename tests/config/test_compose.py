@@ -28,15 +28,15 @@ REQUIRED = {
 }
 
 
-def composed(*words):
+def composed(*arguments):
     ConfigStore.instance().store("hvtrain_schema", schema())
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        return from_dict(OmegaConf.to_container(compose("config", overrides=list(words)), resolve=True))
+        return from_dict(OmegaConf.to_container(compose("config", overrides=list(arguments)), resolve=True))
 
 
-@pytest.mark.parametrize("word", [f"{group}='{name}'" for group, names in CHOICES.items() for name in names])
-def test_every_choice_composes(word):
-    assert composed(word, *REQUIRED.get(word.partition("=")[2].strip("'"), []))
+@pytest.mark.parametrize("argument", [f"{group}='{name}'" for group, names in CHOICES.items() for name in names])
+def test_every_choice_composes(argument):
+    assert composed(argument, *REQUIRED.get(argument.partition("=")[2].strip("'"), []))
 
 
 @pytest.mark.parametrize("name", CHOICES["schedule"])

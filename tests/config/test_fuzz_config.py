@@ -94,9 +94,9 @@ texts = st.one_of(
 )
 
 
-def words_are_answered(words):
+def words_are_answered(arguments):
     try:
-        trees = compose(words)
+        trees = compose(arguments)
     except ConfigError as error:
         assert str(error).strip()
         return
@@ -106,12 +106,12 @@ def words_are_answered(words):
 
 @settings(FIXED, max_examples=30)
 @given(st.lists(st.tuples(names, texts).map("=".join), min_size=1, max_size=2))
-def test_any_words(words):
-    words_are_answered(words)
+def test_any_words(arguments):
+    words_are_answered(arguments)
 
 
 @pytest.mark.nightly
 @settings(FIXED, max_examples=250)
 @given(st.lists(st.tuples(names, texts).map("=".join), min_size=1, max_size=3))
-def test_many_words(words):
-    words_are_answered(words)
+def test_many_words(arguments):
+    words_are_answered(arguments)

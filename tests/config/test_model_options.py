@@ -12,8 +12,8 @@ from hvtrain.training.resume import changed_settings
 SHAPE = {"image_shape": (8, 8, 1), "num_classes": 3}
 
 
-def composed(*words):
-    return from_dict(compose(list(words))[0])
+def composed(*arguments):
+    return from_dict(compose(list(arguments))[0])
 
 
 def own(image_shape, num_classes, freeze=True):
@@ -25,24 +25,24 @@ def takes_all(image_shape, num_classes, **options):
     return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
 
 
-@pytest.mark.parametrize("words", [[], ["model=mlp"], ["model=application", "model.name=MobileNet"]])
-def test_every_model_takes_them_without_a_plus(words):
-    config = composed(*words, "model.weights=runs/1", "model.freeze=[conv*,*/bias]", "model.lora_rank=4")
+@pytest.mark.parametrize("arguments", [[], ["model=mlp"], ["model=application", "model.name=MobileNet"]])
+def test_every_model_takes_them_without_a_plus(arguments):
+    config = composed(*arguments, "model.weights=runs/1", "model.freeze=[conv*,*/bias]", "model.lora_rank=4")
     options = model_options(config.model)
     assert (options.weights, options.freeze, options.lora_rank) == ("runs/1", ["conv*", "*/bias"], 4)
-    assert model_options(composed(*words, "model.freeze=conv?").model).freeze == ["conv?"]
+    assert model_options(composed(*arguments, "model.freeze=conv?").model).freeze == ["conv?"]
     assert model_options({"_target_": "a.b"}).freeze is None, "a run of an earlier version"
 
 
 def test_the_builder_never_gets_them():
-    words = ["model.freeze=[a]", "model.lora_rank=2", "model.weights=x", f"model._target_={__name__}.takes_all"]
-    config = composed("model=mlp", *words, "~model.hidden", "~model.activation", "~model.dropout", "+model.width=5")
+    arguments = ["model.freeze=[a]", "model.lora_rank=2", "model.weights=x", f"model._target_={__name__}.takes_all"]
+    config = composed("model=mlp", *arguments, "~model.hidden", "~model.activation", "~model.dropout", "+model.width=5")
     assert build(config, "model", keras.Model, **SHAPE).count_params() == 64 * 3 + 3
 
 
-@pytest.mark.parametrize("words", [[], ["model.freeze=[a]"]])
-def test_a_builder_with_an_argument_of_that_name_is_refused(words):
-    config = composed(f"model._target_={__name__}.own", *words)
+@pytest.mark.parametrize("arguments", [[], ["model.freeze=[a]"]])
+def test_a_builder_with_an_argument_of_that_name_is_refused(arguments):
+    config = composed(f"model._target_={__name__}.own", *arguments)
     with pytest.raises(ConfigError) as caught:
         build(config, "model", keras.Model, **SHAPE)
     assert str(caught.value) == (
@@ -52,7 +52,7 @@ def test_a_builder_with_an_argument_of_that_name_is_refused(words):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("argument", "message"),
     [
         ("model.freeze=3", None),
         ("model.freeze={a:1}", "model.freeze={'a': 1} is not a string or null"),
@@ -71,12 +71,12 @@ def test_a_builder_with_an_argument_of_that_name_is_refused(words):
         ("train.rates=2", "train.rates=2 is not a group of settings or null"),
     ],
 )
-def test_what_is_no_value_is_refused_in_one_line(word, message):
+def test_what_is_no_value_is_refused_in_one_line(argument, message):
     if message is None:
-        assert model_options(composed(word).model).freeze == ["3"], "as the name of a layer"
+        assert model_options(composed(argument).model).freeze == ["3"], "as the name of a layer"
         return
     with pytest.raises(ConfigError) as caught:
-        composed(word)
+        composed(argument)
     assert str(caught.value) == message
 
 

@@ -16,7 +16,7 @@ SLACK = "slack://hunter2/B1/C1"
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         ([], None),
         (["notify=null"], None),
@@ -27,10 +27,10 @@ SLACK = "slack://hunter2/B1/C1"
         (["notify=json://first", f"notify={SLACK}"], [SLACK]),
     ],
 )
-def test_addresses_stand_as_they_are(words, expected, monkeypatch):
+def test_addresses_stand_as_they_are(arguments, expected, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hvtrain"])
-    assert from_dict(compose(["model=mlp", *words])[0]).notify == expected
-    assert sys.argv == ["hvtrain", "model=mlp", *words]
+    assert from_dict(compose(["model=mlp", *arguments])[0]).notify == expected
+    assert sys.argv == ["hvtrain", "model=mlp", *arguments]
 
 
 def test_records_have_no_secret(monkeypatch):
@@ -41,7 +41,7 @@ def test_records_have_no_secret(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([f"notfy={MAIL}"], "notfy=... has a character that is special to Hydra; put it in quotes: \"notfy='...'\""),
         ([f"notfy={SLACK}"], "unknown setting 'notfy'; did you mean 'notify'?"),
@@ -50,10 +50,10 @@ def test_records_have_no_secret(monkeypatch):
         ([f"notify={SLACK}", "train.epochs=[1"], "has a character that is special to Hydra"),
     ],
 )
-def test_errors_have_no_secret(words, message, monkeypatch):
+def test_errors_have_no_secret(arguments, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hvtrain"])
     with pytest.raises(ConfigError) as caught:
-        from_dict(compose(words)[0])
+        from_dict(compose(arguments)[0])
     assert message in str(caught.value) and "hunter2" not in str(caught.value)
 
 
@@ -69,14 +69,14 @@ def test_a_file_with_something_else_is_refused_without_showing_it(value, monkeyp
 def test_the_variable_reaches_ranks_and_is_not_open():
     """Whatever its value looks like."""
     for value in (MAIL, SLACK):
-        given = {"PATH": "/bin", "HVTRAIN_NOTIFY": value}
-        assert environment.for_ranks(given)["HVTRAIN_NOTIFY"] == value
-        assert not environment.travels("HVTRAIN_NOTIFY", given), "hvtrain.checks.info would show it"
-        assert "HVTRAIN_NOTIFY" not in environment.asked_for(given, []), "a cluster's files would hold it"
+        values = {"PATH": "/bin", "HVTRAIN_NOTIFY": value}
+        assert environment.for_ranks(values)["HVTRAIN_NOTIFY"] == value
+        assert not environment.travels("HVTRAIN_NOTIFY", values), "hvtrain.checks.info would show it"
+        assert "HVTRAIN_NOTIFY" not in environment.asked_for(values, []), "a cluster's files would hold it"
 
 
-def output(*words, cwd):
-    done = subprocess.run([sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, check=False)
+def output(*arguments, cwd):
+    done = subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

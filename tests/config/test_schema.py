@@ -64,8 +64,8 @@ def test_records_hold_no_secret():
 )
 def test_a_secret_is_known_by_its_name_or_its_looks(name, value, kept):
     """dataset.target_key became ***, and the run could never be evaluated; signed addresses stayed in clear."""
-    found = redacted({name: value})[name]
-    assert found == kept or (isinstance(kept, str) and kept.startswith("...") and found.endswith(kept[3:]))
+    result = redacted({name: value})[name]
+    assert result == kept or (isinstance(kept, str) and kept.startswith("...") and result.endswith(kept[3:]))
 
 
 def test_a_run_whose_secret_was_left_out_asks_for_it():

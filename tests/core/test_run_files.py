@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_text() == "old"
-    assert [found.name for found in tmp_path.iterdir()] == ["result.json"]
+    assert [result.name for result in tmp_path.iterdir()] == ["result.json"]
 
 
 def test_result_comes_back(tmp_path):

@@ -14,13 +14,13 @@ def test_shares_are_disjoint_and_complete():
 def test_shares_of_unlike_size_are_disjoint_and_complete_and_their_size_is_known(weights):
     for number in range(25):
         places = [Topology(rank, 3, weights=weights) for rank in range(3)]
-        shares = [list(place.share(number)) for place in places]
+        shares = [list(topology.share(number)) for topology in places]
         assert sorted(index for share in shares for index in share) == list(range(number))
         assert all(share == sorted(share) for share in shares)
-        assert [len(share) for share in shares] == [place.share_size(number) for place in places]
+        assert [len(share) for share in shares] == [topology.share_size(number) for topology in places]
 
 
-@pytest.mark.parametrize("place", [{"rank": 2, "size": 2}, {"rank": -1}, {"local_rank": 1, "local_size": 1}])
-def test_impossible_places(place):
+@pytest.mark.parametrize("topology", [{"rank": 2, "size": 2}, {"rank": -1}, {"local_rank": 1, "local_size": 1}])
+def test_impossible_places(topology):
     with pytest.raises(ValueError, match="outside"):
-        Topology(**place)
+        Topology(**topology)

@@ -97,10 +97,10 @@ TABLE = {
     ],
     "bench": [
         *runs(f"{ROUND} --contenders hvtrain-mpi", "steps --workload cnn"),
-        *runs("--rounds 1 --largest 1", "allreduce"),
         *runs(f"{ROUND} -np 1,2", "scaling"),
         *runs(IMAGES, "input"),
         *runs("--rounds 1", "startup"),
+        *runs("--rounds 1 --largest 1", "allreduce"),
         *runs(ROUND, "HOROVOD_CYCLE_TIME", "guard.every=0"),
     ],
     "clusters": [

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import pages
-from hvtrain.config.schema import ModelOptions
-from hvtrain.config.schema import GROUPS, SEVERAL, RunConfig
+from hvtrain.config.schema import GROUPS, SEVERAL, ModelOptions, RunConfig
 from launching import ROOT
 from pages import PAGES, PATHS, prose, rows, sections
 
@@ -28,10 +27,10 @@ ROWS = {
 def speeds(readme: str, bench: str) -> Iterator[tuple[str, str]]:
     """Pairs of figures, README's and docs/bench.md's, for each cell of README's table of speed."""
     known = rows(bench)
-    for mine, theirs in ROWS.items():
-        (row,) = [cells for first, cells in known.items() if first.startswith(theirs)]
-        for cell, found in zip(rows(readme)[mine], row):
-            yield cell, (NUMBER.findall(found) or [""])[0]
+    for mine, expected in ROWS.items():
+        (row,) = [cells for first, cells in known.items() if first.startswith(expected)]
+        for cell, result in zip(rows(readme)[mine], row):
+            yield cell, (NUMBER.findall(result) or [""])[0]
 
 
 def quoted(readme: str) -> list[str]:
@@ -43,7 +42,7 @@ def quoted(readme: str) -> list[str]:
 
 def agree(readme: str, bench: str) -> bool:
     tables = {number for cells in rows(bench).values() for cell in cells for number in NUMBER.findall(cell)}
-    return all(mine == theirs for mine, theirs in speeds(readme, bench)) and set(quoted(readme)) <= tables
+    return all(mine == expected for mine, expected in speeds(readme, bench)) and set(quoted(readme)) <= tables
 
 
 def test_speeds_in_the_readme_are_those_of_docs_bench():
@@ -74,8 +73,8 @@ def test_configuration_lists_all_settings_with_their_defaults():
                 yield prefix + item.name, "null" if item.default is None else str(item.default).lower()
 
     text = PAGES["configuration"].partition("\n## Settings\n")[2]
-    found = {first.strip("`"): cells[0].strip("`") for first, cells in rows(text).items() if "`" in first}
-    assert found == dict([*settings(RunConfig), *settings(ModelOptions, "model.")])
+    result = {first.strip("`"): cells[0].strip("`") for first, cells in rows(text).items() if "`" in first}
+    assert result == dict([*settings(RunConfig), *settings(ModelOptions, "model.")])
 
 
 @pytest.mark.parametrize("page", PATHS, ids=lambda page: page.name)
@@ -89,8 +88,8 @@ def test_files_and_links_exist(page):
     for path in re.findall(r"(?<![\w/])(?:tests|scripts|hvtrain|benchmarks)/[\w/.-]*\w", prose(text)):
         assert list(ROOT.glob(path)), path
     for module in re.findall(r"python -m ((?:hvtrain|tests|benchmarks)[\w.]*\w)", text):
-        place = ROOT / module.replace(".", "/")
-        assert place.is_dir() or place.with_suffix(".py").exists(), module
+        location = ROOT / module.replace(".", "/")
+        assert location.is_dir() or location.with_suffix(".py").exists(), module
 
 
 def test_the_examples_of_the_parser():

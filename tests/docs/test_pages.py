@@ -32,37 +32,37 @@ def settings(command: str) -> list[str]:
     >>> settings("python -m hvtrain launch -np 2 cluster=slurm -- model=mlp")
     ['model=mlp']
     """
-    words = shlex.split(command)
-    if "-m" not in words:
+    arguments = shlex.split(command)
+    if "-m" not in arguments:
         return []
-    module, *words = words[words.index("-m") + 1 :]
+    module, *arguments = arguments[arguments.index("-m") + 1 :]
     if module != "hvtrain":
         return []
-    command = first_word(words)
+    command = first_word(arguments)
     if command and command not in COMMANDS:
         return []
     if command == "launch":
-        words = words[words.index("--") + 1 :] if "--" in words else []
-    if words[:1] == ["python"]:
+        arguments = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
+    if arguments[:1] == ["python"]:
         return []
-    return [word for word in words if re.match(r"[+~]?[\w.@/]+=(?!\.\.\.|\$)", word)]
+    return [argument for argument in arguments if re.match(r"[+~]?[\w.@/]+=(?!\.\.\.|\$)", argument)]
 
 
 def composed_commands() -> list[object]:
     """Each page's sets of settings, once. Those with --config-dir need the page's files."""
-    found = {}
+    results = {}
     for name, text in PAGES.items():
         for command in commands(text):
-            words = [] if "--config-dir" in command else settings(command)
-            if words:
-                found[(name, *words)] = pytest.param(words, id=f"{name} {words[0]}")
-    return list(found.values())
+            arguments = [] if "--config-dir" in command else settings(command)
+            if arguments:
+                results[(name, *arguments)] = pytest.param(arguments, id=f"{name} {arguments[0]}")
+    return list(results.values())
 
 
-@pytest.mark.parametrize("words", composed_commands())
-def test_the_settings_of_a_command_are_settings(words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("arguments", composed_commands())
+def test_the_settings_of_a_command_are_settings(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    compose(words)
+    compose(arguments)
 
 
 def test_each_command_is_run_or_stands_with_its_reason():
@@ -92,9 +92,15 @@ def write_tales(folder: Path) -> None:
 def train_on_tales(folder: Path) -> None:
     """A finished run of a language model."""
     write_tales(folder)
-    words = ["dataset=text", "dataset.file=tales", "dataset.vocabulary_size=500", "dataset.length=16", "task=language"]
-    words += ["model=transformer", "model.width=16", "model.blocks=1", "train.steps=20", "run.dir=runs/tales"]
-    code, output = train(None, 1, *words, cwd=folder)
+    arguments = [
+        "dataset=text",
+        "dataset.file=tales",
+        "dataset.vocabulary_size=500",
+        "dataset.length=16",
+        "task=language",
+    ]
+    arguments += ["model=transformer", "model.width=16", "model.blocks=1", "train.steps=20", "run.dir=runs/tales"]
+    code, output = train(None, 1, *arguments, cwd=folder)
     assert code == 0, output
 
 
@@ -105,12 +111,12 @@ def make_three_runs(folder: Path) -> None:
 
 
 def write_measurements(folder: Path) -> None:
-    """All-reduces of two and of four ranks, as benchmarks leaves them."""
+    """All-reduces of two and of four ranks, as the command allreduce leaves them."""
     seconds = {str(size): [1e-4 + size / 1e9] * 3 for size in (4, 4096, 1 << 20, 1 << 26)}
     for name, num_ranks in (("two", 2), ("four", 4)):
-        (folder / "bench" / name).mkdir(parents=True)
+        (folder / "allreduce" / name).mkdir(parents=True)
         measured = {"num_ranks": num_ranks, "seconds": {"hvtrain": seconds}}
-        (folder / "bench" / name / "allreduce.json").write_text(json.dumps(measured))
+        (folder / "allreduce" / name / "allreduce.json").write_text(json.dumps(measured))
 
 
 def check_plain_keras(folder: Path) -> None:

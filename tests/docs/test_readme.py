@@ -46,15 +46,19 @@ def test_own_model_and_data_set(user):
     code, output = run(None, 1, "bash", "-c", command("--config-dir conf"), cwd=user)
     assert code == 0, output
     (result,) = (user / "runs").glob("*/result.json")
-    found = json.loads(result.read_text())
-    assert found["num_ranks"] == 2
-    assert found["num_parameters"] == 25 * 16 + 16 + 16 * 3 + 3, "model.units=16 was taken"
+    results = json.loads(result.read_text())
+    assert results["num_ranks"] == 2
+    assert results["num_parameters"] == 25 * 16 + 16 + 16 * 3 + 3, "model.units=16 was taken"
     assert "leaves: 180 train, 20 validation, 41 test" in output
     printed = ast.literal_eval(without_hvtrain((user / "predict.py").read_text(), cwd=user))
-    assert printed["accuracy"] * 41 == pytest.approx(found["test_accuracy"] * 41, abs=1e-3), "to the last example"
-    assert printed["loss"] == pytest.approx(found["test_loss"], rel=1e-5)
-    told = json.loads((user / "runs/leaves/model.json").read_text())
-    assert told["input"]["shape"] == [5, 5, 1] and told["input"]["range"] == [0, 255] and told["num_classes"] == 3
+    assert printed["accuracy"] * 41 == pytest.approx(results["test_accuracy"] * 41, abs=1e-3), "to the last example"
+    assert printed["loss"] == pytest.approx(results["test_loss"], rel=1e-5)
+    messages = json.loads((user / "runs/leaves/model.json").read_text())
+    assert (
+        messages["input"]["shape"] == [5, 5, 1]
+        and messages["input"]["range"] == [0, 255]
+        and messages["num_classes"] == 3
+    )
 
 
 def test_own_example_is_short():
@@ -91,8 +95,8 @@ def test_the_first_command_from_a_clean_clone(tmp_path):
     assert "hvtrain: Gloo: allreduce over 2 processes is right" in done.stderr
     assert "hvtrain: MPI: allreduce over 2 processes is right" in done.stderr
     (result,) = (clone / "runs").glob("*/result.json")
-    found = json.loads(result.read_text())
-    assert found["num_ranks"] == 2 and found["test_accuracy"] >= 0.97
+    results = json.loads(result.read_text())
+    assert results["num_ranks"] == 2 and results["test_accuracy"] >= 0.97
     again = subprocess.run(["./scripts/run", "true"], cwd=clone, env=kept, capture_output=True, check=False)
     assert (again.returncode, again.stderr) == (0, b""), "a second call makes nothing"
     shutil.rmtree(clone)

@@ -42,8 +42,8 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as one:
-        yield one
+    with Browser() as item:
+        yield item
 
 
 def test_every_page_is_there_and_none_leads_out_of_the_site(site):
@@ -79,7 +79,7 @@ def test_nothing_is_wider_than_the_page_and_the_console_is_silent(site, browser,
     for page in ("index", "tutorial", "faults", "configuration", "bench", "api/keras"):
         browser.problems.clear()
         browser.open(site / f"{page}.html", size, dark)
-        assert [found for found in browser.too_wide(SCROLLS) if "DIV.md-s" not in found] == [], page
+        assert [result for result in browser.too_wide(SCROLLS) if "DIV.md-s" not in result] == [], page
         assert browser.evaluate("[...document.images].every(image => image.complete && image.naturalWidth)"), page
         assert browser.problems == [], page
         colors.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
@@ -94,11 +94,11 @@ def test_search_finds_without_a_server(site, browser):
         "field.dispatchEvent(new Event('keyup', {bubbles: true})); field.dispatchEvent(new Event('input'))"
     )
     links = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.getAttribute('href')).join()"
-    deadline, found = time.monotonic() + 20, ""
-    while not found and time.monotonic() < deadline:
+    deadline, result = time.monotonic() + 20, ""
+    while not result and time.monotonic() < deadline:
         time.sleep(0.1)
-        found = browser.evaluate(links)
-    assert "faults.html" in found
+        result = browser.evaluate(links)
+    assert "faults.html" in result
 
 
 def test_a_page_without_a_place_and_dead_links_end_the_build(tmp_path):

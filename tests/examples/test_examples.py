@@ -16,18 +16,18 @@ STARTS = [f"{OWN_LOOP} --epochs 2", OWN_LOOP, f"{GRAPH} --steps 100", GRAPH]
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
-    words = [str(WORKERS / "scripts.py"), str(folder / "found.json"), *STARTS]
-    code, output = run("mpirun", 2, "python", *words, cwd=folder)
+    arguments = [str(WORKERS / "scripts.py"), str(folder / "found.json"), *STARTS]
+    code, output = run("mpirun", 2, "python", *arguments, cwd=folder)
     assert code == 0, output
     return json.loads((folder / "found.json").read_text()), output, folder
 
 
 @pytest.mark.parametrize(("start", "accuracy"), list(zip(STARTS, (0.5, 0.95, 0.5, 0.93))), ids=range(4))
 def test_an_example_trains_with_equal_weights(started, start, accuracy):
-    for found in started[0]:
-        assert found[start].get("error") is None
-        assert found[start]["gap"] == 0
-        assert found[start]["accuracy"] > accuracy
+    for result in started[0]:
+        assert result[start].get("error") is None
+        assert result[start]["gap"] == 0
+        assert result[start]["accuracy"] > accuracy
 
 
 def test_the_second_start_goes_on_from_the_checkpoint_of_rank_0(started):

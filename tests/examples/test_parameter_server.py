@@ -12,9 +12,9 @@ SCRIPT = str(ROOT / "examples/tf1_parameter_server.py")
 
 def free_ports(number):
     sockets = [socket.create_server(("localhost", 0)) for _ in range(number)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [item.getsockname()[1] for item in sockets]
+    for item in sockets:
+        item.close()
     return ports
 
 

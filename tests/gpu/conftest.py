@@ -70,7 +70,7 @@ def output_of(*command: str) -> str:
 
 def about() -> dict[str, Any]:
     """This machine and the versions on it."""
-    installed = {found.name.lower().replace("_", "-"): found.version for found in metadata.distributions()}
+    installed = {result.name.lower().replace("_", "-"): result.version for result in metadata.distributions()}
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu_lines() else "none"
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -96,10 +96,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.outcome != "passed":
         row["outcome"] = report.outcome
         crash = getattr(report.longrepr, "reprcrash", None)
-        said = (
+        message = (
             report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(crash, "message", "no reason given")
         )
-        row["why"] = said.partition("\n")[0][:200]
+        row["why"] = message.partition("\n")[0][:200]
 
 
 def pytest_sessionfinish() -> None:

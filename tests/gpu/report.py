@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """Markdown: the machine, one row a test, and how many passed.
 
     >>> row = {"test": "test_a.py::test_b[c]", "outcome": "passed", "seconds": 1.25, "figures": {"a": 1e-07, "n": 2}}
@@ -26,15 +26,15 @@ def table(found: dict[str, Any]) -> str:
     1 passed in 1 s
     """
     about = [
-        f"- {name}: {'; '.join(value) if isinstance(value, list) else value}" for name, value in found["about"].items()
+        f"- {name}: {'; '.join(value) if isinstance(value, list) else value}" for name, value in result["about"].items()
     ]
     rows = ["| test | outcome | seconds | figures |", "|---|---|---|---|"]
-    for entry in found["tests"]:
+    for entry in result["tests"]:
         file, _, name = entry["test"].partition(".py::test_")
         cells = [f"{file}: {name}", entry["outcome"], f"{entry['seconds']:.1f}", _figures(entry)]
         rows.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    counts = Counter(entry["outcome"] for entry in found["tests"])
-    seconds = sum(entry["seconds"] for entry in found["tests"])
+    counts = Counter(entry["outcome"] for entry in result["tests"])
+    seconds = sum(entry["seconds"] for entry in result["tests"])
     total = ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) or "no test ran"
     return "\n".join([*about, "", *rows, "", f"{total} in {seconds:.0f} s"])
 

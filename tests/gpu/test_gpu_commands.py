@@ -45,8 +45,8 @@ def test_more_ranks_than_gpus_are_refused_in_one_line(tmp_path):
 
 def test_verify_passes(tmp_path, record_property):
     """The library's checks, and those of a run of one's own."""
-    words = ["python", "-m", "hvtrain", "verify", "model=mlp", *sharing(2)]
-    code, output = run("gloo", 2, *words, cwd=tmp_path)
+    arguments = ["python", "-m", "hvtrain", "verify", "model=mlp", *sharing(2)]
+    code, output = run("gloo", 2, *arguments, cwd=tmp_path)
     assert code == 0, output
     passed = re.search(r"all (\d+) checks passed on 2 rank\(s\)", output)
     assert passed, output
@@ -63,9 +63,16 @@ def test_training_goes_on_without_a_rank_that_is_killed(tmp_path, record_propert
     options += ["--network-interfaces", "lo"]
     own = ["bash", "-c", OWN_GPU, "bash"] if not ON_CPU and num_gpus() > 1 else []
     fates = f"+callbacks.fates={{_target_: fates.Fates, folder: {tmp_path}, kill_rank: 1, kill_step: 50}}"
-    words = [*QUICK, "strategy=elastic", "strategy.commit_steps=20", *sharing(2), fates, f"run.dir={tmp_path / 'run'}"]
+    arguments = [
+        *QUICK,
+        "strategy=elastic",
+        "strategy.commit_steps=20",
+        *sharing(2),
+        fates,
+        f"run.dir={tmp_path / 'run'}",
+    ]
     path = os.pathsep.join([str(ROOT / "tests/support/own_faults"), os.environ.get("PYTHONPATH", "")])
-    process = start("gloo", 2, *options, *own, "python", "-m", "hvtrain", *words, cwd=tmp_path, PYTHONPATH=path)
+    process = start("gloo", 2, *options, *own, "python", "-m", "hvtrain", *arguments, cwd=tmp_path, PYTHONPATH=path)
     try:
         output = finish(process)
     finally:
@@ -84,9 +91,9 @@ def test_bench_measures_the_contenders(tmp_path, record_property):
     """Of a tiny network in a few steps: that contenders run on GPUs of their own and do the same work."""
     several = ON_CPU or num_gpus() > 1
     names = ["hvtrain-gloo", "loop-gloo", "multi-worker", "keras"] if several else ["hvtrain-1", "keras"]
-    words = ["steps", "-np", "2" if several else "1", "--workload", "tiny", "--steps", "30", "--rounds", "1"]
-    words += ["--contenders", ",".join(names), "--output", str(tmp_path / "bench")]
-    code, output = run(None, 1, "python", "-m", "benchmarks", *words, cwd=tmp_path)
+    arguments = ["steps", "-np", "2" if several else "1", "--workload", "tiny", "--steps", "30", "--rounds", "1"]
+    arguments += ["--contenders", ",".join(names), "--output", str(tmp_path / "bench")]
+    code, output = run(None, 1, "python", "-m", "benchmarks", *arguments, cwd=tmp_path)
     assert code == 0, output
     runs = {row["contender"]: row for row in json.loads((tmp_path / "bench" / "bench.json").read_text())["runs"]}
     assert set(runs) == {*names, f"{names[0]} again"}

@@ -17,9 +17,9 @@ WORKER = str(Path(__file__).with_name("worker.py"))
 HOST = socket.gethostname()
 
 
-def found_by(folder: Path, launcher: str | None, num_ranks: int, *words: str) -> list[dict]:
+def found_by(folder: Path, launcher: str | None, num_ranks: int, *arguments: str) -> list[dict]:
     path = folder / "found.json"
-    code, output = run(launcher, num_ranks, "python", WORKER, str(path), *words, cwd=folder)
+    code, output = run(launcher, num_ranks, "python", WORKER, str(path), *arguments, cwd=folder)
     assert code == 0, output
     return json.loads(path.read_text())
 
@@ -41,26 +41,26 @@ def one_gpu_for_two(tmp_path_factory):
     return found_by(tmp_path_factory.mktemp("shared"), "gloo", 2, "share")
 
 
-def assert_computes_there(found: dict, mine: str) -> None:
-    place = found["place"]
-    assert mine in place["devices"]
-    assert place["right"]
-    assert place["computed_on"] == ("CPU" if ON_CPU else "GPU")
+def assert_computes_there(result: dict, mine: str) -> None:
+    location = result["place"]
+    assert mine in location["devices"]
+    assert location["right"]
+    assert location["computed_on"] == ("CPU" if ON_CPU else "GPU")
     in_words = "" if ON_CPU else r"GPU memory \d+\.\d GiB, peak \d+\.\d GiB; GPU busy \d+%"
-    assert re.fullmatch(in_words, place["in_words"]), "NVIDIA's management library knows the GPU by CUDA's UUID"
-    assert place["num_visible"] == (0 if ON_CPU else 1), "no other rank's GPU"
-    assert place["memory_grows"] == ([] if ON_CPU else [True]), "or the first rank takes all of the memory at once"
+    assert re.fullmatch(in_words, location["in_words"]), "NVIDIA's management library knows the GPU by CUDA's UUID"
+    assert location["num_visible"] == (0 if ON_CPU else 1), "no other rank's GPU"
+    assert location["memory_grows"] == ([] if ON_CPU else [True]), "or the first rank takes all of the memory at once"
 
 
 def assert_sums_are_right(ranks: list[dict]) -> None:
-    for found in ranks:
-        assert found["sums"]["errors"] == {"large": 0.0, "small": 0.0, "half": 0.0}
-        assert ON_CPU or found["sums"]["nccl_built"], "or sums would go through the hosts' memory"
+    for result in ranks:
+        assert result["sums"]["errors"] == {"large": 0.0, "small": 0.0, "half": 0.0}
+        assert ON_CPU or result["sums"]["nccl_built"], "or sums would go through the hosts' memory"
 
 
 def assert_loops_equal_one_batch(ranks: list[dict]) -> None:
-    for found in ranks:
-        loops = found["loops"]
+    for result in ranks:
+        loops = result["loops"]
         assert loops["plain_against_joint"] < 1e-5
         assert loops["compiled_against_joint"] < 1e-5
         assert loops["ranks_differ"] == 0
@@ -69,15 +69,15 @@ def assert_loops_equal_one_batch(ranks: list[dict]) -> None:
 
 def assert_layers_equal_one_batch(ranks: list[dict], record_property) -> None:
     """Of sparse gradients how far ranks drift apart is recorded; they may not where operations are deterministic."""
-    for found in ranks:
-        norm, rows = found["normalization"], found["sparse_gradients"]
+    for result in ranks:
+        norm, rows = result["normalization"], result["sparse_gradients"]
         assert max(norm["outputs"], norm["input_gradient"], norm["moving"]) < 1e-4
         assert norm["ranks_differ"] == 0
         assert len(ranks) == 1 or norm["moving_alone"] > 1e-3, "each rank's own moments are others"
         assert max(rows["against_joint"], rows["deterministic_against_joint"]) < 1e-4
         assert len(ranks) == 1 or rows["alone_against_joint"] > 0.01
         assert rows["deterministic_ranks_differ"] == 0
-    drift = max(found["sparse_gradients"]["ranks_differ"] for found in ranks)
+    drift = max(result["sparse_gradients"]["ranks_differ"] for result in ranks)
     record_property("largest difference between ranks", drift)
     assert drift < 1e-4
 
@@ -92,9 +92,9 @@ def test_a_compiled_step_of_one_rank_equals_a_plain_one(one):
 
 
 def test_two_ranks_compute_on_a_gpu_each(two_gpus):
-    for rank, found in enumerate(two_gpus):
-        assert found["place"]["devices"] == [device(HOST, 0), device(HOST, 1)]
-        assert_computes_there(found, device(HOST, rank))
+    for rank, result in enumerate(two_gpus):
+        assert result["place"]["devices"] == [device(HOST, 0), device(HOST, 1)]
+        assert_computes_there(result, device(HOST, rank))
 
 
 def test_sums_of_two_gpus_are_right_through_nccl(two_gpus):
@@ -112,9 +112,9 @@ def test_normalization_over_two_gpus_and_sparse_gradients(two_gpus, record_prope
 
 
 def test_two_ranks_share_a_gpu(one_gpu_for_two):
-    for found in one_gpu_for_two:
-        assert found["place"]["devices"] == [device(HOST, 0)] * 2
-        assert_computes_there(found, device(HOST, 0))
+    for result in one_gpu_for_two:
+        assert result["place"]["devices"] == [device(HOST, 0)] * 2
+        assert_computes_there(result, device(HOST, 0))
 
 
 def test_two_ranks_that_share_sum_and_train_alike(one_gpu_for_two, record_property):

@@ -33,28 +33,28 @@ RUNS = {
 def runs(tmp_path_factory):
     """(folder, what rank 0 saw of RUNS, all output)."""
     folder = tmp_path_factory.mktemp("runs")
-    words = {name: [*words, *sharing(2)] for name, words in RUNS.items()}
-    found, output = many_runs("mpi", 2, words, folder, TF_CPP_MIN_LOG_LEVEL="0")
-    return folder, found[0], output
+    arguments = {name: [*arguments, *sharing(2)] for name, arguments in RUNS.items()}
+    result, output = many_runs("mpi", 2, arguments, folder, TF_CPP_MIN_LOG_LEVEL="0")
+    return folder, result[0], output
 
 
 def record(runs, name: str) -> dict:
-    _, found, output = runs
-    assert "record" in found[name], f"{found[name]}\n{output}"
-    return found[name]["record"]
+    _, result, output = runs
+    assert "record" in result[name], f"{result[name]}\n{output}"
+    return result[name]["record"]
 
 
 @pytest.mark.parametrize("name", [*PRECISIONS, "xla"])
 def test_two_ranks_train(runs, name, record_property):
-    found = record(runs, name)
-    record_property("accuracy", found["test_accuracy"])
-    record_property("examples/s", found["examples_per_second"])
-    assert found["num_ranks"] == 2
-    assert found["test_accuracy"] > 0.85
-    assert found["reductions"] == found["num_steps"], "every step was reduced, and once"
-    assert found["proof"]["ranks"] == 2 and found["proof"]["weight_checks"] > 0
-    assert found["config"]["train"]["precision"] == (name if name in PRECISIONS else "float32")
-    assert found["config"]["train"]["jit_compile"] == (name == "xla")
+    result = record(runs, name)
+    record_property("accuracy", result["test_accuracy"])
+    record_property("examples/s", result["examples_per_second"])
+    assert result["num_ranks"] == 2
+    assert result["test_accuracy"] > 0.85
+    assert result["reductions"] == result["num_steps"], "every step was reduced, and once"
+    assert result["proof"]["ranks"] == 2 and result["proof"]["weight_checks"] > 0
+    assert result["config"]["train"]["precision"] == (name if name in PRECISIONS else "float32")
+    assert result["config"]["train"]["jit_compile"] == (name == "xla")
 
 
 def test_compiled_steps_end_with_nearly_the_same_loss(runs, record_property):
@@ -67,13 +67,13 @@ def test_compiled_steps_end_with_nearly_the_same_loss(runs, record_property):
 
 def test_data_compute_and_communication_add_up_to_a_step(runs, record_property):
     """Against the clock around the calls of the graph, which the graph's own clocks do not see."""
-    found = record(runs, "timed")
-    split = {name: found["split"][f"{name}_seconds"] for name in ("data", "compute", "communication")}
+    result = record(runs, "timed")
+    split = {name: result["split"][f"{name}_seconds"] for name in ("data", "compute", "communication")}
     for name, seconds in split.items():
         record_property(f"{name} ms", 1000 * seconds)
-    record_property("step ms", 1000 * found["step_seconds"])
+    record_property("step ms", 1000 * result["step_seconds"])
     assert all(seconds > 0 for seconds in split.values())
-    assert sum(split.values()) == pytest.approx(found["step_seconds"], rel=0.1)
+    assert sum(split.values()) == pytest.approx(result["step_seconds"], rel=0.1)
 
 
 def test_settings_of_the_reduction_are_tuned(runs, record_property):
@@ -97,6 +97,6 @@ def test_a_resumed_run_ends_with_the_same_bits(runs):
     whole, resumed = record(runs, "whole"), record(runs, "resumed/second")
     assert resumed["first_step"] == record(runs, "resumed/first")["num_steps"] > 0
     assert resumed["test_loss"] == whole["test_loss"]
-    ours, theirs = newest(folder / "resumed"), newest(folder / "whole")
-    assert ours.keys() == theirs.keys() and len(ours) > 10
-    assert all((ours[name] == theirs[name]).all() for name in ours)
+    ours, expected = newest(folder / "resumed"), newest(folder / "whole")
+    assert ours.keys() == expected.keys() and len(ours) > 10
+    assert all((ours[name] == expected[name]).all() for name in ours)

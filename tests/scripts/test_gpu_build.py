@@ -66,13 +66,13 @@ def checkout() -> Iterator[Path]:
         yield folder
 
 
-def run(folder: Path, *words: str) -> tuple[int, str]:
+def run(folder: Path, *arguments: str) -> tuple[int, str]:
     """Exit code and output of scripts/run with these words, in the GPU environment."""
     left = ("VIRTUAL_ENV", "OPAL_PREFIX", "HVTRAIN_PYTHON")
     environment = {name: value for name, value in os.environ.items() if name not in left}
     path = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if not part.startswith(str(ROOT)))
     done = subprocess.run(
-        [folder / "scripts" / "run", *words],
+        [folder / "scripts" / "run", *arguments],
         cwd=folder,
         env={**environment, "PATH": path, "HVTRAIN_VARIANT": "gpu", "CUDA_HOME": str(CUDA)},
         stdin=subprocess.DEVNULL,
@@ -124,8 +124,8 @@ def test_two_ranks_train_after_the_image_has_taken_out_what_it_does_not_need(che
     """The last steps of the Dockerfile's build-gpu, as they stand there; on CPUs where there is no GPU."""
     steps = dockerfile.stages((ROOT / "Dockerfile").read_text())["build-gpu"].all("RUN")[-2:]
     for step in steps:
-        words = step.replace("train.epochs=1", "train.epochs=1 strategy.share_gpus=true")
-        code, output = run(checkout, "bash", "-c", words.replace("/tmp/first", str(checkout / "first")))
+        arguments = step.replace("train.epochs=1", "train.epochs=1 strategy.share_gpus=true")
+        code, output = run(checkout, "bash", "-c", arguments.replace("/tmp/first", str(checkout / "first")))
         assert code == 0, output
     assert "weights equal on 2/2 ranks" in output
     assert not list(checkout.glob(".venv/lib/python3*/site-packages/tensorflow/include"))

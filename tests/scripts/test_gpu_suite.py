@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 WITHOUT = {name: value for name, value in os.environ.items() if not name.startswith(("HVTRAIN_", "PYTEST_"))}
 
 
-def run(*words, **extra):
-    done = subprocess.run(words, cwd=ROOT, env={**WITHOUT, **extra}, capture_output=True, text=True, check=False)
+def run(*arguments, **extra):
+    done = subprocess.run(arguments, cwd=ROOT, env={**WITHOUT, **extra}, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -36,16 +36,16 @@ def test_every_test_of_the_suite_is_in_its_table_with_the_reason_if_it_did_not_r
     if shutil.which("nvidia-smi"):
         pytest.skip("there may be a GPU: scripts/gpu-suite runs the suite")
     file = tmp_path / "gpu-suite.json"
-    words = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    code, output, _ = run(*words, HVTRAIN_GPU_SUITE_JSON=str(file))
+    arguments = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    code, output, _ = run(*arguments, HVTRAIN_GPU_SUITE_JSON=str(file))
     assert code == 0, output
-    found = json.loads(file.read_text())
-    assert {"date", "commit", "devices", "driver", "python", "packages", "nccl"} <= found["about"].keys()
-    assert any(package.startswith("horovod ") for package in found["about"]["packages"])
-    assert len(found["tests"]) > 20
-    assert {(row["outcome"], row["why"]) for row in found["tests"]} == {
+    result = json.loads(file.read_text())
+    assert {"date", "commit", "devices", "driver", "python", "packages", "nccl"} <= result["about"].keys()
+    assert any(package.startswith("horovod ") for package in result["about"]["packages"])
+    assert len(result["tests"]) > 20
+    assert {(row["outcome"], row["why"]) for row in result["tests"]} == {
         ("skipped", "Skipped: no GPU: nvidia-smi lists none")
     }
     code, table, _ = run(sys.executable, "tests/gpu/report.py", str(file))
-    assert code == 0 and table.splitlines()[-1] == f"{len(found['tests'])} skipped in 0 s"
-    assert table.count("| Skipped: no GPU: nvidia-smi lists none |") == len(found["tests"])
+    assert code == 0 and table.splitlines()[-1] == f"{len(result['tests'])} skipped in 0 s"
+    assert table.count("| Skipped: no GPU: nvidia-smi lists none |") == len(result["tests"])

@@ -123,9 +123,9 @@ def make(clone: Path, index: str) -> tuple[bool, str]:
 
 
 def test_what_has_the_hashes_of_the_locks_is_built_and_installed(clone, index):
-    is_installed, said = make(clone, index)
-    assert is_installed, said
-    assert "not appear to be a Python project" in said, "the next step, for which this folder holds nothing"
+    is_installed, message = make(clone, index)
+    assert is_installed, message
+    assert "not appear to be a Python project" in message, "the next step, for which this folder holds nothing"
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_another_file_of_the_same_name_stops_the_build_in_one_line(clone, index,
     assert wrong != text
     write_lock(clone, lock, wrong)
     expected = f"hvtrain: what was fetched as {package} is not what scripts/lock names: its hash is another; "
-    is_installed, said = make(clone, index)
+    is_installed, message = make(clone, index)
     assert not is_installed
-    assert said.startswith(expected) and said.count("\n") == 1, said
+    assert message.startswith(expected) and message.count("\n") == 1, message
 
 
 @pytest.mark.parametrize("missing", [("build", "cmake"), ("cpu", "numpy")])
@@ -149,9 +149,9 @@ def test_what_is_in_no_lock_is_not_built_with(clone, index, missing):
     lock, package = missing
     text = (clone / "scripts" / "lock" / f"{lock}.txt").read_text()
     write_lock(clone, lock, re.sub(rf"{package}==.*\n.*\n", "", text))
-    is_installed, said = make(clone, index)
+    is_installed, message = make(clone, index)
     assert not is_installed
-    assert f"no trusted hash was provided for: `{package}" in " ".join(said.split()), said
+    assert f"no trusted hash was provided for: `{package}" in " ".join(message.split()), message
 
 
 @pytest.mark.parametrize("variant", ["cpu", "gpu"])

@@ -48,8 +48,8 @@ class Replayed:
     def __init__(self, replay: Replay, image: Image) -> None:
         self.replay, self.image, self.root = replay, image, image.root
 
-    def run(self, *words: str) -> tuple[int, str]:
-        return self.replay.container(self.image, *words)
+    def run(self, *arguments: str) -> tuple[int, str]:
+        return self.replay.container(self.image, *arguments)
 
     def files(self, *folders: str) -> Iterator[Path]:
         """Files and folders of the image, links not followed."""
@@ -104,11 +104,11 @@ def test_no_key_is_in_the_image(cpu):
 
 def test_the_user_owns_its_home_and_nothing_else(cpu):
     for path in cpu.files("opt", "home", "usr", "etc"):
-        found = path.lstat()
+        result = path.lstat()
         owner = 10001 if path.is_relative_to(cpu.root / "home" / "hvtrain") else 0
-        assert found.st_uid == owner, path
-        if not stat.S_ISLNK(found.st_mode):
-            assert not found.st_mode & stat.S_IWOTH, f"{path} is writable by all"
+        assert result.st_uid == owner, path
+        if not stat.S_ISLNK(result.st_mode):
+            assert not result.st_mode & stat.S_IWOTH, f"{path} is writable by all"
     assert cpu.run("bash", "-c", "touch /opt/hvtrain/hvtrain/new")[0] != 0
 
 

@@ -24,9 +24,9 @@ def clone(tmp_path):
     return tmp_path
 
 
-def run(clone, *words, **extra):
+def run(clone, *arguments, **extra):
     done = subprocess.run(
-        [clone / "scripts" / "run", *words],
+        [clone / "scripts" / "run", *arguments],
         env={"PATH": str(clone / "bin"), "HOME": str(clone), **extra},
         capture_output=True,
         text=True,
@@ -180,8 +180,8 @@ def test_an_environment_in_use_is_not_replaced(clone):
     library = clone / ".venv" / "library.so"
     library.write_bytes(b"x")
     maps_it = "import mmap, sys; f = open(sys.argv[1]); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
-    words = [sys.executable, "-c", f"{maps_it}; print(1, flush=True); input()", str(library)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as training:
+    arguments = [sys.executable, "-c", f"{maps_it}; print(1, flush=True); input()", str(library)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as training:
         training.stdout.readline()
         code, _, errors = run(clone, "bash", "-c", ":", HVTRAIN_VARIANT="gpu")
         assert code == 1 and errors == (
@@ -212,9 +212,9 @@ def test_locks_hold_names_versions_and_hashes_and_no_address(name):
 
 def test_locks_agree_on_what_they_share():
     versions = [{line.partition("==")[0]: set() for line in pinned(name)} for name in LOCKS]
-    for found, name in zip(versions, LOCKS, strict=True):
+    for result, name in zip(versions, LOCKS, strict=True):
         for line in pinned(name):
-            found[line.partition("==")[0]].add(line)
+            result[line.partition("==")[0]].add(line)
     shared = versions[0].keys() & versions[1].keys()
     assert len(shared) > 50
     assert {package: versions[0][package] for package in shared} == {

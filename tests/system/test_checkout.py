@@ -6,9 +6,9 @@ from hvtrain.system import checkout as checkouts
 from hvtrain.system.checkout import checkout
 
 
-def git(folder, *words):
+def git(folder, *arguments):
     own = ["-c", "user.name=x", "-c", "user.email=x@localhost", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", *own, *words], cwd=folder, check=True, capture_output=True)
+    subprocess.run(["git", *own, *arguments], cwd=folder, check=True, capture_output=True)
 
 
 def test_a_checkout_has_its_commit_and_what_is_changed(tmp_path, monkeypatch):
@@ -20,9 +20,9 @@ def test_a_checkout_has_its_commit_and_what_is_changed(tmp_path, monkeypatch):
     assert (clean["branch"], clean["changed"], clean["diff"]) == ("main", [], "") and len(clean["commit"]) == 40
     (tmp_path / "train.py").write_text("rate = 2\n")
     (tmp_path / "password.txt").write_text("hunter2")
-    found = checkout(tmp_path)
-    assert found["changed"] == [" M train.py", "?? password.txt"]
-    assert "+rate = 2" in found["diff"] and "hunter2" not in found["diff"]
+    result = checkout(tmp_path)
+    assert result["changed"] == [" M train.py", "?? password.txt"]
+    assert "+rate = 2" in result["diff"] and "hunter2" not in result["diff"]
     monkeypatch.setattr(checkouts, "MAX_DIFF", 10)
     assert checkout(tmp_path)["diff"].startswith("diff --git\n... and ")
 

@@ -66,8 +66,8 @@ def test_all_threads_of_a_rank_stay_on_its_share():
 def test_ranks_that_come_and_go_change_the_shares():
     """As in an elastic job: two ranks on the host, then one, two, and more than there are cores."""
     many = 2 * len(EVERYTHING) + 1
-    two, one, again, too_many = pinned((1, 2), (0, 1), (0, 2), (0, many))
-    assert len(two[0]) == len(EVERYTHING) // 2 and one == [EVERYTHING, [EVERYTHING], len(EVERYTHING)]
+    two, item, again, too_many = pinned((1, 2), (0, 1), (0, 2), (0, many))
+    assert len(two[0]) == len(EVERYTHING) // 2 and item == [EVERYTHING, [EVERYTHING], len(EVERYTHING)]
     assert sorted(two[0] + again[0]) == EVERYTHING
     assert too_many == [None, [EVERYTHING], 1]
 

@@ -36,10 +36,10 @@ def holder(tmp_path):
 
 
 def test_who_holds_it_is_named(holder, tmp_path):
-    wanted = (
+    expected = (
         rf"in use by another run \(process {holder.pid} on \S+, since .*\); wait for its end, or choose another run.dir"
     )
-    with pytest.raises(BusyError, match=wanted) as caught:
+    with pytest.raises(BusyError, match=expected) as caught:
         RunLock().take(tmp_path, wait_seconds=0)
     assert caught.value.exit_code == 75, "time can help"
 
@@ -94,12 +94,12 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_second_run_is_refused_and_the_first_one_ends_well(tmp_path):
-    words = ["model=mlp", "train.epochs=2000", f"run.dir={tmp_path / 'run'}"]
-    first = start(None, 1, "python", "-m", "hvtrain", *words, cwd=tmp_path)
+    arguments = ["model=mlp", "train.epochs=2000", f"run.dir={tmp_path / 'run'}"]
+    first = start(None, 1, "python", "-m", "hvtrain", *arguments, cwd=tmp_path)
     while not list(tmp_path.glob("run/checkpoints/step-*")):
         assert first.poll() is None, finish(first)
     hasty = ["python", str(HASTY / "module.py"), "hvtrain.system.run_lock:RunLock.take=1", "--", "hvtrain"]
-    code, output = run(None, 1, *hasty, *words, cwd=tmp_path)
+    code, output = run(None, 1, *hasty, *arguments, cwd=tmp_path)
     assert first.poll() is None, "it was there all the time"
     assert code == 75, output
     assert len(re.findall(r"hvtrain: run.dir=\S+ is in use by another run ", output)) == 1, output
