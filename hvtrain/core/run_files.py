@@ -56,7 +56,7 @@ class RunRecord:
     versions: dict[str, str]
     config: dict[str, Any]
     split: dict[str, Any] | None = None
-    """Seconds of a step by purpose, and the slowest rank (callbacks/speed.py)."""
+    """Seconds of a step by purpose, and the slowest rank (step/step_timing.py)."""
     skipped_examples: int = 0
     """Over all ranks, with data.on_error=skip; since this start of the run."""
     best: dict[str, Any] | None = None

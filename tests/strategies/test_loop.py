@@ -11,9 +11,9 @@ from hvtrain.config.schema import from_dict
 from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.errors import ConfigError
 from hvtrain.plan.forecast import forecast
-from hvtrain.step.step_timing import StepMarks, StepTimes
+from hvtrain.step.step_timing import Split, StepMarks, StepTimes
 from hvtrain.strategies import loop
-from hvtrain.training.callbacks import speed, timeline
+from hvtrain.training.callbacks import timeline
 
 X, Y = np.random.default_rng(1).normal(size=(96, 6)).astype("float32"), np.arange(96) % 3
 PLAN = StepPlan((Share(4, 12),), 36, 0.1, 1.0)
@@ -185,7 +185,7 @@ def test_marks_tell_data_from_compute():
 
 def test_split_names_the_rank_that_others_wait_for():
     ranks = [(StepTimes(1, 0.001, 0.010, 0.009), "s1"), (StepTimes(1, 0.001, 0.018, 0.001), "s2")]
-    split = speed.Split.of(ranks)
+    split = Split.of(ranks)
     assert split.efficiency == 0.75 and (split.slowest_rank, split.slowest_host) == (1, "s2")
     assert split.in_words(2) == (
         "a step: 20.00 ms = data 1.00, compute 14.00, communication 5.00 (efficiency 75%); slowest: rank 1 on s2, "

@@ -5,7 +5,7 @@ Position is the first callback of a run; the others read it.
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
@@ -13,11 +13,9 @@ from hvtrain.core.run_files import EpochRecord, read_history, read_rank_seconds
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.source import Unreadable
 from hvtrain.keras.equality import WeightCheck
+from hvtrain.step.step_timing import Split
 from hvtrain.training.run import Run
 from hvtrain.watchdog.progress import EXCHANGE
-
-if TYPE_CHECKING:
-    from hvtrain.training.callbacks.speed import Split
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ class RunReport:
     unreadable: dict[str, Unreadable] = field(default_factory=dict)
     examples_per_second: float | None = None
     step_seconds: float | None = None
-    split: "Split | None" = None
+    split: Split | None = None
     stopped_by: str = ""
     exit_code: int = 0
 

@@ -1,81 +1,14 @@
 """Speed of a run: examples per second, and a step's time split by data, compute, communication."""
 
 import time
-from dataclasses import dataclass
-from statistics import mean, median
 from typing import Any
 
-from hvtrain.step.step_timing import StepTimes
+from hvtrain.step.step_timing import Split, StepTimes
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 # The first steps trace and compile, fill the data pipeline and wait for the other ranks' first
 # steps.
 WARMUP_STEPS = 10
-
-
-@dataclass(frozen=True)
-class Split:
-    """The time of a step by purpose, and the slowest rank.
-
-    Args:
-        data_seconds: Wait for a batch, mean over the ranks.
-        compute_seconds: Forward, backward and update, mean over the ranks.
-        communication_seconds: Reduction and the wait for slower ranks, mean over the ranks. None
-            where one process leads replicas or workers, whose exchange it does not see.
-        efficiency: Speed relative to a run whose reductions take no time; None as above.
-        slowest_rank: The rank with the most work of its own in a step.
-        slowest_host: Its host.
-        slowest_seconds: Its own work in a step.
-        median_seconds: The median of the ranks' own work.
-    """
-
-    data_seconds: float
-    compute_seconds: float
-    communication_seconds: float | None
-    efficiency: float | None
-    slowest_rank: int
-    slowest_host: str
-    slowest_seconds: float
-    median_seconds: float
-
-    @classmethod
-    def of(cls, ranks: list[tuple[StepTimes, str]], sees_exchange: bool = True) -> "Split":
-        """Combines the step times and hosts of all ranks."""
-        work = [times.own_work for times, _ in ranks]
-        # The rank with the most work of its own: a rank that waits for others takes as long as they
-        # do.
-        slowest = max(range(len(ranks)), key=lambda rank: work[rank])
-        whole = mean(times.whole for times, _ in ranks)
-
-        communication = None
-        efficiency = None
-        if sees_exchange:
-            communication = mean(times.communication for times, _ in ranks)
-            efficiency = round(mean(work) / whole, 4) if whole else 1.0
-
-        return cls(
-            data_seconds=mean(times.data for times, _ in ranks),
-            compute_seconds=mean(times.compute for times, _ in ranks),
-            communication_seconds=communication,
-            efficiency=efficiency,
-            slowest_rank=slowest,
-            slowest_host=ranks[slowest][1],
-            slowest_seconds=work[slowest],
-            median_seconds=median(work),
-        )
-
-    def in_words(self, num_ranks: int) -> str:
-        """The split in one line."""
-        parts = {"data": self.data_seconds, "compute": self.compute_seconds}
-        ending = ""
-        if num_ranks > 1 and self.communication_seconds is not None:
-            parts["communication"] = self.communication_seconds
-            ending = (
-                f" (efficiency {self.efficiency:.0%}); slowest: rank {self.slowest_rank} on {self.slowest_host}, "
-                f"{1000 * self.slowest_seconds:.2f} ms without communication"
-            )
-        terms = ", ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in parts.items())
-        return f"a step: {1000 * sum(parts.values()):.2f} ms = {terms}{ending}"
 
 
 class Throughput(RunCallback):
