@@ -1,5 +1,6 @@
 """scripts/run and its neighbours: what they say when something is missing, and when they do nothing."""
 
+import importlib
 import os
 import re
 import shutil
@@ -256,3 +257,11 @@ runpy.run_path({str(ROOT / "scripts/allreduce_check.py")!r})
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "sums with []" in done.stdout, done.stdout + done.stderr
+
+
+def test_each_fault_of_find_faults_stands_in_the_code(monkeypatch):
+    """Or find_faults would stop at it; the code moves on."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    faults = importlib.import_module("faults").FAULTS
+    counts = {fault.name: (ROOT / "hvtrain" / fault.file).read_text().count(fault.old) for fault in faults}
+    assert counts == dict.fromkeys(counts, 1)
