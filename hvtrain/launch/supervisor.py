@@ -51,7 +51,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self.received = threading.Event()
+        self.received = console.SignalFlag()
         self._handler: Callable[[int], None] | None = None
         self._waiting: list[int] = []
         handle_signals(self._receive)

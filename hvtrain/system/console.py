@@ -2,13 +2,14 @@
 
 import logging
 import os
+import queue
 import re
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,8 +19,36 @@ from hvtrain.system import verdict
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SECONDS_FOR_ANOTHER_RANK = 10.0
+
+
+class SignalFlag:
+    """An event that a signal handler may set, for one thread that waits.
+
+    threading.Event may deadlock there: the handler may interrupt the very thread that holds the event's lock, which is
+    not reentrant. SimpleQueue.put is, as its documentation says.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        self._is_set = True
+        self._wakes.put(None)
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, seconds: float) -> bool:
+        """Waits up to `seconds` until the flag is set; returns whether it is."""
+        if not self._is_set:
+            with suppress(queue.Empty):
+                self._wakes.get(timeout=seconds)
+        return self._is_set
+
+
 # After a failure of this rank, a signal means that the launcher saw another rank end, which has spoken by then.
-_signal_arrived = threading.Event()
+_signal_arrived = SignalFlag()
 # True if the run was composed with tracebacks=true, on the command line or in a file.
 shows_tracebacks = False
 # Descriptor of this process's error output, also while TensorFlow's notes go elsewhere.
