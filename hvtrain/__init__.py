@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvtrain.commands import refuse_old_form
-from hvtrain.version import VERSION
+from hvtrain.core.version import VERSION
 
 if TYPE_CHECKING:
     from hvtrain.config.schema import RunConfig

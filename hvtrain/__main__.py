@@ -5,10 +5,10 @@ import sys
 from hvtrain import commands
 from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.schema import from_dict
+from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
 from hvtrain.system.command import Parser, enter
-from hvtrain.version import VERSION
 
 EXAMPLES = """\
 examples:

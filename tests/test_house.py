@@ -30,7 +30,7 @@ SHORT = {
     "system/nvml.py": "the GPU driver's library",
     "system/verdict.py": "a line that ranks and launchers share",
     "trackers/tensorboard.py": "a choice of tracker=",
-    "version.py": "every room imports it",
+    "core/version.py": "every room imports it",
 }
 USE_HOROVOD = ("keras/", "launch/", "plan/", "spark")
 

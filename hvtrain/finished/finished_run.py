@@ -119,7 +119,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     if not finished.has_own_data:
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, files)
-    elif uses_split:
+    # Without the run's fitted values the source has fitted its data anew, so they count for input= too.
+    elif uses_split or not files:
         comm.all_or_raise(lambda: check_unchanged(path.name, manifest, source.manifest(), config.guard.data))
 
     return FinishedRun(config, strategy, source, task, model, path.name)

@@ -14,13 +14,13 @@ import tensorflow as tf
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
+from hvtrain.core.version import VERSION
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.models.parts import describe_trainable
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
 from hvtrain.training.resume import RunState, Start
-from hvtrain.version import VERSION
 
 
 @dataclass(frozen=True)

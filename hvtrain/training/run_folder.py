@@ -21,11 +21,11 @@ from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
 from hvtrain.core.files import TEMPORARY, read_file, refuse_link, write_atomic
 from hvtrain.core.run_files import HISTORY_FILE, RESULT_FILE, STARTS_FILE, read_starts, write_starts
+from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.system.checkout import checkout
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
 from hvtrain.system.secrets import without_secrets
-from hvtrain.version import VERSION
 
 if TYPE_CHECKING:
     from hvtrain.training.run import Run

@@ -244,7 +244,7 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     (path,) = store.list_checkpoints(folder)
     harmful = {"_target_": "os.system", "command": f"touch {marker}"}
     meta = json.loads((path / store.META).read_text())
-    fixed = {name: meta["config"][name] for name in ("optimizer", "task")}  # Others would be refused.
+    fixed = {name: meta["config"][name] for name in ("optimizer", "task", "seed")}  # Others would be refused.
     meta["config"] = {**dict.fromkeys(meta["config"], harmful), "callbacks": {"x": harmful}, **fixed}
     meta["versions"], meta["changes"] = harmful, [harmful, 3]
     files = {store.ARRAYS: (path / store.ARRAYS).read_bytes(), store.META: json.dumps(meta).encode()}

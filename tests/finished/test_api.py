@@ -126,8 +126,14 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
         assert predict.main() == 0
         return output.read_text()
 
-    before = predicted(f"input={new}")
-    data.write_text(data.read_text() + "900,w,yes\n" * 30)
+    before, rows = predicted(f"input={new}"), data.read_text()
+    data.write_text(rows + "900,x,yes\n" * 30)
+    fitted = tmp_path / "run" / "preprocessing"
+    fitted.rename(tmp_path / "away")
+    with pytest.raises(DataError, match="is not the one of checkpoint"):
+        predicted(f"input={new}")  # It would be preprocessed as the data are today.
+    (tmp_path / "away").rename(fitted)
+    data.write_text(rows + "900,w,yes\n" * 30)
     assert predicted(f"input={new}") == before
     with pytest.raises(
         DataError, match=r"is not the one of checkpoint .*train holds 70 examples, was 40; .*guard.data"
