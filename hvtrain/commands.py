@@ -87,11 +87,12 @@ def refuse_old_form() -> None:
 
     Called while the package is imported. Python has found the name behind -m by then, and not yet the module.
     """
-    words = sys.orig_argv
-    if sys.argv[:1] != ["-m"] or "-m" not in words[:-1]:
+    arguments = sys.orig_argv
+    if sys.argv[:1] != ["-m"] or "-m" not in arguments[:-1]:
         return
-    name = words[words.index("-m") + 1].removeprefix("hvtrain.")
-    if name in COMMANDS:
+    # A user's own package may have the name of a command, and import hvtrain.
+    package, _, name = arguments[arguments.index("-m") + 1].partition(".")
+    if package == "hvtrain" and name in COMMANDS:
         print(f"hvtrain: python -m hvtrain.{name} is now python -m hvtrain {name}", file=sys.stderr)
         sys.exit(ConfigError.exit_code)
 

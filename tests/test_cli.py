@@ -306,3 +306,12 @@ def test_the_old_form_of_a_command_names_the_new_one(name, tmp_path):
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"hvtrain: python -m hvtrain.{name} is now python -m hvtrain {name}\n"
+
+
+def test_a_package_of_a_users_own_may_have_the_name_of_a_command(tmp_path):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "__init__.py").write_text("import hvtrain\n")
+    (tmp_path / "sweep" / "__main__.py").write_text("print('mine')\n")
+    line = [sys.executable, "-m", "sweep"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "mine\n", "")
