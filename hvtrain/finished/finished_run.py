@@ -23,6 +23,7 @@ from hvtrain.tasks import Task
 from hvtrain.training.finish import load_weights
 from hvtrain.training.setup import (
     build_network,
+    isolated_names,
     open_source,
     open_task,
     optimizer_at,
@@ -173,9 +174,9 @@ def _build(
     # Seeding also resets the numbers by which Keras names layers. The model needs those of its checkpoint, whatever
     # layers the data set and the task have made before it.
     seed_everything(config, rank)
-    source = comm.all_or_raise(lambda: open_source(config, files))
-    task = comm.all_or_raise(lambda: open_task(config, source))
-    seed_everything(config, rank)
+    with isolated_names(config, rank):
+        source = comm.all_or_raise(lambda: open_source(config, files))
+        task = comm.all_or_raise(lambda: open_task(config, source))
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
 
     return source, task, model
