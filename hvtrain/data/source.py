@@ -255,6 +255,16 @@ class Source(ABC):
         """
         return Preprocessing(getattr(self, "image_shape", None) or self.element_spec[0])
 
+    def description(self) -> dict[str, list[str]]:
+        """What the data were found to hold: phrases by label, for the run's header and its record.
+
+        For example {"features": ["age: number (2 gaps, filled with the median 34)"], "target": ["y:
+        3 classes (no 61%, yes 38%, maybe 1%)"]}. The label "warnings" has what a user should look
+        at before training. Called once the data set has been counted, on every rank.
+        """
+        splits = {split: self.num_examples(split) for split in self.SPLITS}
+        return {"splits": [f"{split} {count:,}" for split, count in splits.items() if count]}
+
     def value_range(self) -> tuple[float, float] | None:
         """The smallest and the largest value of images before they are normalized, if known."""
         declared_range = self.preprocessing().range
