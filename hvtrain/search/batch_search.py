@@ -28,8 +28,8 @@ from hvtrain.search.batch_sizes import (
 )
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
-from hvtrain.system.free_memory import forget_peak, free_bytes, peak_bytes, resident_bytes
 from hvtrain.system.secrets import without_secrets
+from hvtrain.system.usage import forget_peak, free_bytes, peak_bytes, resident_bytes
 from hvtrain.training.callbacks.guard import explain_errors, named
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.planning import make_plan

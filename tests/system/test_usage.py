@@ -1,0 +1,91 @@
+"""Memory of this process and what control groups leave of it; how busy a GPU is, as the driver says it."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pynvml
+import pytest
+
+from hvtrain.system import usage
+
+GIB = 2**30
+# In place of the driver's library: it shows two GPUs.
+NVML = """
+#include <string.h>
+struct utilization { unsigned gpu, memory; };
+static int is_begun, first, second;
+int nvmlInitWithFlags(unsigned flags) { is_begun = 1; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+  *device = strcmp(uuid, "GPU-b") ? &first : &second;
+  return !is_begun || (strcmp(uuid, "GPU-a") && strcmp(uuid, "GPU-b"));
+}
+int nvmlDeviceGetUtilizationRates(void *device, struct utilization *rates) {
+  rates->gpu = device == &second ? 73 : 5;
+  rates->memory = 11;
+  return 0;
+}
+"""
+
+
+def group(folder, limit, used, cached, names):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in zip(names, (limit, used, f"anon 5\n{names[2]} {cached}\n")):
+        (folder / (name if name.startswith("memory.") else "memory.stat")).write_text(str(text))
+
+
+def test_a_peak_can_begin_anew():
+    held = np.ones(300 * 2**20 // 8)
+    assert usage.peak_bytes() >= held.nbytes
+    del held
+    before = usage.peak_bytes()
+    usage.forget_peak()
+    assert usage.resident_bytes() * 0.9 < usage.peak_bytes() <= before
+
+
+def test_the_host_limits_what_is_free(tmp_path):
+    assert abs(usage.free_bytes(tmp_path) - psutil.virtual_memory().available) < GIB
+
+
+def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypatch):
+    read, lines = Path.read_text, "0::/job/step\n"
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a: lines if str(path) == "/proc/self/cgroup" else read(path, *a)
+    )
+    group(tmp_path / "job", 5_000_000, 4_000_000, 200_000, usage._V2)
+    group(tmp_path / "job/step", "max", 1, 0, usage._V2)
+    assert usage.free_bytes(tmp_path) == 1_200_000
+    lines = "0::/\n4:cpu,memory:/job\n"
+    group(tmp_path / "memory/job", 7_000_000, 6_999_000, 0, usage._V1)
+    assert usage.free_bytes(tmp_path) == 1000
+    group(tmp_path / "memory/job", 7_000_000, 7_999_000, 0, usage._V1)
+    assert usage.free_bytes(tmp_path) == 0
+
+
+@pytest.fixture
+def fresh_nvml(monkeypatch):
+    """pynvml as it is before its first use, here and again afterwards."""
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    usage._gpu_handle.cache_clear()
+    yield
+    usage._gpu_handle.cache_clear()
+
+
+def test_a_gpu_is_known_by_its_uuid(fresh_nvml, tmp_path, monkeypatch):
+    """A library in place of the driver's, compiled here."""
+    (tmp_path / "nvml.c").write_text(NVML)
+    path = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, tmp_path / "nvml.c"], check=True)
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL(str(path)))
+    assert [usage.busy_percent(uuid) for uuid in ("GPU-a", "GPU-b", "GPU-c", None)] == [5, 73, None, None]
+
+
+def test_without_a_driver_nothing_is_said(fresh_nvml, monkeypatch):
+    def absent(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(pynvml, "CDLL", absent)
+    assert usage.busy_percent("GPU-a") is None
