@@ -345,8 +345,10 @@ def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs
     """
     quarter = NUM_CHECKED // 4
     parts = (slice(0), slice(quarter), slice(quarter, None), slice(None))
+    checked = fresh(metric, "checked")
     try:
-        states = [_state(fresh(metric, "checked"), targets[part], outputs[part]) for part in parts]
+        checked.update_state(targets, outputs)  # Some, such as F1Score, make their variables here.
+        states = [_state(checked, targets[part], outputs[part]) for part in parts]
     except (ValueError, TypeError, tf.errors.OpError) as error:
         raise ConfigError(
             f"task.metrics.{name} cannot take targets of shape {targets.shape} and outputs of "
@@ -370,12 +372,10 @@ def fresh(metric: keras.metrics.Metric, name: str) -> keras.metrics.Metric:
 
 
 def _state(metric: keras.metrics.Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
-    """Updates the metric with these examples and returns its variables."""
+    """Begins the metric anew, updates it with these examples, and returns its variables."""
+    metric.reset_state()
     if len(targets):
         metric.update_state(targets, outputs)
-    elif not metric.variables:
-        # A metric that makes its variables on the first update has none yet.
-        metric.build(targets.shape, outputs.shape)
     return [np.asarray(variable.numpy(), np.float64) for variable in metric.variables]
 
 

@@ -52,6 +52,15 @@ def test_a_metric_whose_state_adds_up(metric):
 
 
 @pytest.mark.parametrize(
+    "metric",
+    [keras.metrics.F1Score(threshold=0.5), keras.metrics.R2Score(), keras.metrics.MeanIoU(2)],
+    ids=lambda metric: type(metric).__name__,
+)
+def test_a_metric_that_makes_its_variables_with_the_first_update(metric):
+    Multilabel(metrics={"own": metric}).prepare(Given(spec("float32", 5), spec("float32", 3)))
+
+
+@pytest.mark.parametrize(
     ("metric", "said"),
     [
         (
