@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hvtrain.launch.output import PlainOutput, PrefixedOutput
+from hvtrain.launch.output import PlainOutput
 from hvtrain.launch.supervisor import Launch, Signals
 from hvtrain.system import console, drawing
 
@@ -20,12 +20,11 @@ from hvtrain.system import console, drawing
 def main() -> None:
     """Runs horovodrun with this process's arguments and exits: 0, 75 where a restart can help, or another code."""
     arguments, keeps_marks = _launcher_arguments(sys.argv[1:])
-    output = PrefixedOutput() if keeps_marks else PlainOutput()
     variables = {**os.environ, **drawing.request(not keeps_marks and drawing.can_draw(sys.stdout))}
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         # This interpreter, though nothing may be activated.
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]
-        ending = Launch(line, variables, output, Path(folder)).run(Signals())
+        ending = Launch(line, variables, PlainOutput(keeps_marks), Path(folder)).run(Signals())
 
     if ending.failure and not ending.failure.is_shown:
         console.say_error(str(ending.failure), 0)

@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-MARK = re.compile(r"\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
+# With --prefix-output-with-timestamp, the time stands before the brackets.
+MARK = re.compile(r"(?:\w{3} \w{3} [ \d]\d [\d:]{8} \d{4})?\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
 BEGUN_MARK = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?\Z")
 
 

@@ -1,11 +1,10 @@
 """Passes on what a launcher and its ranks write; the listener learns from it which rank failed first.
 
-`hvtrain launch` uses RankOutput, horovodrun PlainOutput, and horovodrun --prefix PrefixedOutput.
-They have in common:
+`hvtrain launch` uses RankOutput, and horovodrun PlainOutput. They have in common:
 
 - listener: hears the launcher's own lines and the ranks' error output.
-- readers: a function for each pipe from the launcher, the error output's first, that reads it to its end.
-- merged: True if both of the launcher's outputs come through one pipe.
+- readers: a function for each pipe from the launcher, the error output's first, that reads it to its end. With one
+  reader, both of the launcher's outputs come through one pipe.
 """
 
 import codecs
@@ -20,8 +19,8 @@ from typing import IO, TextIO
 
 from hvtrain.errors import ConfigError
 from hvtrain.launch.first_failure import RULER, Listener
-from hvtrain.launch.marked_stream import BEGUN_MARK, LAUNCHER, MARK, Line, MarkedStream, Source
-from hvtrain.system import drawing, verdict
+from hvtrain.launch.marked_stream import LAUNCHER, Line, MarkedStream, Source
+from hvtrain.system import drawing
 from hvtrain.system.drawing import Drawing, LiveDisplay
 
 # What launchers write about ranks that explain it better themselves.
@@ -43,8 +42,6 @@ class RankOutput:
             cannot be written.
         hosts: each rank's host; empty if they are not known.
     """
-
-    merged = True
 
     def __init__(self, folder: Path, hosts: Sequence[str]) -> None:
         self.folder = folder
@@ -137,67 +134,17 @@ class RankOutput:
             )
 
 
-class PrefixedOutput:
-    """A launcher's error output, passed on as it arrives, with its marks; it writes its standard output itself."""
-
-    merged = False
-
-    def __init__(self) -> None:
-        self.listener = Listener()
-        self.readers: list[Callable[[IO[str]], None]] = [self._read]
-        self._marked = MarkedStream()
-        self._begun = ""
-        self._shown = 0  # How much of the begun line is on the console.
-
-    def _read(self, stream: IO[str]) -> None:
-        for text in _pieces(stream):
-            write(sys.stderr, self.feed(text))
-        write(sys.stderr, self._begun[self._shown :] + self.listener.rest())
-
-    def feed(self, text: str) -> str:
-        """Returns the text to show now: whole lines, and a begun one that cannot become a ruler or a verdict."""
-        *lines, self._begun = (self._begun + text).split("\n")
-        shown = ""
-        for line in lines:
-            shown += self._filtered(f"{line}\n")[self._shown :]
-            self._shown = 0
-
-        last_piece = MARK.split(self._begun)[-1]
-        may_be_hidden = (
-            RULER.startswith(self._begun)
-            or verdict.PREFIX.startswith(last_piece[: len(verdict.PREFIX)])
-            or BEGUN_MARK.search(self._begun)
-        )
-        if not may_be_hidden and not self.listener.held:
-            shown += self._begun[self._shown :]
-            self._shown = len(self._begun)
-        return shown
-
-    def _filtered(self, text: str) -> str:
-        """Returns what to show of a whole line, which the listener hears."""
-        marks = list(MARK.finditer(text))
-        for line in self._marked.feed(text):
-            if line.rank is None:
-                # A time before the marks, of --prefix-output-with-timestamp, is not the launcher's
-                # own line.
-                if not marks:
-                    text = self.listener.launcher(text)
-            elif line.is_whole and self.listener.rank(line.rank, line.text):
-                before = text[: marks[-1].start()]
-                text = f"{before}\n" if before else ""
-        return text
-
-
 class PlainOutput:
-    """Both outputs of horovodrun, each in its own pipe: rank 0's text without marks, and its progress as bars."""
+    """Both outputs of horovodrun, each in its own pipe: rank 0's text without marks, and its progress as bars.
 
-    merged = False
+    keeps_marks: rank 0's text has marks too (--prefix).
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_marks: bool = False) -> None:
         self.listener = Listener()
         self.readers: list[Callable[[IO[str]], None]] = [self._read_errors, self._read_output]
-        self.error_stream = PlainStream(self._filter_error, self._holds_errors)
-        self.output_stream = PlainStream(self._filter_output, self._has_bars)
+        self.error_stream = PlainStream(self._filter_error, self._holds_errors, keeps_marks)
+        self.output_stream = PlainStream(self._filter_output, self._has_bars, keeps_marks)
         self.drawing = Drawing()
         self._display = LiveDisplay()
 
@@ -243,11 +190,18 @@ class PlainStream:
         read: returns what to show of a whole line.
         shows_lines: True while only whole lines may be shown: below bars, or inside a message of
             Open MPI.
+        keeps_marks: all ranks' text is shown as it arrives, and with marks.
     """
 
-    def __init__(self, read: Callable[[Line], str], shows_lines: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        read: Callable[[Line], str],
+        shows_lines: Callable[[], bool],
+        keeps_marks: bool = False,
+    ) -> None:
         self._read = read
         self._shows_lines = shows_lines
+        self._keeps_marks = keeps_marks
         self._marked = MarkedStream()
         self._shown: dict[Source, int] = {}  # How much of a begun line is on the console.
         self._last: Source | None = None  # Whose begun line ends the console's text.
@@ -270,7 +224,8 @@ class PlainStream:
 
         # What may still be hidden as a whole line waits for its end, and so do other ranks' lines.
         end = begin
-        if not (line.rank or self._shows_lines() or RULER.startswith(line.text)):
+        waits = line.rank and not self._keeps_marks
+        if not (waits or self._shows_lines() or RULER.startswith(line.text)):
             hidden = _MAY_BE_HIDDEN.search(line.text)
             end = hidden.start() if hidden else len(line.text)
         self._shown[line.source] = end
@@ -280,7 +235,7 @@ class PlainStream:
         """Returns the text of a line, on a line of its own where another's is begun; other ranks' with the mark."""
         if not text:
             return ""
-        if line.rank:
+        if (line.rank or self._keeps_marks) and self._last != line.source:
             text = line.mark + text
         if self._last not in (line.source, None):
             text = f"\n{text}"

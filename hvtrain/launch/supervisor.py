@@ -18,7 +18,7 @@ from hvtrain.launch import on_host
 from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import AGAIN, Failure, judge
 from hvtrain.launch.on_host import Answer
-from hvtrain.launch.output import PlainOutput, PrefixedOutput, RankOutput
+from hvtrain.launch.output import PlainOutput, RankOutput
 from hvtrain.launch.remote_hosts import HostCalls, mpirun_job
 from hvtrain.system import console, host_facts
 
@@ -81,8 +81,7 @@ class Launch:
         line: the launcher's command.
         environment: its variables.
         output: shows what the launcher and its ranks write. RankOutput gets both of the launcher's
-            outputs in one stream, PlainOutput each in its own, PrefixedOutput only the error
-            output.
+            outputs in one stream, PlainOutput each in its own.
         folder: a folder of this launch alone.
         hosts: the hosts; None: the launcher writes them into the folder.
         label: how messages name a rank.
@@ -93,7 +92,7 @@ class Launch:
         self,
         line: Sequence[str],
         environment: Mapping[str, str],
-        output: RankOutput | PrefixedOutput | PlainOutput,
+        output: RankOutput | PlainOutput,
         folder: Path,
         hosts: HostCalls | None = None,
         label: Callable[[int], str] = "rank {}".format,
@@ -121,8 +120,8 @@ class Launch:
         self._child = subprocess.Popen(
             line,
             env={**environment, on_host.MARK: str(folder)},
-            stdin=subprocess.DEVNULL if output.merged else None,
-            stdout=writes[-1] if output.merged or len(writes) > 1 else None,
+            stdin=subprocess.DEVNULL if isinstance(output, RankOutput) else None,
+            stdout=writes[-1],
             stderr=writes[0],
             # The child holds a reading end itself, so that the pipe never breaks: mpirun would die
             # of that before it has ended its ranks.

@@ -6,7 +6,7 @@ import pytest
 
 from hvtrain.launch import on_host
 from hvtrain.launch.first_failure import AGAIN, RULER, End, Listener, judge
-from hvtrain.launch.output import PlainOutput, PrefixedOutput
+from hvtrain.launch.output import PlainOutput
 from hvtrain.system import console, verdict
 from hvtrain.system.verdict import UNSAVED, Verdict
 
@@ -67,9 +67,9 @@ HOSTS = ("s1", "s2", "s3")
 
 def heard(text):
     """All that a listener is told, and what of it is to be shown."""
-    relay = PrefixedOutput()
-    shown = relay.feed(text)
-    return relay.listener, shown + relay.feed("\n")[:-1] + relay.listener.rest()
+    output = PlainOutput(keeps_marks=True)
+    shown = output.error_stream.feed(text)
+    return output.listener, shown + output.error_stream.rest() + output.listener.rest()
 
 
 @pytest.mark.parametrize(
@@ -118,15 +118,26 @@ def test_a_text_in_any_pieces_is_shown_at_once_and_once():
     text = f"[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n{KILLED}[1,0]<stderr>:{BLAME}"
     text += f"[1,0]<stderr>:bar[1,1]<stderr>:{BLAME}[1,1]<stderr>:no end"
     for size in (1, 7, 80, 1000):
-        relay = PrefixedOutput()
+        output = PlainOutput(keeps_marks=True)
         pieces = ["".join(part) for part in itertools.zip_longest(*[iter(text)] * size, fillvalue="")]
-        shown = "".join(relay.feed(piece) for piece in pieces)
+        shown = "".join(output.error_stream.feed(piece) for piece in pieces)
         assert shown == (
             "[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n[1,0]<stderr>:bar\n[1,1]<stderr>:no end"
         )
-        assert relay.listener.verdicts == dict.fromkeys((0, 1), Verdict(1, 'no "leaf"'))
-    relay = PrefixedOutput()
-    assert relay.feed("[1,0]<stderr>:10%") == "[1,0]<stderr>:10%", "a bar that moves does not wait for its line's end"
+        assert output.listener.verdicts == dict.fromkeys((0, 1), Verdict(1, 'no "leaf"'))
+    stream = PlainOutput(keeps_marks=True).output_stream
+    assert stream.feed("[1,0]<stdout>:10%") == "[1,0]<stdout>:10%", "a bar that moves does not wait for its line's end"
+    assert stream.feed("\r20%[1,1]<stdout>:5%") == "\r20%\n[1,1]<stdout>:5%"
+    assert stream.feed("[1,0]<stdout>:\r30%\n") == "\n[1,0]<stdout>:\r30%\n"
+
+
+def test_a_time_before_a_mark_stays_with_it():
+    """As --prefix-output-with-timestamp puts it there; what the rank says is understood all the same."""
+    time = "Thu Nov  6 09:05:40 2026"
+    text = f"{time}[1]<stderr>:oh no\n{time}[1,1]<stderr>:{BLAME}{time}[0]<stderr>:well\n"
+    listener, shown = heard(text)
+    assert shown == f"{time}[1]<stderr>:oh no\n{time}[0]<stderr>:well\n"
+    assert listener.verdicts == {1: Verdict(1, 'no "leaf"')}
 
 
 def test_what_a_rank_says_of_itself_goes_before_what_it_says_of_others():

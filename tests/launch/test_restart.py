@@ -36,12 +36,12 @@ def lab():
 SUPERVISES = """
 import os, sys
 from pathlib import Path
-from hvtrain.launch.output import PrefixedOutput
+from hvtrain.launch.output import PlainOutput
 from hvtrain.launch.remote_hosts import HostCalls
 from hvtrain.launch.supervisor import Launch, Signals
 
 hosts = HostCalls(("s1",))
-own = Launch(sys.argv[2:], dict(os.environ), PrefixedOutput(), Path(sys.argv[1]), hosts, seconds_to_begin=0.3)
+own = Launch(sys.argv[2:], dict(os.environ), PlainOutput(), Path(sys.argv[1]), hosts, seconds_to_begin=0.3)
 ending = own.run(Signals())
 print(ending.code, ending.failure)
 """
