@@ -3,15 +3,18 @@
 import csv
 import errno
 import io
+import json
 import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvtrain.errors import StorageError, UserError
+
+Json = TypeVar("Json", list[Any], dict[str, Any])
 
 # Prefix of files that are incomplete or about to be deleted, by which leftovers of a killed process are found.
 TEMPORARY = ".tmp-"
@@ -59,12 +62,17 @@ def _why_not_written(name: str, folder: Path, error: OSError, needed_bytes: int)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replaces a file. Readers see the old content or the new one, even after a crash. Raises StorageError."""
+    """Replaces a file. Readers see the old content or the new one, even after a crash. Raises StorageError.
+
+    The mode of the old file stays.
+    """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with writing(path, temporary, len(data)):
         with temporary.open("xb") as file:  # Fails for a link, whose target somebody else owns.
             file.write(data)
+        if is_own_file(path):
+            shutil.copymode(path, temporary)
         flush(temporary)
         temporary.replace(path)
 
@@ -112,6 +120,20 @@ def read_bytes(path: Path) -> bytes:
 def read_file(path: Path) -> str:
     """Reads the text of a regular file, as read_bytes does."""
     return read_bytes(path).decode("utf-8")
+
+
+def read_json(path: Path, kind: type[Json]) -> Json:
+    """Reads a list or a dict; an empty one if the file is missing, damaged or of another type."""
+    try:
+        content = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return kind()
+    return content if isinstance(content, kind) else kind()
+
+
+def write_json(path: Path, content: Any, indent: int = 1) -> None:
+    """Replaces a JSON file, as write_atomic does."""
+    write_atomic(path, json.dumps(content, indent=indent) + "\n")
 
 
 def whole_lines(text: str) -> str:

@@ -2,13 +2,21 @@
 
 import csv
 import io
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.files import append_text, csv_text, is_own_file, read_file, whole_lines, write_atomic
+from hvtrain.core.files import (
+    append_text,
+    csv_text,
+    is_own_file,
+    read_file,
+    read_json,
+    whole_lines,
+    write_atomic,
+    write_json,
+)
 from hvtrain.errors import StorageError
 
 RESULT_FILE = "result.json"
@@ -71,33 +79,69 @@ class RunRecord:
     """How the run differs from the same run under another strategy, such as by stale gradients."""
     num_replicas: int | None = None
     """How many computed gradients at the same time: ranks, replicas of one process, or workers of parameter servers."""
+    data: dict[str, list[str]] = field(default_factory=dict)
+    """What the data set was found to hold: phrases by label (data/description.py)."""
 
 
 def write_result(folder: Path, record: RunRecord) -> None:
-    write_atomic(folder / RESULT_FILE, json.dumps(asdict(record), indent=2) + "\n")
+    write_json(folder / RESULT_FILE, asdict(record), indent=2)
 
 
-def write_history(folder: Path, records: list[EpochRecord]) -> None:
-    """Writes history.csv: the columns of EpochRecord, then one for each metric in any record."""
-    metrics = _metric_names(records)
-    header = [item.name for item in fields(EpochRecord) if item.name != "metrics"]
-    rows = [[*header, *metrics], *(_row(record, metrics) for record in records)]
-    write_atomic(folder / HISTORY_FILE, csv_text(rows))
+class EpochTable:
+    """A CSV file with a row for each epoch and a column for each name in any row.
 
+    Rows are added to the file, which is written anew only for a new column, after an error, or if somebody has
+    moved it away: written anew each time, 10,000 epochs would write 10 GB.
 
-def append_history(folder: Path, records: list[EpochRecord]) -> None:
-    """Adds the last of these records to history.csv, which has the others; it is written anew for a new metric, or if
-    somebody has moved it away.
-
-    Raises StorageError. The file may then end in the middle of a row, so write it anew the next time.
+    Args:
+        path: The file.
+        row_of: A function that returns the cells of an item by column, the first columns first.
     """
-    *earlier, last = records
-    metrics = _metric_names(earlier)
-    path = folder / HISTORY_FILE
-    if is_own_file(path) and last.metrics.keys() <= set(metrics):
-        append_text(path, csv_text([_row(last, metrics)]))
-    else:
-        write_history(folder, records)
+
+    def __init__(self, path: Path, row_of: Callable[[Any], dict[str, Any]]) -> None:
+        self._path = path
+        self._row_of = row_of
+        self._columns: list[str] = []
+        self._num_written = 0
+
+    def save(self, items: Sequence[Any]) -> None:
+        """Brings the file up to date with the items, which only grow from one call to the next.
+
+        Raises StorageError. The file may then end in the middle of a row; the next call writes it anew.
+        """
+        rows = [self._row_of(item) for item in items[self._num_written :]]
+        columns = self._columns
+        # Until it is done: a row that was cut short must not be followed by another.
+        self._columns = []
+        self._num_written = 0
+        if is_own_file(self._path) and columns and all(row.keys() <= set(columns) for row in rows):
+            append_text(self._path, csv_text(map(row.get, columns) for row in rows))
+        else:
+            rows = [self._row_of(item) for item in items]
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            write_atomic(self._path, csv_text([columns, *(map(row.get, columns) for row in rows)]))
+        self._columns = columns
+        self._num_written = len(items)
+
+
+def history_table(folder: Path) -> EpochTable:
+    """Returns history.csv, whose items are records: their fields are columns, and so are their metrics."""
+
+    def row_of(record: EpochRecord) -> dict[str, Any]:
+        cells = asdict(record)
+        return cells | cells.pop("metrics")
+
+    return EpochTable(folder / HISTORY_FILE, row_of)
+
+
+def ranks_table(folder: Path) -> EpochTable:
+    """Returns ranks.csv, whose items are (epoch, seconds by rank). A run may resume on another number of ranks."""
+
+    def row_of(item: tuple[int, list[float]]) -> dict[str, Any]:
+        epoch, seconds = item
+        return {"epoch": epoch, **{f"rank_{rank}": f"{value:.6g}" for rank, value in enumerate(seconds)}}
+
+    return EpochTable(folder / RANKS_FILE, row_of)
 
 
 def read_history(folder: Path) -> list[EpochRecord]:
@@ -122,43 +166,6 @@ def read_history(folder: Path) -> list[EpochRecord]:
     return records
 
 
-def _metric_names(records: list[EpochRecord]) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record.metrics))
-
-
-def _row(record: EpochRecord, metrics: list[str]) -> list[Any]:
-    own = [getattr(record, item.name) for item in fields(EpochRecord) if item.name != "metrics"]
-    return [*own, *map(record.metrics.get, metrics)]
-
-
-def write_rank_seconds(folder: Path, rows: dict[int, list[float]]) -> None:
-    """Writes the rows by epoch. They may differ in length, since a run may resume on another number of ranks."""
-    header = ["epoch", *(f"rank_{rank}" for rank in range(_most_ranks(rows.values())))]
-    write_atomic(folder / RANKS_FILE, csv_text([header, *(_rank_row(epoch, rows[epoch]) for epoch in rows)]))
-
-
-def append_rank_seconds(folder: Path, rows: dict[int, list[float]]) -> None:
-    """Adds the last of these rows to ranks.csv, which has the others; it is written anew for more ranks, or if somebody
-    has moved it away.
-
-    Raises StorageError. The file may then end in the middle of a row, so write it anew the next time.
-    """
-    *earlier, last = rows
-    path = folder / RANKS_FILE
-    if is_own_file(path) and len(rows[last]) <= _most_ranks(rows[epoch] for epoch in earlier):
-        append_text(path, csv_text([_rank_row(last, rows[last])]))
-    else:
-        write_rank_seconds(folder, rows)
-
-
-def _most_ranks(rows: Iterable[list[float]]) -> int:
-    return max(map(len, rows), default=0)
-
-
-def _rank_row(epoch: int, seconds: list[float]) -> list[str]:
-    return [str(epoch), *(f"{value:.6g}" for value in seconds)]
-
-
 def read_rank_seconds(folder: Path) -> dict[int, list[float]]:
     """Reads the rows by epoch; none if the file is missing or damaged, since only a curve depends on it."""
     try:
@@ -170,17 +177,7 @@ def read_rank_seconds(folder: Path) -> dict[int, list[float]]:
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """Reads the starts of a run, in order; none if the file is missing or damaged."""
-    try:
-        starts = json.loads(read_file(folder / STARTS_FILE))
-    except (OSError, ValueError, RecursionError):
-        return []
-    if not isinstance(starts, list):
-        return []
-    return [start for start in starts if isinstance(start, dict)]
-
-
-def write_starts(folder: Path, starts: list[dict[str, Any]]) -> None:
-    write_atomic(folder / STARTS_FILE, json.dumps(starts, indent=1) + "\n")
+    return [start for start in read_json(folder / STARTS_FILE, list) if isinstance(start, dict)]
 
 
 def read_tracked(folder: Path) -> dict[str, dict[str, Any]]:
@@ -189,14 +186,10 @@ def read_tracked(folder: Path) -> dict[str, dict[str, Any]]:
     The result is empty if there is no such file, or if it is damaged.
     """
     try:
-        entries = json.loads(read_file(folder / TRACKERS_FILE))
+        entries = read_json(folder / TRACKERS_FILE, dict)
         return {name: {"id": str(entry["id"]), "step": int(entry["step"])} for name, entry in entries.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError):
         return {}
-
-
-def write_tracked(folder: Path, tracked: dict[str, dict[str, Any]]) -> None:
-    write_atomic(folder / TRACKERS_FILE, json.dumps(tracked, indent=1) + "\n")
 
 
 def proof_in_words(numbers: dict[str, Any]) -> str:

@@ -71,6 +71,8 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
     if git and not with_diff:
         git = {**git, "diff": _DIFF_LEFT_OUT}
     description = start.get("described", {})
+    # The result has in full what the start's lines cut.
+    data = run.result.get("data") or {}
 
     return render(
         "page.html.j2",
@@ -85,7 +87,8 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
         proof=_proof(run.result.get("proof")),
         split=_split(run.result.get("split")),
         again=_command_again(run),
-        described=[item for item in description.items() if item[0] not in _SHOWN_ELSEWHERE],
+        data=[(label, ", ".join(phrases)) for label, phrases in data.items()],
+        described=[item for item in description.items() if item[0] not in (*_SHOWN_ELSEWHERE, *data)],
         changes=_changes(run.result),
         environment=_environment(run, description.get("devices", "")),
         settings=[(name, yaml_text(value)) for name, value in flatten(run.config).items()],

@@ -1,6 +1,5 @@
 """A run as its folder describes it: settings, numbers, starts, messages and state. Without TensorFlow."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.core.checkpoint_notes import newest_step
-from hvtrain.core.files import read_file
+from hvtrain.core.files import read_file, read_json
 from hvtrain.core.run_files import (
     RESULT_FILE,
     REVIEW_FILE,
@@ -169,7 +168,7 @@ def read_run(folder: Path) -> RunFiles:
     result = _read_result(folder)
     messages = _read_messages(folder)
     step = newest_step(folder)
-    review = _read_json(folder / REVIEW_FILE, list)
+    review = read_json(folder / REVIEW_FILE, list)
 
     return RunFiles(
         folder=folder.absolute(),
@@ -204,21 +203,11 @@ def _read_result(folder: Path) -> dict[str, Any]:
     path = folder / RESULT_FILE
     if not path.exists():
         return {}
-    result = _read_json(path, dict)
+    result = read_json(path, dict)
     if not result:
         raise ConfigError(f"{path} is damaged; move it away, and the same command tests the run again")
 
     return result
-
-
-def _read_json(path: Path, expected: type) -> Any:
-    """Reads a list or a dict; an empty one if the file is missing, damaged or of another type."""
-    try:
-        content = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
-        return expected()
-
-    return content if isinstance(content, expected) else expected()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

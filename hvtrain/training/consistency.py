@@ -9,12 +9,13 @@ import tensorflow as tf
 
 from hvtrain.config.schema import RunConfig, to_dict
 from hvtrain.config.validate import flatten
+from hvtrain.data import kinds
 from hvtrain.data.manifest import differences, digest_of, refuse_or_warn, summarize
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.strategies.base import Comm
 from hvtrain.system import host_facts
-from hvtrain.tasks import Task
+from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +95,23 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
     return manifest
 
 
-def check_first_batches(comm: Comm, source: Source, task: Task, batches: tf.data.Dataset) -> None:
+def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) -> None:
     """Checks the first batch of each rank (every rank).
 
-    Raises DataError on all ranks if a target is wrong, or two ranks have read the same batch.
+    Rank 0 keeps the kind of its inputs in the run folder. A resumed run compares them instead.
+
+    Raises DataError on all ranks if a target is wrong, the inputs are of another kind than when the
+    run began, or two ranks have read the same batch.
     """
+    comm = run.strategy.comm
+    source = run.source
     first = tf.nest.map_structure(lambda tensor: tensor.numpy(), next(iter(batches)))
-    for rank, fault in enumerate(comm.gather(task.fault(first[1], source))):
+    error = _check_kinds(run, first[0], is_resumed) if comm.topology.is_chief else None
+
+    faults, errors = zip(*comm.gather((run.task.fault(first[1], source), error)))
+    if errors[0]:
+        raise errors[0]
+    for rank, fault in enumerate(faults):
         if fault:
             example, problem = fault
             raise DataError(
@@ -120,6 +131,22 @@ def check_first_batches(comm: Comm, source: Source, task: Task, batches: tf.data
                 f"ranks {first_rank[rank_digest]} and {rank} read the same first batch of {source.name}; "
                 f"{source.equal_batches_advice}"
             )
+
+
+def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> DataError | None:
+    """Keeps the kinds of a batch, or compares them; returns the error of a change (chief only)."""
+    source = run.source
+    if source.raw_batches:
+        inputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), source.finish(inputs))
+    kept = kinds.read(run.folder) if is_resumed else {}
+    if not kept:
+        kinds.keep(run.folder, inputs, run.described)
+        return None
+    try:
+        kinds.check(source.name, kept, kinds.kinds_of(inputs), run.config.guard.data)
+    except DataError as error:
+        return error
+    return None
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:

@@ -20,17 +20,8 @@ from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core import checkpoint_notes as notes
 from hvtrain.core.checkpoint_notes import Note, NoteKeeper, checked_run_id
-from hvtrain.core.files import read_file
-from hvtrain.core.run_files import (
-    read_history,
-    read_rank_seconds,
-    read_starts,
-    read_tracked,
-    write_history,
-    write_rank_seconds,
-    write_starts,
-    write_tracked,
-)
+from hvtrain.core.files import is_own_file, read_bytes, read_file, write_atomic
+from hvtrain.core.run_files import HISTORY_FILE, RANKS_FILE, STARTS_FILE, TRACKERS_FILE
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import LOCK_FILE
@@ -48,12 +39,7 @@ _NEEDED: dict[str, Any] = {
     "step_in_epoch": int,
 }
 # The records of a run's epochs and starts, for a host that continues the run and lacks them.
-_RECORDS: tuple[tuple[Any, Any], ...] = (
-    (read_history, write_history),
-    (read_rank_seconds, write_rank_seconds),
-    (read_starts, write_starts),
-    (read_tracked, write_tracked),
-)
+_RECORDS = (HISTORY_FILE, RANKS_FILE, STARTS_FILE, TRACKERS_FILE)
 
 
 @dataclass(frozen=True)
@@ -306,19 +292,16 @@ class _Search:
         self.comm.on_chief(write)
 
 
-def read_records(folder: Path) -> list[Any]:
-    """Reads history.csv, ranks.csv, starts.json and trackers.json; a missing file is empty.
-
-    Raises StorageError if the history is damaged.
-    """
-    return [read(folder) for read, _ in _RECORDS]
+def read_records(folder: Path) -> dict[str, bytes]:
+    """Reads history.csv, ranks.csv, starts.json and trackers.json, as far as the run folder has them."""
+    paths = [folder / name for name in _RECORDS]
+    return {path.name: read_bytes(path) for path in paths if is_own_file(path)}
 
 
-def write_records(folder: Path, records: list[Any]) -> None:
-    """Writes the records that are not empty to the run folder."""
-    for content, (_, write) in zip(records, _RECORDS):
-        if content:
-            write(folder, content)
+def write_records(folder: Path, records: dict[str, bytes]) -> None:
+    """Writes them to the run folder."""
+    for name, content in records.items():
+        write_atomic(folder / name, content)
 
 
 def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candidate]:

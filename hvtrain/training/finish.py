@@ -69,6 +69,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         changes=run.meta["changes"],
         differences=list(run.strategy.differences),
         num_replicas=run.strategy.num_computing,
+        data=run.described.phrases,
     )
 
 

@@ -15,6 +15,7 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.core.version import VERSION
+from hvtrain.data.description import DataDescription
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.models.parts import describe_trainable
@@ -38,6 +39,7 @@ class Run:
         meta: Facts that each checkpoint of the run has.
         state: What survives a restart of the ranks.
         changed: Settings that differ from the checkpoint's, {name: [before, now]}.
+        described: What the data set was found to hold.
     """
 
     config: RunConfig
@@ -50,6 +52,7 @@ class Run:
     meta: dict[str, Any]
     state: RunState
     changed: dict[str, list[Any]]
+    described: DataDescription
 
     @property
     def best(self) -> str:
@@ -175,11 +178,14 @@ def with_rank_weights(
 def summary(lines: dict[str, str]) -> str:
     """Formats the run's description as an aligned block that ends with a newline."""
     width = max(map(len, lines))
-    return "".join(f"{name:<{width}}  {text}\n" for name, text in lines.items())
+    # A text of several lines goes on below its beginning.
+    next_line = "\n" + " " * (width + 2)
+    rows = [(name, text.replace("\n", next_line)) for name, text in lines.items()]
+    return "".join(f"{name:<{width}}  {text}\n" for name, text in rows)
 
 
 def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
-    """Describes the run for its summary: some ten lines, by their names."""
+    """Describes the run for its summary: some ten lines, by their names, and those about its data."""
     config = run.config
     strategy = run.strategy
     source = run.source
@@ -206,6 +212,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         "trained": describe_trainable(model),
         "dataset": f"{source.name}: {splits}",
         "from": source.origin,
+        **run.described.header(),
         "trained on": "",
         "evaluated on": "",
         "augmentation": "",

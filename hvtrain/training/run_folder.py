@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
-from hvtrain.core.files import TEMPORARY, read_file, refuse_link, write_atomic
-from hvtrain.core.run_files import HISTORY_FILE, RESULT_FILE, STARTS_FILE, read_starts, write_starts
+from hvtrain.core.files import TEMPORARY, read_file, refuse_link, write_atomic, write_json
+from hvtrain.core.run_files import HISTORY_FILE, RESULT_FILE, STARTS_FILE, read_starts
 from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.system.checkout import checkout
@@ -191,7 +191,7 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
             if start.get("git"):
                 start["git"]["diff"] = ""  # The newest start's is enough.
         starts = [*earlier[1 - MOST_STARTS :], _facts(run, hosts, described, step)]
-        write_starts(run.folder, starts)
+        write_json(run.folder / STARTS_FILE, starts)
     except Exception as error:
         log.warning("%s is not written: %s", STARTS_FILE, in_one_line(error))
 

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from hvtrain.core.files import write_atomic
-from hvtrain.core.run_files import EpochRecord, RunRecord, append_history, read_history, write_history, write_result
+from hvtrain.core.run_files import EpochRecord, RunRecord, history_table, read_history, write_result
 from hvtrain.errors import StorageError
 
 
@@ -16,7 +16,7 @@ def test_history_comes_back(tmp_path):
         EpochRecord(1, 22, 0.1, 1.5, 900.25, {"loss": 2.25, "accuracy": 0.1}),
         EpochRecord(2, 44, 1e-7, 1.25, 1000.0, {"loss": 1 / 3, "accuracy": 0.5, "val_loss": 0.7}),
     ]
-    write_history(tmp_path, records)
+    history_table(tmp_path).save(records)
     assert read_history(tmp_path) == records
     header = (tmp_path / "history.csv").read_text().splitlines()[0]
     assert header == "epoch,step,learning_rate,seconds,examples_per_second,loss,accuracy,val_loss"
@@ -27,21 +27,38 @@ def test_a_row_is_added_without_writing_the_file_anew(tmp_path):
     """10,000 epochs would write 10 GB."""
     records = [EpochRecord(epoch, 22 * epoch, 0.1, 1.5, 900.0, {"loss": 1 / epoch}) for epoch in range(1, 5)]
     path = tmp_path / "history.csv"
-    write_history(tmp_path, records[:1])
+    table = history_table(tmp_path)
+    table.save(records[:1])
     inode = path.stat().st_ino
-    append_history(tmp_path, records[:2])
-    append_history(tmp_path, records[:3])
+    table.save(records[:2])
+    table.save(records[:3])
     assert path.stat().st_ino == inode and read_history(tmp_path) == records[:3]
     wider = EpochRecord(4, 88, 0.1, 1.5, 900.0, {"val_loss": 2.0})
-    append_history(tmp_path, [*records[:3], wider])
+    table.save([*records[:3], wider])
     assert read_history(tmp_path) == [*records[:3], wider]
+
+
+def test_a_row_that_was_not_written_comes_with_the_next(tmp_path):
+    records = [EpochRecord(epoch, 22 * epoch, 0.1, 1.5, 900.0, {"loss": 1 / epoch}) for epoch in (1, 2, 3)]
+    table = history_table(tmp_path)
+    table.save(records[:1])
+    length = (tmp_path / "history.csv").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (length + 5, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="was not written: File too large"):
+            table.save(records[:2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_history(tmp_path) == records[:1], "a part of a row"
+    table.save(records)
+    assert read_history(tmp_path) == records
 
 
 def test_a_row_that_was_being_written_is_left_out(tmp_path):
     """0.12 of a loss of 0.1234 would be read as a number."""
     records = [EpochRecord(epoch, 22, 0.1, 1.5, 900.0, {"loss": 0.1234}) for epoch in (1, 2)]
-    write_history(tmp_path, records[:1])
-    append_history(tmp_path, records)
+    history_table(tmp_path).save(records)
     path = tmp_path / "history.csv"
     whole = path.read_text()
     for cut in range(1, len(whole.splitlines()[-1]) + 1):
@@ -53,9 +70,12 @@ def test_a_row_that_was_being_written_is_left_out(tmp_path):
 def test_a_file_that_was_moved_away_is_written_anew(tmp_path, make):
     records = [EpochRecord(epoch, 22, 0.1, 1.5, 900.0) for epoch in (1, 2)]
     (tmp_path / "precious").write_text("mine")
+    table = history_table(tmp_path)
+    table.save(records[:1])
+    (tmp_path / "history.csv").unlink()
     if make == "link":
         (tmp_path / "history.csv").symlink_to("precious")
-    append_history(tmp_path, records)
+    table.save(records)
     assert read_history(tmp_path) == records
     assert (tmp_path / "precious").read_text() == "mine"
 

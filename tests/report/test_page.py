@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hvtrain.core.run_files import write_rank_seconds
+from hvtrain.core.run_files import ranks_table
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.report import command, comparison, page
 from hvtrain.report.charts import INK, LINE, MUTED, SERIES
@@ -99,7 +99,7 @@ def test_states(tmp_path):
 def test_the_curves_of_many_ranks_are_three(tmp_path):
     folder = write_run(tmp_path / "run")
     rows = {1: [0.001 * (rank + 1) for rank in range(9)], 2: [0.002] * 4}
-    write_rank_seconds(folder, rows)
+    ranks_table(folder).save(list(rows.items()))
     chart = charts_of(read_run(folder))[-1]
     points = {series.label: series.points for series in chart.series}
     assert points == {

@@ -12,11 +12,11 @@ from hvtrain.search.trials import train_trial
 RUN = """
 import json, sys, time
 from pathlib import Path
-from hvtrain.core.run_files import EpochRecord, write_history
+from hvtrain.core.run_files import EpochRecord, history_table
 folder, num_steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 folder.mkdir()
 (folder / "starts.json").write_text(json.dumps([{"best": "val_accuracy", "sign": 1, "num_steps": num_steps}]))
-write_history(folder, [EpochRecord(at, at, 0.1, 1.0, 1.0, {"val_accuracy": at / 10}) for at in (1, 2)])
+history_table(folder).save([EpochRecord(at, at, 0.1, 1.0, 1.0, {"val_accuracy": at / 10}) for at in (1, 2)])
 time.sleep(seconds)
 (folder / "result.json").write_text("{}")
 sys.exit("hvtrain: no memory" if num_steps == 1 else 0)

@@ -11,8 +11,8 @@ from hvtrain.core.run_files import (
     STARTS_FILE,
     EpochRecord,
     RunRecord,
-    write_history,
-    write_rank_seconds,
+    history_table,
+    ranks_table,
     write_result,
 )
 
@@ -112,8 +112,8 @@ def write_run(folder: Path, *, finished: bool = True, num_epochs: int = 4, log: 
     (folder / "logs").mkdir()
     (folder / "config.yaml").write_text("defaults: [_self_]\nseed: 1\ntrain: {epochs: 4}\n")
     (folder / "logs/rank-0000.log").write_text(f"2026-11-24 10:00:00,123 INFO hvtrain.runner: it began\n{log}")
-    write_history(folder, history(num_epochs))
-    write_rank_seconds(folder, {epoch: [0.005, 0.006 + epoch / 1000] for epoch in range(1, num_epochs + 1)})
+    history_table(folder).save(history(num_epochs))
+    ranks_table(folder).save([(epoch, [0.005, 0.006 + epoch / 1000]) for epoch in range(1, num_epochs + 1)])
     (folder / STARTS_FILE).write_text(json.dumps([{**START, "num_ranks": 3}, START]))
     (folder / REVIEW_FILE).write_text(json.dumps([asdict(figure) for figure in FIGURES]))
     if finished:

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from hvtrain.core.run_files import TRACKERS_FILE, read_tracked, write_tracked
+from hvtrain.core.files import write_json
+from hvtrain.core.run_files import TRACKERS_FILE, read_tracked
 from hvtrain.errors import ConfigError
 from hvtrain.trackers.mlflow import MLflow
 from hvtrain.trackers.tracker import TrackedRun
@@ -232,7 +233,7 @@ def test_ids_move_with_the_other_records_of_a_run(tmp_path):
     here.mkdir(), there.mkdir()
     write_records(there, read_records(here))
     assert list(there.iterdir()) == []
-    write_tracked(here, {"mlflow": {"id": "8f", "step": 20}})
+    write_json(here / TRACKERS_FILE, {"mlflow": {"id": "8f", "step": 20}})
     write_records(there, read_records(here))
     assert read_tracked(there) == {"mlflow": {"id": "8f", "step": 20}}
     (there / TRACKERS_FILE).write_text('{"mlflow": {"id": 3}}')

@@ -13,14 +13,15 @@ import pytest
 from hvtrain.checkpoint import store, writer
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.core import checkpoint_notes as notes
+from hvtrain.core.files import write_json
 from hvtrain.core.run_files import (
+    STARTS_FILE,
     EpochRecord,
+    history_table,
+    ranks_table,
     read_history,
     read_rank_seconds,
     read_starts,
-    write_history,
-    write_rank_seconds,
-    write_starts,
 )
 from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError, ConfigError
@@ -151,9 +152,9 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     """With the rows of the history, and what was the best."""
     write(tmp_path / "s1", 8)
     write(tmp_path / "s2", 16)
-    write_history(tmp_path / "s2", [EpochRecord(1, 10, 0.1, 1.0, 2.0)])
-    write_rank_seconds(tmp_path / "s2", {1: [0.5, 0.25]})
-    write_starts(tmp_path / "s2", [{"first_step": 0}])
+    history_table(tmp_path / "s2").save([EpochRecord(1, 10, 0.1, 1.0, 2.0)])
+    ranks_table(tmp_path / "s2").save([(1, [0.5, 0.25])])
+    write_json(tmp_path / "s2" / STARTS_FILE, [{"first_step": 0}])
     writer.mark_best(tmp_path / "s2" / "checkpoints", 16, "loss", 0.5)
     run_states = [RunState(0.0) for _ in range(3)]
     first, second, third = find_on(tmp_path, ["s1", "s2", "s3"], run_states)

@@ -3,13 +3,7 @@
 import logging
 from typing import Any
 
-from hvtrain.core.run_files import (
-    EpochRecord,
-    append_history,
-    append_rank_seconds,
-    write_history,
-    write_rank_seconds,
-)
+from hvtrain.core.run_files import EpochRecord, history_table, ranks_table
 from hvtrain.errors import StorageError
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext, RunReport
 from hvtrain.training.callbacks.speed import Throughput
@@ -21,16 +15,16 @@ log = logging.getLogger(__name__)
 class Recording(RunCallback):
     """Adds a row to history.csv and ranks.csv after each epoch.
 
-    Every rank calls it, the chief writes, and all ranks raise its error. The files are written anew
-    once per start, since a resumed run keeps only the rows before its start, and after a failure.
-    With checkpoint.on_error=warn training continues without the row, and the next epoch tries
-    again.
+    Every rank calls it, the chief writes, and all ranks raise its error. The first row of a start
+    writes the files anew, since a resumed run keeps only the rows before its start. With
+    checkpoint.on_error=warn training continues without a row, and the next epoch tries again.
     """
 
     def __init__(self, context: RunContext, throughput: Throughput) -> None:
         super().__init__(context)
         self._throughput = throughput
-        self._can_append = False
+        self._history = history_table(self.run.folder)
+        self._ranks = ranks_table(self.run.folder)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         if self.position.in_epoch:
@@ -54,19 +48,10 @@ class Recording(RunCallback):
         self.comm.on_chief(self._write)
 
     def _write(self) -> None:
-        save_history = write_history
-        save_seconds = write_rank_seconds
-        if self._can_append:
-            save_history = append_history
-            save_seconds = append_rank_seconds
-
-        # Until both are written: a row that was cut short must not be followed by another.
-        self._can_append = False
         try:
-            save_history(self.run.folder, self.report.records)
-            if self.report.records[-1].epoch in self.report.rank_seconds:
-                save_seconds(self.run.folder, self.report.rank_seconds)
-            self._can_append = True
+            self._history.save(self.report.records)
+            if self.report.rank_seconds:
+                self._ranks.save(list(self.report.rank_seconds.items()))
         except StorageError as error:
             if self.run.config.checkpoint.on_error == "stop":
                 raise

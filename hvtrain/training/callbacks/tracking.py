@@ -8,7 +8,8 @@ from typing import Any
 
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import to_dict
-from hvtrain.core.run_files import EpochRecord, read_tracked, write_tracked
+from hvtrain.core.files import write_json
+from hvtrain.core.run_files import TRACKERS_FILE, EpochRecord, read_tracked
 from hvtrain.errors import Stopped, StorageError, in_one_line
 from hvtrain.system.secrets import without_passwords
 from hvtrain.trackers.tracker import TrackedRun, Tracker, plain_name
@@ -112,7 +113,7 @@ class Tracking(RunCallback):
         if not self._trackers:
             return
         try:
-            write_tracked(self.run.folder, self._tracked)
+            write_json(self.run.folder / TRACKERS_FILE, self._tracked)
         except StorageError as error:
             self._trackers.clear()
             log.warning("%s; the run continues without its trackers", error)
