@@ -1,6 +1,6 @@
 """The pass that changes arguments of calls: of Keras's classes, of models' methods, of Horovod's callbacks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import libcst as cst
 import libcst.matchers as m
@@ -16,52 +16,9 @@ from hvtrain.migrate.parsing import (
     method_of,
     with_args,
 )
+from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 
-# By the beginning of the full name: arguments with a new name, or (None) that can be dropped
-# without loss.
-RENAMED: dict[str, dict[str, str | None]] = {
-    "keras.optimizers.": {"lr": "learning_rate"},
-    "keras.layers.LeakyReLU": {"alpha": "negative_slope"},
-    "keras.layers.Embedding": {"input_length": None},
-    "keras.layers.BatchNormalization": {"fused": None},
-    "keras.layers.InputLayer": {"input_shape": "shape", "batch_input_shape": "batch_shape"},
-    "keras.callbacks.ReduceLROnPlateau": {"epsilon": "min_delta"},
-    "keras.callbacks.TensorBoard": {"write_grads": None, "batch_size": None},
-}
-# Keras 3 has these only as options of a PyDataset.
-_WORKERS: dict[str, str | None] = {
-    "workers": None,
-    "use_multiprocessing": None,
-    "max_queue_size": None,
-}
-METHODS: dict[str, dict[str, str | None]] = {
-    "compile": {
-        "experimental_run_tf_function": None,
-        "experimental_steps_per_execution": "steps_per_execution",
-    },
-    "fit": {"nb_epoch": "epochs", **_WORKERS},
-    "evaluate": {**_WORKERS},
-    "predict": {**_WORKERS},
-}
-# Methods that took a generator: the method that takes it now, and the order of the arguments.
-_STEPS = (
-    "generator",
-    "steps",
-    "callbacks",
-    "max_queue_size",
-    "workers",
-    "use_multiprocessing",
-    "verbose",
-)
-GENERATORS = {
-    "fit_generator": (
-        "fit", "generator", "steps_per_epoch", "epochs", "verbose", "callbacks", "validation_data", "validation_steps",
-        "validation_freq", "class_weight", "max_queue_size", "workers", "use_multiprocessing", "shuffle",
-        "initial_epoch",
-    ),
-    "evaluate_generator": ("evaluate", *_STEPS),
-    "predict_generator": ("predict", *_STEPS),
-}  # fmt: skip
+# Callbacks that set the rate.
 SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
 
 
@@ -90,20 +47,13 @@ class Arguments(Pass):
         if not name:
             return self._method(updated_node)
 
-        call = updated_node
-        for beginning, new_names in RENAMED.items():
-            if name == beginning or (beginning.endswith(".") and name.startswith(beginning)):
-                call = _with_names(call, new_names)
-
+        call = _with_names(updated_node, entries(ARGUMENTS, name, ""))
         if name.startswith("keras.optimizers.") and not name.startswith("keras.optimizers.schedules."):
             return self._optimizer(call)
-        if name.startswith(HVTRAIN) and name.endswith(".LearningRateWarmupCallback"):
+        if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback" and not argument(call, "initial_lr", 0):
             # Horovod before 0.20 did not have initial_lr; None means the optimizer's rate.
-            if argument(call, "initial_lr", 0):
-                return call
             return with_args(call, [keyword("initial_lr", expression("None")), *call.args])
-
-        if name.startswith(HVTRAIN) and name.endswith(".LearningRateScheduleCallback"):
+        if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
             return _schedule(call)
         return call
 
@@ -114,12 +64,10 @@ class Arguments(Pass):
         decay = argument(call, "decay")
         rate = argument(call, "learning_rate", 0)
         if decay is None:
-            if len(args) == len(call.args):
-                return call
             return with_args(call, args)
 
         without_decay = [arg for arg in args if arg is not decay]
-        if isinstance(decay.value, cst.Integer | cst.Float) and float(code_of(decay.value)) == 0:
+        if is_number(decay.value) and float(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
         # A callback could not set the rate of a schedule; undecided.py reports it.
         if rate is None or self.sets_rates:
@@ -139,15 +87,12 @@ class Arguments(Pass):
             return call.func
         if method == "compiled_loss" and len(call.args) in (2, 3):
             return _compute_loss(call)
-        # predict_proba(x) -> predict(x)
-        if method == "predict_proba":
-            return _with_method(call, "predict")
         # fit_generator(g, 100, workers=4) -> fit(x=g, steps_per_epoch=100)
-        if method in GENERATORS:
-            method, *order = GENERATORS[method]
+        if method in RENAMED_METHODS:
+            method, *order = RENAMED_METHODS[method]
             call = _with_names(_with_keywords(_with_method(call, method), order), {"generator": "x"})
 
-        call = _with_names(call, METHODS.get(method, {}))
+        call = _with_names(call, entries(ARGUMENTS, "", method))
         if method == "compile":
             return self._compile(call)
         return call
@@ -188,7 +133,7 @@ def _with_keywords(call: cst.Call, names: list[str]) -> cst.Call:
     return with_args(call, args)
 
 
-def _with_names(call: cst.Call, new_names: dict[str, str | None]) -> cst.Call:
+def _with_names(call: cst.Call, new_names: Mapping[str, str | None]) -> cst.Call:
     """Renames and drops arguments by keyword."""
     args: list[cst.Arg] = []
     for arg in call.args:
@@ -199,8 +144,6 @@ def _with_names(call: cst.Call, new_names: dict[str, str | None]) -> cst.Call:
         elif new_name is not None:
             args.append(arg.with_changes(keyword=cst.Name(new_name)))
 
-    if args == list(call.args):
-        return call
     return with_args(call, args)
 
 

@@ -1,13 +1,12 @@
 """`python -m hvtrain migrate`: shows how a script for Horovod on Keras 2 changes for Keras 3, or writes it."""
 
-import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvtrain.core.files import TEMPORARY
-from hvtrain.errors import ConfigError, StorageError
+from hvtrain.core.files import write_atomic
+from hvtrain.errors import ConfigError
 from hvtrain.system.command import Parser
 
 if TYPE_CHECKING:
@@ -63,7 +62,8 @@ decide. Shows the changes as a diff, and writes nothing without --write.""",
 
     for file, script in scripts.items():
         if options.write and script.text != script.old:
-            _write(file, script.text)
+            # Of a link, the file that it leads to is written.
+            write_atomic(file.resolve(), script.text)
         _report(file, script, options.write)
 
     is_undecided = any(script.undecided for script in scripts.values())
@@ -96,21 +96,6 @@ def _read(file: Path) -> str:
         raise ConfigError(f"{file} is not Python in UTF-8: {error.reason}; name a Python file") from error
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; make it readable") from error
-
-
-def _write(file: Path, text: str) -> None:
-    """Replaces a script at once, with the mode that it had. A link stays a link."""
-    target = file.resolve()
-    temporary = target.with_name(f"{TEMPORARY}{target.name}")
-
-    try:
-        # Bytes, so that line ends stay as they are.
-        temporary.write_bytes(text.encode())
-        shutil.copymode(target, temporary)
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"{file} cannot be written: {error.strerror}; make it writable") from error
 
 
 def _report(file: Path, script: "Rewritten", is_written: bool) -> None:

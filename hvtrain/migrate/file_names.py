@@ -101,23 +101,20 @@ class FileNames(Pass):
                     self.nodes[literal] = self.texts[text]
 
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
-        text = original_node.raw_value
-        new = self.nodes.get(original_node)
-        if new is None and "." in text:  # A word without a dot, such as "model", means other things elsewhere.
-            new = self.texts.get(text)
-        if new is None:
-            return updated_node
-
         quote = updated_node.quote
-        return updated_node.with_changes(value=f"{updated_node.prefix}{quote}{new}{quote}")
+        return updated_node.with_changes(value=f"{updated_node.prefix}{quote}{self._new(original_node)}{quote}")
 
     def leave_FormattedStringText(
         self, original_node: cst.FormattedStringText, updated_node: cst.FormattedStringText
     ) -> cst.FormattedStringText:
-        new = self.nodes.get(original_node) or self.texts.get(original_node.value)
-        if new is None:
-            return updated_node
-        return updated_node.with_changes(value=new)
+        return updated_node.with_changes(value=self._new(original_node))
+
+    def _new(self, node: cst.CSTNode) -> str:
+        """The text of a literal, renamed if it is the name of a file."""
+        text = _text(node)
+        # A word without a dot, such as "model", means other things elsewhere.
+        elsewhere = self.texts.get(text, text) if "." in text else text
+        return self.nodes.get(node, elsewhere)
 
 
 def with_suffix(text: str, suffix: str) -> str:

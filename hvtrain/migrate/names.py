@@ -3,12 +3,24 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import libcst as cst
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import RemoveImportsVisitor
 
-from hvtrain.migrate.name_tables import new_name
-from hvtrain.migrate.parsing import HVTRAIN, Pass, apply, code_of, dotted, expression, names_used
+from hvtrain.migrate.parsing import (
+    HVTRAIN,
+    Imported,
+    Pass,
+    apply,
+    code_of,
+    dotted,
+    expression,
+    imports,
+    imports_in,
+    names_used,
+)
+from hvtrain.migrate.tables import new_name
 
 # How to write a name that no import of the script provides, and the import that this needs.
 _WRITTEN = {"tensorflow": ("tf", "import tensorflow as tf"), "keras": ("keras", "import keras")}
@@ -25,19 +37,6 @@ def rename(text: str, keeps_horovod: bool) -> str:
         new = _with_import(new, line)
 
     return without_unused(text, new)
-
-
-@dataclass(frozen=True)
-class _Imported:
-    """One name of an import statement.
-
-    Attributes:
-        name: The full name, such as tensorflow.keras.layers.Dense.
-        alias: What the script calls it. Empty after `import a.b`, which binds `a`.
-    """
-
-    name: str
-    alias: str
 
 
 class _Names(Pass):
@@ -82,7 +81,7 @@ class _Names(Pass):
             return updated_node
 
         statement = original_node.body[0]
-        imported = _imports(statement)
+        imported = imports(statement)
         new_names = [self._new(item.name) for item in imported]
         if new_names == [item.name for item in imported]:
             return updated_node
@@ -132,27 +131,7 @@ class _Names(Pass):
         return expression(new)
 
 
-def _imports(statement: cst.Import | cst.ImportFrom) -> list[_Imported]:
-    """The names of an import statement."""
-    module = ""
-    if isinstance(statement, cst.ImportFrom):
-        module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"
-    if isinstance(statement.names, cst.ImportStar):
-        return [_Imported(f"{module}.*", "*")]
-
-    imported = []
-    for item in statement.names:
-        name = dotted(item.name)
-        alias = dotted(item.asname.name) if item.asname else ""
-        if module:
-            imported.append(_Imported(f"{module}.{name}", alias or name))
-        else:
-            imported.append(_Imported(name, alias))
-
-    return imported
-
-
-def _lines(imported: list[_Imported], new_names: list[str], is_plain: bool) -> Iterator[str]:
+def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> Iterator[str]:
     """Import lines that bind the same names from their new places.
 
     is_plain: the old statement was `import a.b`, not `from a import b`.
@@ -207,36 +186,17 @@ def _with_import(text: str, line: str) -> str:
 
 def without_unused(old: str, new: str) -> str:
     """The new script without imports that only the old one used."""
-    unused = set(names_used(old)) - set(names_used(new))
-    if not unused:
-        return new
-    return apply(new, _Unimport(unused))
+    unused = names_used(old).keys() - names_used(new).keys()
+    module = cst.parse_module(new)
+    context = CodemodContext()
+    for statement, item in imports_in(module):
+        source, _, last = item.name.rpartition(".")
+        if item.bound not in unused:
+            continue
+        if isinstance(statement, cst.Import):
+            RemoveImportsVisitor.remove_unused_import(context, item.name, asname=item.alias or None)
+        else:
+            alias = None if item.alias == last else item.alias
+            RemoveImportsVisitor.remove_unused_import(context, source, last, alias)
 
-
-class _Unimport(Pass):
-    """Removes imports of unused names."""
-
-    def __init__(self, unused: set[str]) -> None:
-        super().__init__()
-        self.unused = unused
-
-    def leave_SimpleStatementLine(
-        self,
-        original_node: cst.SimpleStatementLine,
-        updated_node: cst.SimpleStatementLine,
-    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
-        statement, *others = updated_node.body
-        if others or not isinstance(statement, cst.Import | cst.ImportFrom):
-            return updated_node
-        if isinstance(statement.names, cst.ImportStar):
-            return updated_node
-
-        bound = [item.alias or item.name.partition(".")[0] for item in _imports(statement)]
-        kept = [item for item, name in zip(statement.names, bound) if name not in self.unused]
-        if len(kept) == len(bound):
-            return updated_node
-        if not kept:
-            return cst.RemoveFromParent()
-
-        kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return updated_node.with_changes(body=[statement.with_changes(names=kept)])
+    return RemoveImportsVisitor(context).transform_module(module).code

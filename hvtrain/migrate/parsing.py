@@ -2,7 +2,8 @@
 
 import ast
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import libcst as cst
 import libcst.matchers as m
@@ -16,21 +17,83 @@ from libcst.metadata import (
 HVTRAIN = "hvtrain.keras"
 
 
+@dataclass(frozen=True)
+class Imported:
+    """One name of an import statement.
+
+    Attributes:
+        name: The full name, such as tensorflow.keras.layers.Dense.
+        alias: What the script calls it. Empty after `import a.b`, which binds `a`.
+    """
+
+    name: str
+    alias: str
+
+    @property
+    def bound(self) -> str:
+        """The name that the statement binds."""
+        return self.alias or self.name.partition(".")[0]
+
+
+def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
+    """The names of an import statement."""
+    module = ""
+    if isinstance(statement, cst.ImportFrom):
+        module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"
+    if isinstance(statement.names, cst.ImportStar):
+        return [Imported(f"{module}.*", "*")]
+
+    imported = []
+    for item in statement.names:
+        name = dotted(item.name)
+        alias = dotted(item.asname.name) if item.asname else ""
+        if module:
+            imported.append(Imported(f"{module}.{name}", alias or name))
+        else:
+            imported.append(Imported(name, alias))
+
+    return imported
+
+
+def imports_in(module: cst.Module) -> Iterator[tuple[cst.CSTNode, Imported]]:
+    """Yields the import statements of a script, once for each name, in their order."""
+    for statement in m.findall(module, m.Import() | m.ImportFrom()):
+        for item in imports(cst.ensure_type(statement, cst.Import | cst.ImportFrom)):
+            yield statement, item
+
+
 class Pass(cst.CSTTransformer):
     """One pass over a script; knows the full names of its imports."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
+
+    def visit_Module(self, node: cst.Module) -> None:
+        self._imports = [(self.line_of(statement), item) for statement, item in imports_in(node)]
+
+    def line_of(self, node: cst.CSTNode) -> int:
+        return self.get_metadata(PositionProvider, node).start.line
 
     def imported(self, node: cst.CSTNode) -> str:
         """The full name behind a dotted name; empty if it does not come from an import.
 
         `tf.keras.Input` is tensorflow.keras.Input after `import tensorflow as tf`.
         """
-        if not dotted(node):
+        base, dot, rest = dotted(node).partition(".")
+        if not base:
             return ""
 
-        names = self.get_metadata(QualifiedNameProvider, node, frozenset())
-        return next((name.name for name in names if name.source == QualifiedNameSource.IMPORT), "")
+        qualified = self.get_metadata(QualifiedNameProvider, node, frozenset())
+        names = {name.name for name in qualified if name.source == QualifiedNameSource.IMPORT}
+        if len(names) < 2:
+            return next(iter(names), "")
+
+        # A name that is imported twice, such as hvd, is what the last import above has bound it to.
+        lines = dict.fromkeys(sorted(names), 0)
+        for line, item in self._imports:
+            name = f"{item.name if item.alias else item.bound}{dot}{rest}"
+            if item.bound == base and name in names and line <= self.line_of(node):
+                lines[name] = line
+        return max(lines, key=lambda name: lines[name])
 
 
 def apply(text: str, transformer: Pass) -> str:

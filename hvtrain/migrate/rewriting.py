@@ -12,10 +12,11 @@ from hvtrain.errors import ConfigError
 from hvtrain.migrate.arguments import Arguments
 from hvtrain.migrate.file_names import FileNames, Literals
 from hvtrain.migrate.names import rename, without_unused
-from hvtrain.migrate.parsing import apply
+from hvtrain.migrate.parsing import apply, imports_in
 from hvtrain.migrate.pinning import Pinning
 from hvtrain.migrate.undecided import undecided
 
+_HOROVOD = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow", "hvtrain.keras")
 # Signs of graph mode, in which the low-level horovod.tensorflow still works.
 _GRAPH_MODE = re.compile(
     r"\b(BroadcastGlobalVariablesHook|MonitoredTrainingSession|tf\.estimator"
@@ -67,8 +68,8 @@ def migrate(text: str, name: str = "script") -> Rewritten:
         ConfigError: It is not Python.
     """
     try:
-        tree = ast.parse(text)
-        cst.parse_module(text)
+        ast.parse(text)
+        module = cst.parse_module(text)
     except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
         # Errors of Python and of libcst have other attributes.
         line = getattr(error, "lineno", None) or getattr(error, "raw_line", None)
@@ -76,7 +77,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
         where = f"{name}, line {line}" if line else name
         raise ConfigError(f"{where} is not Python: {reason}; fix it first") from error
 
-    alias = _alias(tree)
+    alias = _alias(module)
     uses_horovod = bool(alias)
     is_graph = bool(_GRAPH_MODE.search(text))
     new = text
@@ -94,18 +95,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     return Rewritten(text, new, tuple(undecided(new, uses_horovod, is_graph)))
 
 
-def _alias(tree: ast.Module) -> str:
+def _alias(module: cst.Module) -> str:
     """The script's name for Horovod's Keras interface; empty if it does not import it."""
-    modules = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow", "hvtrain.keras")
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for item in node.names:
-                if item.name in modules:
-                    return item.asname or item.name
-        elif isinstance(node, ast.ImportFrom):
-            for item in node.names:
-                if f"{node.module}.{item.name}" in modules:
-                    return item.asname or item.name
-
-    return ""
+    aliases = (item.alias or item.name for _, item in imports_in(module) if item.name in _HOROVOD)
+    return next(aliases, "")

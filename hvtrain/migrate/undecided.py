@@ -5,11 +5,19 @@ from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
-from libcst.metadata import MetadataWrapper, PositionProvider
+from libcst.metadata import MetadataWrapper
 
 from hvtrain.migrate.file_names import WEIGHTS, Literals, unresolved
-from hvtrain.migrate.name_tables import METHODS, advice, exists, names_of_hvtrain, nearest
-from hvtrain.migrate.parsing import HVTRAIN, argument, code_of, dotted, is_number
+from hvtrain.migrate.parsing import HVTRAIN, argument, code_of, dotted, is_number, method_of
+from hvtrain.migrate.tables import (
+    REMOVED_ARGUMENTS,
+    REMOVED_METHODS,
+    advice,
+    entries,
+    exists,
+    names_of_hvtrain,
+    nearest,
+)
 
 _WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
@@ -18,10 +26,6 @@ _NEVER_CALLED = ("_resource_apply_dense", "_resource_apply_sparse", "_create_slo
 _LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
 # The names of Keras's own weights. Everything else that stood in a name came from the layer.
 _NAMES_OF_WEIGHTS = re.compile(r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)")
-_REMOVED_FROM_COMPILE = {
-    "sample_weight_mode": "pass sample_weight to fit",
-    "target_tensors": "pass the targets to fit",
-}
 
 
 def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, str]]:
@@ -47,7 +51,7 @@ class _Undecided(Literals):
         self.uses_horovod = uses_horovod
         self.broadcasts = any(name in text for name in _BROADCASTS)
         # Optimizers of graph mode still have these.
-        self.methods = {} if is_graph else METHODS
+        self.methods = {} if is_graph else REMOVED_METHODS
         # How many of the surrounding conditions ask for a rank.
         self._on_rank_0 = 0
         # Names that loops give to the weights of a model.
@@ -55,7 +59,7 @@ class _Undecided(Literals):
         self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
 
     def report(self, node: cst.CSTNode, text: str) -> None:
-        self.lines.append((self.get_metadata(PositionProvider, node).start.line, text))
+        self.lines.append((self.line_of(node), text))
 
     def visit_If(self, node: cst.If | cst.IfExp) -> None:
         # `if hvd.rank() == 0:` around a call, or `callbacks = [...] if hvd.rank() == 0 else []`
@@ -137,30 +141,18 @@ class _Undecided(Literals):
     def visit_Call(self, node: cst.Call) -> None:
         super().visit_Call(node)
         name = self.imported(node.func)
+        for removed, fix in entries(REMOVED_ARGUMENTS, name, method_of(node)).items():
+            if argument(node, removed):
+                self.report(node, f"{removed}= {fix}")
+
         # `v.name.startswith("conv")`, or re.search("conv", v.name)
         is_method_of_name = m.matches(node.func, m.Attribute(value=m.Attribute(attr=m.Name("name"))))
         if is_method_of_name or name.startswith("re."):
             self._name_of_a_weight(node)
         if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
             self._schedule(node)
-        # The other pass has left it, because Keras refuses to set the rate of a schedule.
-        if name.startswith("keras.optimizers.") and argument(node, "decay"):
-            self.report(
-                node,
-                "decay= is ignored by Keras 3, and a schedule cannot replace it, because a callback of this "
-                "script sets the rate; put the decay into that callback",
-            )
-
         if name.startswith("keras.callbacks.") and name.rpartition(".")[2] in _WRITERS:
-            if argument(node, "period"):
-                self.report(node, "period= was removed; save_freq counts batches, or is 'epoch'")
-            if self.uses_horovod and not self._on_rank_0:
-                self.report(node, "all ranks would write the same file; use this callback on rank 0 only")
-
-        if name.startswith("keras.layers.BatchNormalization"):
-            for removed in ("renorm", "virtual_batch_size"):
-                if argument(node, removed):
-                    self.report(node, f"{removed}= was removed from BatchNormalization; leave it out")
+            self._written_by_all(node, "use this callback on rank 0 only")
         if not name and isinstance(node.func, cst.Attribute):
             self._method(node, node.func)
 
@@ -183,16 +175,11 @@ class _Undecided(Literals):
         method = func.attr.value
         if method in self.methods:
             self.report(node, f"{method} {self.methods[method]}")
-        if method == "compile":
-            for removed, fix in _REMOVED_FROM_COMPILE.items():
-                if argument(node, removed):
-                    self.report(node, f"{removed}= was removed; {fix}")
-
-            if self.uses_horovod and any(arg.star == "**" for arg in node.args):
-                self.report(
-                    node,
-                    "the arguments of compile are not in the script; they must contain jit_compile=False",
-                )
+        if method == "compile" and self.uses_horovod and any(arg.star == "**" for arg in node.args):
+            self.report(
+                node,
+                "the arguments of compile are not in the script; they must contain jit_compile=False",
+            )
 
         # A broadcast anywhere in the script counts, in a callback or by hand.
         if method == "fit" and self.uses_horovod and not self.broadcasts:
@@ -201,15 +188,13 @@ class _Undecided(Literals):
                 "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
             )
 
-        if method == "save" and argument(node, "save_format"):
-            self.report(
-                node,
-                "save_format= was removed; the suffix .keras says it, and model.export writes a SavedModel",
-            )
-
         saves_model = method == "save" and m.matches(func.value, m.Name("model"))
-        if (method == "save_weights" or saves_model) and self.uses_horovod and not self._on_rank_0:
-            self.report(node, "all ranks would write the same file; put it under if hvd.rank() == 0")
+        if method == "save_weights" or saves_model:
+            self._written_by_all(node, "put it under if hvd.rank() == 0")
+
+    def _written_by_all(self, node: cst.Call, fix: str) -> None:
+        if self.uses_horovod and not self._on_rank_0:
+            self.report(node, f"all ranks would write the same file; {fix}")
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         for call in unresolved(self):

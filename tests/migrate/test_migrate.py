@@ -17,21 +17,21 @@ SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 OLD = "import tensorflow as tf\nmodel = tf.keras.Sequential()\nmodel.predict_classes(x)\n"
 
 
-def command(*words, cwd):
-    return run_command("hvtrain", "migrate", *words, cwd=cwd)
+def command(*arguments, cwd):
+    return run_command("hvtrain", "migrate", *arguments, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What each rank found, for the scripts as they were and migrated, in one start."""
+    """The results of each rank, for the scripts as they were and migrated, in one start."""
     folder = tmp_path_factory.mktemp("scripts")
     migrated = [shutil.copy(script, folder) for script in SCRIPTS]
     code, output, _ = command("--write", ".", cwd=folder)
     assert code == 0, output
-    words = [str(WORKERS / "scripts.py"), str(folder / "found.json"), *migrated, *map(str, SCRIPTS)]
-    code, output = run("mpirun", 2, "python", *words, cwd=folder, timeout=550)
+    arguments = [str(WORKERS / "scripts.py"), str(folder / "results.json"), *migrated, *map(str, SCRIPTS)]
+    code, output = run("mpirun", 2, "python", *arguments, cwd=folder, timeout=550)
     assert code == 0, output
-    return folder, json.loads((folder / "found.json").read_text())
+    return folder, json.loads((folder / "results.json").read_text())
 
 
 @pytest.mark.distributed
@@ -40,11 +40,12 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_migrated_script_trains_with_equal_weights(trained, script):
     folder, ranks = trained
-    for found in ranks:
-        assert found[str(folder / script.name)].get("error") is None
-        assert found[str(folder / script.name)]["gap"] == 0
-        assert found[str(folder / script.name)]["accuracy"] > 0.85
-        assert "error" in found[str(script)], "as it was it does not run on Keras 3"
+    for results in ranks:
+        migrated = results[str(folder / script.name)]
+        assert migrated.get("error") is None
+        assert migrated["gap"] == 0
+        assert migrated["accuracy"] > 0.85
+        assert "error" in results[str(script)], "as it was it does not run on Keras 3"
 
 
 def test_ten_scripts():
@@ -93,7 +94,7 @@ def test_what_tools_keep_in_a_project_is_left_alone_and_modes_and_links_stay(tmp
 
 
 @pytest.mark.parametrize(
-    ("content", "words", "message"),
+    ("content", "arguments", "message"),
     [
         (b"", ["missing.py"], "missing.py does not exist; name a Python file or a folder of them"),
         (b"", ["."], ". holds no Python file; name a folder of scripts"),
@@ -107,10 +108,11 @@ def test_what_tools_keep_in_a_project_is_left_alone_and_modes_and_links_stay(tmp
     ],
     ids=["missing", "empty folder", "syntax", "bytes", "nothing"],
 )
-def test_bad_input_is_one_line_and_writes_nothing(content, words, message, tmp_path):
+def test_bad_input_is_one_line_and_writes_nothing(content, arguments, message, tmp_path):
     (tmp_path / "a").write_bytes(content)
     (tmp_path / "good").write_text(OLD)
-    code, output, errors = command("--write", *(["good"] if words != ["."] and words else []), *words, cwd=tmp_path)
+    good = ["good"] if arguments not in ([], ["."]) else []
+    code, output, errors = command("--write", *good, *arguments, cwd=tmp_path)
     assert (code, output) == (2, "")
     assert errors.startswith(f"hvtrain: {message}") and errors.count("\n") == 1
     assert (tmp_path / "good").read_text() == OLD

@@ -5,12 +5,12 @@ import textwrap
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.migrate.name_tables import TF_KERAS, exists
+from hvtrain.migrate.tables import TF_KERAS, exists
 
 pytest.importorskip("libcst", reason="libcst is not installed; ./scripts/run pytest does it")
 
-from hvtrain.migrate.name_tables import _EXACT, ADVICE
 from hvtrain.migrate.rewriting import migrate
+from hvtrain.migrate.tables import _EXACT, ADVICE
 
 HVD = "import hvtrain.keras as hvd\n"
 REWRITTEN = {
@@ -121,10 +121,20 @@ def test_a_loop_of_graph_mode_keeps_its_horovod():
     head = "import tensorflow as tf\nimport horovod.tensorflow as hvd\n"
     loop = "hooks = [hvd.BroadcastGlobalVariablesHook(0)]\ntf.compat.v1.train.AdamOptimizer(0.1).minimize(loss)\n"
     pin = "config = tf.compat.v1.ConfigProto()\nconfig.gpu_options.visible_device_list = str(hvd.local_rank())\n"
-    found = migrate(head + loop + pin)
-    assert found.text == head + loop + pin
-    assert [number for number, _ in found.undecided] == [3, 4, 5]
-    assert "examples/tf1_monitored_session.py has one" in found.undecided[0][1]
+    script = migrate(head + loop + pin)
+    assert script.text == head + loop + pin
+    assert [number for number, _ in script.undecided] == [3, 4, 5]
+    assert "examples/tf1_monitored_session.py has one" in script.undecided[0][1]
+
+
+@pytest.mark.parametrize("name", ["hvd", "K", "tf"])
+def test_a_name_that_is_imported_twice_is_what_the_import_above_made_it(name):
+    """libcst names both imports, in the order of a set; several names make it likely that a wrong one comes first."""
+    text = f"from own import tools as {name}\n{name}.sum(x)\nfrom keras import backend as {name}\n{name}.sum(x)\n"
+    first = f"from own import tools as {name}\n{name}.sum(x)\n"
+    assert migrate(text).text == f"{first}from keras import backend as {name}\nkeras.ops.sum(x)\n".replace(
+        "from keras", "import keras\nfrom keras"
+    )
 
 
 def test_memory_growth_alone_stays():
@@ -135,9 +145,9 @@ def test_memory_growth_alone_stays():
 @pytest.mark.parametrize("old", LEFT)
 def test_what_cannot_be_decided_is_named_with_its_line(old):
     line, message = LEFT[old]
-    found = migrate(old + "\n")
-    assert [(number, text) for number, text in found.undecided_in_old() if message in text and number == line]
-    assert [text for _, text in migrate(found.text).undecided] == [text for _, text in found.undecided]
+    script = migrate(old + "\n")
+    assert [(number, text) for number, text in script.undecided_in_old() if message in text and number == line]
+    assert [text for _, text in migrate(script.text).undecided] == [text for _, text in script.undecided]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +159,8 @@ def test_what_cannot_be_decided_is_named_with_its_line(old):
     ],
 )
 def test_names_and_schedules_that_mean_the_same_stay(text):
-    found = migrate(text + "\n")
-    assert found.text == text + "\n" and found.undecided == ()
+    script = migrate(text + "\n")
+    assert script.text == text + "\n" and script.undecided == ()
 
 
 def test_a_writer_on_rank_0_is_right():

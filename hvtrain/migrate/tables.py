@@ -1,4 +1,4 @@
-"""Names that Keras 3 and hvtrain.keras have renamed or removed, and the names that they have today.
+"""What Keras 3 and hvtrain.keras have renamed or removed: names, arguments and methods. The passes only apply it.
 
 The names of today are read from the files of the installed packages, without importing TensorFlow.
 """
@@ -6,8 +6,12 @@ The names of today are read from the files of the installed packages, without im
 import ast
 import difflib
 import functools
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Today's tf.keras is Keras 3 with some names of Keras 2, which are in this folder.
 KERAS = "keras"
@@ -93,25 +97,68 @@ ADVICE = {
     "hvtrain.keras.broadcast_global_variables": "use hvd.BroadcastGlobalVariablesCallback(0) or hvd.broadcast_model",
 }
 _GRAPH = "TensorFlow 1's graph mode; rewrite the loop, or keep it as examples/tf1_monitored_session.py does"
+# Of tensorflow, and of tensorflow.compat.v1.
 _GRAPH_NAMES = (
     "ConfigProto", "GPUOptions", "Session", "InteractiveSession", "placeholder", "get_variable", "variable_scope",
-    "global_variables_initializer", "layers", "train", "disable_eager_execution", "disable_v2_behavior", "app",
+    "global_variables_initializer", "layers", "disable_eager_execution", "disable_v2_behavior", "app",
+    "train.AdamOptimizer", "train.AdagradOptimizer", "train.AdadeltaOptimizer", "train.MomentumOptimizer",
+    "train.GradientDescentOptimizer", "train.RMSPropOptimizer", "train.FtrlOptimizer",
+    "train.MonitoredTrainingSession", "train.get_or_create_global_step",
 )  # fmt: skip
-ADVICE |= {f"tensorflow.compat.v1.{name}": _GRAPH for name in _GRAPH_NAMES}
-ADVICE |= {f"tensorflow.{name}": _GRAPH for name in _GRAPH_NAMES if name != "train"}
-_GRAPH_OPTIMIZERS = (
-    "Adam",
-    "Adagrad",
-    "Adadelta",
-    "Momentum",
-    "GradientDescent",
-    "RMSProp",
-    "Ftrl",
-)
-ADVICE |= {f"tensorflow.train.{name}Optimizer": _GRAPH for name in _GRAPH_OPTIMIZERS}
-ADVICE |= {f"tensorflow.train.{name}": _GRAPH for name in ("MonitoredTrainingSession", "get_or_create_global_step")}
+ADVICE |= {f"{module}.{name}": _GRAPH for module in ("tensorflow", "tensorflow.compat.v1") for name in _GRAPH_NAMES}
+ADVICE["tensorflow.compat.v1.train"] = _GRAPH
+# Keras 3 has these only as options of a PyDataset.
+_WORKERS = {"workers": None, "use_multiprocessing": None, "max_queue_size": None}
+# Arguments with a new name, or (None) that can be dropped without loss. A key is a full name, the
+# beginning of one if it ends in a dot, or a method if it begins with one.
+ARGUMENTS: dict[str, dict[str, str | None]] = {
+    "keras.optimizers.": {"lr": "learning_rate"},
+    "keras.layers.LeakyReLU": {"alpha": "negative_slope"},
+    "keras.layers.Embedding": {"input_length": None},
+    "keras.layers.BatchNormalization": {"fused": None},
+    "keras.layers.InputLayer": {"input_shape": "shape", "batch_input_shape": "batch_shape"},
+    "keras.callbacks.ReduceLROnPlateau": {"epsilon": "min_delta"},
+    "keras.callbacks.TensorBoard": {"write_grads": None, "batch_size": None},
+    ".compile": {
+        "experimental_run_tf_function": None,
+        "experimental_steps_per_execution": "steps_per_execution",
+    },
+    ".fit": {"nb_epoch": "epochs", **_WORKERS},
+    ".evaluate": {**_WORKERS},
+    ".predict": {**_WORKERS},
+}
+# Removed arguments that a person must replace, and how; keys as in ARGUMENTS.
+REMOVED_ARGUMENTS: dict[str, dict[str, str]] = {
+    # The optimizers' own pass has left it, because Keras refuses to set the rate of a schedule.
+    "keras.optimizers.": {
+        "decay": "is ignored by Keras 3, and a schedule cannot replace it, because a callback of this script sets the "
+        "rate; put the decay into that callback",
+    },
+    "keras.callbacks.ModelCheckpoint": {"period": "was removed; save_freq counts batches, or is 'epoch'"},
+    "keras.layers.BatchNormalization": {
+        "renorm": "was removed from BatchNormalization; leave it out",
+        "virtual_batch_size": "was removed from BatchNormalization; leave it out",
+    },
+    ".compile": {
+        "sample_weight_mode": "was removed; pass sample_weight to fit",
+        "target_tensors": "was removed; pass the targets to fit",
+    },
+    ".save": {"save_format": "was removed; the suffix .keras says it, and model.export writes a SavedModel"},
+}
+# Methods with a new name: that name, and the order in which the old one took its arguments.
+_STEPS = ("generator", "steps", "callbacks", "max_queue_size", "workers", "use_multiprocessing", "verbose")
+RENAMED_METHODS = {
+    "fit_generator": (
+        "fit", "generator", "steps_per_epoch", "epochs", "verbose", "callbacks", "validation_data", "validation_steps",
+        "validation_freq", "class_weight", "max_queue_size", "workers", "use_multiprocessing", "shuffle",
+        "initial_epoch",
+    ),
+    "evaluate_generator": ("evaluate", *_STEPS),
+    "predict_generator": ("predict", *_STEPS),
+    "predict_proba": ("predict",),
+}  # fmt: skip
 # Removed methods of models and optimizers.
-METHODS = {
+REMOVED_METHODS = {
     "predict_classes": "was removed; use np.argmax(model.predict(x), axis=-1)",
     "get_gradients": "was removed; use tf.GradientTape",
     "minimize": "was removed; use tf.GradientTape, then optimizer.apply_gradients",
@@ -123,6 +170,11 @@ METHODS = {
 
 def _starts(name: str, beginning: str) -> bool:
     return name == beginning or name.startswith(f"{beginning}.")
+
+
+def _longest(table: Iterable[str], name: str) -> str:
+    """The longest beginning of the name in a table; empty if there is none."""
+    return max((old for old in table if _starts(name, old)), key=len, default="")
 
 
 def new_name(name: str) -> str:
@@ -138,27 +190,43 @@ def new_name(name: str) -> str:
     new = name
 
     for table in (_PREFIXES, _DISSOLVED):
-        old = max((old for old in table if _starts(new, old)), key=len, default="")
+        old = _longest(table, new)
         # The module's own name stays; names in it are replaced.
         if old and not (table is _DISSOLVED and new == old):
             new = table[old] + new[len(old) :]
 
     new = _EXACT.get(new, new)
-    is_short = _starts(name, "tensorflow") and not _starts(name, "tensorflow.keras") and _starts(new, "keras")
-    if is_short and "keras" not in name and not exists(new):
-        # tensorflow.losses and the like were TensorFlow 1's own modules, too.
-        return name
-    if is_short:
+    if not _starts(new, "keras") or exists(new):
         return new
-    if _starts(new, "keras") and not exists(new) and exists(new, TF_KERAS):
-        return f"tensorflow.{new}"
-    return new
+    # tensorflow.losses and the like were TensorFlow 1's own modules, too.
+    if _starts(name, "tensorflow") and "keras" not in name:
+        return name
+    return f"tensorflow.{new}" if exists(new, TF_KERAS) else new
 
 
 def advice(name: str) -> str:
     """What to do about a removed name; empty if nothing is known."""
-    beginning = max((old for old in ADVICE if _starts(name, old)), key=len, default="")
-    return ADVICE.get(beginning, "")
+    return ADVICE.get(_longest(ADVICE, name), "")
+
+
+def entries(table: Mapping[str, Mapping[str, T]], name: str, method: str) -> dict[str, T]:
+    """The entries of ARGUMENTS or REMOVED_ARGUMENTS for a call, by argument.
+
+    Args:
+        table: One of the two.
+        name: The full name of what is called; empty if it is not imported.
+        method: The name after its last dot.
+
+    >>> entries(REMOVED_ARGUMENTS, "", "save").keys(), entries(ARGUMENTS, "keras.optimizers.SGD", "SGD")
+    (dict_keys(['save_format']), {'lr': 'learning_rate'})
+    """
+    merged: dict[str, T] = {}
+    for key, arguments in table.items():
+        is_beginning = key.endswith(".") and name.startswith(key)
+        if is_beginning or key == (name or f".{method}"):
+            merged |= arguments
+
+    return merged
 
 
 @functools.cache
