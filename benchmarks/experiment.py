@@ -1,59 +1,64 @@
-"""An experiment: cases that take turns, round by round, and what was measured of each."""
+"""An experiment: cases that take turns, round by round, and a row for each run; its files, table and picture."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Generic, TypeVar
+from typing import Any, ClassVar
 
-from hvtrain.compare.rounds import in_turns, progress
+from hvtrain.compare.rounds import Ratio, draw_rounds, in_turns, progress
+from hvtrain.core.files import csv_text, write_json
 from hvtrain.report.charts import BLUE, picture
+from hvtrain.system.text import aligned
 
-Case = TypeVar("Case", bound=Hashable)
-Result = TypeVar("Result")
+# Values of the columns that tell cases apart.
+Case = tuple[Any, ...]
 
 
 @dataclass
-class Experiment(ABC, Generic[Case, Result]):
+class Experiment(ABC):
     """Rounds of the same cases. Its methods are called in the order run, write, plot, table.
 
     Attributes:
         folder: Where the results and the output of every process go.
         threads: TensorFlow's threads of a process.
-        results: One result of each case for each round.
+        rows: One for each run: its case, the number of its round, and its figures.
+        name: Of the files with the rows, without a suffix.
+        keys: The columns that tell cases apart.
+        columns: By the title of a column in the table: its figure, the factor of its unit, and its format.
     """
 
     folder: Path
     threads: int
-    results: dict[Case, list[Result]] = field(default_factory=dict, init=False)
+    rows: list[dict[str, Any]] = field(default_factory=list, init=False)
+    name: ClassVar[str]
+    keys: ClassVar[tuple[str, ...]]
+    columns: ClassVar[Mapping[str, tuple[str, float, str]]]
 
     @abstractmethod
     def cases(self) -> Sequence[Case]:
         """All cases, in the order of the first round."""
 
     @abstractmethod
-    def measure(self, case: Case, folder: Path) -> Result:
-        """Measures a case once. The folder keeps the output. Raises LostRankError if a process fails."""
+    def measure(self, case: Case, folder: Path) -> dict[str, float]:
+        """Measures the figures of a case once. The folder keeps the output. Raises LostRankError if a process fails."""
 
     @abstractmethod
-    def describe(self, result: Result) -> str:
-        """A result in a few words."""
+    def ratios(self, case: Case) -> dict[str, Ratio]:
+        """How a case compares with others in the same rounds, by the title of the column."""
 
     @abstractmethod
-    def table(self) -> list[str]:
-        """Lines to print."""
+    def about(self) -> str:
+        """The work that was measured, in a line."""
 
     @abstractmethod
-    def write(self) -> None:
-        """Writes the results as JSON."""
+    def settings(self) -> dict[str, Any]:
+        """What the JSON has beside the rows."""
 
     @abstractmethod
-    def plot(self) -> None:
-        """Writes bench.png."""
-
-    def name(self, case: Case) -> str:
-        return str(case)
+    def bars(self) -> tuple[str, str]:
+        """The figure that the picture shows, and its label."""
 
     def end_round(self, number: int, num_rounds: int) -> None:
         """Does what comes after the cases of a round."""
@@ -67,26 +72,54 @@ class Experiment(ABC, Generic[Case, Result]):
             self.end_round(number, num_rounds)
 
     def measure_and_print(self, case: Case, number: int, num_rounds: int) -> None:
-        name = self.name(case)
-        title = f"round {number}/{num_rounds}  {name}"
+        title = f"round {number}/{num_rounds}  {_label(case)}"
         progress(f"{title} ...")
-        result = self.measure(case, self.folder / f"round-{number}" / name.replace(" ", "-"))
-        self.results.setdefault(case, []).append(result)
+        figures = self.measure(case, self.folder / f"round-{number}" / _label(case).replace(" ", "-"))
+        self.rows.append({**dict(zip(self.keys, case)), "round": number, **figures})
         progress("")
-        print(f"{title:<60} {self.describe(result)}", flush=True)
+        cells = [f"{cell} {column}" for column, cell in zip(self.columns, self._cells([figures]))]
+        print(f"{title:<60} {', '.join(cells[:2])}", flush=True)
+
+    def runs(self, case: Case) -> list[dict[str, Any]]:
+        """The rows of a case, by round."""
+        return [row for row in self.rows if tuple(row[key] for key in self.keys) == case]
+
+    def values(self, case: Case, figure: str) -> list[float]:
+        """A figure of a case, by round."""
+        return [row[figure] for row in self.runs(case)]
+
+    def _cells(self, runs: Sequence[Mapping[str, float]]) -> list[str]:
+        """Medians, as the table has them."""
+        return [
+            format(factor * median(run[figure] for run in runs), form) for figure, factor, form in self.columns.values()
+        ]
+
+    def table(self) -> list[str]:
+        """Lines to print: medians over the rounds, and ratios with their intervals."""
+        cases = self.cases()
+        rows = [[" ".join(self.keys), *self.columns, *self.ratios(cases[0])]]
+        rows += [
+            [_label(case), *self._cells(self.runs(case)), *map(str, self.ratios(case).values())] for case in cases
+        ]
+        return [f"{self.about()}, medians of {self.rows[-1]['round']} rounds", *aligned(rows)]
+
+    def write(self) -> None:
+        """Writes the rows, as JSON with the settings and as CSV."""
+        write_json(self.folder / f"{self.name}.json", {**self.settings(), "runs": self.rows})
+        rows = csv_text([self.rows[0], *(row.values() for row in self.rows)])
+        (self.folder / f"{self.name}.csv").write_text(rows)
+
+    def plot(self) -> None:
+        """Writes bench.png: a bar for each case."""
+        figure, label = self.bars()
+        values = {_label(case): self.values(case, figure) for case in self.cases()}
+        colors = [BLUE if "hvtrain" in name else "#b9c3cc" for name in values]
+
+        with picture(self.folder / "bench.png", 9, 1.2 + 0.4 * len(values)) as (_, axes):
+            draw_rounds(axes, values, colors)
+            axes.set_xlabel(f"{label} (bar: median, dots: rounds)")
+            axes.set_title(self.about(), loc="left")
 
 
-def plot_bars(path: Path, values: Mapping[str, Sequence[float]], xlabel: str, title: str = "") -> None:
-    """Draws a bar for each case, in the order from top to bottom (bars: medians, dots: runs)."""
-    names = list(reversed(values))
-
-    with picture(path, 9, 1.2 + 0.4 * len(names)) as (_, axes):
-        for height, name in enumerate(names):
-            runs = values[name]
-            color = BLUE if "hvtrain" in name else "#b9c3cc"
-            axes.barh(height, median(runs), color=color, height=0.65)
-            axes.plot(runs, [height] * len(runs), "o", color="#222222", markersize=3, alpha=0.7)
-
-        axes.set_yticks(range(len(names)), names)
-        axes.set_xlabel(f"{xlabel} (bar: median)")
-        axes.set_title(title, loc="left")
+def _label(case: Case) -> str:
+    return " ".join(map(str, case))

@@ -14,8 +14,8 @@ from statistics import median
 import numpy as np
 
 from benchmarks.experiment import Experiment, plot_bars
+from benchmarks.processes import WARMUP, Command, python_line, run_and_report, thread_variables
 from hvtrain.compare.rounds import Ratio, progress, ratio
-from hvtrain.plan.processes import WARMUP, Command, python_line, run_and_report, thread_variables
 
 WORKER = "benchmarks.by_hand.input_pipelines"
 WARMUP_STEPS = 12

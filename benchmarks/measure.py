@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.contenders import GLOO, MPI, RUNNER, Contender
-from hvtrain.plan.processes import (
+from benchmarks.processes import (
     LAUNCHER,
     WARMUP,
     Command,

@@ -27,17 +27,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import processes
 from benchmarks.contenders import MPI, WORKLOADS, Contender, Workload, named
+from benchmarks.processes import horovod_line, python_line, thread_variables, timed_run
 from benchmarks.steps import Steps
 from hvtrain.compare.rounds import ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
-from hvtrain.plan import processes
 from hvtrain.plan.allreduce import MIB, SIZES, WORKER, Collectives
 from hvtrain.plan.costs.algorithms import Link, Machine
 from hvtrain.plan.costs.step import Cost, Gradient, Rules, Work, step_cost
 from hvtrain.plan.machine import Measured, corrected, fit
-from hvtrain.plan.processes import horovod_line, python_line, thread_variables, timed_run
 
 # Its losses are its own: a contender with data of its own is not compared.
 JOINED = Contender("joined", "ranks that reduce nothing", "benchmarks.by_hand.joined_ranks", MPI, data="synthetic")
@@ -143,8 +143,9 @@ def in_the_lab(
 
         seconds: dict[str, list[float]] = {}
         for number in range(options.rounds):
-            line = python_line(WORKER, ["hvtrain", *map(str, _sizes(options))])
-            reports = _on_hosts(lab, folder / f"lab-allreduce-{number}", threads, line)
+            report_folder = folder / f"lab-allreduce-{number}"
+            line = python_line(WORKER, ["hvtrain", f"{report_folder}/report", *map(str, _sizes(options))])
+            reports = _on_hosts(lab, report_folder, threads, line)
             # The slowest rank's time.
             for size in reports[0]:
                 seconds.setdefault(size, []).append(max(report[size] for report in reports))

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from benchmarks.by_hand.common import make_setup, pinned_job
-from hvtrain.plan.clock import Stopwatch
+from benchmarks.clock import Stopwatch
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import keras
 import tensorflow as tf
 
+from benchmarks.clock import Clock
 from benchmarks.measure import JOB
 from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
@@ -14,7 +15,6 @@ from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.plan.clock import Clock
 from hvtrain.system import cores
 from hvtrain.training.planning import make_plan
 from hvtrain.training.run import training_batches

@@ -15,13 +15,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from benchmarks.clock import Stopwatch
 from benchmarks.input import BATCH_SIZE, NUM_CLASSES, TRAINED
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
 from hvtrain.data.sources.tfrecord import TFRecords
-from hvtrain.plan.clock import Stopwatch
 
 SHUFFLED = 1000  # Examples in the buffers of the pipelines by hand.
 AUTO = tf.data.AUTOTUNE

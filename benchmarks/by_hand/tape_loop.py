@@ -5,7 +5,7 @@ import keras
 import tensorflow as tf
 
 from benchmarks.by_hand.common import make_setup, pin
-from hvtrain.plan.clock import Stopwatch
+from benchmarks.clock import Stopwatch
 
 
 def main() -> None:

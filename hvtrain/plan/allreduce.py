@@ -15,13 +15,8 @@ from pathlib import Path
 from statistics import median
 
 from hvtrain.compare.rounds import in_turns, progress, ratio
-from hvtrain.plan.processes import (
-    Command,
-    horovod_line,
-    python_line,
-    run_and_report,
-    thread_variables,
-)
+from hvtrain.errors import LostRankError
+from hvtrain.launch.child import end, ends_within, failure, started
 from hvtrain.report.charts import BLUE, GREY, ORANGE, picture
 from hvtrain.system.command import Parser, at_least, make_output
 from hvtrain.system.text import human_bytes
@@ -42,6 +37,9 @@ SIZES = (
     256 * MIB,
 )
 WORKER = "hvtrain.plan.allreduce_worker"
+SECONDS_FOR_A_RUN = 900.0
+# They limit a process to so many threads for computing.
+THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 # mpi4py is compared only with ranks that use MPI too.
 METHODS = {"mpi": ("hvtrain", "mpi4py", "memcpy"), "gloo": ("hvtrain",)}
 
@@ -71,21 +69,29 @@ class Collectives:
         for number, order in in_turns(METHODS[self.transport], num_rounds):
             for method in order:
                 progress(f"round {number}/{num_rounds}  {method} ...")
-                line = python_line(WORKER, [method, *map(str, self.sizes)])
-
-                reports = run_and_report(
-                    WORKER,
-                    [Command(horovod_line(self.transport, self.num_ranks, line))],
-                    self.num_ranks,
-                    self.folder / f"round-{number}" / method,
-                    thread_variables(self.threads),
-                )
+                reports = self._measure(method, self.folder / f"round-{number}" / method)
                 # The slowest rank's time: an all-reduce has ended when it has ended everywhere.
                 by_size = self.seconds.setdefault(method, {})
                 for size in reports[0]:
                     by_size.setdefault(size, []).append(max(report[size] for report in reports))
 
         progress("")
+
+    def _measure(self, method: str, folder: Path) -> list[dict[str, float]]:
+        """Returns each rank's seconds by size. The folder, a new one, keeps the output and the reports."""
+        folder.mkdir(parents=True)
+        log = folder / "output.txt"
+        worker = [sys.executable, "-m", WORKER, method, f"{folder}/report", *map(str, self.sizes)]
+        launcher = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", f"--{self.transport}"]
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **dict.fromkeys(THREADS, str(self.threads))}
+        with started([*launcher, "-np", str(self.num_ranks), *worker], log, environment=environment) as process:
+            if not ends_within(process, SECONDS_FOR_A_RUN):
+                end(process)
+
+        if process.returncode:
+            cause = failure(log.read_text(errors="replace"), process.returncode)
+            raise LostRankError(f"{method}: {cause}; all output is in {log}")
+        return [json.loads(path.read_text()) for path in folder.glob("report.*")]
 
     def bus_bandwidth(self, method: str, size: int) -> float:
         """GB/s, the median over the rounds."""

@@ -7,7 +7,6 @@ is part of `hvtrain`'s times too.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,8 +15,6 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-
-from hvtrain.plan import processes
 
 NUM_SMALL = 160
 SMALL_BYTES = 64 << 10
@@ -46,8 +43,8 @@ class Method:
 
 
 def main() -> None:
-    """Measures the method named first on the command line at the sizes (bytes) after it, and reports."""
-    name, *sizes = sys.argv[1:]
+    """Measures. Command line: the method, the path of the report without its rank, and the sizes in bytes."""
+    name, report_path, *sizes = sys.argv[1:]
     method = hvtrain_method() if name == "hvtrain" else mpi_method(copies=name == "memcpy")
     report = {size: seconds(method, [int(size) // 4], int(size)) for size in sizes}
     if name == "hvtrain":
@@ -56,7 +53,7 @@ def main() -> None:
         report["whole"] = seconds(method, [whole_bytes // 4], whole_bytes)
         report["call"] = seconds(method, [], 1)
 
-    Path(f"{os.environ[processes.REPORT]}.{method.rank}").write_text(json.dumps(report))
+    Path(f"{report_path}.{method.rank}").write_text(json.dumps(report))
 
 
 def seconds(method: Method, lengths: list[int], num_bytes: int) -> float:

@@ -10,20 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvtrain.config.compose import compose
+from hvtrain.compare.one_run import train
+from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.plan.costs.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.costs.step import MIB, Cost, Rules, Work, rank_counts, step_cost
 from hvtrain.plan.machine import machine_of, read
-from hvtrain.plan.processes import (
-    WARMUP,
-    Command,
-    python_line,
-    run_and_report,
-    thread_variables,
-    timed_run,
-)
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, not_negative, positive
 
@@ -31,8 +24,8 @@ if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
 
 DEFAULTS = Rules(fusion_bytes=0)
-WARMUP_STEPS = 5
-TIMED_STEPS = 20
+# Of which a run counts the first ten as its warm-up (training/callbacks/speed.py).
+MEASURED_STEPS = 30
 EPILOG = f"""\
 {RUN_SETTINGS}
 
@@ -97,17 +90,12 @@ def main() -> int:
 
 
 def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
-    algorithms = DEFAULTS.algorithms
-    if options.algorithm == "best":
-        algorithms = tuple(ALGORITHMS)
-    elif options.algorithm:
-        algorithms = (options.algorithm,)
-
+    choices = {None: DEFAULTS.algorithms, "best": tuple(ALGORITHMS)}
     return Rules(
         overlap=run.bucket_bytes > 0,
         fusion_bytes=options.fusion_mib * MIB,
         deviation=options.straggler,
-        algorithms=algorithms,
+        algorithms=choices.get(options.algorithm, (options.algorithm,)),
     )
 
 
@@ -116,14 +104,9 @@ def _measured(options: argparse.Namespace, run: "Forecast") -> float:
     overrides = list(options.overrides)
     if options.examples is not None:
         overrides = [text for text in overrides if not text.startswith(("dataset=", "dataset."))]
-        shape = ",".join(
-            map(
-                str,
-                run.source.fact("image_shape", "the command that measures this run on one rank"),
-            )
-        )
         # Of the same shape, so that a step takes as long.
-        overrides += ["dataset=synthetic", f"dataset.image_shape=[{shape}]"]
+        shape = run.source.fact("image_shape", "the command that measures this run on one rank")
+        overrides += ["dataset=synthetic", override("dataset.image_shape", [*shape])]
         overrides.append(f"dataset.num_classes={run.source.num_classes}")
 
     return measured_step_seconds(overrides, run.batch_size)
@@ -139,26 +122,26 @@ def measured_step_seconds(overrides: list[str], batch_size: int) -> float:
         batch_size: Examples of the rank's batch.
 
     Raises:
-        LostRankError: The training failed. The message names the file with its output.
+        LostRankError: The training failed. The message has the line of its output that says why.
     """
-    num_steps = WARMUP_STEPS + TIMED_STEPS
-
     settings = [
         # The run's own folder stays as it is.
         *(text for text in overrides if not text.startswith("run.dir=")),
         # One rank without Horovod, for all of the steps, with nothing between them.
         "strategy=single",
-        f"train.steps={num_steps}",
+        f"train.steps={MEASURED_STEPS}",
         "train.divide_steps_by_size=false",
         "train.validate_every_epochs=null",
         "train.learning_rate_scale=none",
         f"train.batch_size={batch_size}",
+        # It is a part of this command.
+        "notify=[]",
     ]
-    folder = Path(tempfile.mkdtemp(prefix="hvtrain-plan-")) / "run"  # Kept for the output of a failure.
-    command = Command(python_line("hvtrain", timed_run(settings, num_steps, folder / "run")))
-    variables = {WARMUP: str(WARMUP_STEPS), **thread_variables(len(os.sched_getaffinity(0)))}
-    (report,) = run_and_report("hvtrain", [command], 1, folder, variables)
-    return float(report["step_seconds"])
+    with tempfile.TemporaryDirectory(prefix="hvtrain-plan-") as folder:
+        run_dir = override("run.dir", f"{folder}/run")
+        command = [sys.executable, "-m", "hvtrain", *settings, run_dir]
+        training = train(command, os.sched_getaffinity(0), Path(folder))
+    return float(training.result["step_seconds"])
 
 
 def _parser() -> Parser:

@@ -1,13 +1,10 @@
 """A run on many ranks without starting it: step plan, learning rate, model and bytes. It neither trains nor reduces."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
@@ -18,25 +15,11 @@ from hvtrain.core.topology import reduced
 from hvtrain.data.source import Source
 from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError, DataError
+from hvtrain.models.size import Footprint, example_shape, footprint, innermost_layers, num_bytes
 from hvtrain.plan.costs.step import Gradient
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.planning import batch_sizes_by_rank, make_plan
 from hvtrain.training.setup import build_model, build_schedule, open_task, seed_everything
-
-# Layers whose output shares the memory of their input.
-_VIEWS = (keras.layers.Flatten, keras.layers.Reshape, keras.layers.Identity)
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes on one rank. activation_bytes estimates one batch; it is None if a layer's output shape is unknown."""
-
-    weight_bytes: int
-    gradient_bytes: int
-    slot_bytes: int
-    activation_bytes: int | None
-    checkpoint_bytes: int
-    num_parameters: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +33,7 @@ class Forecast:
     footprint: Footprint
     gradients: Sequence[Gradient]
     model_name: str
+    num_parameters: int
 
     @property
     def bucket_bytes(self) -> int:
@@ -121,6 +105,7 @@ def forecast(
         footprint=footprint(model, max(plan.batch_sizes)),
         gradients=gradients(model),
         model_name=model.name,
+        num_parameters=model.count_params(),
     )
 
 
@@ -167,26 +152,6 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     return [(label, step) for step, label in sorted(steps.items())]
 
 
-def footprint(model: keras.Model, batch_size: int) -> Footprint:
-    """Sizes of a compiled model whose optimizer is built.
-
-    Activations are the outputs of all layers, kept for the backward pass. They are an estimate,
-    since TensorFlow keeps less of some and more of others (work space of convolutions, gaps of the
-    allocator); the rest is exact.
-    """
-    weight_bytes = _bytes(model.weights)
-    slot_bytes = _bytes(model.optimizer.variables)
-
-    return Footprint(
-        weight_bytes=weight_bytes,
-        gradient_bytes=_bytes(model.trainable_variables),
-        slot_bytes=slot_bytes,
-        activation_bytes=_activation_bytes(model, batch_size),
-        checkpoint_bytes=weight_bytes + slot_bytes,
-        num_parameters=model.count_params(),
-    )
-
-
 def gradients(model: keras.Model) -> list[Gradient]:
     """Gradients of the trainable variables, last layer first, with the multiplications for one example as work.
 
@@ -194,47 +159,15 @@ def gradients(model: keras.Model) -> list[Gradient]:
     dense and depthwise layers alike. Layers without weights count as nothing.
     """
     in_order = []
-    for layer in reversed(list(_layers(model))):
+    for layer in reversed(list(innermost_layers(model))):
         variables = layer.trainable_variables
-        shape = _output_shape(layer)
-        num_positions = 1
-        if shape and None not in shape[1:]:
-            num_positions = math.prod(shape[1:-1])
+        shape = example_shape(layer)
+        num_positions = math.prod(shape[:-1]) if shape else 1
 
         # The layer's work is done before its first gradient; the others come with it.
         work = float(num_positions * sum(math.prod(variable.shape) for variable in variables))
         for variable in reversed(variables):
-            in_order.append(Gradient(_bytes([variable]), work))
+            in_order.append(Gradient(num_bytes([variable]), work))
             work = 0.0
 
     return in_order
-
-
-def _layers(model: Any) -> Iterator[Any]:
-    """The innermost layers, those of nested models included."""
-    for layer in model.layers:
-        yield from _layers(layer) if isinstance(layer, keras.Model) else [layer]
-
-
-def _output_shape(layer: Any) -> tuple[Any, ...] | None:
-    with suppress(AttributeError, ValueError):  # Never called, or called several times; or several outputs.
-        return tuple(layer.output.shape)
-    return None
-
-
-def _activation_bytes(model: Any, batch_size: int) -> int | None:
-    total = 0
-    for layer in _layers(model):
-        # A layer of unknown shape makes the whole estimate worthless.
-        shape = _output_shape(layer)
-        if shape is None or None in shape[1:]:
-            return None
-        # A view has no memory of its own.
-        if not isinstance(layer, _VIEWS):
-            total += math.prod(shape[1:]) * tf.as_dtype(layer.compute_dtype).size
-
-    return total * batch_size
-
-
-def _bytes(variables: list[Any]) -> int:
-    return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)

@@ -57,6 +57,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     Raises:
         ConfigError: There are not two sizes, or larger messages do not take longer.
     """
+    from scipy.optimize import nnls  # Half a second, which only --calibrate needs.
+
     ranks = np.array([measurement.num_ranks for measurement in measurements])
     sizes = np.array([measurement.num_bytes for measurement in measurements], float)
     seconds = np.array([measurement.seconds for measurement in measurements], float)
@@ -66,35 +68,20 @@ def fit(measurements: Sequence[Measured]) -> Fit:
             "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
         )
 
-    # Relative to what was measured: terms x (start, alpha, 1 / beta) = 1.
+    # Relative to what was measured: terms x (start, alpha, 1 / beta) = 1. No time can be negative.
     terms = np.stack([np.ones(len(ranks)), 2.0 * (ranks - 1), 2 * (1 - 1 / ranks) * sizes], axis=1) / seconds[:, None]
     has_latency = len(set(ranks)) > 1
-    best = _least_squares(terms, [0, 1, 2] if has_latency else [0, 2])
-    if has_latency and min(best[:2]) < 0:
-        # Neither time can be negative. One of the two is zero: whichever fits better without the
-        # other.
-        candidates = [_least_squares(terms, [kept, 2]) for kept in (0, 1)]
-        best = min(candidates, key=lambda factors: _error(terms, factors))
+    if not has_latency:
+        terms[:, 1] = 0
+    # Columns differ by many orders of magnitude (1 and bytes), so each is scaled to its largest value.
+    scales = terms.max(axis=0).clip(min=np.finfo(float).tiny)
+    factors = nnls(terms / scales, np.ones(len(terms)))[0] / scales
+    error = float(abs(terms @ factors - 1).mean())
 
-    # The last factor is 1 / bytes per second.
-    start, latency, inverse_bandwidth = best.clip(0).tolist()
+    start, latency, inverse_bandwidth = factors.tolist()
     if inverse_bandwidth <= 0:
         raise ConfigError("the measured allreduces take no longer for larger messages; measure more rounds and sizes")
-    return Fit(start, latency if has_latency else None, 1 / inverse_bandwidth, _error(terms, best))
-
-
-def _least_squares(terms: np.ndarray, columns: list[int]) -> np.ndarray:
-    """The factors with which the columns of terms come nearest to 1; 0 for other columns."""
-    # Columns differ by many orders of magnitude (1 and bytes), so each is scaled to its largest
-    # value.
-    scales = terms[:, columns].max(axis=0)
-    factors = np.zeros(3)
-    factors[columns] = np.linalg.lstsq(terms[:, columns] / scales, np.ones(len(terms)), rcond=None)[0] / scales
-    return factors
-
-
-def _error(terms: np.ndarray, factors: np.ndarray) -> float:
-    return float(abs(terms @ factors.clip(0) - 1).mean())
+    return Fit(start, latency if has_latency else None, 1 / inverse_bandwidth, error)
 
 
 def corrected(machine: Machine, measurements: Sequence[Measured], algorithms: Sequence[str]) -> Machine:

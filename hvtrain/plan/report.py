@@ -77,7 +77,7 @@ def run_lines(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int)
     lines = [
         (
             "model",
-            f"{forecast.model_name}, {forecast.footprint.num_parameters:,} parameters, {precision}",
+            f"{forecast.model_name}, {forecast.num_parameters:,} parameters, {precision}",
         ),
         ("dataset", f"{forecast.source.name}: {plan.num_examples:,} train"),
         ("ranks", f"{plan.size} on {num_hosts} host{_s(num_hosts)}"),

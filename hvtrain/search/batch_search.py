@@ -16,7 +16,7 @@ from hvtrain import runner
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.errors import ConfigError, TrainingError
-from hvtrain.plan.forecast import footprint
+from hvtrain.models.size import footprint
 from hvtrain.search.batch_sizes import (
     RankMemory,
     Trial,

@@ -10,13 +10,13 @@ import pytest
 from benchmarks.contenders import CONTENDERS, WORKLOADS, named
 from benchmarks.goals import GOALS, of_allreduce, of_steps, verdict
 from benchmarks.measure import Measured
+from benchmarks.processes import CLOCK
 from benchmarks.steps import Steps
 from hvtrain.compare.rounds import Ratio, ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import RankError
 from hvtrain.plan.allreduce import WORKER
-from hvtrain.plan.processes import CLOCK
 
 
 @pytest.mark.parametrize(("number", "low", "high"), [(5, 0, 4), (6, 0, 5), (7, 0, 6), (9, 1, 7), (20, 5, 14)])

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from benchmarks import processes
 from benchmarks.contenders import CONTENDERS, RUNNER
 from benchmarks.measure import JOB
-from hvtrain.plan import processes
 
 pytestmark = pytest.mark.nightly
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from hvtrain.plan import processes
-from hvtrain.plan.clock import Stopwatch
+from benchmarks import processes
+from benchmarks.clock import Stopwatch
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import keras
 import pytest
 from keras import layers
 
-from hvtrain.plan.forecast import footprint, gradients
+from hvtrain.models.size import footprint
+from hvtrain.plan.forecast import gradients
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from hvtrain.plan import processes
+from benchmarks import processes
 from hvtrain.system.console import launched_rank
 
 

@@ -1,4 +1,4 @@
-"""Runs trainings and all-reduces in processes of their own, and reads the report that each one writes."""
+"""Runs contenders in processes of their own, and reads the report that each one writes."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ REPORT = "HVTRAIN_BENCH_FILE"
 BEGAN = "HVTRAIN_BENCH_BEGAN"
 WARMUP = "HVTRAIN_BENCH_WARMUP"
 
-CLOCK = "hvtrain.plan.clock.Clock"
+CLOCK = "benchmarks.clock.Clock"
 LAUNCHER = (sys.executable, "-m", "hvtrain.launch.horovod_launcher")
 SECONDS_FOR_A_RUN = 900.0
 
