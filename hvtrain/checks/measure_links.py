@@ -17,7 +17,7 @@ from typing import Any
 
 from hvtrain.checks.table import Row, fail, passed
 from hvtrain.launch import environment
-from hvtrain.launch.job import Host, Job, LaunchOptions, launcher_command
+from hvtrain.launch.job import Host, Job, launcher_command
 from hvtrain.launch.ssh import Ssh
 from hvtrain.system.text import human_bytes
 
@@ -45,8 +45,10 @@ def measure(
         ("python", "-m", "hvtrain.checks.link_worker"),
         len(hosts),
         tuple(Host(name, 1) for name in hosts),
+        ssh=ssh,
+        interfaces=interfaces,
     )
-    launcher, *arguments = launcher_command(job, LaunchOptions(ssh, interfaces=interfaces))
+    launcher, *arguments = launcher_command(job)
     line = [launcher, "--prefix", *arguments]
     # Sets of two ranks come and go while the job runs.
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}

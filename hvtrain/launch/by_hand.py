@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from hvtrain.errors import ConfigError
 from hvtrain.launch.child import die_with_parent, handle_signals
@@ -28,52 +27,45 @@ START_SECONDS = 120.0
 BY_HAND = "HVTRAIN_BY_HAND"
 
 
-@dataclass(frozen=True)
-class OwnProcess:
-    """This process of the run, and where it meets the others.
+def start(
+    roles: Roles,
+    rank: int,
+    coordinator: str,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    seconds: float = START_SECONDS,
+    interface: str | None = None,
+) -> int:
+    """Runs the command as one process of the run, and returns its exit code. Raises UserError.
 
     Args:
         roles: the processes of the run.
-        job: this one's role.
-        index: its number among those of its role.
-        coordinator: HOST:PORT of rank 0's process.
+        rank: this one's.
+        coordinator: HOST:PORT of rank 0's process, where all meet.
+        command: what to run.
+        variables: further environment variables of the command, which also inherits this process's.
         seconds: how long to wait for the others.
         interface: for Gloo; None: the one that leads to the coordinator.
     """
-
-    roles: Roles
-    job: str
-    index: int
-    coordinator: str
-    seconds: float = START_SECONDS
-    interface: str | None = None
-
-
-def start(process: OwnProcess, command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Runs the command as this process of the run, and returns its exit code. Raises UserError.
-
-    variables: further environment variables of the command, which also inherits this process's.
-    """
-    names = process.roles.names
-    rank = process.roles.rank_of(process.job, process.index)
-    host, address, port = _parse(process.coordinator)
+    names = roles.names
+    host, address, port = _parse(coordinator)
     server = _serve(host, address, port, names) if rank == 0 else None
     try:
         own_address = address_towards(host)
         print(
-            f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; waiting for all at {process.coordinator}, "
-            f"{process.seconds:g} s at most",
+            f"hvtrain: {names[rank]} is rank {rank} of {len(names)}; waiting for all at {coordinator}, "
+            f"{seconds:g} s at most",
             file=sys.stderr,
             flush=True,
         )
-        rank_hosts = claim((address, port), rank, names, (socket.gethostname(), own_address), process.seconds)
+        rank_hosts = claim((address, port), rank, names, (socket.gethostname(), own_address), seconds)
 
-        interface = process.interface or str(interfaces.interface_of(own_address))
+        interface = interface or str(interfaces.interface_of(own_address))
         # What the user has set wins over these.
         defaults = {
             "NCCL_SOCKET_IFNAME": interface,
             # Horovod's 30 s end the run where one host takes longer to load TensorFlow.
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(START_SECONDS, process.seconds):.0f}",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(START_SECONDS, seconds):.0f}",
         }
         # These win over the user's: they describe this launch.
         gloo = {

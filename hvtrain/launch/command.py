@@ -18,12 +18,11 @@ from hvtrain.config.schema import default_run_dir, from_dict
 from hvtrain.core.files import refuse_link
 from hvtrain.errors import ConfigError
 from hvtrain.launch import by_hand, environment, remote_hosts, restart
-from hvtrain.launch.by_hand import OwnProcess
 from hvtrain.launch.clusters.choice import Cluster, choose
 from hvtrain.launch.job import (
+    SECONDS_TO_BEGIN,
     Host,
     Job,
-    LaunchOptions,
     Roles,
     launcher_command,
     parse_hostfile,
@@ -189,39 +188,36 @@ def _job(
         min_ranks=(options.min_np or num_ranks) if is_elastic else None,
         max_ranks=options.max_np,
         num_ps=roles.num_ps,
+        ssh=Ssh(options.port, options.identity_file),
+        mpirun=options.how == "mpirun",
+        interfaces=options.network_interfaces,
+        discovery_script=options.host_discovery_script,
+        seconds_to_begin=options.start_timeout or SECONDS_TO_BEGIN,
     )
 
 
 def _by_hand(options: argparse.Namespace, command: tuple[str, ...], roles: Roles) -> int:
     """Starts the one process that the options name. Returns its exit code."""
-    process = OwnProcess(
+    return by_hand.start(
         roles,
-        options.job_name,
-        options.task_index,
+        roles.rank_of(options.job_name, options.task_index),
         options.coordinator,
-        interface=options.network_interfaces,
+        command,
+        environment.asked_for(os.environ, options.env),
+        options.start_timeout or by_hand.START_SECONDS,
+        options.network_interfaces,
     )
-    if options.start_timeout:
-        process = replace(process, seconds=options.start_timeout)
-    return by_hand.start(process, command, environment.asked_for(os.environ, options.env))
 
 
 def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
     """Starts the job, or writes the command that would. Returns its exit code."""
-    if not options.host_discovery_script:
+    if not job.discovery_script:
         place_ranks(job)  # Raises ConfigError if the hosts have too few slots.
-    launch_options = LaunchOptions(
-        Ssh(options.port, options.identity_file),
-        mpirun=options.how == "mpirun",
-        interfaces=options.network_interfaces,
-        discovery_script=options.host_discovery_script,
-        seconds_to_begin=options.start_timeout,
-    )
     if options.dry_run:
         network = None
-        if launch_options.mpirun:
-            network = remote_hosts.check([host.name for host in job.hosts], launch_options.ssh)
-        line = launcher_command(job, launch_options, network)
+        if job.mpirun:
+            network = remote_hosts.check([host.name for host in job.hosts], job.ssh)
+        line = launcher_command(job, network)
         path = Path(options.output or "launch/ssh") / "launch.sh"
         _write_script(path, job, line)
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
@@ -234,7 +230,7 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
         logs = Path(options.logs)
     else:
         refuse_link(logs, ConfigError, "give a place with --logs")
-    return restart.run(job, launch_options, logs, run_dir, options.max_restarts, options.min_np)
+    return restart.run(job, logs, run_dir, options.max_restarts, options.min_np)
 
 
 def _by_files(options: argparse.Namespace, cluster: Cluster, job: Job) -> int:

@@ -174,30 +174,21 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """The cause of a launch's end, and its exit code.
+class Ending:
+    """The end of a launch.
 
     Args:
-        who: the rank, or what else failed.
-        host: where.
-        cause: why, and what to do.
-        exit_code: the launch's exit code.
-        is_preemption: the ranks were asked to stop.
-        is_shown: a line of rank 0 above says it, for all ranks.
+        code: its exit code.
+        message: why, and what to do, as its last line; "" if all went well, after Ctrl-C, and if no
+            rank was started.
+        host: the host at fault, if one is.
+        is_shown: a line of rank 0 above says the same, for all ranks.
     """
 
-    who: str
-    host: str
-    cause: str
-    exit_code: int
-    is_preemption: bool = False
+    code: int
+    message: str = ""
+    host: str = ""
     is_shown: bool = False
-
-    def __str__(self) -> str:
-        if self.is_preemption:
-            return f"{self.cause}; {AGAIN}"
-        where = " ".join(filter(None, [self.who, self.host and f"host {self.host}"]))
-        return f"FIRST FAILURE {where}: {self.cause}"
 
 
 def judge(
@@ -207,7 +198,7 @@ def judge(
     out_of_memory: Collection[str] = (),
     lost: Collection[str] = (),
     label: Callable[[int], str] = "rank {}".format,
-) -> Failure:
+) -> Ending:
     """The failure behind an end.
 
     Args:
@@ -235,38 +226,31 @@ def judge(
         who = label(rank)
         statement = verdicts.get(rank)
 
-    if end.code == LOST and (host in lost or not end.rank):
-        return Failure(
-            who,
-            host,
-            f"the connection to host {host} was lost; is it up? then {AGAIN}",
-            RESTART_HELPS,
-        )
-
+    code = RESTART_HELPS
     signal_name = _SIGNALS.get(end.code)
-    if signal_name == "SIGKILL" and host in out_of_memory:
-        return Failure(
-            who,
-            host,
-            f"killed for lack of memory on {host}; lower train.batch_size or use more hosts",
-            1,
-        )
-    if signal_name:
-        return Failure(who, host, f"killed by {signal_name}; {AGAIN}", RESTART_HELPS)
-
-    if end.code == RESTART_HELPS:
+    if end.code == LOST and (host in lost or not end.rank):
+        cause = f"the connection to host {host} was lost; is it up? then {AGAIN}"
+    elif signal_name == "SIGKILL" and host in out_of_memory:
+        cause = f"killed for lack of memory on {host}; lower train.batch_size or use more hosts"
+        code = 1
+    elif signal_name:
+        cause = f"killed by {signal_name}; {AGAIN}"
+    elif end.code == RESTART_HELPS:
         # Where the watchdog ends all ranks, a silent one may be gone before the one that says why.
         statement = statement or next(iter(verdicts.values()), None)
         if statement is None:
-            return Failure(who, host, "preempted, saved", RESTART_HELPS, is_preemption=True)
+            return Ending(code, f"preempted, saved; {AGAIN}")
+        cause = f"{statement.cause}; {AGAIN}"
         if statement.cause.endswith(verdict.UNSAVED):
-            return Failure(who, host, statement.cause, RESTART_HELPS, is_preemption=True)
+            return Ending(code, cause)
         if isinstance(statement.rank, int) and statement.rank < len(hosts):
             who = label(statement.rank)
             host = hosts[statement.rank]
-        return Failure(who, host, f"{statement.cause}; {AGAIN}", RESTART_HELPS)
+    else:
+        cause = statement.cause if statement else f"ended with exit code {end.code}; see its output above"
+        code = end.code
 
-    cause = statement.cause if statement else f"ended with exit code {end.code}; see its output above"
+    where = " ".join(filter(None, [who, host and f"host {host}"]))
     # Settings are checked on all ranks alike, and rank 0 alone writes what is wrong with them.
     is_shown = end.code == ConfigError.exit_code and 0 in on_themselves
-    return Failure(who, host, cause, end.code, is_shown=is_shown)
+    return Ending(code, f"FIRST FAILURE {where}: {cause}", host, is_shown)

@@ -6,12 +6,11 @@
 - Variables travel to other hosts by the same allow-list as with hvtrain launch, and those of
   HVTRAIN_ENV=NAME,NAME and HVTRAIN_NOTIFY too. With Gloo they go through ssh's input; Horovod
   writes them on its command line, which every user can read. Local ranks inherit all of them.
-- The rendezvous server listens only on the interface of the launch, and in an elastic job on the
-  one that --network-interfaces names; Horovod's listens on all. Horovod's unpickles what anyone
-  sends (CVE-2024-10190); this one accepts plain values and nothing that names code, and does not
-  hand out the workers' keys. And it forgets the addresses of all ranks that have met, so that ranks
-  can start again (comm.tune); Horovod's keeps some at times. It takes as many connections at once
-  as a large job opens, and answers each question for an address without a thread.
+- The rendezvous server is ours (rendezvous.py). It listens only on the interface of the launch, and
+  in an elastic job on the one that --network-interfaces names; Horovod's listens on all. Horovod's
+  unpickles what anyone sends (CVE-2024-10190); this one accepts plain values and nothing that names
+  code, and does not hand out the workers' keys. And Horovod's keeps addresses of ranks that have
+  met at times, so that ranks could not start again (comm.tune).
 """
 
 import argparse
@@ -33,12 +32,11 @@ from horovod.runner import gloo_run, mpi_run
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.common.util import safe_shell_exec
 from horovod.runner.elastic import discovery, rendezvous
-from horovod.runner.http import http_server
 from horovod.runner.util import network, remote
 
 from hvtrain.launch.environment import MORE, NOTIFY, travels
 from hvtrain.launch.job import HOST_NAME
-from hvtrain.launch.rendezvous import WAITING_CONNECTIONS, answer_get
+from hvtrain.launch.rendezvous import Store
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # Set in the launcher only, for ranks on other hosts.
 
@@ -60,21 +58,25 @@ def make() -> None:
         gloo_run._slot_info_to_command_fn = _command_without_variables
         gloo_run.get_remote_command = _command_by_ssh
 
-    gloo_run.launch_gloo = _listening(gloo_run.launch_gloo, on=lambda *arguments: arguments[-1])
-    # An elastic job listens before it knows its hosts and the way to them.
-    gloo_run.launch_gloo_elastic = _listening(
-        gloo_run.launch_gloo_elastic,
-        on=lambda command, execute, settings, *_: network.get_driver_ip(settings.nics) if settings.nics else None,
-    )
-    gloo_run.create_rendezvous_handler = _without_pickled_code(gloo_run.create_rendezvous_handler)
+    gloo_run.RendezvousServer = _Server
+    gloo_run.create_rendezvous_handler = lambda driver: driver
+    launch_gloo = gloo_run.launch_gloo
+    launch_gloo_elastic = gloo_run.launch_gloo_elastic
 
+    def launch(*arguments: Any) -> None:
+        _Server.address = arguments[-1]
+        launch_gloo(*arguments)
+
+    def launch_elastic(command: Any, execute: Any, settings: Any, *arguments: Any) -> None:
+        # An elastic job listens before it knows its hosts and the way to them.
+        if settings.nics:
+            _Server.address = network.get_driver_ip(settings.nics)
+        launch_gloo_elastic(command, execute, settings, *arguments)
+
+    gloo_run.launch_gloo = launch
+    gloo_run.launch_gloo_elastic = launch_elastic
     script = discovery.HostDiscoveryScript
     script.find_available_hosts_and_slots = _with_plain_names(script.find_available_hosts_and_slots)
-    server = http_server.RendezvousHTTPServer
-    server.handle_error = _report_sender
-    server.request_queue_size = WAITING_CONNECTIONS
-    server.process_request = _answering_at_once(server.process_request)
-    http_server.RendezvousHandler.do_DELETE = _forgetting(http_server.RendezvousHandler.do_DELETE)
 
 
 def make_in_every_process() -> None:
@@ -172,87 +174,56 @@ def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> N
     sys.exit(code)
 
 
-def _listening(launch_gloo: Callable[..., None], on: Callable[..., str | None]) -> Callable[..., None]:
-    """The launch, whose server listens on one address alone, if there is one: on(*arguments)."""
+class _Server:
+    """Our store in place of Horovod's RendezvousServer.
 
-    def launch(*arguments: Any) -> None:
-        address = on(*arguments)
-        if address:
-            http_server.find_port = lambda server: network.find_port(lambda any_host: server((address, any_host[1])))
-        launch_gloo(*arguments)
-
-    return launch
-
-
-def _report_sender(server: Any, request: Any, client: tuple[str, int]) -> None:
-    """Prints one line for each address, instead of a traceback."""
-    senders = server.__dict__.setdefault("senders", set())
-    host = client[0]
-    if host not in senders:
-        senders.add(host)
-        sys.stderr.write(f"horovodrun: {host} sent what no rank would to this launch's port; it was dropped\n")
-
-
-def _answering_at_once(process_request: Callable[..., None]) -> Callable[..., None]:
-    """The server's process_request, which answers a question for an address itself, and leaves others to threads."""
-
-    def process(server: Any, request: Any, client: Any) -> None:
-        # In an elastic job, some names stand for what the driver decides when it is asked.
-        is_plain_store = server.RequestHandlerClass._get_value is http_server.KVStoreHandler._get_value
-
-        def get(scope: str, rank: str) -> bytes | None:
-            with server.cache_lock:
-                return server.cache.get(scope, {}).get(rank)
-
-        if is_plain_store and answer_get(request, get):
-            server.shutdown_request(request)
-        else:
-            process_request(server, request, client)
-
-    return process
-
-
-def _forgetting(delete: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The server's do_DELETE: deletes a scope's addresses once its last rank has connected to all others.
-
-    Horovod's counts, for one scope, ranks that have finished another, and never empties those.
+    It listens on one address alone, if there is one.
     """
 
-    def do_delete(request: Any) -> None:
-        server = request.server
-        _, scope, *rank = request.path.split("/")
-        if scope not in server.scope_size or len(rank) != 1:
-            delete(request)
+    address = ""
+
+    def __init__(self, verbose: int = 0) -> None:
+        self._store: Store | None = None
+
+    def start(self, driver: Any = None) -> int:
+        self._store = _ElasticStore(driver) if driver else Store(self.address, 0)
+        self._store.serve()
+        return self._store.server_port
+
+    def init(self, host_alloc_plan: Any) -> None:
+        assert self._store
+        self._store.clear()
+
+    def stop(self) -> None:
+        assert self._store
+        self._store.shutdown()
+
+
+class _ElasticStore(Store):
+    """The store of an elastic job, where some names stand for what the driver decides when it is asked."""
+
+    get_waits = True
+
+    def __init__(self, driver: Any) -> None:
+        super().__init__(_Server.address, 0)
+        self._driver = driver
+
+    def get(self, scope: str, rank: str) -> bytes | None:
+        if scope != rendezvous.GET_RANK_AND_SIZE:
+            return super().get(scope, rank)
+        host, local_rank = rank.split(":")
+        self._driver.record_ready(host, int(local_rank))
+        slot = self._driver.get_slot_info(host, int(local_rank))
+        return str(slot.to_response_string()).encode("ascii")
+
+    def put(self, scope: str, rank: str, value: bytes) -> None:
+        if scope != rendezvous.PUT_WORKER_ADDRESSES:
+            super().put(scope, rank, value)
             return
-
-        with server.finished_list_lock:
-            server.finished_list[scope] += rank
-            if len(server.finished_list[scope]) == server.scope_size[scope]:
-                del server.finished_list[scope]
-                with server.cache_lock:
-                    server.cache.pop(scope, None)
-        request.send_status_code(http_server.OK)
-
-    return do_delete
-
-
-def _without_pickled_code(create: Callable[..., type]) -> Callable[..., type]:
-    """Creates the handler of an elastic job's rendezvous, which reads plain values alone."""
-
-    def create_handler(driver: Any) -> type:
-        class Handler(create(driver)):  # type: ignore[misc]
-            def _put_value(self, scope: str, key: str, value: bytes) -> None:
-                if scope != rendezvous.PUT_WORKER_ADDRESSES:
-                    super()._put_value(scope, key, value)
-                    return
-                host, local_rank = key.split(":")
-                addresses, secret_key = _Plain(io.BytesIO(base64.b64decode(value))).load()
-                # The key is not stored for others: whoever has it makes the worker unpickle anything.
-                self._put_worker_addresses(host, int(local_rank), addresses, secret_key)
-
-        return Handler
-
-    return create_handler
+        # The key is not stored for others: whoever has it makes the worker unpickle anything.
+        host, local_rank = rank.split(":")
+        addresses, secret_key = _Plain(io.BytesIO(base64.b64decode(value))).load()
+        self._driver.register_worker_server(host, int(local_rank), addresses, secret_key)
 
 
 class _Plain(pickle.Unpickler):

@@ -26,8 +26,8 @@ def main() -> None:
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]
         ending = Launch(line, variables, PlainOutput(keeps_marks), Path(folder)).run(Signals())
 
-    if ending.failure and not ending.failure.is_shown:
-        console.say_error(str(ending.failure), 0)
+    if ending.message and not ending.is_shown:
+        console.say_error(ending.message, 0)
     sys.exit(ending.code)
 
 

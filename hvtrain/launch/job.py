@@ -20,6 +20,8 @@ from hvtrain.launch.ssh import Ssh
 HOST_NAME = r"\w[\w.-]*"  # ssh would take a leading dash for an option.
 
 COORDINATOR, SERVER, WORKER = "coordinator", "ps", "worker"
+# Until a rank runs on any host. --start-timeout sets it.
+SECONDS_TO_BEGIN = 300.0
 _ALIASES = {"chief": COORDINATOR}  # TensorFlow's name for it in TF_CONFIG.
 
 
@@ -133,7 +135,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Job:
-    """One training. Every rank runs the same command in the same folder.
+    """One training, and how its ranks are started. Every rank runs the same command in the same folder.
 
     Args:
         command: what every rank runs: python -m hvtrain ...
@@ -144,6 +146,11 @@ class Job:
         min_ranks: fewest ranks of an elastic job; None: the number of ranks is fixed.
         max_ranks: most ranks of an elastic job.
         num_ps: parameter servers, started with a coordinator on the first host; 0: neither.
+        ssh: how hosts are reached.
+        mpirun: start ranks by MPI's own launcher instead of Horovod's.
+        interfaces: names joined by commas, instead of those that the launcher chooses.
+        discovery_script: prints the hosts of an elastic job.
+        seconds_to_begin: how long to wait for the first rank.
     """
 
     command: tuple[str, ...]
@@ -154,6 +161,11 @@ class Job:
     min_ranks: int | None = None
     max_ranks: int | None = None
     num_ps: int = 0
+    ssh: Ssh = field(default_factory=Ssh)
+    mpirun: bool = False
+    interfaces: str | None = None
+    discovery_script: str | None = None
+    seconds_to_begin: float = SECONDS_TO_BEGIN
 
     @property
     def is_elastic(self) -> bool:
@@ -228,28 +240,8 @@ def place_ranks(job: Job) -> tuple[str, ...]:
     return slots[:1] * (job.num_processes - job.num_ranks) + slots[: job.num_ranks]
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """Options of a launch: how hosts are reached and ranks are started.
-
-    Args:
-        ssh: how hosts are reached.
-        mpirun: start ranks by MPI's own launcher instead of Horovod's.
-        interfaces: names joined by commas, instead of those that the launcher chooses.
-        discovery_script: prints the hosts of an elastic job.
-        seconds_to_begin: how long to wait for the first rank; None: the default.
-    """
-
-    ssh: Ssh = field(default_factory=Ssh)
-    mpirun: bool = False
-    interfaces: str | None = None
-    discovery_script: str | None = None
-    seconds_to_begin: float | None = None
-
-
 def launcher_command(
     job: Job,
-    options: LaunchOptions,
     network: HostNetwork | None = None,
     folder: Path | None = None,
 ) -> list[str]:
@@ -257,13 +249,12 @@ def launcher_command(
 
     Args:
         job: what to start.
-        options: how to start it.
         network: what joins the hosts; mpirun is told it, horovodrun finds it itself.
         folder: the launch's, as Launch takes it; None: nobody supervises the command from outside.
     """
     rank_command = with_own_python(job.command)
-    if options.mpirun:
-        line = _mpirun_command(job, options, network)
+    if job.mpirun:
+        line = _mpirun_command(job, network)
         if folder:
             line += ["--report-uri", str(folder / URI_FILE), "-x", MARK]
         return [*line, *rank_command]
@@ -274,17 +265,17 @@ def launcher_command(
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
 
     hosts = ""
-    if not options.discovery_script:
+    if not job.discovery_script:
         hosts = hosts_option(_hosts_of_processes(job))
     values = {
         "-np": job.num_processes,
         "--min-np": job.min_ranks,
         "--max-np": job.max_ranks,
-        "--host-discovery-script": options.discovery_script,
+        "--host-discovery-script": job.discovery_script,
         "-H": hosts,
-        "--ssh-port": options.ssh.port,
-        "--ssh-identity-file": options.ssh.identity_file,
-        "--network-interfaces": options.interfaces,
+        "--ssh-port": job.ssh.port,
+        "--ssh-identity-file": job.ssh.identity_file,
+        "--network-interfaces": job.interfaces,
     }
     line.append(f"--{job.controller}")
     for name, value in values.items():
@@ -304,7 +295,7 @@ def with_own_python(command: Sequence[str]) -> list[str]:
     return [program, *arguments]
 
 
-def _mpirun_command(job: Job, options: LaunchOptions, network: HostNetwork | None) -> list[str]:
+def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
     hosts = _hosts_of_processes(job)
     line = [
         f"{sys.prefix}/bin/mpirun",
@@ -330,10 +321,10 @@ def _mpirun_command(job: Job, options: LaunchOptions, network: HostNetwork | Non
     if os.geteuid() == 0:
         line.append("--allow-run-as-root")
 
-    if options.interfaces:
-        line += mpi_options(options.interfaces, options.interfaces, options.ssh)
+    if job.interfaces:
+        line += mpi_options(job.interfaces, job.interfaces, job.ssh)
     elif network:
-        line += mpi_options(network.subnet, ",".join(network.interfaces), options.ssh)
+        line += mpi_options(network.subnet, ",".join(network.interfaces), job.ssh)
 
     # Above 64 hosts Open MPI would connect from host to host, and none has a key for the next.
     line += [

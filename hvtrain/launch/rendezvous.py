@@ -1,9 +1,13 @@
-"""The server on rank 0's host at which processes started by hand meet, and later the store of Horovod's Gloo.
+"""The HTTP store in which Gloo's ranks find each other's addresses, and the meeting of processes started by hand.
 
-Each process claims its rank. Once all have arrived, each gets the host of every rank, or the reason
-why not. A process keeps its connection open while it waits; if the connection breaks, the rank is
-free again. Afterwards the server is the HTTP store of Horovod's Gloo (PUT, GET and DELETE
-/SCOPE/RANK). Nothing is unpickled, and whoever reaches the port is trusted as a rank.
+The store takes PUT, GET and DELETE /SCOPE/RANK, as Horovod's does. It unpickles nothing, takes as
+many connections at once as a large job opens, answers most questions without a thread, and forgets
+the addresses of all ranks that have met, so that ranks can start again (comm.tune).
+
+Processes started by hand first claim their ranks at rank 0's server. Once all have arrived, each
+gets the host of every rank, or the reason why not. A process keeps its connection open while it
+waits; if the connection breaks, the rank is free again. Whoever reaches the port is trusted as a
+rank.
 """
 
 import http.client
@@ -11,9 +15,10 @@ import json
 import re
 import select
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -32,8 +37,149 @@ _WHOLE_GET = re.compile(rb"GET /([^/ ]+)/([^/ ]+) HTTP/1\.[01]\r\n(?:.+\r\n)?\r\
 _MAX_GET = 4096
 
 
-class Rendezvous(ThreadingHTTPServer):
-    """The server. It listens once it is created; `serve` answers.
+class _Handler(BaseHTTPRequestHandler):
+    server: "Store"
+    timeout = 5  # For a caller that sends nothing.
+
+    def do_PUT(self) -> None:
+        self.server.put(*self._key(), self._body())
+        self._answer(_OK)
+
+    def do_GET(self) -> None:
+        value = self.server.get(*self._key())
+        self._answer(_NOT_YET if value is None else _OK, value or b"")
+
+    def do_DELETE(self) -> None:
+        self.server.leave(*self._key())
+        self._answer(_OK)
+
+    def log_message(self, *_: Any) -> None:
+        """Logs nothing: ranks ask many times for what is not there yet."""
+
+    def _key(self) -> tuple[str, str]:
+        _, scope, rank = self.path.split("/")
+        return scope, rank
+
+    def _body(self) -> bytes:
+        return self.rfile.read(min(int(self.headers["Content-Length"]), _MAX_BYTES))
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Store(ThreadingHTTPServer):
+    """The store of Horovod's Gloo. It listens once it is created; `serve` answers.
+
+    Args:
+        address: an address of this host; "": all.
+        port: where to listen; 0: at a free port.
+    """
+
+    request_queue_size = WAITING_CONNECTIONS
+    get_waits = False  # True if `get` may wait for other ranks.
+
+    def __init__(self, address: str, port: int, handler: type[_Handler] = _Handler) -> None:
+        super().__init__((address, port), handler)
+        self._changed = threading.Condition()
+        self._store: dict[str, dict[str, bytes]] = {}
+        self._left: dict[str, set[str]] = {}
+        self._strangers: set[str] = set()
+
+    def serve(self) -> None:
+        """Answers, in threads of its own."""
+        # shutdown() waits for one interval.
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers a request, in a thread of its own unless it only asks for an address."""
+        if not self.get_waits and self._answer_get(request):
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Leaves a caller without an answer, and prints one line for each address, instead of a traceback."""
+        host = client_address[0]
+        if host not in self._strangers:
+            self._strangers.add(host)
+            sys.stderr.write(f"hvtrain: {host} sent what no rank would to this launch's port; it was dropped\n")
+
+    def _answer_get(self, connection: socket.socket) -> bool:
+        """Answers a GET of a rank's address that has arrived whole.
+
+        Returns False, and reads nothing, for anything else.
+
+        Each of N ranks asks for the N - 1 others. A thread and a parser of HTTP for each question cost
+        several times what the answer does.
+        """
+        try:
+            request = connection.recv(_MAX_GET, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        match = _WHOLE_GET.fullmatch(request)
+        if match is None:
+            return False
+
+        value = self.get(match[1].decode("latin-1"), match[2].decode("latin-1"))
+        status = "404 Not Found" if value is None else "200 OK"
+        body = value or b""
+        head = f"HTTP/1.0 {status}\r\nContent-Length: {len(body)}\r\n\r\n"
+        with suppress(OSError):  # The caller has hung up.
+            connection.recv(len(request))  # The kernel resets a connection that is closed with bytes to read.
+            connection.sendall(head.encode() + body)
+        return True
+
+    def put(self, scope: str, rank: str, value: bytes) -> None:
+        """Stores a rank's address."""
+        with self._changed:
+            self._store.setdefault(scope, {})[rank] = value
+
+    def get(self, scope: str, rank: str) -> bytes | None:
+        """A rank's address; None if the rank has not stored it yet."""
+        with self._changed:
+            return self._store.get(scope, {}).get(rank)
+
+    def leave(self, scope: str, rank: str) -> None:
+        """Notes that a rank has met all others of the scope.
+
+        After the last one, their addresses are dropped.
+
+        So ranks that start again (comm.tune) do not find the earlier addresses.
+        """
+        with self._changed:
+            left = self._left.setdefault(scope, set())
+            left.add(rank)
+            # Each rank has stored its address under its number, and more under other keys, before
+            # anyone leaves.
+            if left >= {key for key in self._store.get(scope, {}) if key.isdigit()}:
+                self._store.pop(scope, None)
+                del self._left[scope]
+
+    def clear(self) -> None:
+        """Forgets all addresses."""
+        with self._changed:
+            self._store.clear()
+            self._left.clear()
+
+
+class _ClaimHandler(_Handler):
+    server: "Rendezvous"
+
+    def do_POST(self) -> None:
+        if self.path != _CLAIMS:
+            self._answer(_NOT_YET)
+            return
+        result = self.server.meet(json.loads(self._body()), self.connection)
+        if result is not None:
+            status, content = result
+            self._answer(status, json.dumps(content).encode())
+
+
+class Rendezvous(Store):
+    """The meeting of processes started by hand, and then their store.
 
     Args:
         address: an address of this host.
@@ -41,29 +187,13 @@ class Rendezvous(ThreadingHTTPServer):
         names: the name of each rank's process.
     """
 
-    request_queue_size = WAITING_CONNECTIONS
     daemon_threads = False  # So that close() waits until all are answered.
 
     def __init__(self, address: str, port: int, names: Sequence[str]) -> None:
-        super().__init__((address, port), _Handler)
+        super().__init__(address, port, _ClaimHandler)
         self._names = list(names)
         self._rank_hosts: dict[int, list[str]] = {}
-        self._changed = threading.Condition()
         self._given_up = False
-        self._store: dict[str, dict[str, bytes]] = {}
-        self._left: dict[str, set[str]] = {}
-
-    def serve(self) -> None:
-        """Answers, in threads of its own."""
-        # close() waits for one interval.
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers a request, in a thread of its own unless it only asks for an address."""
-        if answer_get(request, self.get):
-            self.shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
 
     def close(self) -> None:
         """Tells those who wait that the others will not arrive, and frees the port."""
@@ -72,9 +202,6 @@ class Rendezvous(ThreadingHTTPServer):
             self._changed.notify_all()
         self.shutdown()
         self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Leaves a caller that hangs up, or sends what no rank would, without an answer."""
 
     def meet(self, claim: dict[str, Any], connection: socket.socket) -> tuple[int, Any] | None:
         """Answers a claim once all processes have arrived, or cannot.
@@ -112,104 +239,6 @@ class Rendezvous(ThreadingHTTPServer):
                         del self._rank_hosts[rank]
                     return _TOO_LATE, missing
             return _OK, [self._rank_hosts[number] for number in range(num_ranks)]
-
-    def put(self, scope: str, rank: str, value: bytes) -> None:
-        """Stores a rank's address."""
-        with self._changed:
-            self._store.setdefault(scope, {})[rank] = value
-
-    def get(self, scope: str, rank: str) -> bytes | None:
-        """A rank's address; None if the rank has not stored it yet."""
-        with self._changed:
-            return self._store.get(scope, {}).get(rank)
-
-    def leave(self, scope: str, rank: str) -> None:
-        """Notes that a rank has met all others of the scope.
-
-        After the last one, their addresses are dropped.
-
-        So ranks that start again (comm.tune) do not find the earlier addresses.
-        """
-        with self._changed:
-            left = self._left.setdefault(scope, set())
-            left.add(rank)
-            # Each rank has stored its address under its number, and more under other keys, before
-            # anyone leaves.
-            if left >= {key for key in self._store.get(scope, {}) if key.isdigit()}:
-                self._store.pop(scope, None)
-                del self._left[scope]
-
-
-def answer_get(connection: socket.socket, get: Callable[[str, str], bytes | None]) -> bool:
-    """Answers a GET of a rank's address that has arrived whole.
-
-    Returns False, and reads nothing, for anything else.
-
-    Each of N ranks asks for the N - 1 others. A thread and a parser of HTTP for each question cost
-    several times what the answer does.
-
-    Args:
-        connection: what the server has accepted.
-        get: returns the address of a scope and rank, or None.
-    """
-    try:
-        request = connection.recv(_MAX_GET, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except OSError:
-        return False
-    match = _WHOLE_GET.fullmatch(request)
-    if match is None:
-        return False
-
-    value = get(match[1].decode("latin-1"), match[2].decode("latin-1"))
-    status = "404 Not Found" if value is None else "200 OK"
-    body = value or b""
-    head = f"HTTP/1.0 {status}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with suppress(OSError):  # The caller has hung up.
-        connection.recv(len(request))  # The kernel resets a connection that is closed with bytes to read.
-        connection.sendall(head.encode() + body)
-    return True
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Rendezvous
-    timeout = 5  # For a caller that sends nothing.
-
-    def do_POST(self) -> None:
-        if self.path != _CLAIMS:
-            self._answer(_NOT_YET)
-            return
-        result = self.server.meet(json.loads(self._body()), self.connection)
-        if result is not None:
-            status, content = result
-            self._answer(status, json.dumps(content).encode())
-
-    def do_PUT(self) -> None:
-        self.server.put(*self._key(), self._body())
-        self._answer(_OK)
-
-    def do_GET(self) -> None:
-        value = self.server.get(*self._key())
-        self._answer(_NOT_YET if value is None else _OK, value or b"")
-
-    def do_DELETE(self) -> None:
-        self.server.leave(*self._key())
-        self._answer(_OK)
-
-    def log_message(self, *_: Any) -> None:
-        """Logs nothing: ranks ask many times for what is not there yet."""
-
-    def _key(self) -> tuple[str, str]:
-        _, scope, rank = self.path.split("/")
-        return scope, rank
-
-    def _body(self) -> bytes:
-        return self.rfile.read(min(int(self.headers["Content-Length"]), _MAX_BYTES))
-
-    def _answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 def claim(

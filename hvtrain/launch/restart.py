@@ -13,10 +13,10 @@ from pathlib import Path
 from hvtrain.core import checkpoint_notes as notes
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.launch import environment, remote_hosts
+from hvtrain.launch.first_failure import Ending
 from hvtrain.launch.job import (
     Host,
     Job,
-    LaunchOptions,
     hosts_option,
     launcher_command,
     place_ranks,
@@ -24,7 +24,7 @@ from hvtrain.launch.job import (
 )
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.remote_hosts import HostCalls
-from hvtrain.launch.supervisor import SECONDS_TO_BEGIN, Ending, Launch, Signals
+from hvtrain.launch.supervisor import Launch, Signals
 from hvtrain.system import console, drawing
 
 LONGEST_PAUSE_SECONDS = 60.0
@@ -34,7 +34,6 @@ FAILURES_OF_A_BAD_HOST = 2
 
 def run(
     job: Job,
-    options: LaunchOptions,
     logs: Path,
     run_dir: str | None,
     max_restarts: int = 0,
@@ -46,7 +45,6 @@ def run(
 
     Args:
         job: what to start.
-        options: how to start it.
         logs: the folder for the ranks' output; with max_restarts it gets a folder for each attempt.
         run_dir: where the job's checkpoints are, if that is known here.
         max_restarts: how many attempts may follow the first.
@@ -62,7 +60,7 @@ def run(
         if attempt:
             # One second, then twice as long each time.
             seconds = min(LONGEST_PAUSE_SECONDS, 2.0 ** (attempt - 1))
-            remaining, plan = _plan_restart(job, options, run_dir, min_ranks or job.num_ranks, num_failures, seconds)
+            remaining, plan = _plan_restart(job, run_dir, min_ranks or job.num_ranks, num_failures, seconds)
             console.say_error(f"restart {attempt} of {max_restarts} {plan}", 0)
 
             signals.received.wait(seconds)
@@ -79,19 +77,17 @@ def run(
             # After those of earlier launches.
             number = 1 + sum(1 for _ in logs.glob("attempt-*"))
             attempt_logs = logs / f"attempt-{number:04d}"
-        ending = _run_once(current, options, attempt_logs, signals)
+        ending = _run_once(current, attempt_logs, signals)
         code = ending.code
         # Any other code would come again, and after a signal nobody waits for a restart.
         if code != RESTART_HELPS or signals.first is not None:
             break
-        if ending.failure:
-            num_failures[ending.failure.host] += 1
+        num_failures[ending.host] += 1
     return code
 
 
 def _plan_restart(
     job: Job,
-    options: LaunchOptions,
     run_dir: str | None,
     min_ranks: int,
     num_failures: Mapping[str, int],
@@ -106,7 +102,7 @@ def _plan_restart(
     num_ranks = job.num_ranks
     if hosts:
         # A host that is down is left out until it answers again.
-        absent = remote_hosts.absent([host.name for host in hosts], options.ssh)
+        absent = remote_hosts.absent([host.name for host in hosts], job.ssh)
         choice = choose_hosts(hosts, num_ranks, min_ranks, num_failures, absent)
         if choice is None:
             return (
@@ -146,15 +142,15 @@ def choose_hosts(
     return None
 
 
-def _run_once(job: Job, options: LaunchOptions, logs: Path, signals: Signals) -> Ending:
+def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
     """Runs one attempt, and prints why it ended."""
-    rank_hosts = () if options.discovery_script else place_ranks(job)
+    rank_hosts = () if job.discovery_script else place_ranks(job)
     network = None
     calls = None
     # horovodrun checks the hosts itself.
-    if options.mpirun:
-        network = remote_hosts.check([host.name for host in used_hosts(rank_hosts)], options.ssh)
-        calls = HostCalls(rank_hosts, ssh=options.ssh)
+    if job.mpirun:
+        network = remote_hosts.check([host.name for host in used_hosts(rank_hosts)], job.ssh)
+        calls = HostCalls(rank_hosts, ssh=job.ssh)
         if network:
             calls = replace(calls, remote=network.oom_kills)
 
@@ -165,18 +161,18 @@ def _run_once(job: Job, options: LaunchOptions, logs: Path, signals: Signals) ->
     variables["PYTHONUNBUFFERED"] = "1"
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         launch = Launch(
-            launcher_command(job, options, network, Path(folder)),
+            launcher_command(job, network, Path(folder)),
             variables,
             output,
             Path(folder),
             calls,
             job.roles.label,
-            options.seconds_to_begin or SECONDS_TO_BEGIN,
+            job.seconds_to_begin,
         )
         ending = launch.run(signals)
 
-    if ending.failure:
+    if ending.message:
         console.say_error(f"what each rank said is in {output.folder}", 0)
-        if not ending.failure.is_shown:
-            console.say_error(str(ending.failure), 0)
+        if not ending.is_shown:
+            console.say_error(ending.message, 0)
     return ending

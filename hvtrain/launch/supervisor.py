@@ -9,14 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS
 from hvtrain.launch import on_host
 from hvtrain.launch.child import die_with_parent, handle_signals
-from hvtrain.launch.first_failure import AGAIN, Failure, judge
+from hvtrain.launch.first_failure import AGAIN, Ending, judge
+from hvtrain.launch.job import SECONDS_TO_BEGIN
 from hvtrain.launch.on_host import Answer
 from hvtrain.launch.output import PlainOutput, RankOutput
 from hvtrain.launch.remote_hosts import HostCalls, mpirun_job
@@ -26,19 +26,9 @@ from hvtrain.system import console, host_facts
 # within the second.
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
-# Until a rank runs on any host. --start-timeout sets it.
-SECONDS_TO_BEGIN = 300.0
 SECONDS_BETWEEN_LOOKS = 30.0
 # For what is still in the pipes when the launcher has ended.
 SECONDS_FOR_LAST_LINES = 5.0
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The end of a launch. failure is None if all went well, after Ctrl-C, and if no rank was started."""
-
-    code: int
-    failure: Failure | None = None
 
 
 class Signals:
@@ -197,7 +187,7 @@ class Launch:
             code = RESTART_HELPS if number == signal.SIGTERM else 128 + number
             if not self._was_forced:
                 return Ending(code)
-            return Ending(code, _of_all(f"ended by force after {signal_name}", code))
+            return Ending(code, f"ended by force after {signal_name}; {AGAIN}")
         if number == signal.SIGINT:
             return Ending(INTERRUPTED)  # Rank 0 has told what was saved.
 
@@ -208,7 +198,7 @@ class Launch:
                 return Ending(code)
             return _launcher_failed(f"killed by {signal.Signals(-code).name}; {AGAIN}")
 
-        failure = judge(
+        ending = judge(
             listener.first,
             listener.verdicts,
             hosts.rank_hosts,
@@ -218,8 +208,8 @@ class Launch:
         )
         if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
             # It came before the rank had set its handler, or the program has none.
-            failure = _of_all(f"stopped by {signal_name} before it could save", RESTART_HELPS)
-        return Ending(failure.exit_code, failure)
+            return Ending(RESTART_HELPS, f"stopped by {signal_name} before it could save; {AGAIN}")
+        return ending
 
     def _hosts_out_of_memory(self, hosts: HostCalls, answers: Mapping[str, Answer | None]) -> set[str]:
         """The hosts whose kernel has killed processes for lack of memory during the launch."""
@@ -292,11 +282,8 @@ def _grew(before: int | None, after: int | None) -> bool:
 
 
 def _launcher_failed(cause: str) -> Ending:
-    return Ending(RESTART_HELPS, Failure("the launcher", socket.gethostname(), cause, RESTART_HELPS))
-
-
-def _of_all(cause: str, code: int) -> Failure:
-    return Failure("", "", cause, code, is_preemption=True)
+    host = socket.gethostname()
+    return Ending(RESTART_HELPS, f"FIRST FAILURE the launcher host {host}: {cause}", host)
 
 
 def _in_background(work: Any, *arguments: Any) -> threading.Thread:

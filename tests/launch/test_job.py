@@ -16,7 +16,6 @@ from hvtrain.launch.clusters.kinds import KINDS, Slurm
 from hvtrain.launch.job import (
     Host,
     Job,
-    LaunchOptions,
     launcher_command,
     parse_hostfile,
     parse_hosts,
@@ -164,16 +163,16 @@ def test_submitting_says_which_program_is_missing(monkeypatch):
 
 
 def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
-    job = Job(("python", "x.py"), 2, parse_hosts("s1,s2"), environment={"MINE": "secret"})
-    line = launcher_command(
-        job, LaunchOptions(Ssh(2222, "key"), mpirun=True), HostNetwork("eth0", ("ens5", "eth0"), "10.0.0.0/24")
+    job = Job(
+        ("python", "x.py"), 2, parse_hosts("s1,s2"), environment={"MINE": "secret"}, ssh=Ssh(2222, "key"), mpirun=True
     )
+    line = launcher_command(job, HostNetwork("eth0", ("ens5", "eth0"), "10.0.0.0/24"))
     text = " ".join(line)
     assert "-x MINE" in text and "secret" not in text
     assert "btl_tcp_if_include 10.0.0.0/24" in text and "oob_tcp_if_include 10.0.0.0/24" in text
     assert any("-p 2222 -i key" in word for word in line)
     assert line[-1] == "x.py" and line[-2].endswith("/python")
-    own = launcher_command(Job(("python", "x.py", "python"), 1, parse_hosts("s1")), LaunchOptions())
+    own = launcher_command(Job(("python", "x.py", "python"), 1, parse_hosts("s1")))
     assert own[-1] == "python" and own[-3].endswith("/python"), "the first word alone is the program"
 
 

@@ -203,8 +203,8 @@ def test_an_error_has_a_verdict_where_a_launcher_reads_it(monkeypatch, capsys):
     ],
 )  # fmt: skip
 def test_what_an_end_means(end, verdicts, memory, lost, code, line):
-    failure = judge(end, verdicts, HOSTS, memory, lost)
-    assert (failure.exit_code, str(failure)) == (code, line)
+    ending = judge(end, verdicts, HOSTS, memory, lost)
+    assert (ending.code, ending.message) == (code, line)
 
 
 def test_a_block_without_end_is_shown():

@@ -47,7 +47,7 @@ def test_the_rendezvous_of_a_static_launch(tmp_path):
     assert launched.returncode == 0, output
     assert not (tmp_path / "executed").exists()
     assert "Traceback" not in output
-    assert output.count("horovodrun: 10.213.0.3 sent what no rank would to this launch's port") == 1
+    assert output.count("hvtrain: 10.213.0.3 sent what no rank would to this launch's port") == 1
 
 
 @pytest.mark.nightly

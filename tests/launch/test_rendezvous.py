@@ -1,42 +1,39 @@
-"""The server through which Gloo's ranks find each other, as horovodrun of hvtrain changes it. No rank is started."""
+"""The store through which Gloo's ranks find each other, under horovodrun and by hand. No rank is started."""
 
+import base64
 import http.client
+import pickle
 import queue
 import socket
 import threading
 from types import SimpleNamespace
 
 import pytest
-from horovod.runner.http import http_server
 
 from hvtrain.launch import horovod_changes as changes
-from hvtrain.launch.rendezvous import Rendezvous
+from hvtrain.launch.rendezvous import Store
 
-ORIGINAL = http_server.RendezvousHandler.do_DELETE
-ORIGINAL_PROCESS = http_server.RendezvousHTTPServer.process_request
 ADDRESS = b"x" * 3000
-# Two ranks on one host: the scope of ranks that have this local rank holds one.
-PLAN = [SimpleNamespace(hostname="s1", size=2, local_size=2, local_rank=rank, cross_size=1) for rank in range(2)]
 
 
 @pytest.fixture
-def ask(monkeypatch):
-    """Sends a request to a server: method, scope, rank and, for PUT, an address; returns the status and the answer."""
-    monkeypatch.setattr(http_server.RendezvousHandler, "do_DELETE", changes._forgetting(ORIGINAL))
-    at_once = changes._answering_at_once(ORIGINAL_PROCESS)
-    monkeypatch.setattr(http_server.RendezvousHTTPServer, "process_request", at_once)
-    server = http_server.RendezvousServer()
-    port = server.start()
-    server.init(PLAN)
+def ask():
+    """Sends a request to a store: method, scope, rank and, for PUT, an address; returns the status and the answer."""
+    store = Store("127.0.0.1", 0)
+    store.serve()
+    yield asking(store.server_port)
+    store.shutdown()
+    store.server_close()
 
+
+def asking(port):
     def send(method, scope, rank, address=None):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         connection.request(method, f"/{scope}/{rank}", address)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
 
-    yield send
-    server.stop()
+    return send
 
 
 @pytest.mark.parametrize("order", [[("local_s1", 0), ("cross_0", 0), ("local_s1", 1), ("cross_1", 0)],
@@ -54,35 +51,70 @@ def test_ranks_that_start_again_find_no_address_of_before(ask, order):
 
 
 def test_addresses_stay_until_the_last_rank_is_through(ask):
+    """What a rank has stored under other keys than its number goes with them."""
     for rank in range(2):
+        ask("PUT", "global", f"rank_{rank}", "s1")
         ask("PUT", "global", rank, f"address of {rank}")
     ask("DELETE", "global", 0)
     assert ask("GET", "global", 0) == (200, "address of 0")
     ask("DELETE", "global", 1)
-    assert ask("GET", "global", 0)[0] == ask("GET", "global", 1)[0] == 404
+    assert ask("GET", "global", 0)[0] == ask("GET", "global", 1)[0] == ask("GET", "global", "rank_0")[0] == 404
 
 
-def test_scopes_of_other_groups_of_ranks_are_horovods(ask):
+def test_scopes_of_other_groups_of_ranks(ask):
     ask("PUT", "global_process_set_1", 0, "an address")
     ask("DELETE", "global_process_set_1", 0)
     assert ask("GET", "global_process_set_1", 0)[0] == 404
 
 
-@pytest.fixture(params=["horovodrun", "started by hand"])
-def server(request, monkeypatch):
-    """A server that listens, holds rank 7's address, and does not answer yet."""
-    at_once = changes._answering_at_once(ORIGINAL_PROCESS)
-    monkeypatch.setattr(http_server.RendezvousHTTPServer, "process_request", at_once)
-    if request.param == "horovodrun":
-        made = http_server.RendezvousHTTPServer(("127.0.0.1", 0), http_server.RendezvousHandler, 0)
-        made.init(PLAN)
-        made.cache["global"] = {"7": ADDRESS}
-    else:
-        made = Rendezvous("127.0.0.1", 0, ["rank 0"])
-        made.put("global", "7", ADDRESS)
-    yield made
-    made.shutdown()
-    made.server_close()
+class Driver:
+    """Horovod's driver of an elastic job, as far as its store asks it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def record_ready(self, host, local_rank):
+        self.calls.append(("ready", host, local_rank))
+
+    def get_slot_info(self, host, local_rank):
+        return SimpleNamespace(to_response_string=lambda: f"slot {local_rank} of {host}")
+
+    def register_worker_server(self, host, local_rank, addresses, secret_key):
+        self.calls.append((host, local_rank, addresses, secret_key))
+
+
+def test_an_elastic_jobs_store_asks_the_driver_and_runs_no_pickled_code(monkeypatch, tmp_path, capfd):
+    """Horovod's own unpickles whatever is sent as a worker's address (CVE-2024-10190)."""
+    monkeypatch.setattr(changes._Server, "address", "127.0.0.1")
+    driver = Driver()
+    server = changes._Server()
+    send = asking(server.start(driver))
+    assert send("GET", "rank_and_size", "s1:1") == (200, "slot 1 of s1")
+    sent = base64.b64encode(pickle.dumps(({"eth0": [("10.0.0.1", 2222)]}, b"a key")))
+    assert send("PUT", "worker_addresses", "s1:1", sent)[0] == 200
+    assert driver.calls == [("ready", "s1", 1), ("s1", 1, {"eth0": [("10.0.0.1", 2222)]}, b"a key")]
+    assert send("GET", "worker_addresses", "s1:1")[0] == 404, "nobody else learns the key"
+    code = base64.b64encode(pickle.dumps((tmp_path.rmdir, b"a key")))
+    with pytest.raises(http.client.RemoteDisconnected):
+        send("PUT", "worker_addresses", "s1:2", code)
+    assert tmp_path.exists() and len(driver.calls) == 2
+    assert capfd.readouterr().err == (
+        "hvtrain: 127.0.0.1 sent what no rank would to this launch's port; it was dropped\n"
+    )
+    send("PUT", "global", 0, "an address")
+    server.init(None)
+    assert send("GET", "global", 0)[0] == 404, "in the next round all ranks meet anew"
+    server.stop()
+
+
+@pytest.fixture
+def server():
+    """A store that listens, holds rank 7's address, and does not answer yet."""
+    store = Store("127.0.0.1", 0)
+    store.put("global", "7", ADDRESS)
+    yield store
+    store.shutdown()
+    store.server_close()
 
 
 def test_a_question_for_an_address_costs_no_thread(server, monkeypatch):

@@ -12,7 +12,6 @@ from hvtrain.launch.command import main
 from hvtrain.launch.first_failure import End, judge
 from hvtrain.launch.job import (
     Job,
-    LaunchOptions,
     Roles,
     hosts_option,
     launcher_command,
@@ -88,9 +87,9 @@ def test_a_command_of_ones_own_with_servers(would_run):
 
 @pytest.mark.parametrize("mpirun", [False, True])
 def test_each_launcher_has_a_slot_for_each_process(mpirun):
-    job = Job(("python", "x.py"), 4, parse_hosts("s1:2,s2:2"), num_ps=1)
+    job = Job(("python", "x.py"), 4, parse_hosts("s1:2,s2:2"), num_ps=1, mpirun=mpirun)
     assert place_ranks(job) == ("s1",) * 4 + ("s2",) * 2
-    line = launcher_command(job, LaunchOptions(mpirun=mpirun))
+    line = launcher_command(job)
     assert (line[line.index("-np") + 1], line[line.index("-H") + 1]) == ("6", "s1:4,s2:2")
     if mpirun:
         assert line[line.index("--bind-to") + 1] == "none", "no process is bound to a core that another one needs"
@@ -170,10 +169,10 @@ def test_ranks_by_job_and_index():
 def test_a_failure_names_the_role():
     found = {1: Verdict(1, "out of room")}
     label = Roles(2, 1).label
-    assert str(judge(End("1", 2), found, ["s1", "s1", "s1", "s2"], label=label)) == (
+    assert judge(End("1", 2), found, ["s1", "s1", "s1", "s2"], label=label).message == (
         "FIRST FAILURE ps 0 (rank 1) host s1: out of room"
     )
-    assert "FIRST FAILURE rank 1 host s2" in str(judge(End("1", 2), found, ["s1", "s2"], label=Roles(2).label))
+    assert "FIRST FAILURE rank 1 host s2" in judge(End("1", 2), found, ["s1", "s2"], label=Roles(2).label).message
 
 
 @needs_lab

@@ -18,7 +18,7 @@ import pytest
 
 from hvtrain.launch import horovodrun, on_host, restart, supervisor
 from hvtrain.launch.first_failure import AGAIN
-from hvtrain.launch.job import Job, LaunchOptions, parse_hosts
+from hvtrain.launch.job import Job, parse_hosts
 from hvtrain.launch.on_host import Answer
 from hvtrain.launch.remote_hosts import HostCalls
 from lab import Lab, needs_lab
@@ -85,9 +85,11 @@ def replay(monkeypatch, tmp_path, capfd):
         monkeypatch.setattr(Replayed, "transcript", transcript or FOLDER / how / f"{name}.txt")
         if how.startswith("launch"):
             controller = "gloo" if how == "launch-gloo" else "mpi"
-            job = Job(("python", "fate.py"), 2, parse_hosts("s1:1,s2:1"), controller, dict(os.environ))
-            way = LaunchOptions(mpirun=how == "launch-mpirun")
-            code = restart.run(job, way, tmp_path / "logs", run_dir, max_restarts)
+            job = Job(
+                ("python", "fate.py"), 2, parse_hosts("s1:1,s2:1"), controller, dict(os.environ),
+                mpirun=how == "launch-mpirun",
+            )  # fmt: skip
+            code = restart.run(job, tmp_path / "logs", run_dir, max_restarts)
         else:
             words = [HOW[how][-1], "-np", "2", "-H", "s1:1,s2:1", "python", "fate.py"]
             monkeypatch.setattr(sys, "argv", ["horovodrun", *options, *words])
