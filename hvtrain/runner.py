@@ -16,6 +16,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, model_options
 from hvtrain.core.run_files import RESULT_FILE, RunRecord
 from hvtrain.data import fitted
+from hvtrain.data.description import describe as describe_data
 from hvtrain.errors import Stopped, UserError
 from hvtrain.models.first_weights import begin_with
 from hvtrain.models.rates import take_averages
@@ -40,7 +41,7 @@ from hvtrain.training.resume import ResumePoint, RunState, Start, changed_since,
 from hvtrain.training.run import Run, describe, summary
 from hvtrain.training.run_folder import CONFIG_FILE, note_start, open_run_folder, remove_if_empty
 from hvtrain.training.saved_model import MODEL_FILE
-from hvtrain.training.setup import build_model, checkpoint_meta, isolated_names, open_data, open_task, seed_everything
+from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_task, seed_everything
 
 log = logging.getLogger(__name__)
 
@@ -163,11 +164,10 @@ def open_inputs(config: RunConfig, strategy: Strategy, state: RunState, saved: R
     manifest = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
     meta = checkpoint_meta(config, plan, manifest, state.run_id, changes)
-    task = comm.all_or_raise(lambda: open_task(config, source))
+    task, described = comm.all_or_raise(lambda: (open_task(config, source), describe_data(source)))
     if config.augment:
-        with isolated_names(config, topology.rank):
-            comm.all_or_raise(lambda: open_augmentation(config, source, task, plan.is_resized))
-    return Run(config, strategy, topology, source, task, plan, folder, meta, state, changed)
+        comm.all_or_raise(lambda: open_augmentation(config, source, task, plan.is_resized))
+    return Run(config, strategy, topology, source, task, plan, folder, meta, state, changed, described)
 
 
 def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
@@ -179,8 +179,7 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
         return build_model(config, run.source, run.task, run.plan, run.strategy)
 
     if config.comm.tune and run.topology.size > 1:
-        with isolated_names(config, run.topology.rank):
-            comm_tuning.tune(run, new_model)
+        comm_tuning.tune(run, new_model)
     model = comm.all_or_raise(new_model)
     if saved is None:
         options = model_options(config.model)
@@ -220,7 +219,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
             return
         if config.guard.batches:
             batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))
-            check_first_batches(strategy.comm, run.source, run.task, batches)
+            check_first_batches(run, batches, start.step > 0)
         if context.position.in_epoch:
             build_metrics(model, batched(run.source.element_spec))
         steps = call_steps(config, strategy, callbacks)

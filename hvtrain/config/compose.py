@@ -9,7 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any, cast
 
-from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig, to_dict
+from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
 from hvtrain.system import addresses, console
@@ -105,7 +105,7 @@ def resolved(tree: Any) -> dict[str, Any]:
 def schema() -> dict[str, Any]:
     """Returns the declared settings with their defaults, on which Hydra composes the groups."""
     no_choices: dict[str, Any] = {group: {} for group in GROUPS}
-    defaults = to_dict(RunConfig(**no_choices))
+    defaults = RunConfig(**no_choices).record
     declared = {name: value for name, value in defaults.items() if name not in GROUPS}
     return {**declared, "model": dataclasses.asdict(ModelOptions())}
 

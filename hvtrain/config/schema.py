@@ -7,6 +7,7 @@ with a `_target_`, so that YAML alone can name anything in a user's own package.
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from hvtrain.config.validate import flatten, seconds, setting, typed
@@ -164,6 +165,16 @@ class RunConfig:
     verbose: bool = setting(False, "show messages of TensorFlow, CUDA and oneDNN")
     tracebacks: bool = setting(False, "show tracebacks also for errors in the input")
 
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """All settings as plain nested dictionaries without secrets, for records and checkpoints."""
+        return _plain(self)
+
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        """The record by dotted names."""
+        return flatten(self.record)
+
 
 @dataclass
 class ModelOptions:
@@ -235,12 +246,11 @@ def default_run_dir(config: RunConfig, parent: str = "runs") -> str:
     return f"{parent}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    """Turns a RunConfig (or a section) into a plain nested dictionary without secrets, for records and checkpoints."""
+def _plain(config: Any) -> dict[str, Any]:
     tree = {}
     for item in fields(config):
         value = getattr(config, item.name)
-        tree[item.name] = to_dict(value) if is_dataclass(value) else redacted(value, item.name)
+        tree[item.name] = _plain(value) if is_dataclass(value) else redacted(value, item.name)
     return tree
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig
-from hvtrain.data import fitted
+from hvtrain.data import fitted, kinds
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.data.source import Source, Unreadable
 from hvtrain.errors import CheckpointError, ConfigError
@@ -23,7 +23,6 @@ from hvtrain.tasks import Task
 from hvtrain.training.finish import load_weights
 from hvtrain.training.setup import (
     build_network,
-    isolated_names,
     open_source,
     open_task,
     optimizer_at,
@@ -42,6 +41,7 @@ class FinishedRun:
         task: what it has learned.
         model: its model, with the weights of the checkpoint, and compiled.
         checkpoint: the name of the checkpoint, step-00000040.
+        kinds: the kinds of the inputs that it was trained on; empty for the run's own data, which are the same.
     """
 
     config: RunConfig
@@ -50,6 +50,7 @@ class FinishedRun:
     task: Task
     model: keras.Model
     checkpoint: str
+    kinds: kinds.Kinds
 
     @property
     def is_chief(self) -> bool:
@@ -71,6 +72,10 @@ class FinishedRun:
         by_rank = self.strategy.comm.gather(self.source.unreadable())
         # Two ranks may have met the same damaged file.
         return list({item.location: item for items in by_rank for item in items}.values())
+
+    def check_kind(self, name: str, inputs: Any) -> None:
+        """Raises DataError if a batch of inputs is of another kind than in training, or warns."""
+        kinds.check(name, self.kinds, kinds.kinds_of(inputs), self.config.guard.data)
 
     def explain(self, error: Exception) -> Exception:
         """Turns TensorFlow's error about unreadable data into one that names the file; other errors stay."""
@@ -107,8 +112,14 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     comm = strategy.comm
     config = finished.config
     step = comm.on_chief(lambda: checkpoint_step(finished))
-    files = comm.on_chief(lambda: fitted.read(finished.folder))
-    source, task, model = _build(config, files, strategy)
+    files, kept = comm.on_chief(lambda: (fitted.read(finished.folder), kinds.read(finished.folder)))
+    # Only a split of the run's own data is certain to be what the manifest says.
+    if finished.has_own_data and uses_split:
+        kept = {}
+    seed_everything(config, strategy.topology.rank)
+    source = comm.all_or_raise(lambda: _open_like(config, files, kept))
+    task = comm.all_or_raise(lambda: open_task(config, source))
+    model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
 
     path = finished.folder / "checkpoints" / store.folder_name(step)
     manifest = comm.on_chief(lambda: load_weights(config, model, path))
@@ -124,7 +135,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     elif uses_split or not files:
         comm.all_or_raise(lambda: check_unchanged(path.name, manifest, source.manifest(), config.guard.data))
 
-    return FinishedRun(config, strategy, source, task, model, path.name)
+    return FinishedRun(config, strategy, source, task, model, path.name, kept)
 
 
 def checkpoint_step(finished: FinishedConfig) -> int:
@@ -157,32 +168,18 @@ def checkpoint_step(finished: FinishedConfig) -> int:
     return store.step_of(checkpoints[-1])
 
 
-def _build(
-    config: RunConfig,
-    files: dict[str, bytes],
-    strategy: Strategy,
-) -> tuple[Source, Task, keras.Model]:
-    """Opens the data and the task, and builds the model as the run did (every rank).
-
-    Args:
-        config: the settings.
-        files: what the data set was fitted to, data.fitted.
-        strategy: started.
-    """
-    comm = strategy.comm
-    rank = strategy.topology.rank
-    # Seeding also resets the numbers by which Keras names layers. The model needs those of its checkpoint, whatever
-    # layers the data set and the task have made before it.
-    seed_everything(config, rank)
-    with isolated_names(config, rank):
-        source = comm.all_or_raise(lambda: open_source(config, files))
-        task = comm.all_or_raise(lambda: open_task(config, source))
-    model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
-
-    return source, task, model
+def _open_like(config: RunConfig, files: dict[str, bytes], kept: kinds.Kinds) -> Source:
+    """Opens the data set. Raises DataError if its inputs are of another kind."""
+    source = open_source(config, files)
+    if kept:
+        # Before a model is built for them, whose layers the checkpoint would not fit.
+        kinds.check(source.name, kept, kinds.spec_kinds(source), config.guard.data)
+    return source
 
 
 def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> keras.Model:
+    # Again: the model needs the names of its checkpoint, whatever layers the data set and the task have made.
+    seed_everything(config, strategy.topology.rank)
     model = build_network(config, source, task, strategy.topology.size)
     # Keras evaluates only a compiled model, and SGD has no slots that take memory.
     optimizer: Any = keras.optimizers.SGD()
@@ -192,6 +189,4 @@ def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Str
 
     has_weights = len(source.element_spec) > 2
     task.compile(model, optimizer, weighted=has_weights, distribute_loss=strategy.distribute_loss)
-    model.optimizer.build(model.trainable_variables)
-
     return model

@@ -278,6 +278,9 @@ class Task(ABC):
             # losses that divide by something else. object.__setattr__ keeps Keras from tracking the
             # new one as a part of the model.
             object.__setattr__(model, "_loss_tracker", ExactLoss(loss))
+        # Slots have to exist before they are restored and broadcast. The model's own optimizer:
+        # compile wraps it for mixed precision.
+        model.optimizer.build(model.trainable_variables)
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
         """Raises ConfigError if the model's symbolic outputs do not fit the task.

@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvtrain.config.schema import RunConfig, to_dict
-from hvtrain.config.validate import flatten
+from hvtrain.config.schema import RunConfig
 from hvtrain.data import kinds
 from hvtrain.data.manifest import differences, digest_of, refuse_or_warn, summarize
 from hvtrain.data.source import Source
@@ -36,7 +35,7 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
         ConfigError: Settings differ.
         RankError: Versions of packages or code differ.
     """
-    ranks = comm.gather((flatten(to_dict(config)), software(config), comm.topology.host))
+    ranks = comm.gather((config.flat, software(config), comm.topology.host))
     settings, programs, host = ranks[0]
 
     # All settings first: a setting may name another package, whose code then differs too.
@@ -65,7 +64,7 @@ def software(config: RunConfig) -> dict[str, str]:
     facts = {"version of python": platform.python_version()}
     for name, version in host_facts.package_versions(_PACKAGES).items():
         facts[f"version of {name}"] = version or "none"
-    targets = [value for key, value in flatten(to_dict(config)).items() if key.endswith("_target_")]
+    targets = [value for key, value in config.flat.items() if key.endswith("_target_")]
     for package in dict.fromkeys(["hvtrain", *(target.split(".")[0] for target in targets)]):
         if package == "keras":
             continue  # Its version says enough.

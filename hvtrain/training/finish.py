@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.checkpoint import store, writer
-from hvtrain.config.schema import RunConfig, to_dict
+from hvtrain.config.schema import RunConfig
 from hvtrain.core.files import write_atomic
 from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words, write_result
 from hvtrain.core.topology import Topology
@@ -62,7 +62,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         proof=proof,
         metrics=metrics,
         versions=versions(),
-        config=to_dict(run.config),
+        config=run.config.record,
         split=asdict(report.split) if report.split else None,
         skipped_examples=report.num_skipped,
         per_second=per_second,

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvtrain.checkpoint import store
 from hvtrain.checkpoint.store import Checkpoint
-from hvtrain.config.schema import RunConfig, to_dict
+from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import flatten
 from hvtrain.core.checkpoint_notes import NoteKeeper
 from hvtrain.core.step_plan import StepPlan
@@ -287,7 +287,7 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
     before = meta.get("config")
     if not isinstance(before, dict):
         return {}  # The file may be anybody's.
-    changed = changed_settings(before, to_dict(config))
+    changed = changed_settings(before, config.record)
     for name, (then, now) in changed.items():
         if name in FIXED or name.startswith("task.metrics."):
             raise ConfigError(

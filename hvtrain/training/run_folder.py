@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from hvtrain.checkpoint import store, writer
-from hvtrain.config.schema import RunConfig, default_run_dir, to_dict
+from hvtrain.config.schema import RunConfig, default_run_dir
 from hvtrain.core.files import TEMPORARY, read_file, refuse_link, write_atomic, write_json
 from hvtrain.core.run_files import HISTORY_FILE, RESULT_FILE, STARTS_FILE, read_starts
 from hvtrain.core.version import VERSION
@@ -170,10 +170,8 @@ def remove_if_empty(folder: Path) -> None:
 
 def reusable(config: RunConfig) -> dict[str, Any]:
     """The settings for another run: without the folder, and without secrets."""
-    tree = to_dict(config)
-    tree["run"]["dir"] = None
-    tree["notify"] = None  # Its addresses may hold passwords.
-    return tree
+    # The addresses of notify may hold passwords.
+    return {**config.record, "run": {**config.record["run"], "dir": None}, "notify": None}
 
 
 def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step: int) -> None:

@@ -82,10 +82,8 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
 
     for part in (model, whole):
-        # Keras cannot load a model that was compiled without an optimizer. SGD has no slots, and
-        # Keras warns about an optimizer that is not built.
+        # Keras cannot load a model that was compiled without an optimizer. SGD has no slots.
         task.compile(part, keras.optimizers.SGD())
-        part.optimizer.build(part.trainable_variables)
 
     users_names = sorted(set(own_names(whole.get_compile_config())))
     if users_names:

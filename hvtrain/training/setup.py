@@ -1,7 +1,6 @@
 """Setup of a run: its seeds, data, plan and model."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import RunConfig, to_dict
+from hvtrain.config.schema import RunConfig
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
@@ -36,17 +35,6 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     keras.config.set_dtype_policy(config.train.precision)
-
-
-@contextmanager
-def isolated_names(config: RunConfig, rank: int) -> Iterator[None]:
-    """Resets Keras's names and random numbers after the building of objects beside the model.
-
-    The run's model must get those of a first one. Building a layer takes the next of Keras's names
-    and random numbers, and checkpoints hold both.
-    """
-    yield
-    seed_everything(config, rank)
 
 
 def open_data(
@@ -113,10 +101,11 @@ def build_model(
 ) -> keras.Model:
     """Builds and compiles the model and its optimizer.
 
-    The optimizer's slots have to exist before they are restored and broadcast.
-
     Raises ConfigError if settings, model, data set and task do not fit each other.
     """
+    # Building a layer, such as one of augment, takes the next of Keras's names and random numbers.
+    # The run's model gets those of a first one, whatever was built before it.
+    seed_everything(config, strategy.topology.rank)
     with strategy.scope():
         if config.train.sync_batch_norm and strategy.num_replicas > 1:
             raise ConfigError(
@@ -141,8 +130,6 @@ def build_model(
             distribute_loss=strategy.distribute_loss,
             soft_targets=bool(source.augmentation and source.augmentation.mixes),
         )
-        # compile may have wrapped it, as for mixed precision.
-        model.optimizer.build(model.trainable_variables)
         factors = factors_of(model, config.train.rates)
         multiply_rates(model.optimizer, model.trainable_variables, factors)
     strategy.prepare(model)
@@ -312,6 +299,6 @@ def checkpoint_meta(
         "data": data,
         "run_id": run_id,
         "versions": versions(),
-        "config": to_dict(config),
+        "config": config.record,
         "changes": changes,
     }

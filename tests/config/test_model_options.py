@@ -5,7 +5,7 @@ import pytest
 
 from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import from_dict, model_options, to_dict
+from hvtrain.config.schema import from_dict, model_options
 from hvtrain.errors import ConfigError
 from hvtrain.training.resume import changed_settings
 
@@ -86,11 +86,11 @@ def test_rates_are_told_by_pattern():
 
 
 def test_first_weights_and_recomputation_may_change_on_resume():
-    before = to_dict(composed("model.weights=a"))
-    assert changed_settings(before, to_dict(composed("train.remat=true"))) == {}
-    assert changed_settings(before, to_dict(composed("model.freeze=[a]"))) == {"model.freeze": [None, ["a"]]}
+    before = composed("model.weights=a").record
+    assert changed_settings(before, composed("train.remat=true").record) == {}
+    assert changed_settings(before, composed("model.freeze=[a]").record) == {"model.freeze": [None, ["a"]]}
     older = {**before, "model": {"_target_": "hvtrain.models.cnn", "dropout": [0.25, 0.5]}}
-    assert changed_settings(older, to_dict(composed())) == {}
+    assert changed_settings(older, composed().record) == {}
 
 
 def test_help_has_them():

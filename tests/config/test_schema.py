@@ -3,8 +3,8 @@
 import pytest
 
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import RunConfig, TrainConfig, from_dict, to_dict
-from hvtrain.config.validate import flatten, nearest
+from hvtrain.config.schema import RunConfig, TrainConfig, from_dict
+from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
@@ -29,8 +29,8 @@ def test_defaults_are_the_schemas():
 
 def test_to_dict_and_back():
     made = config(train={"epochs": 3, "steps": None}, seed=5)
-    assert from_dict(to_dict(made)) == made
-    assert flatten(to_dict(made))["train.epochs"] == 3
+    assert from_dict(made.record) == made
+    assert made.flat["train.epochs"] == 3
 
 
 def test_records_hold_no_secret():
@@ -38,7 +38,7 @@ def test_records_hold_no_secret():
     own = {"_target_": "own.Notifies", "api_key": "hunter2", "urls": ["https://me:hunter2@host/"], "patience": 2}
     made = config(callbacks={"own": own})
     assert made.callbacks["own"]["api_key"] == "hunter2"
-    kept = to_dict(made)["callbacks"]["own"]
+    kept = made.record["callbacks"]["own"]
     assert kept == {"_target_": "own.Notifies", "api_key": "***", "urls": ["https://***@host/"], "patience": 2}
 
 

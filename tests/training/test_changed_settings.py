@@ -3,7 +3,7 @@
 import pytest
 
 from hvtrain.config.compose import compose
-from hvtrain.config.schema import from_dict, to_dict
+from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.training.resume import changed_since
 
@@ -16,7 +16,7 @@ def config(*words):
 
 @pytest.fixture(scope="module")
 def meta():
-    return {"config": to_dict(config())}
+    return {"config": config().record}
 
 
 def test_what_may_change(meta):
@@ -38,7 +38,7 @@ def test_what_cannot_change(meta, word, said):
 
 
 def test_the_order_of_layers_of_augmentation():
-    before = to_dict(config("augment=[random_flip,mix_up]"))
+    before = config("augment=[random_flip,mix_up]").record
     now = config("augment=[mix_up,random_flip]", "augment.mix_up.alpha=0.4")
     assert changed_since({"config": before}, now) == {
         "augment.mix_up.alpha": [0.2, 0.4],

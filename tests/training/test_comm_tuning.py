@@ -74,7 +74,7 @@ def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monke
 
 
 def test_what_it_does_not_go_with(monkeypatch):
-    with pytest.raises(ConfigError, match=r"comm\.tune=true and strategy=elastic exclude each other"):
+    with pytest.raises(ConfigError, match=r"strategy=elastic and comm\.tune=true exclude each other"):
         ElasticStrategy().expect_restart()
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "4194304")
     with pytest.raises(ConfigError, match=r"comm\.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other"):

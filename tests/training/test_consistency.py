@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from hvtrain.config.compose import compose
-from hvtrain.config.schema import from_dict, to_dict
-from hvtrain.config.validate import flatten
+from hvtrain.config.schema import from_dict
 from hvtrain.core.topology import Topology
 from hvtrain.errors import RankError
 from hvtrain.strategies.base import Comm
@@ -36,7 +35,7 @@ def test_ranks_with_other_code_are_told(tmp_path, monkeypatch):
             patch.syspath_prepend(str(tmp_path / version))
             found.append(software(config))
             sys.modules.pop("petals", None)
-    settings = flatten(to_dict(config))
+    settings = config.flat
     monkeypatch.syspath_prepend(str(tmp_path / "0"))
     check_same_run(Gathers((settings, found[0])), config)
     with pytest.raises(RankError, match="rank 0 on s1 and rank 1 on s2 run different programs: code of petals is "):

@@ -7,7 +7,7 @@ import pytest
 
 from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import default_run_dir, from_dict, to_dict
+from hvtrain.config.schema import default_run_dir, from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training import run_folder
@@ -31,9 +31,9 @@ def test_the_configuration_in_the_folder_repeats_the_run(tmp_path):
     words = ["model=mlp", "model.hidden=[7]", "optimizer=momentum", "callbacks=early_stopping", "train.steps=70"]
     config = opened(tmp_path / "run", *words)
     (again,) = compose(["--config-dir", str(tmp_path / "run"), "train.batch_size=5"])
-    expected = to_dict(config)
+    expected = config.record
     expected["run"]["dir"], expected["train"]["batch_size"] = None, 5
-    assert to_dict(from_dict(again)) == expected
+    assert from_dict(again).record == expected
     assert f"run.dir={tmp_path / 'run'}" in (tmp_path / "run" / "README.md").read_text()
 
 

@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any
 
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import to_dict
 from hvtrain.core.files import write_json
 from hvtrain.core.run_files import TRACKERS_FILE, EpochRecord, read_tracked
 from hvtrain.errors import Stopped, StorageError, in_one_line
@@ -46,7 +45,7 @@ class Tracking(RunCallback):
         self._is_open = True
         self._tracked = read_tracked(run.folder)
 
-        facts = TrackedRun(run.folder.name, run.folder, to_dict(run.config), run.meta["changes"])
+        facts = TrackedRun(run.folder.name, run.folder, run.config.record, run.meta["changes"])
 
         def start(name: str, tracker: Tracker) -> None:
             before = self._tracked.get(name, {"id": None, "step": 0})

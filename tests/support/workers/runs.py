@@ -88,7 +88,6 @@ def against_the_joint_batches(config):
     task = open_task(config, source)
     if config.augment:
         open_augmentation(config, source, task)
-        seed_everything(config, hvd.rank())
     stream = training_batches(source, plan, topology, 1, 0)
     everyone = strategy.comm.gather(list(stream.take(plan.num_steps).as_numpy_iterator()))
     found = {"sizes": [[len(tf.nest.flatten(batch)[0]) for batch in batches] for batches in everyone]}
