@@ -8,7 +8,8 @@ its own options from YAML. All builders keep these rules:
   from_logits=True).
 - Every layer has a fixed name, so that variable paths are equal on all ranks and in every
   checkpoint.
-- An impossible argument raises ConfigError.
+- An impossible argument raises ValueError or TypeError, mostly Keras's own, which a run shows in
+  one line with the setting.
 """
 
 from hvtrain.models.applications import application

@@ -8,24 +8,9 @@ from typing import Any
 import keras
 from keras import layers
 
+from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
-from hvtrain.models.networks import check_rate, image_input, logits, nearest_names
-
-# Options that this builder sets itself; a network's others (alpha, minimalistic ...) are up to the
-# user.
-OURS = {
-    "classes",
-    "classifier_activation",
-    "dropout",
-    "dropout_rate",
-    "include_preprocessing",
-    "include_top",
-    "input_shape",
-    "input_tensor",
-    "name",
-    "pooling",
-    "weights",
-}
+from hvtrain.models.networks import logits
 
 
 def application(
@@ -51,11 +36,11 @@ def application(
         options: passed on to the network, such as alpha=0.5 for MobileNet.
 
     Raises:
-        ConfigError: no such network, an image smaller than the network takes (usually 32x32),
-            unknown options.
+        ConfigError: no such network.
+        ValueError: an image smaller than the network takes (usually 32x32), by Keras.
+        TypeError: an option that the network does not have.
     """
-    check_rate(name, dropout)
-    image = image_input(image_shape, num_outputs, network=name)
+    image = keras.Input(image_shape, name="image")
     trunk = body(image_shape, name, pooling="avg", **options)
     x = clone(trunk, image).output
     if dropout:
@@ -69,38 +54,17 @@ def body(
     pooling: str | None = None,
     **options: Any,
 ) -> keras.Model:
-    """Builds Keras's own network without its head, with random weights. Raises ConfigError."""
-    members = vars(keras.applications)
-    networks = {key: value for key, value in members.items() if inspect.isfunction(value)}
+    """Builds Keras's own network without its head, with random weights; raises as `application`."""
+    networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))
     if name not in networks:
-        nearest = nearest_names(name, networks)
-        choices = f"the nearest: {', '.join(nearest)}"
-        if not nearest:
-            choices = f"it has {', '.join(sorted(networks))}"
-        raise ConfigError(f"keras.applications has no network {name!r}; {choices}")
-
-    known_options = sorted(set(inspect.signature(networks[name]).parameters) - OURS)
-    unknown_options = sorted(set(options) - set(known_options))
-    if unknown_options:
-        raise ConfigError(
-            f"{name} was given the options {', '.join(unknown_options)}; those that can be set "
-            f"are: {', '.join(known_options) or 'none'}"
-        )
-
-    try:
-        return networks[name](
-            include_top=False,
-            weights=None,
-            pooling=pooling,
-            input_shape=tuple(image_shape),
-            **options,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"keras.applications.{name} was given images of shape {tuple(image_shape)} and options "
-            f"{options}, and answered: {error}; enlarge the images, fix the option or choose a "
-            "smaller model (resnet20, cnn)"
-        ) from error
+        raise ConfigError(f"keras.applications has no network {name!r}; {nearest(name, list(networks))}")
+    return networks[name](
+        include_top=False,
+        weights=None,
+        pooling=pooling,
+        input_shape=tuple(image_shape),
+        **options,
+    )
 
 
 def clone(

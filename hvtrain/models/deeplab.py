@@ -4,16 +4,15 @@ After Chen et al. 2018, "Encoder-Decoder with Atrous Separable Convolution for S
 Segmentation" (arXiv:1802.02611), called the paper here.
 """
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import layers
 
+from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.models.applications import body, clone
-from hvtrain.models.networks import check_rate, image_input
 
 # Backbones by name, and their layers that give low-level features, of a quarter of the image's
 # size, and high ones.
@@ -55,17 +54,20 @@ def deeplabv3plus(
         output_stride: pixels of the image for each of the backbone's features, a side; 8 is finer
             than 16 and costs more memory and time; 32 leaves the backbone as it is.
         filters: of the pyramid and the decoder.
-        atrous_rates: of the pyramid's three convolutions; None: 6, 12, 18 at a stride of 16, twice
+        atrous_rates: of the pyramid's convolutions, any number of them; None: 6, 12, 18 at a stride of 16, twice
             that at 8. Small images need smaller ones: at a rate as large as the features, a kernel
             sees nothing but its center.
         dropout: fraction dropped between the pyramid and the decoder.
         norm_momentum: of the moving statistics of all batch normalization; 0.9 suits runs of some
             hundred steps too.
         options: passed on to the backbone, such as alpha=0.5 for MobileNetV2.
+
+    Raises:
+        ConfigError: another backbone or stride, or a momentum that is no fraction. What Keras's
+            layers and the backbone refuse raises their own ValueError or TypeError.
     """
-    _check(backbone, output_stride, filters, atrous_rates, norm_momentum)
-    check_rate("deeplabv3plus", dropout)
-    image = image_input(image_shape, num_outputs, network="deeplabv3plus")
+    _check(backbone, output_stride, norm_momentum)
+    image = keras.Input(image_shape, name="image")
     trunk = body(image_shape, backbone, **options)
     changes = dilated(trunk, output_stride)
     for layer in trunk.layers:
@@ -121,26 +123,11 @@ def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]
     return changes
 
 
-def _check(
-    backbone: str,
-    output_stride: int,
-    filters: int,
-    atrous_rates: Sequence[int] | None,
-    norm_momentum: float,
-) -> None:
+def _check(backbone: str, output_stride: int, norm_momentum: float) -> None:
     if backbone not in ENDS:
-        nearest = difflib.get_close_matches(str(backbone), ENDS, n=1, cutoff=0.4)
-        hint = f"the nearest is {nearest[0]}" if nearest else "choose one of these"
-        raise ConfigError(f"deeplabv3plus was given backbone={backbone}; it knows {', '.join(ENDS)}: {hint}")
+        raise ConfigError(f"deeplabv3plus was given backbone={backbone}; {nearest(str(backbone), list(ENDS))}")
     if output_stride not in STRIDES:
         raise ConfigError(f"deeplabv3plus was given output_stride={output_stride}; it needs 8, 16 or 32")
-    if not isinstance(filters, int) or filters < 1:
-        raise ConfigError(f"deeplabv3plus was given filters={filters}; it needs a whole number from 1, such as 256")
-    rates = [6, 12, 18] if atrous_rates is None else list(atrous_rates)
-    if len(rates) != 3 or any(not isinstance(rate, int) or rate < 1 for rate in rates):
-        raise ConfigError(
-            f"deeplabv3plus was given atrous_rates={rates}; it needs three whole numbers from 1, such as [6, 12, 18]"
-        )
     if not 0 < norm_momentum < 1:
         raise ConfigError(f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a fraction, such as 0.9")
 

@@ -8,8 +8,7 @@ else differs is refused, unless model.weights_except names it.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from hvtrain.checkpoint import store
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
-from hvtrain.models.hub_models import CONFIG_FILE, backbone_of, preset_folder, task_config, task_of
+from hvtrain.models.hub_models import CONFIG_FILE, backbone_of, task_config, task_of
 from hvtrain.models.parts import Part, find_variables, head_of, parts
 
 log = logging.getLogger(__name__)
@@ -27,39 +26,8 @@ log = logging.getLogger(__name__)
 RUN_FILES = ("best.keras", "best.weights.h5", "model.keras", "model.weights.h5")
 SOURCES = "a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub"
 
-# Weights by key: LAYER/INDEX, where INDEX counts the layer's own variables, or the variable's path
-# in a checkpoint.
+# Weights by key: LAYER/INDEX, where INDEX counts the layer's own variables.
 Arrays = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A variable of a model, and where its value is in a source.
-
-    layer: its layer's path. index: its number among the layer's own variables.
-    """
-
-    layer: str
-    name: str
-    index: int
-    variable: Any
-
-    @property
-    def path(self) -> str:
-        return f"{self.layer}/{self.name}".lstrip("/")
-
-    @property
-    def key(self) -> str:
-        return f"{self.layer}/{self.index}"
-
-    def key_in(self, arrays: Arrays) -> str:
-        """Returns the key of its value: the variable's path in a checkpoint, else `key`."""
-        return self.variable.path if self.variable.path in arrays else self.key
-
-    def fits(self, arrays: Arrays) -> bool:
-        """Returns True if the source has its value, in its shape."""
-        array = arrays.get(self.key_in(arrays))
-        return array is not None and array.shape == tuple(self.variable.shape)
 
 
 def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) -> None:
@@ -78,61 +46,54 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     excepted_ids = set()
     for pattern in excepted:
         excepted_ids |= set(map(id, find_variables(model, pattern, "model.weights_except")))
+    own = {key: variable for key, variable in _keyed(parts(model)).items() if id(variable) not in excepted_ids}
 
-    slots = [slot for slot in _slots(parts(model)) if id(slot.variable) not in excepted_ids]
+    def fits(key: str) -> bool:
+        return key in arrays and arrays[key].shape == tuple(own[key].shape)
 
     # The head is taken as a whole, or stays new as a whole.
-    head_layers = {part.path for part in head_of(model)}
-    head = [slot for slot in slots if slot.layer in head_layers]
-    is_head_new = not all(slot.fits(arrays) for slot in head)
-    taken = [slot for slot in slots if not (is_head_new and slot.layer in head_layers)]
-    for slot in taken:
-        if not slot.fits(arrays):
-            raise _difference(
-                source,
-                slot.path,
-                arrays.get(slot.key_in(arrays)),
-                slot.variable,
-            )
+    head = [key for key in _keyed(head_of(model)) if key in own]
+    new_head = [] if all(map(fits, head)) else head
+    taken = [key for key in own if key not in new_head]
+    for key in taken:
+        if not fits(key):
+            raise _difference(source, _path(key, own[key]), arrays.get(key), own[key])
 
-    unused = arrays.keys() - {slot.key_in(arrays) for slot in slots}
+    unused = arrays.keys() - own.keys()
     unused_layers = sorted({key.rpartition("/")[0] for key in unused})
     # If the head is new, the source may have one of its own, by another name.
-    is_other_head = is_head_new and len(unused_layers) == 1
+    is_other_head = bool(new_head) and len(unused_layers) == 1
     if unused and not excepted and not is_other_head:
         key = min(unused)
         raise _difference(source, key, arrays[key], None)
 
     # Nothing is assigned before everything is known to fit.
-    for slot in taken:
-        slot.variable.assign(arrays[slot.key_in(arrays)])
-    new = [f"{slot.path} {tuple(slot.variable.shape)}" for slot in head if is_head_new]
-    _log_taken(path, taken, [*new, *excepted])
+    for key in taken:
+        own[key].assign(arrays[key])
+    new = [f"{_path(key, own[key])} {tuple(own[key].shape)}" for key in new_head]
+    suffix = f"; new: {', '.join([*new, *excepted])}" if new or excepted else ""
+    log.info("weights        %s parameters from %s%s", f"{sum(arrays[key].size for key in taken):,}", path, suffix)
     if unused and excepted:
         named = ", ".join(unused_layers[:5]) + " ..." * (len(unused_layers) > 5)
         log.info("               not taken from there: %s", named)
 
 
-def _log_taken(path: Path, taken: Sequence[Slot], new: Sequence[str]) -> None:
-    number = sum(int(np.prod(slot.variable.shape)) for slot in taken)
-    suffix = f"; new: {', '.join(new)}" if new else ""
-    log.info("weights        %s parameters from %s%s", f"{number:,}", path, suffix)
-
-
-def _slots(model_parts: Sequence[Part]) -> Iterator[Slot]:
+def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
+    """Returns the parts' variables by key."""
+    variables: dict[str, Any] = {}
     for part in model_parts:
         # A source has the matrices of model.lora_rank added to the kernels.
-        plain = [value for value in part.variables if not value.name.startswith("lora_")]
-        for index, variable in enumerate(plain):
-            yield Slot(part.path, variable.name, index, variable)
+        plain = [variable for variable in part.variables if not variable.name.startswith("lora_")]
+        variables |= {f"{part.path}/{index}": variable for index, variable in enumerate(plain)}
+    return variables
 
 
-def _difference(
-    source: str,
-    path: str,
-    array: np.ndarray | None,
-    variable: Any,
-) -> ConfigError:
+def _path(key: str, variable: Any) -> str:
+    """Returns the variable's path for messages, LAYER/NAME."""
+    return f"{key.rpartition('/')[0]}/{variable.name}".lstrip("/")
+
+
+def _difference(source: str, path: str, array: Any, variable: Any) -> ConfigError:
     def describe(value: Any) -> str:
         return "nothing" if value is None else f"shape {tuple(value.shape)}"
 
@@ -145,24 +106,26 @@ def _difference(
 
 def _read(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
     """Returns the file or checkpoint that is read, and its weights. Raises ConfigError."""
-    if (path / CONFIG_FILE).is_file():
-        return path, _read_preset(path, model)
-    if path.is_dir():
+    is_preset = (path / CONFIG_FILE).is_file()
+    if path.is_dir() and not is_preset:
         return _read_run_folder(path, model)
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(f"model.weights={path} is not there; choose {SOURCES}")
+    if is_preset and backbone_of(model) is None:
+        raise ConfigError(
+            f"model.weights={path} is a preset of keras-hub, and {model.name} has none of its "
+            "backbones; choose model=keras_hub"
+        )
     try:
+        if is_preset:
+            return path, _read_preset(path, model)
         if path.name.endswith(".keras"):
             return path, _read_keras(path, model)
         if path.name.endswith(".weights.h5"):
             return path, _read_h5(path)
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise ConfigError(f"model.weights={path} cannot be read: {in_one_line(error)}; choose {SOURCES}") from error
     raise ConfigError(f"model.weights={path} is of another kind; choose {SOURCES}")
-
-
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"model.weights={path} cannot be read: {in_one_line(error)}; choose {SOURCES}")
 
 
 def _read_run_folder(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
@@ -174,7 +137,7 @@ def _read_run_folder(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
     # From the newest one on; a damaged one is passed over, with a warning.
     for folder in reversed(store.list_checkpoints(path / "checkpoints")):
         try:
-            return folder, _of_checkpoint(store.read(folder).arrays)
+            return folder, _of_checkpoint(store.read(folder).arrays, model)
         except CheckpointError as error:
             log.warning("%s", error)
     raise ConfigError(f"model.weights={path} is a folder without a model or a whole checkpoint; choose {SOURCES}")
@@ -190,23 +153,13 @@ def _read_keras(path: Path, model: keras.Model) -> Arrays:
 
 def _read_preset(path: Path, model: keras.Model) -> Arrays:
     """Reads the weights in a preset, those of its task too if the model is of the same class."""
-    if backbone_of(model) is None:
-        raise ConfigError(
-            f"model.weights={path} is a preset of keras-hub, and {model.name} has none of its "
-            "backbones; choose model=keras_hub"
-        )
     import keras_hub
 
-    folder = preset_folder(str(path), "model.weights")
+    folder = str(path.resolve())
     task = task_of(model)
-    try:
-        if task is not None and task_config(folder, type(task)):
-            loaded = type(task).from_preset(folder, preprocessor=None, dtype="float32")
-        else:
-            loaded = keras_hub.models.Backbone.from_preset(folder, dtype="float32")
-        return _of_model(loaded, model)
-    except Exception as error:
-        raise _unreadable(path, error) from error
+    if task is not None and task_config(folder, type(task)):
+        return _of_model(type(task).from_preset(folder, preprocessor=None, dtype="float32"), model)
+    return _of_model(keras_hub.models.Backbone.from_preset(folder, dtype="float32"), model)
 
 
 def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
@@ -218,23 +171,23 @@ def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
     backbone = backbone_of(model)
     source_backbone = backbone_of(source)
     if backbone is None or source_backbone is None:
-        return {slot.key: slot.variable.numpy() for slot in _slots(parts(source))}
+        return {key: variable.numpy() for key, variable in _keyed(parts(source)).items()}
 
     # The backbone may be deeper in one model than in the other, so its layers have other paths
     # there.
-    key_of = {id(slot.variable): slot.key for slot in _slots(parts(model))}
+    keys = {id(variable): key for key, variable in _keyed(parts(model)).items()}
 
     def with_keys_of(own: Sequence[Part], others: Sequence[Part]) -> Arrays:
-        keys = {slot.key: key_of[id(slot.variable)] for slot in _slots(own)}
-        return {keys.get(slot.key, slot.key): slot.variable.numpy() for slot in _slots(others)}
+        own_keys = {key: keys[id(variable)] for key, variable in _keyed(own).items()}
+        return {own_keys.get(key, key): variable.numpy() for key, variable in _keyed(others).items()}
 
     arrays = with_keys_of(parts(backbone), parts(source_backbone))
     head = with_keys_of(head_of(task_of(model) or model), head_of(task_of(source) or source))
-    return arrays | head if head.keys() <= set(key_of.values()) else arrays
+    return arrays | head if head.keys() <= set(keys.values()) else arrays
 
 
-def _of_checkpoint(arrays: Arrays) -> Arrays:
-    """Returns the model's weights in a checkpoint, LoRA's matrices added to the kernels."""
+def _of_checkpoint(arrays: Arrays, model: keras.Model) -> Arrays:
+    """Returns the weights in a checkpoint by the model's keys, LoRA's matrices added to the kernels."""
     # Keys are model/NUMBER/PATH; others are of the optimizer and the ranks.
     model_arrays = {key: array for key, array in arrays.items() if key.startswith("model/")}
     weights = {key.split("/", 2)[2]: array for key, array in model_arrays.items()}
@@ -244,7 +197,8 @@ def _of_checkpoint(arrays: Arrays) -> Arrays:
         second = weights.pop(f"{path.removesuffix('_a')}_b")
         base = path.removesuffix("_a").replace("/lora_", "/")
         weights[base] = weights[base] + np.matmul(first, second)
-    return weights
+    keys = {variable.path: key for key, variable in _keyed(parts(model)).items()}
+    return {keys.get(path, path): array for path, array in weights.items()}
 
 
 def _read_h5(path: Path) -> Arrays:

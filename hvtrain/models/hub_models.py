@@ -5,6 +5,7 @@ that the task needs. Also reads presets (folders that save_to_preset of keras-hu
 keras-hub's backbone or task in a model.
 """
 
+import difflib
 import inspect
 import json
 import sys
@@ -19,7 +20,7 @@ from keras import layers, ops
 
 from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, in_one_line
-from hvtrain.models.networks import check_rate, logits, nearest_names
+from hvtrain.models.networks import logits
 
 # Arguments of keras-hub's constructors that are not up to the user.
 OURS = {"self", "args", "kwargs", "name", "dtype", "compile"}
@@ -74,7 +75,6 @@ def hub_model(
     if not is_task:
         _check_options(name, "model", options, {"dropout"})
         dropout = options.pop("dropout", 0.0)
-        check_rate(name, dropout)
 
     specs = tf.nest.flatten(input_spec)
     lengths = [spec.shape[0] for spec in specs if spec.dtype.is_integer and spec.shape.rank == 1]
@@ -88,7 +88,13 @@ def hub_model(
     try:
         folder = preset_folder(preset, "model.preset") if preset else None
         if folder:
-            network = _backbone_from_preset(hub, folder, backbone_options)
+            network = hub.models.Backbone.from_preset(
+                folder,
+                load_weights=False,  # Rank 0 alone reads them: see first_weights.py.
+                name="backbone",
+                dtype=keras.config.dtype_policy(),
+                **backbone_options,
+            )
         else:
             network = _new_backbone(hub, chosen, backbone_options, facts)
         _check_size(network, facts)
@@ -128,7 +134,7 @@ def _classes(hub: ModuleType) -> dict[str, Any]:
 def _find_class(hub: ModuleType, name: str) -> Any:
     classes = _classes(hub)
     if name not in classes:
-        nearest = nearest_names(name, classes) or ["BertBackbone", "GPT2CausalLM"]
+        nearest = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
         raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; the nearest: {', '.join(nearest)}")
     chosen = classes[name]
     if issubclass(chosen, hub.models.Task) and chosen.compute_loss is not keras.Model.compute_loss:
@@ -152,18 +158,6 @@ def _class_for_backbone(hub: ModuleType, chosen: Any, backbone: type) -> Any:
     return matches.pop()
 
 
-def _backbone_from_preset(hub: ModuleType, folder: str, options: dict[str, Any]) -> keras.Model:
-    policy = keras.config.dtype_policy()
-    # Without weights, since rank 0 alone reads them: see first_weights.py.
-    return hub.models.Backbone.from_preset(
-        folder,
-        load_weights=False,
-        name="backbone",
-        dtype=policy,
-        **options,
-    )
-
-
 def _new_backbone(
     hub: ModuleType,
     chosen: Any,
@@ -184,11 +178,6 @@ def _new_backbone(
     _check_options(kind.__name__, "model.backbone", options, parameters)
     known = {key: value for key, value in facts.items() if value is not None}
     options = {key: value for key, value in known.items() if key in parameters} | options
-    required = [key for key, value in parameters.items() if value.default is value.empty]
-    missing = [key for key in required if key not in options]
-    if missing:
-        settings = " ".join(f"+model.backbone.{key}=..." for key in missing)
-        raise ConfigError(f"{kind.__name__} needs {', '.join(missing)}; add {settings}")
     # Fixed names, here and for tasks, so that variables have the same paths in each build.
     return kind(name="backbone", dtype=keras.config.dtype_policy(), **options)
 

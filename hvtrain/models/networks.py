@@ -1,10 +1,9 @@
 """Small networks for small images: mlp and cnn for first runs, resnet20, and a separable CNN.
 
-Also the checks and layers that all builders share.
+Also what other builders share of them.
 """
 
-import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -20,39 +19,25 @@ BLOCKS = ((128,), (256, 256), (512, 512))
 KERNEL = 3
 
 
-def image_input(
-    image_shape: Sequence[int],
-    num_outputs: int,
-    *,
-    network: str,
-    min_side: int = 1,
-) -> Any:
+def image_input(image_shape: Sequence[int], network: str, min_side: int) -> Any:
     """Makes the input layer for images of shape (height, width, channels).
 
     Args:
         image_shape: of an image.
-        num_outputs: of the network; must be 1 or more.
-        network: its name in messages.
+        network: its name in the message.
         min_side: pixels that height and width need at least.
 
     Raises:
-        ConfigError: the network cannot take such images.
+        ConfigError: the images are smaller.
     """
-    shape = tuple(image_shape)
-    if len(shape) != 3 or any(not isinstance(extent, int) or extent < 1 for extent in shape):
-        raise ConfigError(
-            f"{network} was given image_shape {shape}; it needs (height, width, channels), each at "
-            "least 1: add the channel axis to grey images"
-        )
-    height, width, _ = shape
+    height, width, _ = image_shape
     if min(height, width) < min_side:
         raise ConfigError(
             f"{network} was given images of {height}x{width}; it needs {min_side}x{min_side} or "
             "more, because its pooling halves them: choose a smaller model (mlp, cnn) or enlarge "
             "the images"
         )
-    check_outputs(network, num_outputs)
-    return keras.Input(shape, name="image")
+    return keras.Input(image_shape, name="image")
 
 
 def logits(features: Any, num_outputs: int, initializer: str = "glorot_uniform") -> Any:
@@ -66,49 +51,12 @@ def logits(features: Any, num_outputs: int, initializer: str = "glorot_uniform")
     )(features)
 
 
-def check_outputs(network: str, num_outputs: int) -> None:
-    if num_outputs < 1:
-        raise ConfigError(f"{network} was given num_outputs={num_outputs}; it needs at least 1")
-
-
-def check_rate(network: str, rate: float) -> None:
-    if not 0 <= rate < 1:
-        raise ConfigError(f"{network} was given dropout={rate}; it needs a fraction in [0, 1), such as 0.5")
-
-
-def _check_activation(network: str, name: str) -> None:
-    _check_name(network, "activation", name, keras.activations.get, "relu, selu, gelu or tanh")
-
-
-def _check_name(
-    network: str,
-    option: str,
-    name: str,
-    get: Callable[[str], Any],
-    examples: str,
-) -> None:
-    """Raises ConfigError unless `get` finds an activation or initializer of that name."""
-    try:
-        get(name)
-    except ValueError:
-        raise ConfigError(f"{network} was given {option}={name}; it needs a Keras name, such as {examples}") from None
-
-
-def nearest_names(name: str, known: Iterable[str]) -> list[str]:
-    """Returns up to four known names that are like this one, whatever the case.
-
-    >>> nearest_names("resnet50", ["ResNet50", "ResNet101", "VGG16"])
-    ['ResNet50', 'ResNet101']
-    """
-    by_lower_case = {key.lower(): key for key in known}
-    return [
-        by_lower_case[key]
-        for key in difflib.get_close_matches(
-            str(name).lower(),
-            by_lower_case,
-            n=4,
-        )
-    ]
+def check_counts(network: str, **counts: int) -> None:
+    """Raises ConfigError for a count below 1, by its option."""
+    # A range below 1 would be empty, without an error.
+    for option, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{network} was given {option}={count}; it needs a whole number from 1")
 
 
 def mlp(
@@ -127,12 +75,6 @@ def mlp(
         activation: of the hidden layers, a Keras name.
         dropout: fraction dropped after each hidden layer.
     """
-    if any(not isinstance(units, int) or units < 1 for units in hidden):
-        raise ConfigError(f"mlp was given hidden={list(hidden)}; it needs whole numbers from 1, such as [128, 64]")
-    _check_activation("mlp", activation)
-    check_rate("mlp", dropout)
-    check_outputs("mlp", num_outputs)
-
     inputs = keras.Input(tuple(input_shape), name="image" if len(input_shape) == 3 else "inputs")
     x = layers.Flatten(name="flatten")(inputs)
     for i, units in enumerate(hidden, start=1):
@@ -158,11 +100,8 @@ def cnn(
     """
     if len(dropout) != 2:
         raise ConfigError(f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]")
-    for rate in dropout:
-        check_rate("cnn", rate)
-
     # The convolutions take 4 pixels of a side, and the pooling halves the rest: 6 pixels leave 1.
-    image = image_input(image_shape, num_outputs, network="cnn", min_side=6)
+    image = image_input(image_shape, "cnn", min_side=6)
     x = layers.Conv2D(32, 3, activation="relu", name="conv1")(image)
     x = layers.Conv2D(64, 3, activation="relu", name="conv2")(x)
     x = layers.MaxPooling2D(2, name="pool")(x)
@@ -190,9 +129,8 @@ def resnet20(
         num_outputs: logits of an image.
         blocks_per_stage: n gives a depth of 6 n + 2, so 3 is ResNet-20 and 9 is ResNet-56.
     """
-    if blocks_per_stage < 1:
-        raise ConfigError(f"resnet20 was given blocks_per_stage={blocks_per_stage}; it needs at least 1 (3 is usual)")
-    image = image_input(image_shape, num_outputs, network="resnet20")
+    check_counts("resnet20", blocks_per_stage=blocks_per_stage)
+    image = keras.Input(image_shape, name="image")
     x = _convolve(image, STAGES[0], strides=1, name="conv")
     x = layers.ReLU(name="relu")(x)
 
@@ -239,8 +177,8 @@ def separable_cnn(
 ) -> keras.Model:
     """Chollet's separable convolutions between one plain convolution and one dense layer.
 
-    Chollet 2017, arXiv:1610.02357; docs/separable.md trains it.     2,887,306 parameters on 28x28x1
-    with 10 classes; images from 8x8.
+    Chollet 2017, arXiv:1610.02357; docs/separable.md trains it. 2,887,306 parameters on 28x28x1 with 10
+    classes; images from 8x8.
 
     Args:
         image_shape: (height, width, channels).
@@ -254,25 +192,8 @@ def separable_cnn(
             "unit_gain" draws from a normal distribution with variance 1/9, so that a sum of 9
             inputs keeps their variance.
     """
-    examples = "lecun_normal, glorot_uniform or he_normal"
-    with_unit_gain = f"{examples}; or unit_gain"
-    _check_activation("separable_cnn", activation)
-    _check_name("separable_cnn", "initializer", initializer, keras.initializers.get, examples)
-    _check_name(
-        "separable_cnn",
-        "depthwise_initializer",
-        depthwise_initializer,
-        _depthwise,
-        with_unit_gain,
-    )
-
     # Each block's pooling halves the image.
-    image = image_input(
-        image_shape,
-        num_outputs,
-        network="separable_cnn",
-        min_side=2 ** len(BLOCKS),
-    )
+    image = image_input(image_shape, "separable_cnn", min_side=2 ** len(BLOCKS))
     dense: Any = {"activation": activation, "kernel_initializer": initializer}
     x = layers.Conv2D(128, KERNEL, padding="same", name="conv", **dense)(image)
 

@@ -215,15 +215,8 @@ def add_lora(model: keras.Model, rank: int) -> None:
 
 def _constraint(layer: Any) -> Any:
     # Keras cannot add the matrices to a kernel with a constraint; such a layer stays frozen.
-    return getattr(
-        layer,
-        "kernel_constraint",
-        None,
-    ) or getattr(
-        layer,
-        "embeddings_constraint",
-        None,
-    )
+    name = "embeddings_constraint" if isinstance(layer, keras.layers.Embedding) else "kernel_constraint"
+    return getattr(layer, name)
 
 
 def _save_plain(layer: Any) -> None:

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from hvtrain.errors import ConfigError
-from hvtrain.models.networks import check_rate
+from hvtrain.models.networks import check_counts
 
 # Standard deviation of the first weights, as in GPT-2 and BERT.
 STDDEV = 0.02
@@ -41,8 +41,10 @@ def transformer(
         dropout: fraction dropped after the embeddings and at the end of attention and MLP.
         mask_zero: token 0 is padding, which no position sees; give it the weight 0 as a target.
     """
-    _check(input_spec, blocks=blocks, width=width, heads=heads, mlp_ratio=mlp_ratio)
-    check_rate("transformer", dropout)
+    _check_input(input_spec)
+    check_counts("transformer", blocks=blocks, heads=heads)
+    if width % heads:
+        raise ConfigError(f"transformer was given width={width} and heads={heads}; the heads share the width evenly")
     (length,) = input_spec.shape
     tokens = keras.Input((length,), dtype="int32", name="tokens")
 
@@ -115,17 +117,10 @@ def _normal() -> keras.initializers.Initializer:
     return keras.initializers.RandomNormal(stddev=STDDEV)
 
 
-def _check(input_spec: Any, **counts: int) -> None:
+def _check_input(input_spec: Any) -> None:
     shape = tuple(getattr(input_spec, "shape", ()))
     if len(shape) != 1 or not shape[0] or not input_spec.dtype.is_integer:
         raise ConfigError(
             f"transformer was given inputs {input_spec}; it needs a row of tokens as whole "
             "numbers, of one length: dataset=text gives them"
         )
-    for option, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"transformer was given {option}={count}; it needs a whole number from 1")
-    width = counts["width"]
-    heads = counts["heads"]
-    if width % heads:
-        raise ConfigError(f"transformer was given width={width} and heads={heads}; the heads share the width evenly")

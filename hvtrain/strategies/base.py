@@ -21,7 +21,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.loop import CallSteps, build_metrics, train
+from hvtrain.strategies.loop import CallSteps, build_metrics, make_steps, to_device, train
 from hvtrain.system import console
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.judge import StopReason
@@ -170,16 +170,16 @@ class Strategy:
     @property
     def is_plain(self) -> bool:
         """True if each process trains by the model's own step on its own batch. Not collective."""
-        return type(self).fit is Strategy.fit and type(self).train_step is Strategy.train_step
+        own = type(self)
+        return own.make_steps is Strategy.make_steps and own.train_step is Strategy.train_step
 
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
         self.marks = StepMarks()
         gpus = tf.config.list_physical_devices("GPU")
         if gpus:
-            from hvtrain.keras.devices import (
-                use_only,
-            )  # It imports Horovod, which hvtrain.plan works without.
+            # It imports Horovod, which hvtrain.plan works without.
+            from hvtrain.keras.devices import use_only
 
             use_only(gpus[0])
         return self.topology
@@ -227,29 +227,22 @@ class Strategy:
         Raises ConfigError if it cannot.
         """
 
-    def fit(
+    fit = train
+
+    def make_steps(
         self,
         model: keras.Model,
-        batches_from: Callable[[int], tf.data.Dataset],
-        plan: StepPlan,
+        batches: tf.data.Dataset,
         start_step: int,
-        callbacks: list[keras.callbacks.Callback],
         call_steps: CallSteps,
-    ) -> None:
-        """Trains from start_step to the end of the plan, unless a callback stops it.
+    ) -> Callable[[int], dict[str, Any]]:
+        """Returns a function that does a number of steps, and returns the last one's logs."""
+        gpus = tf.config.list_logical_devices("GPU")
+        iterator = iter(to_device(batches, gpus[0].name) if gpus else batches)
+        return make_steps(model, iterator, self.marks, self.train_step(model))
 
-        Args:
-            model: compiled, with an optimizer that distribute returned.
-            batches_from: batches_from(step) is this rank's endless stream of batches, from that
-                step of the run on.
-            plan: the steps of the run.
-            start_step: steps already done.
-            callbacks: all of them, in the order of calls.
-            call_steps: chooses the number of steps in each call of the graph.
-        """
-        self.check_plan(plan)
-        step = self.train_step(model)
-        train(model, batches_from, plan, start_step, callbacks, call_steps, self.marks, step)
+    def settle(self) -> None:
+        """Brings the model up to date at the end of an epoch. Not collective."""
 
     def check_plan(self, plan: StepPlan) -> None:
         """Raises ConfigError for batches that this strategy cannot take. Not collective."""
@@ -374,11 +367,14 @@ def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
     return error
 
 
+def exclude(strategy: str, setting: str) -> None:
+    raise ConfigError(f"strategy={strategy} and {setting} exclude each other; leave one of them out")
+
+
 def refuse_several_processes(strategy: str, instead: str) -> None:
     """Raises ConfigError if a launcher started several processes; each would train alone."""
-    from hvtrain.keras.process import (
-        launched_size,
-    )  # It imports Horovod, which hvtrain.plan works without.
+    # It imports Horovod, which hvtrain.plan works without.
+    from hvtrain.keras.process import launched_size
 
     size = launched_size() or 1
     if size > 1:

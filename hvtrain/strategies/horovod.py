@@ -18,7 +18,7 @@ from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline, error_of
+from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline, error_of, exclude
 from hvtrain.watchdog.ending import resume_advice
 from hvtrain.watchdog.progress import EXCHANGE
 
@@ -243,7 +243,7 @@ class ElasticStrategy(HorovodStrategy):
         return topology
 
     def expect_restart(self) -> None:
-        raise ConfigError("comm.tune=true and strategy=elastic exclude each other; leave one of them out")
+        exclude("elastic", "comm.tune=true")
 
     def description(self) -> str:
         return f"{super().description()}, elastic"

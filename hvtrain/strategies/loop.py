@@ -8,13 +8,16 @@ step takes.
 import time
 from collections.abc import Callable, Collection, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.step.step_timing import StepMarks
+
+if TYPE_CHECKING:
+    from hvtrain.strategies.base import Strategy
 
 # Long enough that the 1.4 ms of Python for a call do not matter, short enough for callbacks,
 # signals and progress.
@@ -45,10 +48,12 @@ class CallSteps:
         self._is_fixed = steps is not None
         self._intervals = intervals
         self._broadcast = broadcast
+        self._end = 0
         self._timed: list[float] | None = None if steps else []
 
     def next(self, step: int, end: int) -> int:
         """Returns the number of steps to do from this step of the run on, to `end` at most."""
+        self._end = end
         return min(
             self._steps,
             end - step,
@@ -57,7 +62,8 @@ class CallSteps:
 
     def is_boundary(self, step: int) -> bool:
         """Returns True if callbacks may look at the model after this step, at the end of a call."""
-        return self._is_fixed or any(step % interval == 0 for interval in self._intervals)
+        is_due = any(step % interval == 0 for interval in self._intervals)
+        return self._is_fixed or is_due or step == self._end
 
     def record(self, seconds: float) -> None:
         """Records the time of a call; after some the ranks agree on a number (every rank)."""
@@ -72,26 +78,29 @@ class CallSteps:
 
 
 def train(
+    strategy: "Strategy",
     model: keras.Model,
     batches_from: Callable[[int], tf.data.Dataset],
     plan: StepPlan,
     start_step: int,
     callbacks: list[keras.callbacks.Callback],
     call_steps: CallSteps,
-    marks: StepMarks,
-    train_step: Callable[[Any], Any] | None = None,
-    make: Callable[[Any], Callable[[int], dict[str, Any]]] | None = None,
 ) -> None:
     """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
 
     Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution.
-    The arguments that Strategy.fit has too are explained there.
 
     Args:
-        marks: counts and times the steps.
-        train_step: replaces the model's.
-        make: replaces make_steps; takes the iterator of batches.
+        strategy: makes the steps.
+        model: compiled, with an optimizer that the strategy distributed.
+        batches_from: batches_from(step) is this rank's endless stream of batches, from that step of
+            the run on.
+        plan: the steps of the run.
+        start_step: steps already done.
+        callbacks: all of them, in the order of calls.
+        call_steps: chooses the number of steps in each call of the graph.
     """
+    strategy.check_plan(plan)
     callback_list = keras.callbacks.CallbackList(
         callbacks,
         add_history=True,
@@ -103,14 +112,7 @@ def train(
     model.stop_training = False
     callback_list.on_train_begin()
 
-    batches = batches_from(start_step)
-    if make:
-        steps = make(iter(batches))
-    else:
-        gpus = tf.config.list_logical_devices("GPU")
-        iterator = iter(to_device(batches, gpus[0].name) if gpus else batches)
-        steps = make_steps(model, iterator, marks, train_step)
-
+    steps = strategy.make_steps(model, batches_from(start_step), start_step, call_steps)
     step = start_step
     logs: dict[str, Any] = {}
     while step < plan.num_steps and not model.stop_training:
@@ -129,6 +131,8 @@ def train(
             step += number
             callback_list.on_train_batch_end(step - begin - 1, logs)
 
+        # An epoch that a callback stops ends at any step.
+        strategy.settle()
         # As in Keras's fit: the metrics if the step returns just those, else what the last step
         # returned.
         metrics = model.get_metrics_result()

@@ -13,29 +13,25 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy, refuse_several_processes
+from hvtrain.strategies.base import refuse_several_processes
 from hvtrain.strategies.replica_step import (
-    ReplicaReducer,
+    ReplicaStrategy,
     initializing_devices,
     mean_over_replicas,
     plain_variables,
-    prepare_model,
-    reduce_first,
-    refuse_tuning,
-    replica_loss,
     step_of,
 )
 
-NAME = "mirrored"
 
-
-class MirroredStrategy(Strategy):
+class MirroredStrategy(ReplicaStrategy):
     """One process takes the plan's joint batch, and each replica computes on an equal part of it.
 
     Args:
         num_replicas: how many, each on a GPU of its own; None: one per GPU. Without GPUs: on the
             CPU; None: one.
     """
+
+    name = "mirrored"
 
     def __init__(self, num_replicas: int | None = None) -> None:
         super().__init__()
@@ -45,7 +41,7 @@ class MirroredStrategy(Strategy):
 
     def start(self) -> Topology:
         # Each of them would train on its own, with all GPUs of its host.
-        refuse_several_processes(NAME, "multi_worker_mirrored")
+        refuse_several_processes(self.name, "multi_worker_mirrored")
         self.replicas = mirrored_over(self._requested_replicas)
         self.num_replicas = self.replicas.num_replicas_in_sync
         host = socket.gethostname()
@@ -59,12 +55,11 @@ class MirroredStrategy(Strategy):
     @contextmanager
     def scope(self) -> Iterator[None]:
         self._builds_model = True
-        with (
-            self.replicas.scope(),
-            tf.variable_creator_scope(self._averaged),
-            tf.variable_creator_scope(plain_variables),
-        ):
+        with super().scope():
             yield
+
+    def create_variable(self, next_creator: Callable[..., Any], **options: Any) -> Any:
+        return plain_variables(functools.partial(self._averaged, next_creator), **options)
 
     def _averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
         """Makes each step set moving statistics to their mean over the replicas."""
@@ -82,13 +77,9 @@ class MirroredStrategy(Strategy):
         divide_losses: bool = False,
     ) -> keras.optimizers.Optimizer:
         self._builds_model = False  # The optimizer's slots are equal on all replicas anyway.
-        reducer = ReplicaReducer(strategy=NAME, num_replicas=self.num_replicas, marks=self.marks)
-        return reduce_first(optimizer, reducer, check_finite)
+        return super().distribute(optimizer, check_finite, divide_losses)
 
-    def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        return replica_loss(loss, self.num_replicas, self._mean)
-
-    def _mean(self, number: tf.Tensor) -> tf.Tensor:
+    def mean(self, number: tf.Tensor) -> tf.Tensor:
         """Returns the mean over the replicas.
 
         While the step is traced, their threads take turns here. The threads share the layers, which
@@ -102,14 +93,14 @@ class MirroredStrategy(Strategy):
         return mean
 
     def prepare(self, model: keras.Model) -> None:
-        prepare_model(model, NAME)
+        super().prepare(model)
         self._model = model
 
     def check_plan(self, plan: StepPlan) -> None:
         number = self.num_replicas
         if not plan.is_full or plan.global_batch % number:
             raise ConfigError(
-                f"strategy={NAME} splits the batch of each step into {number} equal parts, and "
+                f"strategy={self.name} splits the batch of each step into {number} equal parts, and "
                 f"steps of this run have {plan.global_batch} examples or fewer; choose "
                 f"data.uneven=trim and a batch size that {number} divides"
             )
@@ -134,9 +125,6 @@ class MirroredStrategy(Strategy):
             return tf.nest.map_structure(last_result, logs)
 
         return step
-
-    def expect_restart(self) -> None:
-        refuse_tuning(NAME)
 
     def description(self) -> str:
         return f"Mirrored, {self.num_replicas} replica{'s' * (self.num_replicas > 1)} in one process"
@@ -163,7 +151,7 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
             "CPU"
         )
     number = num_replicas or max(1, len(gpus))
-    with initializing_devices(NAME):
+    with initializing_devices(MirroredStrategy.name):
         if gpus:
             tf.config.set_visible_devices(gpus[:number], "GPU")
             for gpu in gpus[:number]:

@@ -4,8 +4,7 @@ import functools
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,16 +16,7 @@ from hvtrain.keras.devices import exchange
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Timeline
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.strategies.replica_step import (
-    ReplicaReducer,
-    initializing_devices,
-    plain_variables,
-    prepare_model,
-    reduce_first,
-    refuse_tuning,
-    replica_loss,
-    step_of,
-)
+from hvtrain.strategies.replica_step import ReplicaStrategy, initializing_devices, step_of
 from hvtrain.system import interfaces
 from hvtrain.watchdog.starting import LOOPBACK, agree
 
@@ -47,7 +37,7 @@ LOST_PROCESS_ERRORS = (
 )
 
 
-class MultiWorkerMirroredStrategy(HorovodStrategy):
+class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
     """TensorFlow reduces the gradients, over a cluster of the ranks; Horovod does everything else.
 
     So any launcher of Horovod can start it, and its checks, watchdog and checkpoints are the same.
@@ -57,6 +47,8 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
         share_gpus: let several ranks of a host use one GPU (for experiments).
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
     """
+
+    name = NAME
 
     def __init__(
         self,
@@ -79,38 +71,9 @@ class MultiWorkerMirroredStrategy(HorovodStrategy):
     def before_devices(self) -> None:
         self.replicas = join_cluster(self.topology.rank, self.topology.size, self.communication)
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        with self.replicas.scope(), tf.variable_creator_scope(plain_variables):
-            yield
-
-    def distribute(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        check_finite: bool = False,
-        divide_losses: bool = False,
-    ) -> keras.optimizers.Optimizer:
-        reducer = ReplicaReducer(
-            strategy=NAME,
-            num_replicas=self.topology.size,
-            own_replica=self.topology.rank,
-            compares=True,
-            marks=self.marks,
-        )
-        return reduce_first(optimizer, reducer, check_finite)
-
-    def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        return replica_loss(loss, self.topology.size)
-
-    def prepare(self, model: keras.Model) -> None:
-        prepare_model(model, NAME)
-
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
         step = step_of(model)
         return lambda batch: self.replicas.run(step, (batch,))
-
-    def expect_restart(self) -> None:
-        refuse_tuning(NAME)
 
     def is_lost_rank(self, error: BaseException) -> bool:
         return isinstance(error, LOST_PROCESS_ERRORS) or super().is_lost_rank(error)

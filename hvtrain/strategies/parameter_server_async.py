@@ -11,28 +11,25 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy, error_of
-from hvtrain.strategies.loop import CallSteps, build_metrics, train
+from hvtrain.strategies.base import Strategy, error_of, exclude
+from hvtrain.strategies.loop import CallSteps, build_metrics
 from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
 from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve
-from hvtrain.strategies.replica_step import refuse_tuning
 from hvtrain.strategies.worker_step import ServerState, Workers, compute, packed, reader
 from hvtrain.watchdog.progress import EXCHANGE
 
 
 class Steps:
-    """Does steps on the workers.
+    """Does a number of steps on the workers, and returns the last one's logs.
 
-    A call with the iterator of batches returns the function that loop.train needs. After a step for
-    which is_due is true, no worker is busy and the coordinator's model is that of the servers.
-    After other steps, workers go on while callbacks act, and the coordinator's weights stay as they
-    were.
+    After a step for which is_due is true, no worker is busy and the coordinator's model is that of
+    the servers. After other steps, workers go on while callbacks act, and the coordinator's weights
+    stay as they were.
 
     Args:
         strategy: counts the steps of each worker.
-        model: the coordinator's copy.
-        state: the variables on the servers.
-        workers: all of them, idle.
+        model: the coordinator's copy, with all metrics built.
+        batches: an iterator.
         step: of the run, the first one to do.
         is_due: takes the number of steps done; true if callbacks may look at the model.
     """
@@ -41,41 +38,41 @@ class Steps:
         self,
         strategy: "ParameterServerStrategy",
         model: keras.Model,
-        state: ServerState,
-        workers: Workers,
+        batches: Any,
         step: int,
         is_due: Callable[[int], bool],
     ) -> None:
+        assert strategy.cluster.replicas
         self.strategy = strategy
         self.model = model
-        self.state = state
-        self.workers = workers
         self.step = step
         self.is_due = is_due
+        self.state = ServerState(model, strategy.cluster.replicas)
+        self.workers = Workers(strategy.cluster.worker_ranks)
         self._is_settled = True
         self._names: list[str] = []
         self._latest: Any = None
+        self._read, spec = reader(batches, strategy.marks, strategy.num_replicas)
         self._ended = tf.function(lambda: strategy.marks.ended([]), autograph=False)
-
-    def __call__(self, batches: Any) -> Callable[[int], dict[str, Any]]:
-        read, spec = reader(batches, self.strategy.marks, self.strategy.num_replicas)
         self.trace(spec)
 
-        def several(number: int) -> dict[str, Any]:
-            if self._is_settled:
-                # Callbacks may have changed the model, such as its learning rate.
-                self.state.push()
-                self._is_settled = False
-            for _ in range(number):
-                self.do_step(read())
-                self.step += 1
-            if self.is_due(self.step):
-                self.settle()
-            else:
-                self.state.pull(everything=False)
-            return self.logs()
+    def __call__(self, number: int) -> dict[str, Any]:
+        if self._is_settled:
+            # Callbacks may have changed the model, such as its learning rate.
+            self.state.push()
+            self._is_settled = False
+        for _ in range(number):
+            self.do_step(self._read())
+            self.step += 1
+        if self.is_due(self.step):
+            self.settle()
+        else:
+            self.state.pull(everything=False)
 
-        return several
+        # The metrics so far, and what else the last step returned.
+        metrics = self.model.get_metrics_result()
+        last = {} if self._latest is None else dict(zip(self._names, self._latest))
+        return {name: metrics.get(name, last.get(name, 0.0)) for name in self._names}
 
     def trace(self, spec: Any) -> None:
         """Traces the function that a worker runs on a batch of this spec."""
@@ -114,16 +111,15 @@ class Steps:
         if self._is_settled:
             return
         with self.strategy.watchdog.phase(EXCHANGE):
-            self.record(self.workers.join())
+            self.wait()
+            # Closes the last step, so that it does not include the time of callbacks.
             self._ended()
             self.state.pull(everything=True)
         self._is_settled = True
 
-    def logs(self) -> dict[str, Any]:
-        """Returns the metrics so far, and what else the last step returned."""
-        metrics = self.model.get_metrics_result()
-        last = {} if self._latest is None else dict(zip(self._names, self._latest))
-        return {name: metrics.get(name, last.get(name, 0.0)) for name in self._names}
+    def wait(self) -> None:
+        """Waits until the servers' model is one that callbacks may see."""
+        self.record(self.workers.join())
 
 
 class ParameterServerStrategy(Strategy):
@@ -140,7 +136,9 @@ class ParameterServerStrategy(Strategy):
     name = "parameter_server"
     mode = "asynchronous"
     steps_class = Steps
+    # Set by start and make_steps.
     cluster: Cluster
+    steps: Steps
     steps_by_worker: list[int]
     # Gradients that came after their step; only synchronous steps drop any.
     num_dropped = 0
@@ -209,7 +207,7 @@ class ParameterServerStrategy(Strategy):
         }
         for setting, is_set in refused.items():
             if is_set:
-                raise ConfigError(f"strategy={self.name} and {setting} exclude each other; leave one of them out")
+                exclude(self.name, setting)
 
     def check_plan(self, plan: StepPlan) -> None:
         if not plan.is_full or plan.global_batch % self.num_replicas or len(set(plan.batch_sizes)) > 1:
@@ -218,48 +216,29 @@ class ParameterServerStrategy(Strategy):
                 "data.uneven=trim and one number as train.batch_size"
             )
 
-    def fit(
+    def make_steps(
         self,
         model: keras.Model,
-        batches_from: Callable[[int], tf.data.Dataset],
-        plan: StepPlan,
+        batches: tf.data.Dataset,
         start_step: int,
-        callbacks: list[keras.callbacks.Callback],
         call_steps: CallSteps,
-    ) -> None:
-        self.check_plan(plan)
+    ) -> Callable[[int], dict[str, Any]]:
         self.num_dropped = 0
         self.steps_by_worker = [0] * self.cluster.num_workers
         # The servers hold the state of the metrics too, so it must exist before they take over.
-        build_metrics(model, batches_from(start_step).element_spec)
-        assert self.cluster.replicas
-        state = ServerState(model, self.cluster.replicas)
-        workers = Workers(self.cluster.num_workers, self.cluster.worker_ranks)
+        build_metrics(model, batches.element_spec)
+        self.steps = self.steps_class(self, model, iter(batches), start_step, call_steps.is_boundary)
+        return self.steps
 
-        def is_due(step: int) -> bool:
-            is_end = step == plan.num_steps or plan.position(step)[1] == 0
-            return is_end or call_steps.is_boundary(step)
-
-        steps = self.steps_class(self, model, state, workers, start_step, is_due)
-        # An epoch that a callback stops ends at a step that is not due.
-        settle = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: steps.settle())
-        train(
-            model,
-            batches_from,
-            plan,
-            start_step,
-            [settle, *callbacks],
-            call_steps,
-            self.marks,
-            make=steps,
-        )
+    def settle(self) -> None:
+        self.steps.settle()
 
     def cause_of(self, error: BaseException) -> UserError | None:
         reason = self.watchdog.cause() if isinstance(error, LOST_PROCESS_ERRORS) else None
         return error_of(reason, self.watchdog) if reason else None
 
     def expect_restart(self) -> None:
-        refuse_tuning(self.name)
+        exclude(self.name, "comm.tune=true")
 
     def stop(self) -> None:
         self.watchdog.stop()

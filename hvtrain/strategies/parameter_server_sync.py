@@ -121,15 +121,8 @@ class SyncSteps(Steps):
         index = tf.constant(worker, tf.int64)
         self.workers.call(worker, self.step, self._function, parts[worker], number, index)
 
-    def settle(self) -> None:
-        """Brings the model up to date with the servers."""
-        # Late workers go on: they change only their own rows.
-        if self._is_settled:
-            return
-        # Closes the last step, so that it does not include the time of callbacks.
-        self._ended()
-        self.state.pull(everything=True)
-        self._is_settled = True
+    def wait(self) -> None:
+        """Returns at once: late workers go on, and change only their own rows."""
 
 
 class SyncParameterServerStrategy(ParameterServerStrategy):

@@ -8,19 +8,21 @@ replicas, so the sum of their gradients is the mean.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.gradients import FiniteCheck, compare_structure, overwrites, sum_duplicates
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
 from hvtrain.step.joint_loss import joint_loss
+from hvtrain.strategies.base import Strategy, exclude
 
 # Variables, by name, that are neither weights nor slots: see plain_variables.
 _PLAIN = ("seed_generator_state", "learning_rate_factor", "num_reductions", "at_fault")
@@ -33,14 +35,13 @@ class ReplicaReducer(Reducer):
     Args:
         strategy: its name in messages.
         num_replicas: of all processes together.
-        own_replica: the first replica of this process, which counts and sets marks.
-        compares: other processes have replicas too; checks that they reduce the same gradients.
+        topology: of this process. Other processes have one replica each, as this one then has;
+            they check that they reduce the same gradients.
     """
 
     strategy: str = ""
     num_replicas: int = 1
-    own_replica: int = 0
-    compares: bool = False
+    topology: Topology = field(default_factory=Topology)
 
     @property
     def is_alone(self) -> bool:
@@ -60,12 +61,13 @@ class ReplicaReducer(Reducer):
             raise ConfigError(
                 f"strategy={self.strategy} sums what float8 layers need the maximum of; choose strategy=horovod"
             )
-        if self.compares:
+        if self.topology.size > 1:
             settings = f"op=Sum, stop_flag={self.flag is not None}"
             compare_structure(self.name, settings, reduced, variables, self.process_set)
 
         replica = tf.distribute.get_replica_context()
-        is_own = tf.get_static_value(replica.replica_id_in_sync_group) == self.own_replica
+        # The first replica of this process counts and sets marks.
+        is_own = tf.get_static_value(replica.replica_id_in_sync_group) == self.topology.rank
         present = [index for index, gradient in enumerate(reduced) if gradient is not None]
         sent = [reduced[index] for index in present]
         ready = self.marks.ready(sent) if self.marks and is_own else None
@@ -106,41 +108,6 @@ class ReplicaFiniteCheck(FiniteCheck):
         return tf.constant([1])
 
 
-def reduce_first(
-    optimizer: keras.optimizers.Optimizer,
-    reducer: ReplicaReducer,
-    check_finite: bool,
-) -> keras.optimizers.Optimizer:
-    """Makes the optimizer step on the replicas' summed gradients (in place).
-
-    Args:
-        optimizer: not built yet; may be inside a LossScaleOptimizer, or combine several.
-        reducer: sums the gradients.
-        check_finite: a non-finite gradient of any replica fails the step.
-
-    Raises:
-        ConfigError: its step would reduce within a branch of the graph.
-    """
-    if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
-        raise ConfigError(
-            f"strategy={reducer.strategy} and train.accumulate exclude each other, since Keras "
-            "accumulates in a branch of the graph, where tf.distribute cannot update weights; "
-            "leave one of them out"
-        )
-    distributed = DistributedOptimizer(optimizer)
-    hook: Any = hook_of(distributed)
-    hook.reducer = reducer
-    if check_finite:
-        hook.finite_check = FiniteCheck() if reducer.compares else ReplicaFiniteCheck()
-
-    # Keras would sum the summed gradients again, in the optimizer itself or in those that a
-    # MultiOptimizer combines.
-    inner = getattr(distributed, "inner_optimizer", distributed)
-    for part in (inner, *(getattr(inner, "optimizers", None) or ())):
-        part._all_reduce_sum_gradients = list
-    return distributed
-
-
 def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
     """Returns a scalar's mean over all replicas, as float32; itself where no replica runs."""
     number = tf.cast(number, tf.float32)
@@ -152,7 +119,7 @@ def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
 def replica_loss(
     loss: keras.losses.Loss,
     num_replicas: int,
-    mean: Callable[[tf.Tensor], tf.Tensor] = mean_over_replicas,
+    mean: Callable[[tf.Tensor], tf.Tensor],
 ) -> keras.losses.Loss:
     """Returns the loss, changed so that the sum of all replicas' gradients is the joint batch's.
 
@@ -198,6 +165,80 @@ def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
     return next_creator(**options)
 
 
+class ReplicaStrategy(Strategy):
+    """Trains replicas of tf.distribute, one or several in this process. A mixin: start is missing."""
+
+    name: str
+    # TensorFlow's strategy. Set by start.
+    replicas: tf.distribute.Strategy
+    create_variable = staticmethod(plain_variables)
+    mean = staticmethod(mean_over_replicas)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        with self.replicas.scope(), tf.variable_creator_scope(self.create_variable):
+            yield
+
+    def distribute(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        check_finite: bool = False,
+        divide_losses: bool = False,
+    ) -> keras.optimizers.Optimizer:
+        """Makes the optimizer step on the replicas' summed gradients (in place).
+
+        It may be inside a LossScaleOptimizer, or combine several.
+
+        Raises ConfigError if its step would reduce within a branch of the graph.
+        """
+        if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
+            # Keras accumulates in a branch of the graph, where tf.distribute cannot update weights.
+            exclude(self.name, "train.accumulate")
+        distributed = DistributedOptimizer(optimizer)
+        hook: Any = hook_of(distributed)
+        hook.reducer = ReplicaReducer(
+            strategy=self.name,
+            num_replicas=self.num_computing,
+            topology=self.topology,
+            marks=self.marks,
+        )
+        if check_finite:
+            hook.finite_check = FiniteCheck() if self.topology.size > 1 else ReplicaFiniteCheck()
+
+        # Keras would sum the summed gradients again, in the optimizer itself or in those that a
+        # MultiOptimizer combines.
+        inner = getattr(distributed, "inner_optimizer", distributed)
+        for part in (inner, *(getattr(inner, "optimizers", None) or ())):
+            part._all_reduce_sum_gradients = list
+        return distributed
+
+    def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
+        return replica_loss(loss, self.num_computing, self.mean)
+
+    def prepare(self, model: keras.Model) -> None:
+        """Lets Keras evaluate and predict with the model in this process alone; checks its step.
+
+        Raises ConfigError if Keras does not divide the model's loss by the replicas, or if XLA is
+        to compile the model.
+        """
+        steps = ("train_step", "compute_loss")
+        overridden = [name for name in steps if getattr(type(model), name) is not getattr(keras.Model, name)]
+        if overridden:
+            raise ConfigError(
+                f"strategy={self.name} needs Keras's own train_step and compute_loss, which divide "
+                f"the loss by the number of replicas, and {type(model).__name__} has its own "
+                f"{' and '.join(overridden)}; choose strategy=horovod"
+            )
+        if model.jit_compile:
+            exclude(self.name, "train.jit_compile")
+        # Keras took it from the scope, and would run evaluate and predict in all replicas.
+        model._distribute_strategy = None
+
+    def expect_restart(self) -> None:
+        # Another start of Horovod with other settings would change nothing: it reduces no gradient.
+        exclude(self.name, "comm.tune=true")
+
+
 def step_of(model: keras.Model) -> Callable[[Any], Any]:
     """Returns the model's train step, for tf.distribute to run in each replica."""
 
@@ -208,39 +249,6 @@ def step_of(model: keras.Model) -> Callable[[Any], Any]:
             return model.train_step(batch)
 
     return step
-
-
-def prepare_model(model: keras.Model, strategy: str) -> None:
-    """Lets Keras evaluate and predict with the model in this process alone; checks its step.
-
-    Args:
-        strategy: its name in messages.
-
-    Raises:
-        ConfigError: Keras does not divide the model's loss by the replicas, or XLA is to compile
-            the model.
-    """
-    overridden = [
-        name for name in ("train_step", "compute_loss") if getattr(type(model), name) is not getattr(keras.Model, name)
-    ]
-    if overridden:
-        raise ConfigError(
-            f"strategy={strategy} needs Keras's own train_step and compute_loss, which divide the "
-            f"loss by the number of replicas, and {type(model).__name__} has its own "
-            f"{' and '.join(overridden)}; choose strategy=horovod"
-        )
-    if model.jit_compile:
-        raise ConfigError(f"strategy={strategy} and train.jit_compile exclude each other; leave one of them out")
-    # Keras took it from the scope, and would run evaluate and predict in all replicas.
-    model._distribute_strategy = None
-
-
-def refuse_tuning(strategy: str) -> None:
-    """Raises ConfigError for comm.tune."""
-    # It restarts Horovod with other settings, which would change nothing.
-    raise ConfigError(
-        f"comm.tune=true tunes Horovod's reductions, which strategy={strategy} does not use; leave it out"
-    )
 
 
 @contextmanager

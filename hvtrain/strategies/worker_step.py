@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvtrain.checkpoint.store import rate_factor
 from hvtrain.errors import ConfigError, TrainingError
-from hvtrain.keras.gradients import NOT_FINITE, are_finite
+from hvtrain.keras.gradients import NOT_FINITE, are_finite, map_values
 from hvtrain.step.step_timing import StepMarks
 
 # Distinguishes an attribute that is not there from one that is None.
@@ -77,25 +77,13 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
 
     gradients, variables = steps[0]
     if check_finite:
-        gradients = _checked(gradients)
+        is_fine = tf.debugging.Assert(are_finite(gradients), [NOT_FINITE])
+        with tf.control_dependencies([is_fine]):
+            gradients = [map_values(tf.identity, gradient) for gradient in gradients]
     counts = [(variable, scope.get_current_value(variable)) for variable in metrics]
     new_values = [(variable, scope.get_current_value(variable)) for variable in model.non_trainable_weights]
     statistics = [(variable, value) for variable, value in new_values if value is not None]
     return Computed(gradients, variables, counts, statistics, dict(result))
-
-
-def _checked(gradients: list[Any]) -> list[Any]:
-    """Returns the gradients, available only if all of them are finite."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    with tf.control_dependencies([tf.debugging.Assert(are_finite(present), [NOT_FINITE])]):
-        return [
-            tf.nest.map_structure(
-                tf.identity,
-                gradient,
-                expand_composites=True,
-            )
-            for gradient in gradients
-        ]
 
 
 def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
@@ -141,14 +129,13 @@ class Workers:
     """Calls of functions on workers, one at a time on each.
 
     Args:
-        number: of workers.
         ranks: of the workers, for messages.
     """
 
-    def __init__(self, number: int, ranks: list[int]) -> None:
-        self.number = number
+    def __init__(self, ranks: list[int]) -> None:
+        self.number = len(ranks)
         self._ranks = ranks
-        self._pool = ThreadPoolExecutor(number, "hvtrain worker")
+        self._pool = ThreadPoolExecutor(self.number, "hvtrain worker")
         self._calls: dict[Future[Any], tuple[int, int]] = {}
 
     @property
@@ -235,7 +222,11 @@ class ServerState:
             ]
         # The values that the servers hold, as far as this process knows.
         self._known: list[np.ndarray] = [variable.numpy() for variable in self.variables]
-        self._readers: dict[int, Callable[[], Any]] = {}
+        # Traced for each count.
+        self._read = tf.function(
+            lambda count: [tf.identity(variable) for variable in self.remote[:count]],
+            autograph=False,
+        )
 
     def pull(self, everything: bool) -> None:
         """Copies to the model what the servers hold, or only metrics and counters of it."""
@@ -253,13 +244,6 @@ class ServerState:
                 self.remote[index].assign(value)
                 self._known[index] = np.array(value)
 
-    def _read(self, count: int) -> list[tf.Tensor]:
-        """Returns the first `count` variables of the servers, on this process's CPU."""
-        if count not in self._readers:
-            read = tf.function(lambda: [tf.identity(variable) for variable in self.remote[:count]], autograph=False)
-            self._readers[count] = read.get_concrete_function()
-        return self._readers[count]()
-
     @contextmanager
     def traced(self) -> Iterator[None]:
         """Makes the model and its optimizer use the servers' variables, for tracing functions."""
@@ -273,24 +257,12 @@ class ServerState:
                 optimizer._var_key(variable): index for index, variable in enumerate(optimizer._trainable_variables)
             }
             stack.enter_context(replaced(optimizer, "_trainable_variables_indices", indices))
-            stack.enter_context(
-                replaced(
-                    optimizer,
-                    "update_step",
-                    on_its_server(optimizer.update_step),
-                )
-            )
+            stack.enter_context(replaced(optimizer, "update_step", on_its_server(optimizer.update_step)))
 
             # Keras reads the counter and writes it back, and increments of other workers in between
             # would be lost.
             counter = optimizer._iterations
-            stack.enter_context(
-                replaced(
-                    counter,
-                    "assign_add",
-                    lambda by: counter.value.assign_add(by),
-                )
-            )
+            stack.enter_context(replaced(counter, "assign_add", lambda by: counter.value.assign_add(by)))
             yield
 
 

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from hvtrain import models
+from hvtrain.config.compose import compose
+from hvtrain.config.instantiate import build
+from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 
 SMALL_MOBILENET = {"name": "MobileNetV3Small"}
@@ -86,35 +89,40 @@ def test_an_application_takes_normalized_images_and_its_own_options():
 
 
 def refuse(message: str, network: str, image_shape=(28, 28, 1), num_outputs=10, **options) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         getattr(models, network)(image_shape, num_outputs, **options)
 
 
 def test_impossible_images_and_classes_are_refused():
     refuse("7x28; it needs 8x8 or more", "separable_cnn", image_shape=(7, 28, 1))
     refuse("5x5; it needs 6x6 or more", "cnn", image_shape=(5, 5, 1))
-    refuse(r"image_shape \(28, 28\); it needs \(height, width, channels\)", "cnn", image_shape=(28, 28))
-    refuse("num_outputs=0; it needs at least 1", "mlp", num_outputs=0)
-    refuse("must be at least 32x32.*enlarge the images", "application", name="ResNet50")
+    refuse("expected a positive integer. Received: units=0", "mlp", num_outputs=0)
+    refuse(r"at least 32x32; Received: input_shape=\(28, 28, 1\)", "application", name="ResNet50")
 
 
 def test_impossible_options_are_refused():
-    refuse(r"hidden=\[128, 0\]; it needs whole numbers", "mlp", hidden=[128, 0])
-    refuse("activation=rellu; it needs a Keras name", "mlp", activation="rellu")
-    refuse(r"dropout=1; it needs a fraction in \[0, 1\)", "mlp", dropout=1)
+    refuse("expected a positive integer. Received: units=0", "mlp", hidden=[128, 0])
+    refuse("activation function identifier: rellu", "mlp", activation="rellu")
+    refuse("between 0 and 1. Received: rate=2", "mlp", dropout=2)
     refuse("it needs two fractions", "cnn", dropout=[0.5])
-    refuse("dropout=-0.1", "cnn", dropout=[0.5, -0.1])
-    refuse("blocks_per_stage=0; it needs at least 1", "resnet20", blocks_per_stage=0)
-    refuse(
-        "depthwise_initializer=lecun; it needs a Keras name, such as .*; or unit_gain",
-        "separable_cnn",
-        depthwise_initializer="lecun",
+    refuse("between 0 and 1. Received: rate=-0.1", "cnn", dropout=[0.5, -0.1])
+    refuse("blocks_per_stage=0; it needs a whole number from 1", "resnet20", blocks_per_stage=0)
+    refuse("initializer identifier: lecun", "separable_cnn", depthwise_initializer="lecun")
+    refuse("initializer identifier: unit_gain", "separable_cnn", initializer="unit_gain")
+
+
+def test_a_run_shows_what_keras_refuses_in_one_line():
+    config = from_dict(compose(["model=mlp", "model.activation=rellu", "dataset=digits"])[0])
+    with pytest.raises(ConfigError) as caught:
+        build(config, "model", keras.Model, input_shape=(8, 8, 1), num_outputs=10)
+    assert str(caught.value) == (
+        "model._target_=hvtrain.models.mlp cannot be used: Could not interpret activation function identifier: "
+        "rellu; fix the settings of model, or see --help"
     )
-    refuse("initializer=unit_gain; it needs a Keras name", "separable_cnn", initializer="unit_gain")
 
 
 def test_an_unknown_application_names_the_nearest():
-    refuse("no network 'resnet-50'; the nearest: .*ResNet50", "application", name="resnet-50")
-    refuse("no network 'zzz'; it has .*VGG16", "application", name="zzz")
-    refuse("options depth; those that can be set are: alpha", "application", name="MobileNetV2", depth=3)
-    refuse("options weights; those that can be set are: none", "application", name="ResNet50", weights="imagenet")
+    refuse(r"no network 'resnet-50'; did you mean 'ResNet50'\?", "application", name="resnet-50")
+    refuse("no network 'zzz'; known: .*VGG16", "application", name="zzz")
+    refuse("unexpected keyword argument 'depth'", "application", name="MobileNetV2", depth=3)
+    refuse("multiple values for keyword argument 'weights'", "application", name="ResNet50", weights="imagenet")

@@ -152,14 +152,14 @@ def test_names_that_keras_hub_lacks_are_refused_with_near_ones():
 
 
 def test_impossible_options_are_refused():
-    refused("BertBackbone needs num_layers, .*; add .*model.backbone.num_layers=", backbone={})
+    refused("cannot be built: .* missing .* 'num_layers', .*; change model.backbone", backbone={})
     refused(
         r"given model.backbone.depth; options that it takes there: vocabulary_size, num_layers",
         backbone={**SMALL, "depth": 3},
     )
     refused("given model.pooling; options that it takes there: num_classes, dropout", pooling="max")
     refused("given model.pooling; options that it takes there: dropout", "BertBackbone", pooling="max")
-    refused(r"dropout=2; it needs a fraction in \[0, 1\)", "BertBackbone", dropout=2)
+    refused("between 0 and 1. Received: rate=2; change", "BertBackbone", dropout=2)
     refused("cannot be built: .*; change model.backbone", backbone={**SMALL, "hidden_dim": -1})
 
 
@@ -169,7 +169,7 @@ def test_data_that_the_model_cannot_take_are_refused():
     refused(r"takes .*padding_mask \(None, None\), .* gives tokens \(None, 16\)", input_spec={"tokens": two})
     refused("gives token_ids .*, weights", input_spec={"token_ids": two, "weights": two})
     refused(r"ViTBackbone takes image .*gives image \(None, 16\)", "ViTBackbone", image_shape=IMAGE, backbone=VIT)
-    refused("BertBackbone needs vocabulary_size; add", vocabulary_size=None)
+    refused("cannot be built: .* missing .* 'vocabulary_size'; change model.backbone", vocabulary_size=None)
     refused("has vocabulary_size=50, and the data set needs 100 tokens", backbone={**SMALL, "vocabulary_size": 50})
     refused("has max_sequence_length=8, and the data set needs 16", backbone={**SMALL, "max_sequence_length": 8})
 

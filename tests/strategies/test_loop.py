@@ -13,6 +13,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.plan.forecast import forecast
 from hvtrain.step.step_timing import Split, StepMarks, StepTimes
 from hvtrain.strategies import loop
+from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks import timeline
 
 X, Y = np.random.default_rng(1).normal(size=(96, 6)).astype("float32"), np.arange(96) % 3
@@ -74,10 +75,17 @@ def batches(step):
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).repeat().skip(step)
 
 
+def single():
+    strategy = Strategy()
+    strategy.marks = StepMarks()
+    return strategy
+
+
 def trained(calls, callbacks=(), start_step=0):
-    model, marks = made(), StepMarks()
-    loop.train(model, batches, PLAN, start_step, list(callbacks), calls, marks)
-    return model, marks
+    model = made()
+    strategy = single()
+    strategy.fit(model, batches, PLAN, start_step, list(callbacks), calls)
+    return model, strategy.marks
 
 
 def test_it_is_what_fit_does():
@@ -107,7 +115,7 @@ def test_xla_compiles_forward_and_backward_and_changes_no_result(loss_scale):
             jit_compile=by_xla,
         )
         logs = Notes()
-        loop.train(model, batches, PLAN, 0, [logs], loop.CallSteps(5, [], lambda value: value), StepMarks())
+        single().fit(model, batches, PLAN, 0, [logs], loop.CallSteps(5, [], lambda value: value))
         assert optimizer.steps == 36
         weights[by_xla] = [*model.get_weights(), *([row[name] for name in ("loss", "accuracy")] for row in logs.logs)]
     for plain, compiled in zip(weights[False], weights[True], strict=True):
@@ -120,7 +128,7 @@ def test_what_xla_cannot_compile_is_told():
     model.add(UncompiledLayer())
     model.compile("sgd", model.loss, jit_compile=True)
     with pytest.raises(tf.errors.OpError, match=r"(?s)EagerPyFunc.*XLA"):
-        loop.train(model, batches, PLAN, 0, [], loop.CallSteps(5, [], lambda value: value), StepMarks())
+        single().fit(model, batches, PLAN, 0, [], loop.CallSteps(5, [], lambda value: value))
 
 
 def test_a_layer_that_says_so_is_refused_before_the_run(monkeypatch):
@@ -175,11 +183,11 @@ def test_marks_tell_data_from_compute():
 
     options = tf.data.Options()
     options.autotune.enabled = False  # Its tuner may add a prefetch, and so begin a batch while a step computes.
-    model, marks = made(), StepMarks()
+    strategy = single()
     data = batches(0).map(slow).with_options(options)
-    loop.train(model, lambda _: data, PLAN, 16, [], loop.CallSteps(4, [], lambda value: value), marks)
-    times = marks.times().each()
-    assert marks.times().steps == 20
+    strategy.fit(made(), lambda _: data, PLAN, 16, [], loop.CallSteps(4, [], lambda value: value))
+    times = strategy.marks.times().each()
+    assert strategy.marks.times().steps == 20
     assert times.data >= 0.02 > times.compute > 0 and times.communication == 0
 
 

@@ -113,7 +113,6 @@ REFUSED_BY_REPLICAS = [
     ("nan", r"the gradient of step \d+ is not finite on rank 0; nothing of it reached the weights"),
     ("pads", r"strategy=mirrored splits the batch of each step into 2 equal parts, and .* choose data.uneven=trim"),
     ("synced", r"train.sync_batch_norm=true normalizes over ranks, and this strategy has 2 replicas in one process"),
-    ("accumulates", r"exclude each other, since Keras accumulates in a branch"),
 ]
 
 
