@@ -18,7 +18,8 @@ from hvtrain.config.schema import default_run_dir, from_dict
 from hvtrain.core.files import refuse_link
 from hvtrain.errors import ConfigError
 from hvtrain.launch import by_hand, environment, remote_hosts, restart
-from hvtrain.launch.clusters.choice import Cluster, choose
+from hvtrain.launch.clusters import choice
+from hvtrain.launch.clusters.kinds import ClusterKind, Slurm
 from hvtrain.launch.job import (
     SECONDS_TO_BEGIN,
     Host,
@@ -30,7 +31,7 @@ from hvtrain.launch.job import (
     place_ranks,
     roles_of,
 )
-from hvtrain.launch.options import check, parser
+from hvtrain.launch.options import check, given, parser
 from hvtrain.launch.ssh import Ssh
 from hvtrain.system import addresses
 
@@ -40,12 +41,14 @@ def main() -> int:
     line = sys.argv[1:]
     end = [*line, "--"].index("--")
     # Intermixed, because cluster=KIND may stand before, between and after the options.
-    options = parser().parse_intermixed_args(line[:end])
+    line_parser = parser()
+    options = line_parser.parse_intermixed_args(line[:end])
     if end == len(line):
         raise ConfigError("the settings of the run are missing; write them after --, for example: -- model=cnn")
 
     run_arguments = line[end + 1 :]
-    cluster = choose(options.settings, own_folders(run_arguments))
+    folders = own_folders(run_arguments)
+    cluster = choice.choose(options.settings, folders)
     run = _run(run_arguments, options, cluster)
     if run is None:
         return 0
@@ -55,11 +58,12 @@ def main() -> int:
     if num_training is None:
         num_training = sum(host.slots for host in hosts) or 1
     roles = roles_of(run.strategy, num_training)
-    check(options, cluster, roles)
+    check(given(line_parser, options), cluster, roles)
 
-    if cluster.kind != "ssh":
+    if cluster:
         # Slurm's file starts this launcher again, which then adds what the strategy needs.
-        return _by_files(options, cluster, _job(options, cluster, run.command, hosts, Roles(num_training)))
+        job = _job(options, cluster, run.command, hosts, Roles(num_training))
+        return _by_files(options, cluster, job, folders)
 
     if roles.num_replicas and (hosts or options.np):
         hosts = _one_host(hosts, num_training)
@@ -78,12 +82,12 @@ class _Run:
     strategy: Mapping[str, Any]
 
 
-def _run(arguments: list[str], options: argparse.Namespace, cluster: Cluster) -> _Run | None:
+def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind | None) -> _Run | None:
     """The run of the arguments after --; None if they only ask to see it composed."""
     first = next(iter(arguments), "")
     if Path(first).name.startswith("python"):
         # Only a run has settings in which a cluster's file could pass the number of servers on.
-        if options.num_ps and cluster.kind != "ssh":
+        if options.num_ps and cluster:
             raise ConfigError(f"cluster={cluster.kind} takes --num-ps with settings of a run only; leave it out")
         strategy = {"num_ps": options.num_ps} if options.num_ps else {}
         return _Run(tuple(arguments), None, strategy)
@@ -100,7 +104,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: Cluster) ->
     run_dir = config.run.dir
     # A restart must find the folder again. On Slurm it is named by the job's number, which a
     # requeue keeps; processes that are started by hand take rank 0's.
-    if not run_dir and cluster.kind != "slurm" and not options.job_name:
+    if not run_dir and not isinstance(cluster, Slurm) and not options.job_name:
         run_dir = default_run_dir(config)
         arguments = [*arguments, f"run.dir={run_dir}"]
 
@@ -115,7 +119,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: Cluster) ->
     return _Run(("python", "-m", "hvtrain", *arguments), run_dir, config.strategy)
 
 
-def _without_addresses(arguments: list[str], cluster: Cluster) -> list[str]:
+def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> list[str]:
     """Removes notify=..., whose addresses ranks get as a variable: they may hold passwords.
 
     So they are on no command line, which every user of a host can read, and in no file.
@@ -125,7 +129,7 @@ def _without_addresses(arguments: list[str], cluster: Cluster) -> list[str]:
         return arguments
     if not addresses.split(value):
         return [*others, f"notify={value}"]
-    if cluster.kind != "ssh":
+    if cluster:
         raise ConfigError(
             f"cluster={cluster.kind} came with notify=, whose addresses would stand in its files; "
             f"set {addresses.VARIABLE} where the job runs instead"
@@ -160,7 +164,7 @@ def _one_host(hosts: tuple[Host, ...], num_replicas: int) -> tuple[Host, ...]:
 
 def _job(
     options: argparse.Namespace,
-    cluster: Cluster,
+    cluster: ClusterKind | None,
     command: tuple[str, ...],
     hosts: tuple[Host, ...],
     roles: Roles,
@@ -168,7 +172,7 @@ def _job(
     """The job of the command line. Raises ConfigError for options that exclude each other."""
     num_ranks = roles.num_workers
     # Without hosts, this one alone.
-    if cluster.kind == "ssh" and not hosts and not options.host_discovery_script:
+    if not cluster and not hosts and not options.host_discovery_script:
         hosts = parse_hosts(f"localhost:{num_ranks}")
 
     # With --max-restarts, --min-np is the fewest ranks to restart on, and the job itself has a
@@ -178,7 +182,7 @@ def _job(
         raise ConfigError(f"an elastic job needs Gloo, and --{options.how} was given; leave it out")
 
     # A cluster's file runs elsewhere, in an environment of its own: it gets those of --env alone.
-    variables = environment.for_ranks if cluster.kind == "ssh" else environment.asked_for
+    variables = environment.asked_for if cluster else environment.for_ranks
     return Job(
         command=command,
         num_ranks=num_ranks,
@@ -233,14 +237,14 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
     return restart.run(job, logs, run_dir, options.max_restarts, options.min_np)
 
 
-def _by_files(options: argparse.Namespace, cluster: Cluster, job: Job) -> int:
+def _by_files(options: argparse.Namespace, cluster: ClusterKind, job: Job, folders: list[Path]) -> int:
     """Writes the cluster's files, and submits or prints them.
 
     Returns the exit code of the submission.
     """
     folder = Path(options.output or f"launch/{cluster.kind}")
-    paths = cluster.write(job, folder)
-    submission = shlex.join(cluster.command(folder))
+    paths = choice.write(cluster, job, folder, folders)
+    submission = shlex.join(choice.submission(cluster, folder))
     if options.dry_run:
         for path in paths:
             print(f"# ---- {path}\n{path.read_text(encoding='utf-8')}")
@@ -248,7 +252,7 @@ def _by_files(options: argparse.Namespace, cluster: Cluster, job: Job) -> int:
         return 0
 
     print(f"running: {submission}", flush=True)
-    return cluster.submit(folder)
+    return choice.submit(cluster, folder)
 
 
 def _write_script(path: Path, job: Job, line: list[str]) -> None:

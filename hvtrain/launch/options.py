@@ -1,13 +1,11 @@
 """The launcher's options: their help, and which of them exclude each other."""
 
 import argparse
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from hvtrain.config.compose import setting_lines
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.choice import Cluster
-from hvtrain.launch.clusters.kinds import KINDS
+from hvtrain.launch.clusters.kinds import KINDS, ClusterKind
 from hvtrain.launch.job import Roles
 from hvtrain.system.command import Parser, at_least, positive
 
@@ -29,6 +27,9 @@ CLUSTERS = """
 CLUSTERS (settings with their defaults; for one of your own: --config-dir DIR after --, with DIR/cluster/NAME.yaml;
 a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of it)
   cluster=ssh        hosts that are reached over ssh"""
+ELASTIC = ("--min-np", "--max-np", "--host-discovery-script")
+# These only mean something where this launcher itself starts the ranks.
+OVER_SSH = ("-p", "-i", "--logs", "--mpirun", "--max-restarts")
 
 
 def parser() -> Parser:
@@ -159,64 +160,50 @@ def _clusters_help() -> str:
     return "\n".join([*lines, ""])
 
 
-def check(options: argparse.Namespace, cluster: Cluster, roles: Roles) -> None:
+def given(parser: Parser, options: argparse.Namespace) -> set[str]:
+    """The names of the options that the command line gave."""
+    names: set[str] = set()
+    for action in parser._actions:
+        value = getattr(options, action.dest, action.default)
+        if value != action.default and action.const in (None, value):
+            names.update(action.option_strings)
+    return names
+
+
+def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
     """Raises ConfigError for options that exclude each other, and for processes that the cluster cannot start."""
-    elastic = {
-        "--min-np": options.min_np,
-        "--max-np": options.max_np,
-        "--host-discovery-script": options.host_discovery_script,
-    }
-    # What only means something where this launcher itself starts the ranks.
-    over_ssh = {
-        "-p": options.port,
-        "-i": options.identity_file,
-        "--logs": options.logs,
-        "--mpirun": options.how == "mpirun",
-        "--max-restarts": options.max_restarts,
-    }
-    if options.job_name:
-        for name, value, meaning in (
-            ("--task-index", options.task_index, "its number in that job, from 0 on"),
-            ("--coordinator", options.coordinator, "HOST:PORT, the same for all processes"),
+    if "--job-name" in names:
+        for name, meaning in (
+            ("--task-index", "its number in that job, from 0 on"),
+            ("--coordinator", "HOST:PORT, the same for all processes"),
         ):
-            if value is None:
-                raise ConfigError(f"--job-name {options.job_name} came without {name}; give {meaning}")
-        others = {
-            "--mpi": options.how == "mpi",
-            "--dry-run": options.dry_run,
-            "--output": options.output,
-            f"cluster={cluster.kind}": cluster.kind != "ssh",
-        }
-        _refuse({**over_ssh, **elastic, **others}, "--job-name, which starts one process here")
+            if name not in names:
+                raise ConfigError(f"--job-name came without {name}; give {meaning}")
+        by = "--job-name, which starts one process here"
+        _refuse(names, (*OVER_SSH, *ELASTIC, "--mpi", "--dry-run", "--output"), by)
+        if cluster:
+            raise ConfigError(f"cluster={cluster.kind} came with {by}; leave it out")
         return
 
-    by_hand = {"--task-index": options.task_index is not None, "--coordinator": options.coordinator}
-    for name, value in by_hand.items():
-        if value:
+    for name in ("--task-index", "--coordinator"):
+        if name in names:
             raise ConfigError(f"{name} came without --job-name; give the job of this process too, or leave it out")
-
     if roles.reason:
-        _refuse(elastic, f"a strategy that {roles.reason}: their number is fixed")
-    if cluster.kind == "ssh":
+        _refuse(names, ELASTIC, f"a strategy that {roles.reason}: their number is fixed")
+    if not cluster:
         return
 
-    # A cluster's files cannot hold these.
-    not_in_files = {
-        **over_ssh,
-        "--start-timeout": options.start_timeout,
-        "--network-interfaces": options.network_interfaces,
-        "--host-discovery-script": options.host_discovery_script,
-    }
-    _refuse(not_in_files, f"cluster={cluster.kind}, which cannot use it")
-    if roles.reason and not KINDS[cluster.kind].starts_roles:
+    not_in_files = (*OVER_SSH, "--start-timeout", "--network-interfaces", "--host-discovery-script")
+    _refuse(names, not_in_files, f"cluster={cluster.kind}, which cannot use it")
+    if roles.reason and not cluster.starts_roles:
         raise ConfigError(
             f"cluster={cluster.kind} starts equal ranks, and this strategy {roles.reason}; "
             "use cluster=slurm or hosts with ssh, or start each process by hand (--job-name)"
         )
 
 
-def _refuse(options: Mapping[str, Any], by: str) -> None:
-    """Raises ConfigError for the first of these options that was given."""
-    for name, value in options.items():
-        if value:
+def _refuse(names: set[str], refused: Iterable[str], by: str) -> None:
+    """Raises ConfigError for the first of the refused options that was given."""
+    for name in refused:
+        if name in names:
             raise ConfigError(f"{name} came with {by}; leave it out")

@@ -184,8 +184,8 @@ def another_service(reply):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--job-name worker --coordinator s1:2222", "--job-name worker came without --task-index; give its number"),
-        ("--job-name worker --task-index 0", "--job-name worker came without --coordinator; give HOST:PORT"),
+        ("--job-name worker --coordinator s1:2222", "--job-name came without --task-index; give its number"),
+        ("--job-name worker --task-index 0", "--job-name came without --coordinator; give HOST:PORT"),
         ("--job-name worker --task-index 0 --coordinator s1:1 --max-restarts 1", "--max-restarts came with --job-name"),
         ("--job-name worker --task-index 0 --coordinator s1:1 --mpi", "--mpi came with --job-name, which starts one"),
         ("--job-name ps --task-index 0 --coordinator s1:2222", "--job-name ps is not a job of this run; it has worker"),

@@ -12,7 +12,7 @@ import yaml
 
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.choice import submission, texts
 from hvtrain.launch.clusters.kinds import Docker
 from hvtrain.launch.job import Job, parse_hosts
 
@@ -24,7 +24,7 @@ SETTINGS = Docker(keys="/keys of mine", data="/data", runs="/home/me/it's")
 
 
 def files(job, settings):
-    return Cluster("docker", settings).texts(job)
+    return texts(settings, job)
 
 
 def said(tmp_path, text, *arguments):
@@ -93,7 +93,7 @@ def test_two_containers_try_a_job_out():
     assert first["depends_on"]["s2"]["condition"] == "service_healthy"
     assert first["volumes"] == second["volumes"] == ["home:/home/hvtrain", "/data:/data:ro"]
     words = ["docker", "compose", "--file", "a b/compose.yaml", "up", "--exit-code-from", "s1"]
-    assert Cluster("docker", SETTINGS).command(Path("a b")) == words
+    assert submission(SETTINGS, Path("a b")) == words
 
 
 def compose_config(tmp_path, text):

@@ -13,8 +13,8 @@ import yaml
 
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.choice import Cluster
-from hvtrain.launch.clusters.kinds import MpiJob
+from hvtrain.launch.clusters.choice import submission, texts
+from hvtrain.launch.clusters.kinds import MpiJob, TrainJob
 from hvtrain.launch.job import Job, parse_hosts
 
 SCHEMA = yaml.safe_load((Path(__file__).parent / "mpijob.schema.yaml").read_text())
@@ -23,11 +23,11 @@ JOB = Job(WORDS, 8, environment={"TF_FLAGS": "a 'b' $(TF_FLAGS) $c \"d\": {e}\nf
 FULL = MpiJob(
     image="registry.example/hvtrain:1", ranks_per_worker=2, data_claim="data", runs_claim="runs", namespace="team"
 )
-KINDS = ("mpijob", "trainjob")
+KINDS = {"mpijob": MpiJob, "trainjob": TrainJob}
 
 
 def documents(kind, job=JOB, settings=FULL):
-    (text,) = Cluster(kind, settings).texts(job).values()
+    (text,) = texts(KINDS[kind](**vars(settings)), job).values()
     return list(yaml.safe_load_all(text))
 
 
@@ -203,8 +203,9 @@ def test_the_discovery_names_only_hosts_that_answer(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kubectl_gets_the_file(kind):
-    (name,) = Cluster(kind, FULL).texts(JOB)
-    assert Cluster(kind, FULL).command(Path("a b")) == ["kubectl", "create", "-f", f"a b/{name}"]
+    cluster = KINDS[kind](**vars(FULL))
+    (name,) = texts(cluster, JOB)
+    assert submission(cluster, Path("a b")) == ["kubectl", "create", "-f", f"a b/{name}"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,7 +224,7 @@ def test_kubectl_gets_the_file(kind):
 )
 def test_what_cannot_start_is_refused_in_one_line(kind, job, settings, message):
     with pytest.raises(ConfigError, match=message) as error:
-        Cluster(kind, typed(MpiJob, settings, "cluster.")).texts(job)
+        texts(typed(KINDS[kind], settings, "cluster."), job)
     assert "\n" not in str(error.value)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.choice import texts
 from hvtrain.launch.clusters.kinds import MpiJob
 from hvtrain.launch.job import Job
 
@@ -65,7 +65,7 @@ for _ in {{1..50}}; do "${{ssh[@]}}" true 2>/dev/null && break; kill -0 $worker 
 def places() -> list[str]:
     """Where the worker of the manifest can write."""
     job = Job(("python", "-m", "hvtrain"), 2)
-    (text,) = Cluster("mpijob", MpiJob(image="hvtrain:cpu", gpus_per_rank=0)).texts(job).values()
+    (text,) = texts(MpiJob(image="hvtrain:cpu", gpus_per_rank=0), job).values()
     worker = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
     (container,) = worker["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"]

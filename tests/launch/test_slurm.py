@@ -12,7 +12,7 @@ import pytest
 
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.choice import texts
 from hvtrain.launch.clusters.kinds import Slurm, slurm_seconds
 from hvtrain.launch.job import Job, parse_hosts
 from slurm_cluster import cluster as cluster
@@ -96,7 +96,7 @@ def test_a_training_goes_on_in_its_second_start(cluster):
 
 
 def text(job, **settings):
-    (found,) = Cluster("slurm", typed(Slurm, {"time": "1:00:00", **settings}, "cluster.")).texts(job).values()
+    (found,) = texts(typed(Slurm, {"time": "1:00:00", **settings}, "cluster."), job).values()
     return found
 
 

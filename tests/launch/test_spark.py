@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.choice import submission, texts, write
 from hvtrain.launch.clusters.kinds import Spark
 from hvtrain.launch.job import Job, parse_hosts
 from hvtrain.spark import parse, rank_environment
@@ -100,9 +100,9 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
     words = ["dataset=parquet", "dataset.dir=data", "dataset.image_shape=[8,8,1]", "dataset.num_classes=10"]
     words += ["dataset.scale=16", "run.dir=run", "guard.every=20"]
     job = Job(("python", "-m", "hvtrain", *words, "train.epochs=3"), 2)
-    cluster = Cluster("spark", Spark(master=MASTER, cores_per_rank=1))
-    cluster.write(job, tmp_path)
-    code, output = run(*cluster.command(tmp_path), cwd=tmp_path, conf=spark_conf)
+    cluster = Spark(master=MASTER, cores_per_rank=1)
+    write(cluster, job, tmp_path)
+    code, output = run(*submission(cluster, tmp_path), cwd=tmp_path, conf=spark_conf)
     assert code == 0, output
     assert "(Horovod on Gloo)" in output and "weights equal on 2/2 ranks" in output
     first = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -186,12 +186,12 @@ WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]")
 
 def submitted(tmp_path, job, **settings):
     """The arguments that the script gives to spark-submit."""
-    cluster = Cluster("spark", Spark(**settings))
-    cluster.write(job, tmp_path / "a b")
+    cluster = Spark(**settings)
+    write(cluster, job, tmp_path / "a b")
     (tmp_path / "spark-submit").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
     (tmp_path / "spark-submit").chmod(0o755)
     done = subprocess.run(
-        cluster.command(tmp_path / "a b"),
+        submission(cluster, tmp_path / "a b"),
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
         capture_output=True,
         text=True,
@@ -254,4 +254,4 @@ def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn(tmp_path)
 )
 def test_what_cannot_start_is_refused(job, settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Cluster("spark", Spark(**settings)).texts(job)
+        texts(Spark(**settings), job)

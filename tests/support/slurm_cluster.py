@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvtrain.launch.clusters.choice import Cluster
+from hvtrain.launch.clusters.choice import submission, write
 from lab import SCRIPT, Lab, needs_lab
 
 CONFIGURATION = """
@@ -64,12 +64,11 @@ class SlurmCluster:
 
     def submit(self, name, job, settings, change=("", "")):
         """Returns the number of the job. change: a text of the batch file, and its replacement."""
-        slurm = Cluster("slurm", settings)
-        (path,) = slurm.write(job, self.folder / name)
+        (path,) = write(settings, job, self.folder / name)
         text = path.read_text()
         assert change[0] in text
         path.write_text(text.replace(*change) if change[0] else text)
-        line = slurm.command(self.folder / name)
+        line = submission(settings, self.folder / name)
         assert "to start at" in self.ask(line[0], "--test-only", *line[1:])
         return self.ask(*line).split()[-1]
 

@@ -1,6 +1,5 @@
 """The cluster that the command line chooses: its settings, its files, and how they are submitted."""
 
-import dataclasses
 import shlex
 import shutil
 import subprocess
@@ -8,7 +7,6 @@ import traceback
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,69 +16,60 @@ import yaml
 from hvtrain.config.compose import CONFIGS
 from hvtrain.config.validate import nearest, typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.kinds import KINDS
+from hvtrain.launch.clusters.kinds import KINDS, ClusterKind
 from hvtrain.launch.job import Job
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster, or ssh, which takes no files.
+def texts(cluster: ClusterKind, job: Job, folders: Sequence[Path] = ()) -> dict[str, str]:
+    """The job's files by name. Raises ConfigError.
 
-    Args:
-        kind: a name in KINDS, or "ssh".
-        settings: an object of that kind.
-        folders: the user's own, whose templates win over ours.
+    folders: the user's own, whose templates win over ours.
     """
+    if job.hosts and cluster.no_hosts:
+        raise ConfigError(f"cluster={cluster.kind} came with -H; {cluster.no_hosts}")
+    if job.is_elastic and cluster.no_elastic:
+        raise ConfigError(f"cluster={cluster.kind} came with --min-np; {cluster.no_elastic}")
 
-    kind: str
-    settings: Any = None
-    folders: tuple[Path, ...] = ()
-
-    def texts(self, job: Job) -> dict[str, str]:
-        """The job's files by name. Raises ConfigError."""
-        kind = KINDS[self.kind]
-        if job.hosts and kind.no_hosts:
-            raise ConfigError(f"cluster={self.kind} came with -H; {kind.no_hosts}")
-        if job.is_elastic and kind.no_elastic:
-            raise ConfigError(f"cluster={self.kind} came with --min-np; {kind.no_elastic}")
-
-        values = {"job": job, "cluster": self.settings, **self.settings.values(job)}
-        return {name: _render(name, self.folders, values) for name in kind.files}
-
-    def write(self, job: Job, folder: Path) -> list[Path]:
-        """Writes the job's files into the folder. Raises ConfigError."""
-        texts = self.texts(job)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in texts.items():
-                (folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--output {folder} cannot be written: {error.strerror}; choose another") from error
-        return [folder / name for name in texts]
-
-    def command(self, folder: Path) -> list[str]:
-        """The command that submits the files in the folder."""
-        return [part.replace("{}", str(folder)) for part in KINDS[self.kind].submit.split()]
-
-    def submit(self, folder: Path) -> int:
-        """Runs the command.
-
-        Returns its exit code. Raises ConfigError if it is not installed here.
-        """
-        command = self.command(folder)
-        program = KINDS[self.kind].program or command[0]
-        if not shutil.which(program):
-            raise ConfigError(
-                f"{program} is not installed here; copy the files to a host that has it, or write them with --dry-run"
-            )
-        return subprocess.call(command)
+    values = {"job": job, "cluster": cluster, **cluster.values(job)}
+    return {name: _render(name, folders, values) for name in cluster.files}
 
 
-def choose(arguments: list[str], folders: list[Path]) -> Cluster:
-    """The cluster of cluster=KIND cluster.SETTING=VALUE; the user's own KIND is FOLDER/cluster/KIND.yaml.
+def write(cluster: ClusterKind, job: Job, folder: Path, folders: Sequence[Path] = ()) -> list[Path]:
+    """Writes the job's files into the folder. Raises ConfigError."""
+    files = texts(cluster, job, folders)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {folder} cannot be written: {error.strerror}; choose another") from error
+    return [folder / name for name in files]
 
-    Such a file holds `kind: slurm` and settings, which the command line overrides. Raises
-    ConfigError.
+
+def submission(cluster: ClusterKind, folder: Path) -> list[str]:
+    """The command that submits the files in the folder."""
+    return [part.replace("{}", str(folder)) for part in cluster.submit.split()]
+
+
+def submit(cluster: ClusterKind, folder: Path) -> int:
+    """Runs the command.
+
+    Returns its exit code. Raises ConfigError if it is not installed here.
+    """
+    command = submission(cluster, folder)
+    program = cluster.program or command[0]
+    if not shutil.which(program):
+        raise ConfigError(
+            f"{program} is not installed here; copy the files to a host that has it, or write them with --dry-run"
+        )
+    return subprocess.call(command)
+
+
+def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
+    """The settings of cluster=KIND cluster.SETTING=VALUE; the user's own KIND is FOLDER/cluster/KIND.yaml.
+
+    Such a file holds `kind: slurm` and settings, which the command line overrides. None for ssh,
+    which takes no files. Raises ConfigError.
     """
     values: dict[str, str] = {}
     # All that stands before -- and is no option.
@@ -103,19 +92,17 @@ def choose(arguments: list[str], folders: list[Path]) -> Cluster:
     if kind == "ssh":
         if values:
             raise ConfigError(f"{next(iter(values))}: ssh has no such settings; choose cluster={'|'.join(KINDS)}")
-        return Cluster("ssh")
+        return None
     if kind not in KINDS:
         raise ConfigError(f"cluster={kind} is not one of ssh, {', '.join(KINDS)}; {nearest(kind, list(KINDS))}")
 
-    schema: Any = KINDS[kind]
-    types_of_settings = typing.get_type_hints(schema)
-    names = [field.name for field in dataclasses.fields(schema)]
+    schema = KINDS[kind]
+    hints = typing.get_type_hints(schema)
     for name, text in values.items():
         key = name.removeprefix("cluster.")
-        if key not in names:
-            raise ConfigError(f"unknown setting {name!r} of cluster={kind}; {nearest(key, names)}")
-        tree[key] = _value(text, types_of_settings[key])
-    return Cluster(kind, typed(schema, tree, "cluster."), tuple(folders))
+        tree[key] = _value(text, hints.get(key, str))
+    cluster: ClusterKind = typed(schema, tree, "cluster.")
+    return cluster
 
 
 def _value(text: str, hint: Any) -> Any:

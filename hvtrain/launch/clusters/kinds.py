@@ -21,6 +21,7 @@ class ClusterKind:
     """A kind of cluster. A subclass is a dataclass of its settings, cluster.SETTING=VALUE.
 
     Attributes:
+        kind: its name.
         about: one line of help.
         files: what is submitted.
         submit: the command that submits the files; {} stands for their folder.
@@ -31,6 +32,7 @@ class ClusterKind:
             GPUs.
     """
 
+    kind: ClassVar[str]
     about: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     submit: ClassVar[str]
@@ -64,6 +66,7 @@ class Slurm(ClusterKind):
     Slurm keeps the job's number, so the run folder is the same.
     """
 
+    kind = "slurm"
     about = "a batch file for Slurm, which requeues the job at its time limit"
     files = ("hvtrain.sbatch",)
     submit = "sbatch {}/hvtrain.sbatch"
@@ -165,6 +168,7 @@ class MpiJob(ClusterKind):
     gives the launcher's pod, which has no rank, the list of hosts.
     """
 
+    kind = "mpijob"
     about = "an MPIJob for Kubernetes with Kubeflow's MPI operator, kubeflow.org/v2beta1"
     files = ("mpijob.yaml",)
     # Not `kubectl apply`, which starts nothing if an old job has the name.
@@ -230,6 +234,7 @@ class MpiJob(ClusterKind):
 class TrainJob(MpiJob):
     """The same settings for the newer operator, whose jobs keep their size."""
 
+    kind = "trainjob"
     about = "a TrainJob for Kubernetes with Kubeflow Trainer, trainer.kubeflow.org/v1alpha1"
     files = ("trainjob.yaml",)
     submit = "kubectl create -f {}/trainjob.yaml"
@@ -245,6 +250,7 @@ class Docker(ClusterKind):
     machine, no GPU and no key: its two containers make a key pair themselves.
     """
 
+    kind = "docker"
     about = "a `docker run` script for hosts with GPUs, and a trial of two containers on this machine"
     files = ("docker-run.sh", "compose.yaml")
     submit = "docker compose --file {}/compose.yaml up --exit-code-from s1"
@@ -284,6 +290,7 @@ class Spark(ClusterKind):
     driver's side.
     """
 
+    kind = "spark"
     about = "the executors of a Spark cluster, YARN or standalone, by spark-submit"
     files = ("spark-submit.sh", "hvtrain_on_spark.py")
     submit = "bash {}/spark-submit.sh"
@@ -344,10 +351,4 @@ class Spark(ClusterKind):
         }
 
 
-KINDS: dict[str, type[ClusterKind]] = {
-    "slurm": Slurm,
-    "mpijob": MpiJob,
-    "trainjob": TrainJob,
-    "docker": Docker,
-    "spark": Spark,
-}
+KINDS: dict[str, type[ClusterKind]] = {kind.kind: kind for kind in (Slurm, MpiJob, TrainJob, Docker, Spark)}
