@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras.collectives import broadcast_variables, sum_arrays
+from hvtrain.keras.collectives import broadcast_variables, built_optimizer, sum_arrays
 from hvtrain.keras.equality import WeightCheck
 from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.hooks import hook_of
@@ -123,10 +123,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         return [item for item in [*attributes, *elements] if isinstance(item, keras.optimizers.Optimizer)]
 
     def _broadcast(self) -> None:
-        # Slots have to exist before they are broadcast.
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
+        built_optimizer(self.model)  # Slots have to exist before they are broadcast.
         variables = list(self.model.weights)
         for attribute in self._optimizers():
             variables += attribute.variables

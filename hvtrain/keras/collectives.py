@@ -244,12 +244,19 @@ def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
     and the like: with the same masks on all ranks, training would be less random than in one
     process on the joint batch.
     """
-    optimizer = getattr(model, "optimizer", None)  # A model that was not compiled has none.
-    if optimizer is not None and not optimizer.built:
-        optimizer.build(model.trainable_variables)
+    optimizer = built_optimizer(model)
     broadcast_variables(model.weights, root_rank)
     if optimizer is not None:
         broadcast_variables(optimizer.variables, root_rank)
+
+
+def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:
+    """Returns the model's optimizer, or this one, with its slots; None if it was not compiled."""
+    if optimizer is None:
+        optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    return optimizer
 
 
 def steps_per_epoch(num_batches: int) -> int:

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from horovod.common.elastic import ObjectState, State, run_fn
 
-from hvtrain.keras.collectives import broadcast_variables
+from hvtrain.keras.collectives import broadcast_variables, built_optimizer
 from hvtrain.keras.gradients import forget_comparisons
 from hvtrain.keras.process import raise_for_elastic
 from hvtrain.keras.reduction import restart_numbering
@@ -77,9 +77,7 @@ class KerasState(ObjectState):
         if not model.built:
             raise ValueError(f"{model.name} is not built and has no weights to keep; call model.build(input_shape)")
         self.model = model
-        self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
-        if self.optimizer is not None and not self.optimizer.built:
-            self.optimizer.build(model.trainable_variables)
+        self.optimizer = built_optimizer(model, optimizer)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
         self.save()
 

@@ -81,8 +81,9 @@ def compare_structure(
             ranks = getattr(process_set, "ranks", None) or range(len(lines_by_rank))
             raise RankError(difference(lines_by_rank, ranks, noun))
         _compared.add((reduction, structure))
-        if num_steps and None not in all_weights and len(set(all_weights)) > 1:
-            forgotten_broadcast.watch(variables, num_steps, process_set)
+        is_first = process_set.rank() == 0
+        if num_steps and is_first and None not in all_weights and len(set(all_weights)) > 1:
+            forgotten_broadcast.watch(num_steps)
 
 
 def describe(gradient: Any, variable: Any) -> str:

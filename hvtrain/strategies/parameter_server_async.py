@@ -15,7 +15,7 @@ from hvtrain.strategies.base import Strategy, error_of, exclude
 from hvtrain.strategies.loop import CallSteps, build_metrics
 from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
 from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve
-from hvtrain.strategies.worker_step import ServerState, Workers, compute, packed, reader
+from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compute, packed, reader
 from hvtrain.watchdog.progress import EXCHANGE
 
 
@@ -54,7 +54,8 @@ class Steps:
         self._latest: Any = None
         self._read, spec = reader(batches, strategy.marks, strategy.num_replicas)
         self._ended = tf.function(lambda: strategy.marks.ended([]), autograph=False)
-        self.trace(spec)
+        scalar = tf.TensorSpec([], tf.int64)
+        self._function = tf.function(self.on_worker, autograph=False).get_concrete_function(spec, scalar, scalar)
 
     def __call__(self, number: int) -> dict[str, Any]:
         if self._is_settled:
@@ -74,31 +75,35 @@ class Steps:
         last = {} if self._latest is None else dict(zip(self._names, self._latest))
         return {name: metrics.get(name, last.get(name, 0.0)) for name in self._names}
 
-    def trace(self, spec: Any) -> None:
-        """Traces the function that a worker runs on a batch of this spec."""
-        number = tf.TensorSpec([], tf.int64)
-        self._function = tf.function(self.on_worker, autograph=False).get_concrete_function(spec, number)
-
     @tf.autograph.experimental.do_not_convert
-    def on_worker(self, batch: Any, number: tf.Tensor) -> tf.Tensor:
-        """Computes gradients and applies them to the servers' variables."""
+    def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
+        """Computes on a batch, where a worker calls it; returns the numbers of the result."""
         with self.state.traced():
             computed = compute(self.model, batch, number, self.strategy.check_finite)
-            self.model.optimizer.apply(computed.gradients, computed.variables)
-            # On the server, so that no worker's count is lost between a read and a write.
-            for variable, count in computed.counts:
-                variable.value.assign_add(count)
-            for variable, value in computed.statistics:
-                variable.assign(value)
+            self.store(computed, worker)
         self._names = sorted(computed.result)
         return packed(computed.result)
+
+    def store(self, computed: Computed, worker: tf.Tensor) -> None:
+        """Applies the results to the servers' variables."""
+        variables, gradients = zip(*computed.gradients)
+        self.model.optimizer.apply(gradients, variables)
+        # On the server, so that no worker's count is lost between a read and a write.
+        for variable, count in computed.counts:
+            variable.value.assign_add(count)
+        for variable, value in computed.statistics:
+            variable.assign(value)
+
+    def begin(self, worker: int, part: Any, number: int) -> None:
+        """Gives a part of the batch to a free worker; the number seeds its dropout."""
+        scalars = tf.constant(number, tf.int64), tf.constant(worker, tf.int64)
+        self.workers.call(worker, self.step, self._function, part, *scalars)
 
     def do_step(self, parts: list[Any]) -> None:
         """Gives the batch, which has only one part, to a worker once one is free."""
         if not self.workers.free:
             self.record(self.workers.finished())
-        number = tf.constant(self.step, tf.int64)
-        self.workers.call(self.workers.free[0], self.step, self._function, parts[0], number)
+        self.begin(self.workers.free[0], parts[0], self.step)
 
     def record(self, results: list[tuple[int, int, Any]]) -> None:
         """Counts finished calls, and keeps what the last one returned for the logs."""
@@ -135,7 +140,7 @@ class ParameterServerStrategy(Strategy):
 
     name = "parameter_server"
     mode = "asynchronous"
-    steps_class = Steps
+    steps_class: type[Steps] = Steps
     # Set by start and make_steps.
     cluster: Cluster
     steps: Steps

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.strategies.parameter_server_async import ParameterServerStrategy, Steps
-from hvtrain.strategies.worker_step import compute, packed
+from hvtrain.strategies.worker_step import Computed
 from hvtrain.watchdog.progress import EXCHANGE
 
 
@@ -26,35 +26,20 @@ class SyncSteps(Steps):
 
     strategy: "SyncParameterServerStrategy"
 
-    def trace(self, spec: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self._rows: dict[int, tf.Variable] = {}
-        self._trained: list[keras.Variable] = []
-        self._counted: list[keras.Variable] = []
-        self._averaged: list[keras.Variable] = []
-        scalar = tf.TensorSpec([], tf.int64)
-        function = tf.function(self.on_worker_number, autograph=False)
-        self._function = function.get_concrete_function(spec, scalar, scalar)
+        super().__init__(*arguments)
         arrived = tf.TensorSpec([self.workers.number], tf.bool)
         self._apply = tf.function(self.on_servers, autograph=False).get_concrete_function(arrived)
 
-    @tf.autograph.experimental.do_not_convert
-    def on_worker_number(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """Computes on the worker's part of the batch, and writes into the worker's rows."""
-        with self.state.traced():
-            computed = compute(self.model, batch, number, self.strategy.check_finite)
-            pairs = zip(computed.variables, computed.gradients)
-            gradients = [(variable, gradient) for variable, gradient in pairs if gradient is not None]
-            self._trained = [variable for variable, _ in gradients]
-            self._counted = [variable for variable, _ in computed.counts]
-            self._averaged = [variable for variable, _ in computed.statistics]
-
-            for variable, value in (*gradients, *computed.counts, *computed.statistics):
-                row = tf.cast(tf.convert_to_tensor(value), variable.dtype)[None]
-                rows = self._rows_of(variable)
-                with tf.device(rows.device):
-                    rows.scatter_update(tf.IndexedSlices(row, worker[None]))
-        self._names = sorted(computed.result)
-        return packed(computed.result)
+    def store(self, computed: Computed, worker: tf.Tensor) -> None:
+        """Writes the results into the worker's rows."""
+        self._computed = computed
+        for variable, value in (*computed.gradients, *computed.counts, *computed.statistics):
+            row = tf.cast(tf.convert_to_tensor(value), variable.dtype)[None]
+            rows = self._rows_of(variable)
+            with tf.device(rows.device):
+                rows.scatter_update(tf.IndexedSlices(row, worker[None]))
 
     def _rows_of(self, variable: keras.Variable) -> tf.Variable:
         """Returns rows for the workers, on the server that holds the variable."""
@@ -69,11 +54,11 @@ class SyncSteps(Steps):
     def on_servers(self, arrived: tf.Tensor) -> None:
         """Does one step with the results of the workers that arrived, bool [workers]."""
         with self.state.traced():
-            gradients = [self._mean(variable, arrived) for variable in self._trained]
-            self.model.optimizer.apply(gradients, self._trained)
-            for variable in self._counted:
+            trained = [variable for variable, _ in self._computed.gradients]
+            self.model.optimizer.apply([self._mean(variable, arrived) for variable in trained], trained)
+            for variable, _ in self._computed.counts:
                 variable.value.assign_add(self._sum(variable, arrived))
-            for variable in self._averaged:
+            for variable, _ in self._computed.statistics:
                 variable.assign(self._mean(variable, arrived))
 
     def _sum(self, variable: keras.Variable, arrived: tf.Tensor) -> tf.Tensor:
@@ -96,8 +81,14 @@ class SyncSteps(Steps):
     def do_step(self, parts: list[Any]) -> None:
         """Does one step. Every free worker begins its part, a late one once it is free."""
         arrived: set[int] = set()
+
+        def begin(worker: int) -> None:
+            # The number differs between steps and between workers, so that each draws its own
+            # dropout.
+            self.begin(worker, parts[worker], self.step * self.workers.number + worker)
+
         for worker in self.workers.free:
-            self._begin(worker, parts)
+            begin(worker)
 
         with self.strategy.watchdog.phase(EXCHANGE):
             while len(arrived) < self.strategy.num_needed:
@@ -109,17 +100,11 @@ class SyncSteps(Steps):
                     else:
                         # A backup worker: its row belongs to an earlier step.
                         self.strategy.num_dropped += 1
-                        self._begin(worker, parts)
+                        begin(worker)
             mask = tf.constant([worker in arrived for worker in range(self.workers.number)])
             # Called on a server: operations without a device of their own run there, not here.
             with tf.device("/job:ps/replica:0/task:0"):
                 self._apply(mask)
-
-    def _begin(self, worker: int, parts: list[Any]) -> None:
-        # The number differs between steps and between workers, so that each draws its own dropout.
-        number = tf.constant(self.step * self.workers.number + worker, tf.int64)
-        index = tf.constant(worker, tf.int64)
-        self.workers.call(worker, self.step, self._function, parts[worker], number, index)
 
     def wait(self) -> None:
         """Returns at once: late workers go on, and change only their own rows."""

@@ -21,7 +21,7 @@ from hvtrain.keras.gradients import FiniteCheck, compare_structure, overwrites, 
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
-from hvtrain.step.joint_loss import joint_loss
+from hvtrain.step.joint_loss import joint_loss, subclass_under_its_name
 from hvtrain.strategies.base import Strategy, exclude
 
 # Variables, by name, that are neither weights nor slots: see plain_variables.
@@ -142,10 +142,7 @@ def replica_loss(
             return value / num_replicas
         return value
 
-    # Keras writes these names into saved models, which then load as the plain loss.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    subclass = type(base.__name__, (base,), {**names, "__call__": __call__, "call": call})
-    divided: Any = object.__new__(subclass)
+    divided: Any = object.__new__(subclass_under_its_name(base, __call__=__call__, call=call))
     vars(divided).update(vars(loss))
     return joint_loss(divided, mean, lambda: num_replicas)
 

@@ -23,15 +23,13 @@ _MISSING = object()
 
 
 class Computed(NamedTuple):
-    """The results of the model's train step on a batch.
+    """The results of the model's train step on a batch, each with its variable.
 
-    gradients: of the variables. counts: what to add to the state of each metric. statistics: new
-    values of weights that no gradient touches, such as moving averages. result: what the step
-    returns.
+    counts: what to add to the state of each metric. statistics: new values of weights that no
+    gradient touches, such as moving averages. result: what the step returns.
     """
 
-    gradients: list[Any]
-    variables: list[keras.Variable]
+    gradients: list[tuple[keras.Variable, Any]]
     counts: list[tuple[keras.Variable, tf.Tensor]]
     statistics: list[tuple[keras.Variable, tf.Tensor]]
     result: dict[str, tf.Tensor]
@@ -76,14 +74,15 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         )
 
     gradients, variables = steps[0]
+    present = [(variable, gradient) for variable, gradient in zip(variables, gradients) if gradient is not None]
     if check_finite:
         is_fine = tf.debugging.Assert(are_finite(gradients), [NOT_FINITE])
         with tf.control_dependencies([is_fine]):
-            gradients = [map_values(tf.identity, gradient) for gradient in gradients]
+            present = [(variable, map_values(tf.identity, gradient)) for variable, gradient in present]
     counts = [(variable, scope.get_current_value(variable)) for variable in metrics]
     new_values = [(variable, scope.get_current_value(variable)) for variable in model.non_trainable_weights]
     statistics = [(variable, value) for variable, value in new_values if value is not None]
-    return Computed(gradients, variables, counts, statistics, dict(result))
+    return Computed(present, counts, statistics, dict(result))
 
 
 def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:

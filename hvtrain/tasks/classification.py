@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvtrain.core.figures import Figure, Matrix, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
+from hvtrain.step.joint_loss import subclass_under_its_name
 from hvtrain.tasks.reviewed import ReviewedExamples, as_bytes, png
 from hvtrain.tasks.task import (
     Losses,
@@ -238,7 +239,7 @@ class Binary(Multilabel):
         source: Source,
     ) -> list[Figure]:
         # A second logit of 0 for "no": the softmax of both is the sigmoid of the one.
-        logits = np.concatenate([np.zeros_like(reviewed.outputs), reviewed.outputs], axis=1)
+        logits = np.pad(reviewed.outputs, [(0, 0), (1, 0)])
         targets = reviewed.targets.reshape(-1).astype(np.int64)
         return _class_figures(reviewed, targets, logits, class_names(source, 2))
 
@@ -274,12 +275,9 @@ def with_soft_targets(loss: Any) -> keras.losses.Loss:
             return base.call(self, y_true, y_pred)
         return keras.losses.categorical_crossentropy(y_true, y_pred, from_logits=self.from_logits)
 
-    # Keras writes the module and the name of the class into saved models.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     # Copies the attributes of the loss, whatever the arguments it was made with.
-    extended: Any = object.__new__(type(base.__name__, (base,), {**names, "call": call}))
+    extended: Any = object.__new__(subclass_under_its_name(base, call=call))
     vars(extended).update(vars(loss))
-
     return extended
 
 
@@ -290,11 +288,8 @@ def _class_figures(
     names: Sequence[str],
 ) -> list[Figure]:
     """Confusions and worst errors, from targets [examples] and logits [examples, classes]."""
-    # Subtracting the maximum keeps exp() from overflowing.
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-
     predicted = logits.argmax(axis=1)
+    log_probabilities = keras.ops.convert_to_numpy(keras.ops.log_softmax(logits))
     return [
         _confusions(reviewed, targets, predicted, names),
         *_worst_errors(reviewed, targets, predicted, log_probabilities, names),
@@ -309,12 +304,9 @@ def _confusions(
 ) -> Figure:
     accuracy = f"{np.mean(targets == predicted):.1%} of {reviewed.description} are correct"
     if len(names) <= MAX_MATRIX_CLASSES:
-        counts = np.zeros((len(names), len(names)), np.int64)
-        # Not counts[targets, predicted] += 1, which would count each cell only once.
-        np.add.at(counts, (targets, predicted), 1)
-
+        counts = tf.math.confusion_matrix(targets, predicted, len(names))
         note = f"{accuracy}. Rows: true class, columns: predicted."
-        return Matrix("Confusion matrix", note, list(names), counts.tolist())
+        return Matrix("Confusion matrix", note, list(names), counts.numpy().tolist())
 
     is_wrong = targets != predicted
     pairs = Counter(zip(targets[is_wrong].tolist(), predicted[is_wrong].tolist()))

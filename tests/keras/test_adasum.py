@@ -12,7 +12,7 @@ def refusals(ranks_by_host, on_gpus, by_host=True):
     """Returns each rank's error, "" for none. by_host: the ranks of a host follow each other."""
     places = [(host, local, many) for host, many in enumerate(ranks_by_host) for local in range(many)]
     if not by_host:
-        places.sort(key=lambda place: (place[1], place[0]))
+        places.sort(key=lambda rank: (rank[1], rank[0]))
     messages = []
     for rank, (host, local, many) in enumerate(places):
         try:

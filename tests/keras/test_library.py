@@ -211,12 +211,9 @@ def test_variables_are_broadcast_inside_a_function(library):
         assert "hold different variables at position 0" in results["unlike"]
 
 
-def test_a_loop_without_a_broadcast_is_told_how_far_the_ranks_are_apart(library):
+def test_a_loop_without_a_broadcast_is_warned(library):
     for rank, results in enumerate(idioms(library, "forgotten")):
-        gap = len(library) - 1
-        message = (
-            f"the ranks train from different weights (largest difference {gap}, in w), and nothing has made them equal"
-        )
+        message = "the ranks train from different weights, and nothing has made them equal"
         assert [text.partition(";")[0] for text in results["forgotten"]] == [message] * (rank == 0)
         assert results["after the first step"] == results["one step"] == []
 

@@ -55,8 +55,8 @@ def test_recomputed_values_are_the_same_with_dropout_and_moving_statistics(neste
     change_parts(model, config(remat=True), 1)
     again, more = trained(model, jit_compile)
     assert len(plain) == len(again) == len(model.variables) > 5 * 5 + 5, "the dropouts' seeds too"
-    for one, other in zip(plain, again):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
+    for expected, other in zip(plain, again):
+        np.testing.assert_allclose(expected, other, rtol=1e-5, atol=2e-6)
     assert number == 5 and 8 <= more <= 9, "all but the last segment's are there twice"
 
 
@@ -74,11 +74,11 @@ def test_masks_pass_the_ends_of_segments():
     def model_with(remat):
         keras.utils.clear_session()
         keras.utils.set_random_seed(1)
-        words = keras.Input((4,), dtype="int32")
-        x = layers.Embedding(9, 4, mask_zero=True)(words)
+        tokens = keras.Input((4,), dtype="int32")
+        x = layers.Embedding(9, 4, mask_zero=True)(tokens)
         for _ in range(5):
             x = layers.SimpleRNN(4, return_sequences=True, unroll=True)(x)
-        model = keras.Model(words, layers.Dense(2)(layers.SimpleRNN(3, unroll=True)(x)))
+        model = keras.Model(tokens, layers.Dense(2)(layers.SimpleRNN(3, unroll=True)(x)))
         if remat:
             assert len(divide(model)) > 2
             recompute(model)
@@ -87,8 +87,8 @@ def test_masks_pass_the_ends_of_segments():
         model.fit(texts, np.ones((2, 2)), epochs=3, verbose=0)
         return model.get_weights()
 
-    for one, other in zip(model_with(False), model_with(True)):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    for expected, other in zip(model_with(False), model_with(True)):
+        np.testing.assert_allclose(expected, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +140,18 @@ def test_every_batch_normalization_is_synchronized_in_place_and_saved_as_the_pla
     assert [id(v) for v in model.weights] == weights
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert {type(one) for one in loaded._flatten_layers() if hasattr(one, "moving_mean")} == {layers.BatchNormalization}
+    assert {type(layer) for layer in loaded._flatten_layers() if hasattr(layer, "moving_mean")} == {
+        layers.BatchNormalization
+    }
     np.testing.assert_array_equal(loaded.predict(X, verbose=0), expected)
 
 
 def test_networks_of_keras_are_synchronized_and_one_rank_needs_nothing():
     model = application((32, 32, 3), 4, "MobileNetV3Small")
     change_parts(model, config(sync=True), 1)
-    assert {type(one) for one in model.layers if hasattr(one, "moving_mean")} == {layers.BatchNormalization}
+    assert {type(layer) for layer in model.layers if hasattr(layer, "moving_mean")} == {layers.BatchNormalization}
     change_parts(model, config(sync=True), 2)
-    changed = {type(one)._moments for one in model.layers if hasattr(one, "moving_mean")}
+    changed = {type(layer)._moments for layer in model.layers if hasattr(layer, "moving_mean")}
     assert changed == {hvd.SyncBatchNormalization._moments}
 
 

@@ -17,8 +17,8 @@ BACKBONES = [("MobileNetV2", {"alpha": 0.35}), pytest.param("ResNet50", {}, mark
 
 
 def rates(model):
-    found = {layer.name: getattr(layer, "dilation_rate", (1, 1))[0] for layer in model.layers}
-    return {name: rate for name, rate in found.items() if rate > 1 and not name.startswith("aspp")}
+    all_rates = {layer.name: getattr(layer, "dilation_rate", (1, 1))[0] for layer in model.layers}
+    return {name: rate for name, rate in all_rates.items() if rate > 1 and not name.startswith("aspp")}
 
 
 RESNET = [[f"conv{stage}_block{block}_2_conv" for block in range(1, last + 1)] for stage, last in ((4, 6), (5, 3))]
@@ -65,9 +65,11 @@ def test_each_place_sees_what_the_undilated_network_sees_there(backbone, options
 
     for output_stride in (8, 16, 32):
         changes, step = dilated(plain, output_stride), 32 // output_stride
-        found = features(changes)
-        assert found.shape[1:3] == (64 // output_stride + 1, 96 // output_stride + 1)
-        np.testing.assert_allclose(found[:, ::step, ::step], expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+        dilated_features = features(changes)
+        assert dilated_features.shape[1:3] == (64 // output_stride + 1, 96 // output_stride + 1)
+        np.testing.assert_allclose(
+            dilated_features[:, ::step, ::step], expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max()
+        )
         if step == 2:
             undilated = {n: {k: v for k, v in to.items() if k != "dilation_rate"} for n, to in changes.items()}
             other = features(undilated)[:, ::step, ::step]
@@ -109,7 +111,7 @@ def test_it_learns_recomputed_too():
     """Discs, after some steps; with activations computed again the losses are the same to rounding."""
     ys, xs = np.mgrid[:32, :32] - 16
     masks = np.stack([np.hypot(ys - shift, xs + shift) < 7 for shift in (-5, 0, 4, 6)]).astype("uint8")
-    images, found = masks[..., None] * np.ones(3) - 0.5, []
+    images, losses = masks[..., None] * np.ones(3) - 0.5, []
     for again in (False, True):
         keras.utils.set_random_seed(1)
         model = deeplabv3plus((32, 32, 3), 2, **TINY, atrous_rates=[1, 2, 3])
@@ -117,9 +119,9 @@ def test_it_learns_recomputed_too():
             recompute(model)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False)
-        found.append(model.fit(images, masks, batch_size=4, epochs=8, verbose=0).history["loss"])
-    assert found[0][-1] < 0.5 * found[0][0]
-    np.testing.assert_allclose(found[0], found[1], rtol=0.02)
+        losses.append(model.fit(images, masks, batch_size=4, epochs=8, verbose=0).history["loss"])
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.02)
 
 
 def test_a_call_is_inference():

@@ -47,9 +47,9 @@ RUNS = {
 def two_ranks(tmp_path_factory):
     """(folder, what each rank saw, all output)."""
     folder = tmp_path_factory.mktemp("finetuned")
-    runs = {name: [word.replace("{folder}", str(folder)) for word in words] for name, words in RUNS.items()}
-    found, output = many_runs("gloo", 2, runs, folder, HOROVOD_GLOO_TIMEOUT_SECONDS="60")
-    return folder, found, output
+    runs = {name: [setting.replace("{folder}", str(folder)) for setting in settings] for name, settings in RUNS.items()}
+    results, output = many_runs("gloo", 2, runs, folder, HOROVOD_GLOO_TIMEOUT_SECONDS="60")
+    return folder, results, output
 
 
 def arrays(folder, step=20):
@@ -58,8 +58,8 @@ def arrays(folder, step=20):
 
 @pytest.mark.parametrize("name", ["tuned", "lora", "synced"])
 def test_a_resumed_run_ends_with_the_same_bits(two_ranks, name):
-    folder, found, _ = two_ranks
-    assert found[0][f"{name} in parts/2"]["record"]["first_step"] in (7, 8)
+    folder, results, _ = two_ranks
+    assert results[0][f"{name} in parts/2"]["record"]["first_step"] in (7, 8)
     whole, resumed = arrays(folder / name), arrays(folder / f"{name} in parts")
     assert whole.keys() == resumed.keys()
     for key in whole:
@@ -73,14 +73,14 @@ def test_the_checkpoint_wins_over_the_first_weights(two_ranks):
 
 
 def test_a_finished_run_is_tested_as_before(two_ranks):
-    _, found, _ = two_ranks
-    assert "error" not in found[0]["tuned in parts/3"]
-    assert found[0]["tuned in parts/3"]["record"]["metrics"] == found[0]["tuned"]["record"]["metrics"]
+    _, results, _ = two_ranks
+    assert "error" not in results[0]["tuned in parts/3"]
+    assert results[0]["tuned in parts/3"]["record"]["metrics"] == results[0]["tuned"]["record"]["metrics"]
 
 
 def test_frozen_parts_are_those_of_the_source_and_the_rest_trains(two_ranks):
-    folder, found, output = two_ranks
-    best = found[0]["source"]["record"]["best"]["step"]
+    folder, results, output = two_ranks
+    best = results[0]["source"]["record"]["best"]["step"]
     source, tuned = arrays(folder / "source", best), arrays(folder / "tuned")
     frozen = {key for key in source if key.startswith("model/") and "logits" not in key}
     assert len(frozen) == 6
@@ -90,13 +90,13 @@ def test_frozen_parts_are_those_of_the_source_and_the_rest_trains(two_ranks):
     slots = [key for key in tuned if key.startswith("optimizer/") and "logits" in key]
     assert slots and not [key for key in tuned if key.startswith("optimizer/") and ("hidden" in key or "norm" in key)]
     assert "trained        36 of 348 parameters, in 2 variables" in output
-    proof = found[0]["tuned"]["record"]["proof"]
+    proof = results[0]["tuned"]["record"]["proof"]
     assert proof["reductions"] == proof["steps"] == 10 and proof["weight_checks"] > 10
 
 
 def test_the_average_is_validated_and_saved_and_training_goes_on_without_it(two_ranks):
-    folder, found, _ = two_ranks
-    record = found[0]["tuned"]["record"]
+    folder, results, _ = two_ranks
+    record = results[0]["tuned"]["record"]
     for file, step in (("model.keras", 20), ("best.keras", record["best"]["step"])):
         saved, kept = keras.models.load_model(folder / "tuned" / file).layers[-1], arrays(folder / "tuned", step)
         (average,) = [key for key in kept if key.endswith("kernel_average")]
@@ -112,8 +112,8 @@ def test_the_average_is_validated_and_saved_and_training_goes_on_without_it(two_
 
 
 def test_lora_trains_little_and_leaves_a_plain_model(two_ranks):
-    folder, found, output = two_ranks
-    assert found[0]["lora"]["record"]["num_parameters"] == 364 + 36 * 2 + 2 * 8
+    folder, results, output = two_ranks
+    assert results[0]["lora"]["record"]["num_parameters"] == 364 + 36 * 2 + 2 * 8
     assert "trained        124 of 436 parameters, in 4 variables" in output
     printed = without_hvtrain(
         f"""
@@ -134,8 +134,8 @@ np.save({str(folder / "kernel.npy")!r}, model.layers[-1].get_layer("hidden").ker
 
 
 def test_synchronized_batch_normalization_equals_one_process_on_the_joint_batch(two_ranks):
-    _, found, _ = two_ranks
-    for rank in found:
+    _, results, _ = two_ranks
+    for rank in results:
         assert rank["joint synced"]["exact"] < 1e-5
         assert rank["joint plain"]["exact"] > 1e-3, "each rank's own batch gives something else"
 
@@ -155,8 +155,8 @@ def test_saved_models_have_keras_own_batch_normalization(two_ranks):
 
 
 def test_refusals_are_the_same_line_on_all_ranks(two_ranks):
-    folder, found, _ = two_ranks
-    for rank in found:
+    folder, results, _ = two_ranks
+    for rank in results:
         assert rank["wide"]["error"] == (
             f"ConfigError: model.weights={folder}/source is of another model: it has shape (36, 8) where hidden/kernel "
             "of this one has shape (36, 9); choose the model that it was made with, or name in "

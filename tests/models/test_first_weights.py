@@ -60,8 +60,8 @@ def test_every_kind_of_source_gives_the_same_weights(sources, kind, caplog):
     model = network(2)
     with caplog.at_level(logging.INFO):
         begin_with(model, str(folder / kind))
-    for ours, theirs in zip(model.get_weights(), expected.get_weights()):
-        np.testing.assert_array_equal(ours, theirs)
+    for ours, other in zip(model.get_weights(), expected.get_weights()):
+        np.testing.assert_array_equal(ours, other)
     assert f"weights        {expected.count_params()} parameters from {folder / kind}" in caplog.text
 
 
@@ -74,8 +74,8 @@ def test_a_head_of_another_size_or_name_is_left_out_and_named(sources, kind, hea
     with caplog.at_level(logging.INFO):
         begin_with(model, str(folder / kind))
     body = len(fresh) - 2
-    for ours, theirs in zip(model.get_weights(), [*expected.get_weights()[:body], *fresh[body:]]):
-        np.testing.assert_array_equal(ours, theirs)
+    for ours, other in zip(model.get_weights(), [*expected.get_weights()[:body], *fresh[body:]]):
+        np.testing.assert_array_equal(ours, other)
     assert f"; new: {head.get('head', 'logits')}/kernel (4, {head.get('classes', 3)})" in caplog.text
 
 

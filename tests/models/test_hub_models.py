@@ -62,7 +62,7 @@ def test_outputs_are_logits_of_the_shape_that_the_task_needs(name, shape, option
     assert type(model).fit is keras.Model.fit, "a run's own fit, and not that of keras-hub"
     assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
     rng = np.random.default_rng(1)
-    inputs = keras.tree.map_structure(lambda one: rng.integers(0, 100, (2, *one.shape[1:])), model.input)
+    inputs = keras.tree.map_structure(lambda spec: rng.integers(0, 100, (2, *spec.shape[1:])), model.input)
     outputs = keras.ops.convert_to_numpy(model(inputs))
     assert np.isfinite(outputs).all() and outputs.std() > 0
 
@@ -86,12 +86,12 @@ def test_a_model_by_name_is_that_of_keras_hub():
     )
     plain.set_weights(model.get_weights())
     tokens = TOKENS * (np.arange(16) < 11)
-    given = {"token_ids": tokens, "padding_mask": (tokens != 0).astype("int32"), "segment_ids": 0 * tokens}
-    np.testing.assert_allclose(model(tokens), plain(given), rtol=1e-5, atol=1e-6)
-    by_name = build("BertTextClassifier", (3,), input_spec=dict.fromkeys(given, TEXT["input_spec"]))
+    named_inputs = {"token_ids": tokens, "padding_mask": (tokens != 0).astype("int32"), "segment_ids": 0 * tokens}
+    np.testing.assert_allclose(model(tokens), plain(named_inputs), rtol=1e-5, atol=1e-6)
+    by_name = build("BertTextClassifier", (3,), input_spec=dict.fromkeys(named_inputs, TEXT["input_spec"]))
     by_name.set_weights(model.get_weights())
-    np.testing.assert_array_equal(by_name(given), model(tokens))
-    assert np.abs(plain({**given, "padding_mask": np.ones_like(tokens)}) - model(tokens)).max() > 1e-6
+    np.testing.assert_array_equal(by_name(named_inputs), model(tokens))
+    assert np.abs(plain({**named_inputs, "padding_mask": np.ones_like(tokens)}) - model(tokens)).max() > 1e-6
 
 
 def test_padding_does_not_count_in_the_mean_of_a_backbone():
@@ -105,10 +105,10 @@ def test_padding_does_not_count_in_the_mean_of_a_backbone():
 def test_a_masked_model_predicts_each_place():
     model = build("BertMaskedLM", (16, 100))
     task = model.get_layer("task")
-    given = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS), "segment_ids": 0 * TOKENS}
+    named_inputs = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS), "segment_ids": 0 * TOKENS}
     places = np.tile(np.array([[3, 7]]), (3, 1))
     np.testing.assert_allclose(
-        np.asarray(model(TOKENS))[:, [3, 7]], task({**given, "mask_positions": places}), rtol=1e-4, atol=1e-6
+        np.asarray(model(TOKENS))[:, [3, 7]], task({**named_inputs, "mask_positions": places}), rtol=1e-4, atol=1e-6
     )
 
 

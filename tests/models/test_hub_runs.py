@@ -38,7 +38,7 @@ RESUMED = ["GPT2CausalLM", pytest.param("BertTextClassifier", marks=pytest.mark.
 
 
 @pytest.fixture(scope="module")
-def found(request, tmp_path_factory):
+def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     backbone = hub.models.BertBackbone(vocabulary_size=100, max_sequence_length=16, **SIZE)
     save_preset(hub.models.BertTextClassifier(backbone, num_classes=5), folder / "preset")
@@ -69,15 +69,15 @@ def found(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_equal_one_process_on_the_joint_batches(found, name):
-    for rank in found[0]:
+def test_two_ranks_equal_one_process_on_the_joint_batches(results, name):
+    for rank in results[0]:
         result = rank[f"joint {name}"]
         assert result["exact"] < 1e-5 < 1e-4 < result["uncorrected"]
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_goes_on_with_the_same_bits(found, name):
-    ran, _, folder, _ = found
+def test_a_run_goes_on_with_the_same_bits(results, name):
+    ran, _, folder, _ = results
     for run in (name, f"{name} in two/again"):
         assert "record" in ran[0][run], ran[0][run]
     assert ran[0][f"{name} in two/again"]["record"]["first_step"] == 5
@@ -89,26 +89,26 @@ def test_a_run_goes_on_with_the_same_bits(found, name):
 
 
 @pytest.mark.parametrize("run", ["of preset", "with weights"])
-def test_two_ranks_begin_with_a_preset(found, run):
-    ran, output, folder, backbone = found
+def test_two_ranks_begin_with_a_preset(results, run):
+    ran, output, folder, backbone = results
     assert "record" in ran[0][run], ran[0][run]
     task = keras.models.load_model(folder / run / "model.keras").layers[-1].get_layer("task")
-    for ours, theirs in zip(task.backbone.get_weights(), backbone.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    for ours, other in zip(task.backbone.get_weights(), backbone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, other, atol=1e-6)
     line = f"weights        21,984 parameters from {folder}/preset; new: task/logits/kernel (32, 2)"
     assert output.count(line) == 3, "on rank 0, for each run that begins with it"
 
 
-def test_a_preset_that_differs_is_refused_by_the_first_variable(found):
-    ran, _, folder, _ = found
+def test_a_preset_that_differs_is_refused_by_the_first_variable(results):
+    ran, _, folder, _ = results
     for rank in ran:
         assert rank["of another size"]["error"].startswith(
             f"ConfigError: model.weights={folder}/preset is of another model: it has shape "
         )
 
 
-def test_lora_trains_matrices_and_the_head_and_leaves_a_plain_model(found):
-    ran, _, folder, backbone = found
+def test_lora_trains_matrices_and_the_head_and_leaves_a_plain_model(results):
+    ran, _, folder, backbone = results
     assert "record" in ran[0]["lora"], ran[0]["lora"]
     printed = without_hvtrain(
         f"import keras; model = keras.models.load_model({str(folder / 'lora/model.keras')!r}); "

@@ -30,8 +30,8 @@ def inside(model):
     return task.get_layer("backbone")
 
 
-def same(one, other):
-    return all(np.array_equal(a, b) for a, b in zip(one.get_weights(), other.get_weights(), strict=True))
+def same(first, other):
+    return all(np.array_equal(a, b) for a, b in zip(first.get_weights(), other.get_weights(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_recomputation_gives_the_same_gradients(name, shape):
                 loss = tf.reduce_mean(model(tokens, training=False) ** 2)
             return tape.gradient(loss, model.trainable_variables)
 
-        return [np.asarray(tf.convert_to_tensor(one)) for one in run() if one is not None]
+        return [np.asarray(tf.convert_to_tensor(output)) for output in run() if output is not None]
 
     plain = gradients()
     recompute(model)

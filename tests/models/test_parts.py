@@ -30,7 +30,7 @@ def trained(model):
     model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
     model.fit(X, Y, epochs=2, verbose=0)
     places = [f"{part.path}/{variable.name}" for part in parts(model) for variable in part.variables]
-    return {place for place, old, new in zip(places, before, model.get_weights()) if not np.array_equal(old, new)}
+    return {path for path, old, new in zip(places, before, model.get_weights()) if not np.array_equal(old, new)}
 
 
 def test_places_are_in_the_order_of_weights_and_the_same_in_a_loaded_model(tmp_path):
@@ -54,9 +54,9 @@ def test_places_are_in_the_order_of_weights_and_the_same_in_a_loaded_model(tmp_p
 def test_frozen_parts_keep_every_bit_and_their_moving_statistics(patterns, changed):
     model = network()
     freeze(model, patterns)
-    found = trained(model)
+    changed_paths = trained(model)
     # Neither softmax nor the mean square see the keys' bias.
-    assert {place for place in found if "key/bias" not in place} == {
+    assert {path for path in changed_paths if "key/bias" not in path} == {
         f"{part.path}/{variable.name}"
         for part in parts(network())
         for variable in part.variables
@@ -68,9 +68,9 @@ def test_frozen_parts_keep_every_bit_and_their_moving_statistics(patterns, chang
 def test_single_variables_are_frozen_by_their_place():
     model = network()
     freeze(model, ["*/bias", "stem/bn/gamma"])
-    found = trained(model)
-    assert not [place for place in found if place.endswith(("bias", "gamma"))]
-    assert {"stem/dense/kernel", "stem/bn/beta", "stem/bn/moving_mean", "logits/kernel"} <= found
+    changed_paths = trained(model)
+    assert not [path for path in changed_paths if path.endswith(("bias", "gamma"))]
+    assert {"stem/dense/kernel", "stem/bn/beta", "stem/bn/moving_mean", "logits/kernel"} <= changed_paths
 
 
 def test_how_much_trains_is_said():
@@ -113,10 +113,10 @@ def test_lora_trains_the_matrices_and_the_head_alone_and_is_saved_as_a_plain_mod
     first = model(X)
     add_lora(model, 2)
     np.testing.assert_array_equal(model(X), first, "the second matrix is zero")
-    found = trained(model)
+    changed_paths = trained(model)
     adapted = ["stem/dense", *(f"attention/{name}" for name in ("query", "key", "value", "attention_output")), "middle"]
-    assert found == {
-        *(f"{place}/lora_kernel_{which}" for place in adapted for which in "ab"), "logits/kernel", "logits/bias"
+    assert changed_paths == {
+        *(f"{path}/lora_kernel_{which}" for path in adapted for which in "ab"), "logits/kernel", "logits/bias"
     }  # fmt: skip
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras", compile=False)
@@ -126,9 +126,9 @@ def test_lora_trains_the_matrices_and_the_head_alone_and_is_saved_as_a_plain_mod
 
 
 def test_lora_takes_embeddings_and_can_be_frozen_in_part():
-    words = keras.Input((5,), dtype="int32")
-    x = layers.GlobalAveragePooling1D()(layers.Embedding(7, 3, name="words")(words))
-    model = keras.Model(words, layers.Dense(2, name="logits")(layers.Dense(3, name="middle")(x)))
+    tokens = keras.Input((5,), dtype="int32")
+    x = layers.GlobalAveragePooling1D()(layers.Embedding(7, 3, name="words")(tokens))
+    model = keras.Model(tokens, layers.Dense(2, name="logits")(layers.Dense(3, name="middle")(x)))
     add_lora(model, 1)
     freeze(model, ["middle"])
     names = [variable.path for variable in model.trainable_variables]

@@ -73,8 +73,8 @@ def test_a_factor_on_the_gradient_would_be_lost():
 
 
 def test_other_factors_of_one_leave_every_bit():
-    for one, other in zip(changes(keras.optimizers.AdamW(0.01)), changes(keras.optimizers.AdamW(0.01), {"*": 1})):
-        np.testing.assert_array_equal(one, other)
+    for first, other in zip(changes(keras.optimizers.AdamW(0.01)), changes(keras.optimizers.AdamW(0.01), {"*": 1})):
+        np.testing.assert_array_equal(first, other)
 
 
 def test_rates_of_nothing_and_optimizers_that_step_otherwise_are_refused():
@@ -108,14 +108,14 @@ def test_the_average_is_of_the_weights_after_each_step_that_changes_them(accumul
             average = now if average is None else [0.7 * a + 0.3 * b for a, b in zip(average, now)]
     raw = model.get_weights()
     with averaged(model, 0.7):
-        for found, expected in zip(model.get_weights(), average):
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        for weight, expected in zip(model.get_weights(), average):
+            np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
         assert max(np.abs(a - b).max() for a, b in zip(model.get_weights(), raw)) > 1e-3
-    for found, expected in zip(model.get_weights(), raw):
-        np.testing.assert_array_equal(found, expected)
+    for weight, expected in zip(model.get_weights(), raw):
+        np.testing.assert_array_equal(weight, expected)
     take_averages(model)
-    for found, expected in zip(model.get_weights(), average):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    for weight, expected in zip(model.get_weights(), average):
+        np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_raw_weights_come_back_after_an_error_too():

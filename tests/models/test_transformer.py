@@ -25,17 +25,17 @@ def logits(model, tokens):
     return model(tokens, training=False).numpy()
 
 
-def changed(model, place):
+def changed(model, position):
     """Whether the logits at each place change with the token of one."""
     other = TOKENS.copy()
-    other[:, place] = (other[:, place] + 1) % VOCABULARY
+    other[:, position] = (other[:, position] + 1) % VOCABULARY
     return np.abs(logits(model, TOKENS) - logits(model, other)).max(axis=(0, 2)) > 1e-6
 
 
 def test_a_causal_model_sees_no_later_tokens():
     model = build()
-    for place in (0, 3, LENGTH - 1):
-        assert changed(model, place).tolist() == [at >= place for at in range(LENGTH)]
+    for position in (0, 3, LENGTH - 1):
+        assert changed(model, position).tolist() == [at >= position for at in range(LENGTH)]
 
 
 def test_another_one_sees_all():
@@ -80,9 +80,9 @@ def test_a_second_build_has_the_same_names_and_other_numbers():
     assert [layer.name for layer in first.layers] == [layer.name for layer in second.layers]
     paths = [weight.path for weight in first.weights]
     assert paths == [weight.path for weight in second.weights] and len(set(paths)) == len(paths)
-    one = transformer(tf.TensorSpec((LENGTH,), tf.int32), VOCABULARY, **SMALL)
+    model = transformer(tf.TensorSpec((LENGTH,), tf.int32), VOCABULARY, **SMALL)
     kernels = [
-        weight.numpy() for weight in one.weights if "/query/kernel" in weight.path or "/key/kernel" in weight.path
+        weight.numpy() for weight in model.weights if "/query/kernel" in weight.path or "/key/kernel" in weight.path
     ]
     assert len({kernel.tobytes() for kernel in kernels}) == 4
 

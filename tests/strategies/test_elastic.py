@@ -78,10 +78,10 @@ def test_rank_1_is_killed_and_another_joins(tmp_path):
 
 @pytest.mark.nightly
 def test_the_state_on_two_ranks(tmp_path):
-    found = ended(tmp_path, "static", "gloo", 2)
-    assert [rank["size"] for rank in found] == [2, 2]
-    assert max(rank["start_differs"] for rank in found) > 0.1
-    for rank in found:
+    result = ended(tmp_path, "static", "gloo", 2)
+    assert [rank["size"] for rank in result] == [2, 2]
+    assert max(rank["start_differs"] for rank in result) > 0.1
+    for rank in result:
         assert rank["synced_to_root"] and rank["equal_on_all"]
         assert rank["attributes"] == [[0, 3, [0]]] * 2
         assert rank["rate"] == pytest.approx(0.02)
@@ -95,8 +95,8 @@ def test_the_state_on_two_ranks(tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    (found,) = ended(tmp_path_factory.mktemp("alone"), "alone", None, 1)
-    return found
+    (result,) = ended(tmp_path_factory.mktemp("alone"), "alone", None, 1)
+    return result
 
 
 def test_resets_of_a_rank_alone(alone):

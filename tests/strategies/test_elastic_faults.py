@@ -23,7 +23,7 @@ def path_with_own():
     return os.pathsep.join([str(OWN), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def elastic(folder, num_ranks, fates, *words, gloo_seconds=None, disks=None, options=()):
+def elastic(folder, num_ranks, fates, *settings, gloo_seconds=None, disks=None, options=()):
     """Exit code and output of an elastic run, with what `fates.Fates` does to its ranks.
 
     Ranks wait gloo_seconds (None: the default) for one that joins, and of three or more one may wait so long for one
@@ -39,7 +39,7 @@ def elastic(folder, num_ranks, fates, *words, gloo_seconds=None, disks=None, opt
     command += ["--gloo-timeout-seconds", str(gloo_seconds)] if gloo_seconds else []
     command += [*([str(WORKERS / "own_disk")] if disks else [])]
     command += ["python", "-m", "hvtrain", "strategy=elastic"]
-    command += [*WORDS, *words]
+    command += [*WORDS, *settings]
     command += [f"+callbacks.fates={{_target_: fates.Fates, {settings}}}", f"run.dir={folder / 'run'}"]
     own = {"DISKS": str(disks), "RUN": str(folder / "run"), "HVTRAIN_ENV": "DISKS,RUN"} if disks else {}
     # Horovod takes new hosts in the order of a set: with one seed rank 0's is the same in each job.
@@ -56,8 +56,8 @@ def elastic(folder, num_ranks, fates, *words, gloo_seconds=None, disks=None, opt
 def steps(folder):
     """Of each process the steps that it took, and among how many ranks, in the order of their first and last ones."""
     files = [path.read_text().splitlines() for path in folder.glob("steps-*")]
-    found = [[tuple(map(int, line.split())) for line in lines] for lines in files]
-    return sorted(found, key=lambda taken: (taken[0], taken[-1]))
+    taken_steps = [[tuple(map(int, line.split())) for line in lines] for lines in files]
+    return sorted(taken_steps, key=lambda taken: (taken[0], taken[-1]))
 
 
 def arrays(run):
@@ -65,9 +65,11 @@ def arrays(run):
     return load_file(path / "state.safetensors")
 
 
-def distance(ours, theirs):
-    names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
-    return max(np.max(np.abs(ours[n] - theirs[n].astype("float64"))) / (np.max(np.abs(theirs[n])) or 1) for n in names)
+def distance(ours, expected):
+    names = [name for name in expected if name.startswith(("model/", "optimizer/"))]
+    return max(
+        np.max(np.abs(ours[n] - expected[n].astype("float64"))) / (np.max(np.abs(expected[n])) or 1) for n in names
+    )
 
 
 def history(run):
@@ -90,8 +92,8 @@ def assert_same_end(folder, uninterrupted, num_left):
     assert len(left) == num_left
     assert all(np.array_equal(rank[name], left[0][name]) for rank in left for name in rank.files)
     assert distance(arrays(folder / "run"), arrays(uninterrupted)) < 1e-5
-    for ours, theirs in zip(history(folder / "run"), history(uninterrupted), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    for ours, expected in zip(history(folder / "run"), history(uninterrupted), strict=True):
+        assert ours == pytest.approx(expected, rel=1e-5)
     record = json.loads((folder / "run" / "result.json").read_text())
     assert (record["num_ranks"], record["num_steps"], record["global_batch"]) == (num_left, 66, 64)
 
@@ -134,8 +136,8 @@ def test_a_host_that_was_left_out_comes_back(tmp_path):
     """
     options = ["--blacklist-cooldown-range", "2", "3"]
     fates = {"kill_rank": 2, "kill_step": 20, "host": NAMES[2], "alone": 2, "enough": 3}
-    words = ["strategy.commit_steps=5", "train.epochs=150"]
-    code, output = elastic(tmp_path, 3, fates, *words, options=options, gloo_seconds=45)
+    settings = ["strategy.commit_steps=5", "train.epochs=150"]
+    code, output = elastic(tmp_path, 3, fates, *settings, options=options, gloo_seconds=45)
     assert code == 0, output
     dead, *others = steps(tmp_path)
     assert dead[-1] == (20, 3)
@@ -151,8 +153,8 @@ def test_scaled_to_the_ranks_that_are_left_from_the_next_epoch_on(uninterrupted,
     assert code == 0, output
     assert "global batch 64 and learning rate as before up to step 44, then train.resize=scale" in output
     assert "on 1 now: global batch 32 and learning rate 0.001 from epoch 3 on (train.resize=scale)" in output
-    ours, theirs = history(tmp_path / "run"), history(uninterrupted)
-    assert ours[1] == pytest.approx(theirs[1], rel=1e-5), "the epoch begun goes on as it was"
+    ours, expected = history(tmp_path / "run"), history(uninterrupted)
+    assert ours[1] == pytest.approx(expected[1], rel=1e-5), "the epoch begun goes on as it was"
     assert (ours[2]["epoch"], ours[2]["step"], ours[2]["learning_rate"]) == (3, 44 + 44, 0)
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (record["num_ranks"], record["global_batch"], record["num_steps"]) == (1, 32, 88)
@@ -168,7 +170,7 @@ def test_another_rank_0_on_a_disk_of_its_own(tmp_path):
     disks = tmp_path / "disks"
 
     def newest():
-        return {path.name: max(found.name for found in path.glob("checkpoints/step-*"))
+        return {path.name: max(step.name for step in path.glob("checkpoints/step-*"))
                 for path in disks.iterdir() if list(path.glob("checkpoints/step-*"))}  # fmt: skip
 
     fates = {"kill_rank": 0, "kill_step": 28}
@@ -178,8 +180,8 @@ def test_another_rank_0_on_a_disk_of_its_own(tmp_path):
     stale, second = sorted(newest(), key=newest().get)
     assert newest() == {stale: "step-00000022", second: "step-00000066"}
     (tmp_path / "killed").unlink()
-    words = ["strategy.commit_steps=1000", "train.epochs=4"]
-    code, output = elastic(tmp_path, 2, {"kill_rank": 1, "kill_step": 70}, *words, disks=disks)
+    settings = ["strategy.commit_steps=1000", "train.epochs=4"]
+    code, output = elastic(tmp_path, 2, {"kill_rank": 1, "kill_step": 70}, *settings, disks=disks)
     assert code == 0, output
     assert re.search(r"step-00000066 on \S+: 66 of 88 steps were done, on 1 rank; on 2 now", output), output
     assert "step-00000066 in memory: 66 of 88 steps were done\n" in output
@@ -189,8 +191,8 @@ def test_another_rank_0_on_a_disk_of_its_own(tmp_path):
 @pytest.mark.release
 def test_the_last_rank_goes_on_alone(tmp_path):
     """The watch of two ranks knows that rank 0 is gone, and must not end rank 1, which trains on, some time later."""
-    words = ["strategy.commit_steps=5", "train.epochs=300", "watchdog.abort_seconds=4"]
-    code, output = elastic(tmp_path, 2, {"kill_rank": 0, "kill_step": 28}, *words)
+    settings = ["strategy.commit_steps=5", "train.epochs=300", "watchdog.abort_seconds=4"]
+    code, output = elastic(tmp_path, 2, {"kill_rank": 0, "kill_step": 28}, *settings)
     assert code == 0, output
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (record["num_ranks"], record["num_steps"]) == (1, 6600)

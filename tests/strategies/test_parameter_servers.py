@@ -57,38 +57,38 @@ NIGHTLY_RUNS = {
 def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     (folder / "runs.json").write_text(json.dumps({**RUNS, **(NIGHTLY_RUNS if with_nightly(request) else {})}))
-    words = ["python", str(WORKERS / "server_runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
-    code, output = run("mpi", 4, *words, cwd=folder, timeout=900)
+    command = ["python", str(WORKERS / "server_runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
+    code, output = run("mpi", 4, *command, cwd=folder, timeout=900)
     assert code == 0, output
     return folder, json.loads((folder / "found.json").read_text())
 
 
 def arrays(folder, step):
-    found = load_file(folder / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
-    return {name: array for name, array in found.items() if not name.startswith("rank/")}
+    state = load_file(folder / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+    return {name: array for name, array in state.items() if not name.startswith("rank/")}
 
 
-def difference(folder, one, other, step=20):
-    first, second = arrays(folder / one, step), arrays(folder / other, step)
+def difference(folder, run_name, other_name, step=20):
+    first, second = arrays(folder / run_name, step), arrays(folder / other_name, step)
     assert first.keys() == second.keys() and len(first) > 10
     return max(np.abs(first[name].astype(float) - second[name]).max() for name in first if name.startswith("model/"))
 
 
 def test_synchronous_steps_equal_one_process_on_the_joint_batch(runs):
     """Weights, with an embedding; and a mean over fewer workers does not."""
-    folder, found = runs
-    assert found["exact"]["record"]["num_steps"] == 20, found["exact"]
+    folder, results = runs
+    assert results["exact"]["record"]["num_steps"] == 20, results["exact"]
     assert difference(folder, "exact", "joint") < 1e-5
     assert difference(folder, "half", "joint") > 1e-3
-    assert found["exact"]["record"]["proof"]["steps_by_worker"] == [20, 20]
-    assert any("an embedding's row are summed" in line for line in found["exact"]["record"]["differences"])
-    ours, theirs = (found[name]["record"]["metrics"] for name in ("exact", "joint"))
-    assert ours == pytest.approx(theirs, abs=1e-5)
+    assert results["exact"]["record"]["proof"]["steps_by_worker"] == [20, 20]
+    assert any("an embedding's row are summed" in line for line in results["exact"]["record"]["differences"])
+    ours, expected = (results[name]["record"]["metrics"] for name in ("exact", "joint"))
+    assert ours == pytest.approx(expected, abs=1e-5)
 
 
 def test_asynchronous_steps_are_all_counted(runs):
-    folder, found = runs
-    record = found["async"]["record"]
+    folder, results = runs
+    record = results["async"]["record"]
     assert record["num_steps"] == 21
     by_worker = record["proof"]["steps_by_worker"]
     assert sum(by_worker) == 21 and min(by_worker) > 0, "both worked"
@@ -114,8 +114,8 @@ def test_rates_of_parts_hold_on_the_servers(runs):
 
 @nightly
 def test_a_run_resumes(runs):
-    folder, found = runs
-    record = found["exact/on"]["record"]
+    folder, results = runs
+    record = results["exact/on"]["record"]
     assert (record["first_step"], record["num_steps"]) == (20, 30)
     assert [int(a) for name, a in arrays(folder / "exact", 30).items() if name.endswith("iteration")] == [30]
 
@@ -123,8 +123,8 @@ def test_a_run_resumes(runs):
 @nightly
 @pytest.mark.parametrize("name", ["to servers", "from servers"])
 def test_a_run_goes_on_under_another_strategy_as_if_it_were_its_own(runs, name):
-    folder, found = runs
-    record = found[f"{name}/on"].get("record") or pytest.fail(found[f"{name}/on"]["error"])
+    folder, results = runs
+    record = results[f"{name}/on"].get("record") or pytest.fail(results[f"{name}/on"]["error"])
     assert (record["first_step"], record["num_steps"]) == (10, 20)
     assert difference(folder, name, "joint") < 1e-5
 
@@ -132,8 +132,8 @@ def test_a_run_goes_on_under_another_strategy_as_if_it_were_its_own(runs, name):
 @nightly
 @pytest.mark.parametrize("name", ["to async", "from async"])
 def test_an_asynchronous_run_goes_on_from_and_to_another_strategy(runs, name):
-    _, found = runs
-    record = found[f"{name}/on"].get("record") or pytest.fail(found[f"{name}/on"]["error"])
+    _, results = runs
+    record = results[f"{name}/on"].get("record") or pytest.fail(results[f"{name}/on"]["error"])
     assert record["first_step"] == 10 and record["num_steps"] >= 20
 
 
@@ -163,10 +163,10 @@ def test_too_few_processes(tmp_path):
     assert "strategy=parameter_server needs 3 processes or more (a coordinator, 1 ps and a worker)" in output
 
 
-def begin(folder, num_processes, *words, **more):
+def begin(folder, num_processes, *settings, **more):
     """A run that has written a checkpoint, and its processes' numbers by rank."""
     process = start(
-        "mpi", num_processes, "python", "-m", "hvtrain", "model=mlp", f"run.dir={folder}/run", *words, cwd=folder
+        "mpi", num_processes, "python", "-m", "hvtrain", "model=mlp", f"run.dir={folder}/run", *settings, cwd=folder
     )
     deadline = time.monotonic() + 240
     while not list(folder.glob("run/checkpoints/step-*")) and time.monotonic() < deadline and process.poll() is None:
@@ -176,12 +176,12 @@ def begin(folder, num_processes, *words, **more):
 
 def ranks_of(folder):
     """Numbers of the run's processes, by rank."""
-    found = {}
+    pids = {}
     for process in psutil.process_iter(["cmdline", "environ"]):
         rank = (process.info["environ"] or {}).get("OMPI_COMM_WORLD_RANK")
         if rank and f"run.dir={folder}/run" in (process.info["cmdline"] or ()):
-            found[int(rank)] = process.pid
-    return found
+            pids[int(rank)] = process.pid
+    return pids
 
 
 @nightly
@@ -215,22 +215,22 @@ def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(tm
         "--task-index",
         "0",
     ]
-    words = ["--", ASYNC, "model=mlp", "train.epochs=5000", f"run.dir={tmp_path}/run"]
+    settings = ["--", ASYNC, "model=mlp", "train.epochs=5000", f"run.dir={tmp_path}/run"]
     jobs = ("coordinator", "ps", "worker")
-    processes = {name: start(None, 1, *line, "--job-name", name, *words, cwd=tmp_path) for name in jobs}
+    processes = {name: start(None, 1, *line, "--job-name", name, *settings, cwd=tmp_path) for name in jobs}
     deadline = time.monotonic() + 240
     while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < deadline:
         time.sleep(0.2)
     processes[job].send_signal(number)
-    said = {name: finish(process, timeout=60) for name, process in processes.items()}
+    outputs = {name: finish(process, timeout=60) for name, process in processes.items()}
     assert {name: process.returncode for name, process in processes.items()} == {
         "coordinator": code,
         "ps": 0,
         "worker": 0,
     }
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    assert f"stopped by {name}" in said["coordinator"]
-    assert said[job].count("\n") == 1, "where it waits for the others, and nothing more"
+    assert f"stopped by {name}" in outputs["coordinator"]
+    assert outputs[job].count("\n") == 1, "where it waits for the others, and nothing more"
 
 
 @nightly

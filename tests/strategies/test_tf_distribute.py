@@ -151,7 +151,7 @@ def replicas(request, workers, tmp_path_factory):
 
 
 @pytest.fixture
-def found(request, strategy):
+def results(request, strategy):
     """(what each rank saw, folder) of the strategy's runs."""
     return request.getfixturevalue({"mirrored": "replicas", "multi_worker_mirrored": "workers"}[strategy])
 
@@ -164,9 +164,9 @@ def largest_gap(first, second):
 
 @both
 @pytest.mark.parametrize("kind", mostly_nightly([*JOINT, "one number"], *BY_DEFAULT))
-def test_twenty_steps_equal_one_process_on_the_joint_batches(found, strategy, kind):
+def test_twenty_steps_equal_one_process_on_the_joint_batches(results, strategy, kind):
     """With weights, masks, clipping, rows of an Embedding, inputs by name and losses that layers add."""
-    for rank in found[0]:
+    for rank in results[0]:
         result = rank[f"joint {kind}"]
         assert result["exact"] < 1e-5
         assert len(result["sizes"][0]) == 20
@@ -175,32 +175,32 @@ def test_twenty_steps_equal_one_process_on_the_joint_batches(found, strategy, ki
 
 
 @both
-def test_without_the_reduction_they_do_not(found):
-    assert found[0][0]["joint forgetful"]["exact"] > 1e-3
+def test_without_the_reduction_they_do_not(results):
+    assert results[0][0]["joint forgetful"]["exact"] > 1e-3
 
 
 @both
 @pytest.mark.parametrize("name", mostly_nightly([*SAME, *MORE], *BY_DEFAULT))
-def test_a_run_gives_what_horovod_gives(found, workers, strategy, name):
+def test_a_run_gives_what_horovod_gives(results, workers, strategy, name):
     """With dropout, batch normalization, parts at other rates, averages, half precision and mixed targets."""
-    ours, theirs = record(found[0], name), record(workers[0], f"horovod {name}")
+    ours, expected = record(results[0], name), record(workers[0], f"horovod {name}")
     # Replicas draw other masks of dropout and other mixtures than ranks do.
     is_loose = name == "half" or (strategy == "mirrored" and name in ("text", "mixed targets"))
-    assert ours["metrics"] == pytest.approx(theirs["metrics"], rel=0.2 if is_loose else 1e-3)
-    assert ours["global_batch"] == theirs["global_batch"] and ours["reductions"] == theirs["reductions"]
+    assert ours["metrics"] == pytest.approx(expected["metrics"], rel=0.2 if is_loose else 1e-3)
+    assert ours["global_batch"] == expected["global_batch"] and ours["reductions"] == expected["reductions"]
     if strategy == "multi_worker_mirrored":
-        assert {**ours["proof"], "weight_checks": 0} == {**theirs["proof"], "weight_checks": 0}
+        assert {**ours["proof"], "weight_checks": 0} == {**expected["proof"], "weight_checks": 0}
     if not is_loose:
-        assert largest_gap(state(workers[1] / f"horovod {name}", 6), state(found[1] / name, 6)) < 1e-3
+        assert largest_gap(state(workers[1] / f"horovod {name}", 6), state(results[1] / name, 6)) < 1e-3
 
 
 @both
 @nightly
 @pytest.mark.parametrize("name", ["text", "norm"])
-def test_it_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(found, strategy, name):
+def test_it_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(results, strategy, name):
     """With dropout's seeds and moving statistics of each replica or worker."""
-    assert record(found[0], f"{name} in two/again")["first_step"] == 5
-    assert different(state(found[1] / name, 6), state(found[1] / f"{name} in two", 6)) == []
+    assert record(results[0], f"{name} in two/again")["first_step"] == 5
+    assert different(state(results[1] / name, 6), state(results[1] / f"{name} in two", 6)) == []
 
 
 @nightly
@@ -217,12 +217,12 @@ def test_workers_go_on_where_horovod_stopped_and_the_other_way_round(workers, na
 
 
 @both
-def test_a_run_leaves_what_every_run_leaves(found, workers):
-    ours, theirs = found[1] / "norm", workers[1] / "horovod norm"
-    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
-    results = [json.loads((run / "result.json").read_text()) for run in (ours, theirs)]
-    assert results[0].keys() == results[1].keys()
-    heads = [(run / "history.csv").read_text().splitlines()[0] for run in (ours, theirs)]
+def test_a_run_leaves_what_every_run_leaves(results, workers):
+    ours, expected = results[1] / "norm", workers[1] / "horovod norm"
+    assert {path.name for path in ours.iterdir()} == {path.name for path in expected.iterdir()}
+    records = [json.loads((run / "result.json").read_text()) for run in (ours, expected)]
+    assert records[0].keys() == records[1].keys()
+    heads = [(run / "history.csv").read_text().splitlines()[0] for run in (ours, expected)]
     assert heads[0] == heads[1]
 
 
@@ -246,23 +246,22 @@ def test_a_gradient_that_is_not_finite_is_named_and_one_rank_stops_all(workers):
         *(("mirrored", *case) for case in REFUSED_BY_REPLICAS),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(found, strategy, name, message):
-    for rank in found[0]:
+def test_what_it_cannot_do_is_refused_by_name(results, strategy, name, message):
+    for rank in results[0]:
         assert re.search(message, rank[name]["error"])
 
 
 @nightly
 def test_ranks_of_horovod_go_on_where_replicas_stopped(replicas, workers):
-    words = six_steps(SAME["norm"])
-    again = many_runs("mpirun", 2, {"to horovod/again": words}, replicas[1])[0]
+    again = many_runs("mpirun", 2, {"to horovod/again": six_steps(SAME["norm"])}, replicas[1])[0]
     assert record(again, "to horovod/again")["first_step"] == 5
     assert largest_gap(state(workers[1] / "horovod norm", 6), state(replicas[1] / "to horovod", 6)) < 1e-4
 
 
 @both
 @nightly
-def test_the_digits_are_learned_and_plain_keras_loads_the_model(found, strategy):
-    assert record(found[0], "digits")["test_accuracy"] > 0.95
-    assert len(history(found[1] / "digits")) == 8
-    path = str(found[1] / "digits/model.keras")
-    assert without_hvtrain(LOADED.format(path=path), cwd=found[1]).strip() == "keras"
+def test_the_digits_are_learned_and_plain_keras_loads_the_model(results, strategy):
+    assert record(results[0], "digits")["test_accuracy"] > 0.95
+    assert len(history(results[1] / "digits")) == 8
+    path = str(results[1] / "digits/model.keras")
+    assert without_hvtrain(LOADED.format(path=path), cwd=results[1]).strip() == "keras"

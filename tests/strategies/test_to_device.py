@@ -77,36 +77,36 @@ pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_step_copies_no_batch(found):
-    assert found["plain"]["crossing"] == 2, "images and labels"
-    assert found["ahead"]["crossing"] == 0
+def test_a_step_copies_no_batch(results):
+    assert results["plain"]["crossing"] == 2, "images and labels"
+    assert results["ahead"]["crossing"] == 0
 
 
-def test_a_step_does_not_wait_for_the_hosts_clock(found):
-    assert (found["loop"]["clocks"], found["ahead"]["clocks"]) == (1, 0)
+def test_a_step_does_not_wait_for_the_hosts_clock(results):
+    assert (results["loop"]["clocks"], results["ahead"]["clocks"]) == (1, 0)
 
 
-def test_the_host_does_not_wait_for_the_update(found):
+def test_the_host_does_not_wait_for_the_update(results):
     """So it has the next step ready. TensorFlow's loop in a graph waits after each iteration."""
-    assert found["loop"]["waiting"] > 0
-    assert found["ahead"]["waiting"] == 0
+    assert results["loop"]["waiting"] > 0
+    assert results["ahead"]["waiting"] == 0
 
 
-def test_all_steps_are_timed(found):
-    for way in found.values():
+def test_all_steps_are_timed(results):
+    for way in results.values():
         steps, data, compute, communication = way["times"]
         assert steps == 5 and data > 0 and compute > 0 and communication == 0
 
 
-def test_the_next_batches_are_copied_meanwhile(found):
-    assert found["ahead"]["pulled"] >= found["plain"]["pulled"] + 2
+def test_the_next_batches_are_copied_meanwhile(results):
+    assert results["ahead"]["pulled"] >= results["plain"]["pulled"] + 2
 
 
-def test_the_weights_are_the_same(found):
-    assert found["ahead"]["weights"] == found["plain"]["weights"]
+def test_the_weights_are_the_same(results):
+    assert results["ahead"]["weights"] == results["plain"]["weights"]

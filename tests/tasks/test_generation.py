@@ -40,9 +40,9 @@ def test_a_sample_needs_next_tokens_and_a_tokenizer():
         made.text_of = (lambda tokens: "".join(map(str, tokens))) if with_text else made.text_of
         return made
 
-    given = source(rows[:, 1:])
-    prompt, written = task.sample(Successor(), given, Topology()).split(" -> ")
+    inputs_only = source(rows[:, 1:])
+    prompt, written = task.sample(Successor(), inputs_only, Topology()).split(" -> ")
     assert prompt == repr("".join(map(str, rows[0, :-1]))) and len(written) == 32 + 2
     assert task.sample(Successor(), source(rows[:, :-1]), Topology()) is None, "masked"
     assert task.sample(Successor(), source(rows[:, 1:], with_text=False), Topology()) is None
-    assert task.unit(given) == ("tokens", LENGTH) and Classification().unit(given) is None
+    assert task.unit(inputs_only) == ("tokens", LENGTH) and Classification().unit(inputs_only) is None

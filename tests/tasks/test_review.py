@@ -20,8 +20,8 @@ def source(x, y, **facts):
 
 
 def reviewed(task, inputs, targets, outputs, model=None, **facts):
-    found = ReviewedExamples(inputs, targets, outputs, len(targets), "test", len(targets))
-    figures = task.review(found, model, source(inputs, targets, **facts))
+    examples = ReviewedExamples(inputs, targets, outputs, len(targets), "test", len(targets))
+    figures = task.review(examples, model, source(inputs, targets, **facts))
     assert json.loads(json.dumps([asdict(figure) for figure in figures]))
     return figures
 
@@ -115,15 +115,15 @@ def test_language_has_texts_that_go_on():
     counting = keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(26, 26)])
     counting.layers[0].set_weights([99 * np.roll(np.eye(26), 1, axis=1)])  # After a comes b.
     inputs = np.array([[0, 1, 2, 3]], np.int32)
-    found = ReviewedExamples(inputs, inputs + 1, one_hot(inputs + 1, 26), 1, "test", 1)
-    (texts,) = Language().review(found, counting, Words())
+    examples = ReviewedExamples(inputs, inputs + 1, one_hot(inputs + 1, 26), 1, "test", 1)
+    (texts,) = Language().review(examples, counting, Words())
     assert texts.pairs == [("abcd", "efghijklmnopqrstuvwxyzabcdefghij")]
 
 
 def test_language_has_hidden_tokens_that_are_filled_in():
     inputs, targets = np.array([[0, 25, 2, 25]], np.int32), np.array([[0, 1, 2, 3]], np.int32)
-    found = ReviewedExamples(inputs, targets, one_hot(np.array([[9, 1, 9, 4]]), 26), 1, "test", 1)
-    (texts,) = Language().review(found, None, Words())
+    examples = ReviewedExamples(inputs, targets, one_hot(np.array([[9, 1, 9, 4]]), 26), 1, "test", 1)
+    (texts,) = Language().review(examples, None, Words())
     assert texts.pairs == [("azcz", "abce")]
 
 

@@ -20,9 +20,9 @@ SHAPES = [
 
 def test_it_resumes_with_the_same_bits(tmp_path):
     runs = {"whole": SHAPES, "parts/1": [*SHAPES, "train.steps=2"], "parts/2": SHAPES}
-    found, _ = many_runs("mpirun", 2, runs, tmp_path, timeout=560)
-    assert found[0]["parts/2"]["record"]["first_step"] == 2
-    assert "test_mean_iou" in found[0]["whole"]["record"]["metrics"]
+    results, _ = many_runs("mpirun", 2, runs, tmp_path, timeout=560)
+    assert results[0]["parts/2"]["record"]["first_step"] == 2
+    assert "test_mean_iou" in results[0]["whole"]["record"]["metrics"]
     whole, resumed = (
         load_file(tmp_path / f"{run}/checkpoints/step-00000004/state.safetensors") for run in ("whole", "parts")
     )

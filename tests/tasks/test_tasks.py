@@ -74,8 +74,8 @@ def test_a_metric_that_makes_its_variables_with_the_first_update(metric):
     ],
     ids=["a maximum", "another shape"],
 )
-def test_a_metric_that_would_be_wrong_is_refused(metric, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_metric_that_would_be_wrong_is_refused(metric, message):
+    with pytest.raises(ConfigError, match=message):
         Classification(metrics={"found": metric}).prepare(digits())
 
 
@@ -87,8 +87,8 @@ def test_a_metric_that_would_be_wrong_is_refused(metric, said):
         (None, {"a": None}, "task.metrics.a is null; it must be a keras Metric"),
     ],
 )
-def test_what_is_no_loss_or_metric_is_refused(loss, metrics, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_no_loss_or_metric_is_refused(loss, metrics, message):
+    with pytest.raises(ConfigError, match=message):
         Classification(loss, metrics)
 
 
@@ -196,8 +196,8 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
         ),
     ],
 )
-def test_a_task_refuses_targets_of_another_kind(task, source, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_task_refuses_targets_of_another_kind(task, source, message):
+    with pytest.raises(ConfigError, match=message):
         task().prepare(source)
 
 
@@ -226,9 +226,9 @@ def test_losses_and_metrics_by_output():
     task.check_outputs(model.output, "model._target_=m", source)
     task.compile(model, keras.optimizers.SGD())
     x, y = np.ones((4, 2), np.float32), {name: np.ones((4, 1), np.float32) for name in two}
-    found = model.evaluate(x, y, verbose=0, return_dict=True)
-    assert set(found) == set(task.metric_names)
-    assert found["loss"] == pytest.approx(found["a_loss"] + 3 * found["b_loss"], rel=1e-5)
+    metrics = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert set(metrics) == set(task.metric_names)
+    assert metrics["loss"] == pytest.approx(metrics["a_loss"] + 3 * metrics["b_loss"], rel=1e-5)
     with pytest.raises(ConfigError, match=r"outputs a, b, and model._target_=m gives no outputs by name"):
         task.check_outputs(keras.layers.Dense(1)(inputs), "model._target_=m", source)
     with pytest.raises(ConfigError, match=r"task\.loss_weights names c and task.loss has a, b"):

@@ -122,17 +122,17 @@ def test_ranks_equal_keras_in_one_process_on_the_joint_batches(ranks, kind):
         assert "error" not in result
         assert result["exact"] < 1e-5
         assert result["uncorrected"] > 1e-4
-        for name, (ours, theirs) in result["metrics"].items():
+        for name, (ours, expected) in result["metrics"].items():
             if name not in OF_OUTPUTS:
-                assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+                assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6), name
 
 
 @on_ranks_with_each_kind
 def test_an_evaluation_does_not_depend_on_how_examples_are_batched(ranks, kind):
     """Ranks with batches of 4 against one process with a single batch."""
-    for name, (ours, theirs) in ranks[0][f"joint {kind}"]["tested"].items():
+    for name, (ours, expected) in ranks[0][f"joint {kind}"]["tested"].items():
         if name not in OF_OUTPUTS and (kind, name) != ("custom", "loss"):  # Keras weights several losses by examples.
-            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+            assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6), name
 
 
 def test_records_have_the_metrics_of_the_task(two_ranks):
@@ -155,8 +155,8 @@ def test_ranks_on_mixed_targets_equal_keras_in_one_process(ranks):
     for rank in ranks:
         result = rank["joint augmented"]
         assert "error" not in result and result["exact"] < 1e-5
-        for name, (ours, theirs) in [*result["metrics"].items(), *result["tested"].items()]:
-            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+        for name, (ours, expected) in [*result["metrics"].items(), *result["tested"].items()]:
+            assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.parametrize("name", mostly_nightly([*RESUMED, *RESUMED_NIGHTLY], *RESUMED))
