@@ -10,14 +10,17 @@ import json
 import logging
 import math
 import os
+import re
+import shutil
 import threading
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, step_of
 from hvtrain.config.schema import CheckpointConfig
@@ -30,16 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SECONDS_TO_FINISH = 30.0
-_BUFFER_BYTES = 1 << 20  # Groups small arrays: each system call may delay the training.
 _BEST = "best.json"
 _REPLACED = f"{TEMPORARY}old-"
 _GONE = f"{TEMPORARY}gone-"
-
-# safetensors's names of NumPy's types: "F32" is float32.
-_TYPES = {
-    "bool": "BOOL",
-    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("float", "int", "uint") for bits in (8, 16, 32, 64)},
-}
 
 
 def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Path:
@@ -64,11 +60,13 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
     temporary = folder / f"{TEMPORARY}{target.name}"
     with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
-        sums = [
-            _write_file(temporary / ARRAYS, pieces(storable)),
-            _write_file(temporary / META, [text]),
-        ]
-        _write_file(temporary / SUMS, ["".join(sums).encode()])
+        (temporary / META).write_bytes(text)
+        _write_arrays(temporary / ARRAYS, storable)
+        # safetensors makes a file that its owner alone can read.
+        shutil.copymode(temporary / META, temporary / ARRAYS)
+        sums = [_flush_and_sum(temporary / name) for name in (ARRAYS, META)]
+        (temporary / SUMS).write_text("".join(sums), encoding="utf-8")
+        flush(temporary / SUMS)
         # The folder too, or a power cut might lose the names of its files.
         flush(temporary)
         # If the replacement of an older checkpoint of this step is cut short, sweep restores it.
@@ -82,39 +80,25 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
     return target
 
 
-def pieces(arrays: dict[str, np.ndarray]) -> Iterator[Any]:
-    """Yields a safetensors file in pieces: its header, then the bytes of each array without a copy.
-
-    safetensors.numpy.save copies all arrays at once, which stops the training meanwhile.
-    """
-    # In the order of safetensors itself: by alignment, then by name.
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header = {}
-    begin = 0
-    for key, array in ordered:
-        end = begin + array.nbytes
-        header[key] = {
-            "dtype": _TYPES[array.dtype.name],
-            "shape": array.shape,
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # safetensors aligns the arrays to 8 bytes.
-    yield len(text).to_bytes(8, "little") + text
-    for _, array in ordered:
-        little_endian = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
-        yield little_endian.reshape(-1).view(np.uint8)
+def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Writes a safetensors file from the arrays' own memory. Raises OSError."""
+    try:
+        save_file({key: np.asarray(array, order="C") for key, array in arrays.items()}, path)
+    except SafetensorError as error:
+        # An error of the disk has its number in the text alone.
+        match = re.search(r"I/O error: (.*) \(os error (\d+)\)", str(error))
+        if not match:
+            raise
+        raise OSError(int(match[2]), match[1]) from error
 
 
-def _write_file(path: Path, data: Iterable[Any]) -> str:
-    """Writes pieces and flushes them to the disk; returns the file's line for SHA256SUMS."""
-    digest = hashlib.sha256()
-    with path.open("xb", buffering=_BUFFER_BYTES) as stream:
-        for piece in data:
-            digest.update(piece)
-            stream.write(piece)
+def _flush_and_sum(path: Path) -> str:
+    """Waits until a file is on the disk; returns its line for SHA256SUMS."""
     flush(path)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
     return f"{digest.hexdigest()}  {path.name}\n"
 
 
@@ -240,13 +224,17 @@ class Writer:
             return self._error
         raise self._error
 
-    def finish(self) -> None:
-        """Waits for the last write; raises its error, or warns that the last state is not saved."""
+    def finish(self) -> int:
+        """Waits for the last write, and returns the step of the last that was whole.
+
+        Raises its error, or warns that the last state is not saved.
+        """
         error = self.outcome()
         if error:
             raise error
         if self._unsaved:
             log.warning("the last state is not saved: %s", self._unsaved)
+        return self.whole_step
 
     def __enter__(self) -> "Writer":
         return self

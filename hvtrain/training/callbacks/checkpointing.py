@@ -223,12 +223,7 @@ class Checkpointing(_Saving):
             self._save(metrics)
 
         if is_end:
-            self.run.state.note_keeper.note(self.comm.on_chief(self._finish))
-
-    def _finish(self) -> int:
-        """Waits for the last write; returns the newest complete checkpoint's step (chief only)."""
-        self.writer.finish()
-        return self.writer.whole_step
+            self.run.state.note_keeper.note(self.comm.on_chief(self.writer.finish))
 
     def _validated_now(self) -> bool:
         return self.validation.latest_step == self.position.step
