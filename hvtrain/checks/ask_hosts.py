@@ -3,10 +3,8 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ from hvtrain.errors import RankError
 from hvtrain.launch.remote_hosts import is_local
 from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
 from hvtrain.system import host_facts, interfaces
+
+Facts = dict[str, Any]
 
 MAX_AT_ONCE = 64
 _PROBE = (host_facts, interfaces, probe)
@@ -30,23 +30,7 @@ _SCRIPT = (
 )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer of one host.
-
-    Attributes:
-        facts: The probe's result; None if it did not run.
-        trouble: Why it did not run and what to do, in one line.
-        clock: Seconds that the host's clock is ahead of this one's, and the error: half of the time
-            that ssh took.
-    """
-
-    facts: dict[str, Any] | None = None
-    trouble: str = ""
-    clock: tuple[float, float] = (0.0, 0.0)
-
-
-def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None = None) -> dict[str, Any]:
+def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None = None) -> Facts:
     """The request for a host's facts, in this process's environment and folder.
 
     Args:
@@ -66,24 +50,33 @@ def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None =
     }
 
 
-def ask(requests: Mapping[str, Mapping[str, Any]], ssh: Ssh, seconds: float) -> dict[str, Answer]:
-    """Sends each host its request and returns the answers, within about `seconds`."""
+def ask(requests: Mapping[str, Facts], ssh: Ssh, seconds: float) -> tuple[dict[str, Facts], dict[str, str]]:
+    """Sends each host its request, all at once, and takes their answers within about `seconds`.
+
+    Returns:
+        The answers by host; and for each host without one the reason and what to do, in one line.
+    """
+    answers = {}
+    troubles = {}
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
-        answers = pool.map(lambda host: _ask(host, requests[host], ssh, seconds), requests)
-        return dict(zip(requests, answers))
+        calls = {host: pool.submit(_ask, host, requests[host], ssh, seconds) for host in requests}
+    for host, call in calls.items():
+        try:
+            answers[host] = call.result()
+        except RankError as error:
+            troubles[host] = str(error)
+    return answers, troubles
 
 
-def _ask(host: str, host_request: Mapping[str, Any], ssh: Ssh, seconds: float) -> Answer:
+def _ask(host: str, host_request: Facts, ssh: Ssh, seconds: float) -> Facts:
+    """Returns the host's answer. Raises RankError."""
     text = request(_PROBE, "answer", host_request)
     command = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
     # The limit on the host ends the probe first; this one is for ssh itself.
     timeout = seconds + 3
-    # Read just before the call: the error of the clock is half of the time in between.
-    began = time.time()
 
     try:
-        local = is_local(host)
-        if local:
+        if is_local(host):
             done = subprocess.run(
                 command,
                 input=text,
@@ -94,27 +87,19 @@ def _ask(host: str, host_request: Mapping[str, Any], ssh: Ssh, seconds: float) -
             )
         else:
             done = ssh.run(host, command, text, timeout=timeout)
-    except RankError as error:
-        return Answer(trouble=str(error))
     except subprocess.TimeoutExpired:
         done = subprocess.CompletedProcess(command, _TIMED_OUT)
 
-    ended = time.time()
-
     if done.returncode == _TIMED_OUT:
-        return Answer(trouble=f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS")
+        raise RankError(f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS")
     if done.returncode == _NO_PYTHON:
-        return Answer(trouble=f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
-    if done.returncode == SSH_FAILED and not local:
-        return Answer(trouble=ssh.trouble(host, done.stderr))
+        raise RankError(f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
+    if done.returncode == SSH_FAILED:
+        raise RankError(ssh.trouble(host, done.stderr))
 
     # A login shell may have printed a greeting before the answer.
-    facts = answer(done.stdout)
+    facts: Facts | None = answer(done.stdout)
     if facts is None:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
-        return Answer(trouble=f"the probe failed on host {host}: {lines[-1]}; try: ssh {host} {sys.executable} -V")
-
-    # A host's clock that is ahead makes the way there look longer and the way back shorter.
-    seconds_there = facts["began"] - began
-    seconds_back = ended - facts["ended"]
-    return Answer(facts, "", ((seconds_there - seconds_back) / 2, (seconds_there + seconds_back) / 2))
+        last_line = done.stderr.strip().rpartition("\n")[2] or "it said nothing"
+        raise RankError(f"the probe failed on host {host}: {last_line}; try: ssh {host} {sys.executable} -V")
+    return facts

@@ -8,11 +8,9 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from hvtrain.checks.ask_hosts import Answer, ask, facts_request
-from hvtrain.checks.judge_machine import clock_differences, judge_clocks, judge_machines
+from hvtrain.checks.ask_hosts import Facts, ask, facts_request
+from hvtrain.checks.judge_machine import judge_clocks, judge_machines
 from hvtrain.checks.judge_network import Endpoint, judge_interfaces, judge_names, judge_ports
 from hvtrain.checks.judge_software import judge_software
 from hvtrain.checks.measure_links import measure
@@ -57,19 +55,11 @@ checks:
 """
 
 
-@dataclass(frozen=True)
-class RunFiles:
-    """The folders of a run that hosts look at."""
-
-    run_dir: str = "runs"
-    dataset: str | None = None
-
-
 def main() -> int:
     """Examines the hosts of -H. Returns 0 when no check failed, 1 otherwise. Raises ConfigError."""
     options = _parser().parse_with_overrides(sys.argv[1:])
-    slots = {host.name: host.slots for host in parse_hosts(options.hosts or "localhost")}
-    files = RunFiles()
+    slots = {host.name: host.slots for host in parse_hosts(options.hosts)}
+    request = facts_request([*slots])
     if options.overrides:
         trees = compose(options.overrides)
         if not trees:
@@ -79,21 +69,14 @@ def main() -> int:
         folders = [config.dataset.get(name) for name in ("dir", "path")]
         # A user's own data set may have a `path` that is no string.
         dataset = next((folder for folder in folders if isinstance(folder, str)), None)
-        files = RunFiles(config.run.dir or "runs", dataset)
+        request = facts_request([*slots], config.run.dir or "runs", dataset)
 
     table = CheckTable(width=13, is_quiet=options.json)
-    facts = examine(slots, files, options, table)
+    facts = examine(slots, request, options, table)
     failed = table.failed_checks
     if options.json:
-        print(
-            json.dumps(
-                {
-                    "passed": not failed,
-                    "rows": [row.as_json() for row in table.rows],
-                    "facts": facts,
-                }
-            )
-        )
+        rows = [row.as_json() for row in table.rows]
+        print(json.dumps({"passed": not failed, "rows": rows, "facts": facts}))
     else:
         checks = {row.check for row in table.rows if row.status != "SKIP"}
         table.end(f"{len(failed)} of {len(checks)} checks failed" if failed else "all checks passed")
@@ -103,22 +86,24 @@ def main() -> int:
 
 def examine(
     slots: Mapping[str, int],
-    files: RunFiles,
+    request: Facts,
     options: argparse.Namespace,
     table: CheckTable,
-) -> dict[str, Any]:
+) -> Facts:
     """Adds the rows of all checks to the table, the slow ones last. Returns the facts behind them.
 
-    slots: the number of ranks of each host of -H.
+    Args:
+        slots: The number of ranks of each host of -H.
+        request: For each host's facts.
+        options: Of the command line.
+        table: Gets the rows.
     """
     names = list(slots)
     ssh = Ssh(options.port, options.identity_file)
 
-    request = facts_request(names, files.run_dir, files.dataset)
-    answers = ask(dict.fromkeys(names, request), ssh, FACTS_SECONDS)
-    cluster = {host: answer.facts for host, answer in answers.items() if answer.facts}
-    facts: dict[str, Any] = {"hosts": cluster, "clocks": {}, "ports": {}, "links": None}
-    table.add(_judge_ssh(answers))
+    cluster, troubles = ask(dict.fromkeys(names, request), ssh, FACTS_SECONDS)
+    facts: Facts = {"hosts": cluster, "clocks": {}, "ports": {}, "links": None}
+    table.add(_judge_ssh(names, troubles))
     if not cluster:
         return facts
 
@@ -127,23 +112,17 @@ def examine(
     rows, endpoints = judge_interfaces(cluster, names, options.network_interfaces)
     table.add(rows)
     # A host that failed has no endpoint, and is left out of the calls.
-    if len(endpoints) < 2:
-        table.add(
-            [
-                skip(
-                    "ports",
-                    "one host" if len(names) < 2 else "no two hosts answer in a common network",
-                )
-            ]
-        )
-    else:
+    if len(endpoints) > 1:
         ports = {host: cluster[host]["port"] for host in cluster}
-        facts["ports"] = _try_ports(endpoints, ports, ssh)
-        table.add(judge_ports(facts["ports"], endpoints, ports))
-
-    # After the ports, whose calls measure clocks better than ssh.
-    facts["clocks"] = clock_differences({host: answers[host].clock for host in cluster}, facts["ports"])
-    table.add(judge_clocks(facts["clocks"]))
+        facts["ports"], silent = _try_ports(endpoints, ports, ssh)
+        table.add(judge_ports(facts["ports"], silent, endpoints, ports))
+        # The other clocks against the first host's.
+        first = next(iter(cluster))
+        facts["clocks"] = facts["ports"].get(first, {}).get("clocks", {})
+        table.add(judge_clocks(facts["clocks"], first))
+    else:
+        reason = "one host" if len(names) < 2 else "no two hosts answer in a common network"
+        table.add([skip("ports", reason), skip("clock", reason)])
 
     obstacle = _obstacle(options, names, table)
     if obstacle:
@@ -166,30 +145,25 @@ def _obstacle(options: argparse.Namespace, names: Sequence[str], table: CheckTab
     return f"fix this first: {', '.join(broken)}" if broken else ""
 
 
-def _judge_ssh(answers: Mapping[str, Answer]) -> list[Row]:
+def _judge_ssh(names: Sequence[str], troubles: Mapping[str, str]) -> list[Row]:
     rows = []
-    for host, answer in answers.items():
-        if answer.facts is None:
-            finding, _, fix = answer.trouble.removeprefix(f"host {host} ").partition("; ")
-            rows += [
-                fail("ssh", host, finding, fix),
-                skip("all other", "nothing more is known of this host", host),
-            ]
-
-    return rows or [passed("ssh", f"reached: {', '.join(answers)}")]
+    for host, trouble in troubles.items():
+        finding, _, fix = trouble.removeprefix(f"host {host} ").partition("; ")
+        rows += [fail("ssh", host, finding, fix), skip("all other", "nothing more is known of this host", host)]
+    return rows or [passed("ssh", f"reached: {', '.join(names)}")]
 
 
 def _try_ports(
     endpoints: Mapping[str, Endpoint],
     ports: Mapping[str, int],
     ssh: Ssh,
-) -> dict[str, dict[str, Any] | None]:
-    """Has all hosts listen and connect at once. Returns each one's result; None if it did not answer."""
+) -> tuple[dict[str, Facts], dict[str, str]]:
+    """Has all hosts listen and connect at once. Returns their results, and why others have none."""
     # A port may be reached by another program; only these hosts know the token.
     token = secrets.token_hex(8)
     addresses = {host: [endpoint.address, ports[host]] for host, endpoint in endpoints.items()}
 
-    requests = {
+    requests: dict[str, Facts] = {
         host: {
             "work": "ports",
             "me": host,
@@ -201,8 +175,7 @@ def _try_ports(
         for host in endpoints
     }
     # The other seconds are for ssh and for starting Python.
-    answers = ask(requests, ssh, PORTS_SECONDS + 10)
-    return {host: answer.facts for host, answer in answers.items()}
+    return ask(requests, ssh, PORTS_SECONDS + 10)
 
 
 def _parser() -> Parser:
@@ -214,17 +187,8 @@ Looks at every host over ssh and prints one line for each check: PASS, FAIL with
 Exits with 1 when a check fails.""",
         epilog=EPILOG,
     )
+    parser.add_ssh()
     option = parser.add_argument
-    option("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots; default: this host")
-
-    option(
-        "-p",
-        dest="port",
-        type=int,
-        metavar="PORT",
-        help="ssh's; users and the rest go in ~/.ssh/config",
-    )
-    option("-i", dest="identity_file", metavar="KEY", help="ssh's key")
     option("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
 
     option(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvtrain.checks.ask_hosts import Answer, ask, facts_request
+from hvtrain.checks.ask_hosts import Facts, ask, facts_request
 from hvtrain.launch.environment import travels
 from hvtrain.launch.job import parse_hosts
 from hvtrain.launch.ssh import Ssh
@@ -23,15 +23,16 @@ _TELLING = re.compile(r"(HOROVOD|HVTRAIN|NCCL|TF|XLA|OMPI_MCA|GLOO|UCX|OMP)_\w+|
 def main() -> int:
     """Prints the block. Raises ConfigError for unknown options."""
     options = _parser().parse_args(sys.argv[1:])
-    names = [host.name for host in parse_hosts(options.hosts or "localhost")]
+    names = [host.name for host in parse_hosts(options.hosts)]
     ssh = Ssh(options.port, options.identity_file)
-    answers = ask(dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
+    answers, troubles = ask(dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
 
     # A host that does not answer is a line, not the end.
     lines: dict[str, str] = {}
-    for host, answer in answers.items():
+    for host in names:
         prefix = f"{host}: " if len(names) > 1 else ""
-        lines |= {f"{prefix}{name}": text for name, text in _describe(answer).items()}
+        described = _describe(answers[host]) if host in answers else {"ssh": troubles[host]}
+        lines |= {f"{prefix}{name}": text for name, text in described.items()}
 
     lines |= {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)}
     width = max(map(len, lines))
@@ -39,12 +40,8 @@ def main() -> int:
     return 0
 
 
-def _describe(answer: Answer) -> dict[str, str]:
+def _describe(facts: Facts) -> dict[str, str]:
     """A host's facts by name, those that it has."""
-    if answer.facts is None:
-        return {"ssh": answer.trouble}
-
-    facts = answer.facts
     machine = facts["machine"]
     packages = {name: version for name, version in facts["packages"].items() if version}
     version = packages.pop("hvtrain", "without metadata")
@@ -100,7 +97,7 @@ def _is_shown(name: str) -> bool:
     return name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ)
 
 
-def _parser() -> Any:
+def _parser() -> Parser:
     parser = Parser(
         "python -m hvtrain info",
         usage="%(prog)s [-H s1,s2]",
@@ -108,14 +105,5 @@ def _parser() -> Any:
 Prints versions, Horovod's build, devices, networks and the variables that matter, of this host or of all hosts of -H.
 Variables whose name or value looks like a secret are left out. python -m hvtrain doctor looks for problems.""",
     )
-    parser.add_argument("-H", dest="hosts", metavar="s1,s2", help="hosts to ask over ssh; default: this host")
-
-    parser.add_argument(
-        "-p",
-        dest="port",
-        type=int,
-        metavar="PORT",
-        help="ssh port; other options go in ~/.ssh/config",
-    )
-    parser.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
+    parser.add_ssh()
     return parser

@@ -2,9 +2,19 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
-from hvtrain.checks.table import Cluster, Row, copy_to, fail, failures, passed, skip
+from hvtrain.checks.table import (
+    Cluster,
+    Facts,
+    Problem,
+    Row,
+    copy_to,
+    differences,
+    fail,
+    judge,
+    passed,
+    skip,
+)
 from hvtrain.system.text import human_bytes
 
 CLOCK_SECONDS = 1.0
@@ -12,50 +22,24 @@ CLOCK_SECONDS = 1.0
 SHARED_MEMORY_BYTES = 64 << 20
 DISK_BYTES = 1 << 30
 
-Facts = Mapping[str, Any]
-Problem = tuple[str, str] | None
 # By how many seconds a clock is ahead of another one, and the error of that.
 Clock = tuple[float, float]
 
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     """Judges memory, open files, disk and GPUs. slots: of all hosts, also of those that did not answer."""
-    return [row for judge in (_shared_memory, _open_files, _disk, _gpus) for row in judge(cluster, slots)]
+    return [row for check in (_shared_memory, _open_files, _disk, _gpus) for row in check(cluster, slots)]
 
 
-def clock_differences(
-    by_ssh: Mapping[str, Clock],
-    by_port: Mapping[str, Mapping[str, Any] | None],
-) -> dict[str, Clock]:
-    """Compares each host's clock with the first host's.
+def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
+    """Fails where a clock is off by more than the limit, whatever the error of the measurement.
 
     Args:
-        by_ssh: Each clock against the one of this process's host. The error is half of the time
-            that ssh took.
-        by_port: The answers of hosts that called each other. The first one's calls took far less
-            time than ssh, so they are preferred where they got through.
-
-    >>> clock_differences({"s1": (0.5, 0.1), "s2": (3.0, 0.25)}, {"s1": {"clocks": {"s2": (2.4, 0.001)}}})
-    {'s1': (0.0, 0.0), 's2': (2.4, 0.001)}
+        clocks: Of the hosts that the first one reached, against its own.
+        first: Name of that host.
     """
-    first, *others = by_ssh
-    first_ahead, first_error = by_ssh[first]
-    called = (by_port.get(first) or {}).get("clocks", {})
-
-    differences = {first: (0.0, 0.0)}
-    for host in others:
-        ahead, error = by_ssh[host]
-        estimates = [(ahead - first_ahead, error + first_error)]
-        if host in called:
-            estimates.append(tuple(called[host]))
-        differences[host] = min(estimates, key=lambda estimate: estimate[1])
-
-    return differences
-
-
-def judge_clocks(differences: Mapping[str, Clock]) -> list[Row]:
-    """Fails where a clock is off by more than the limit, whatever the error of the measurement."""
-    first, *others = differences
+    if not clocks:
+        return [skip("clock", f"{first} has reached no port of another host")]
 
     def problem(host: str, clock: Clock) -> Problem:
         ahead, error = clock
@@ -65,9 +49,8 @@ def judge_clocks(differences: Mapping[str, Clock]) -> list[Row]:
         finding = f"its clock is {abs(ahead):.1f} s {direction} that of {first}"
         return finding, f"on {host}: timedatectl set-ntp true, or start chrony"
 
-    most, error = max((abs(ahead), error) for ahead, error in differences.values())
-    finding = f"{most:.2f} s apart at most (within {error:.2f} s)" if others else "one host"
-    return failures("clock", differences, problem) or [passed("clock", finding)]
+    most, error = max((abs(ahead), error) for ahead, error in clocks.values())
+    return judge("clock", clocks, problem, f"{most:.2f} s apart at most (within {error:.2f} s)")
 
 
 def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
@@ -88,8 +71,7 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
         return finding, fix
 
     least = min(room["free"] for room in rooms.values())
-    finding = f"at least {human_bytes(least)} free in /dev/shm"
-    return failures("shared memory", rooms, problem) or [passed("shared memory", finding)]
+    return judge("shared memory", rooms, problem, f"at least {human_bytes(least)} free in /dev/shm")
 
 
 def files_needed(num_ranks: int) -> int:
@@ -113,8 +95,7 @@ def _open_files(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
         )
         return f"a process may open {limit}; {num_ranks} ranks need {needed}", fix
 
-    finding = f"at least {min(limits.values())}" if limits else "no limit"
-    return failures("open files", limits, problem) or [passed("open files", finding)]
+    return judge("open files", limits, problem, f"at least {min(limits.values())}" if limits else "no limit")
 
 
 def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
@@ -126,15 +107,8 @@ def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     disk = cluster[host]["disk"]
     free = f"{human_bytes(disk['free'])} free for {disk['folder']}"
     if not disk["writable"]:
-        return [
-            fail(
-                "run folder",
-                host,
-                f"{disk['folder']} cannot be written",
-                "run.dir=PATH names another folder",
-            )
-        ]
-
+        finding = f"{disk['folder']} cannot be written"
+        return [fail("run folder", host, finding, "run.dir=PATH names another folder")]
     if disk["free"] < DISK_BYTES:
         finding = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
         return [fail("run folder", host, finding, "free some there, or run.dir=PATH on another disk")]
@@ -142,11 +116,12 @@ def _disk(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 
 
 def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    first = next(iter(cluster))
-    here = cluster[first]["gpus"]
-    cuda = cluster[first]["cuda"]
     if not any(facts["gpus"]["error"] or facts["gpus"]["names"] for facts in cluster.values()):
         return [passed("gpus", "no GPU on any host")]
+
+    first = next(iter(cluster))
+    here = cluster[first]["gpus"]
+    software = _gpu_software(cluster[first])
 
     def problem(host: str, facts: Facts) -> Problem:
         gpus = facts["gpus"]
@@ -158,18 +133,14 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
             fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
             return f"{count} GPUs for {slots[host]} slots", fix
         # Without a driver on the first host, its own row says so.
-        if here["driver"] and gpus["driver"] != here["driver"]:
-            finding = f"driver {gpus['driver']}; {first} has {here['driver']}"
-            return finding, f"install one driver version on {first} and {host}"
-        if facts["cuda"] != cuda:
-            finding = f"{_versions(facts['cuda'])}; {first} has {_versions(cuda)}"
-            return finding, copy_to(sys.prefix, first, host)
-        return None
+        different = differences(_gpu_software(facts), first, software) if here["driver"] else ""
+        if different.startswith("driver "):
+            return different, f"install one driver version on {first} and {host}"
+        return (different, copy_to(sys.prefix, first, host)) if different else None
 
-    names = ", ".join(sorted(set(here["names"])))
-    finding = f"{names}; driver {here['driver']}; {_versions(cuda)}"
-    return failures("gpus", cluster, problem) or [passed("gpus", finding)]
+    versions = ", ".join(f"{name} {version}" for name, version in software.items())
+    return judge("gpus", cluster, problem, f"{', '.join(sorted(set(here['names'])))}; {versions}")
 
 
-def _versions(packages: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in packages.items()) or "no CUDA packages"
+def _gpu_software(facts: Facts) -> dict[str, str]:
+    return {"driver": facts["gpus"]["driver"], **facts["cuda"]}

@@ -2,11 +2,10 @@
 
 import ipaddress
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hvtrain.checks.table import Cluster, Row, fail, failures, passed, skip
+from hvtrain.checks.table import Cluster, Facts, Problem, Row, fail, judge, passed, skip
 
 _INTERFACE_FIX = "give hosts in -H by their addresses in one network, or choose: --network-interfaces NAME"
 
@@ -35,7 +34,7 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 
     addresses = {name: _address(cluster, name) for name in cluster}
 
-    def problem(host: str, facts: Mapping[str, Any]) -> tuple[str, str] | None:
+    def problem(host: str, facts: Facts) -> Problem:
         problems = list(_name_problems(cluster, host, addresses))
         if not problems:
             return None
@@ -44,10 +43,9 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
         return finding + more, fix
 
     shown = ", ".join(f"{name} {address}" for name, address in addresses.items())
-    if len(names) > 1:
-        rows += failures("names", cluster, problem)
-        shown = f"the same on every host: {shown}"
-    return rows or [passed("names", shown)]
+    if len(names) < 2:
+        return [passed("names", shown)]
+    return judge("names", cluster, problem, f"the same on every host: {shown}", rows)
 
 
 def _address(cluster: Cluster, name: str) -> str | None:
@@ -130,31 +128,29 @@ def judge_interfaces(
 
     network = ipaddress.ip_network(start["network"])
     endpoints = {first: Endpoint(start["name"], start["address"])}
-
-    def problem(host: str, facts: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Also notes the host's endpoint."""
+    rows = []
+    for host in others:
         inside = [
             item
-            for item in facts["interfaces"]
+            for item in cluster[host]["interfaces"]
             if ipaddress.ip_address(item["address"]) in network and (not chosen or item["name"] in chosen)
         ]
-        if not inside:
-            chosen_name = f" {interface_names}" if interface_names else ""
-            finding = f"no interface{chosen_name} in {first}'s network {network}; it has {_listed(facts)}"
-            return finding, _INTERFACE_FIX
-
         address = _address(cluster, host)
-        item = next((item for item in inside if item["address"] == address), inside[0])
+        # The address to which its name resolves comes before others.
+        best = [item for item in inside if item["address"] == address] or inside
         # Bridges such as docker0 have the same address on every host.
-        twins = [other for other, endpoint in endpoints.items() if endpoint.address == item["address"]]
-        if twins:
+        twins = [other for other in endpoints if best and endpoints[other].address == best[0]["address"]]
+        if not best:
+            chosen_name = f" {interface_names}" if interface_names else ""
+            finding = f"no interface{chosen_name} in {first}'s network {network}; it has {_listed(cluster[host])}"
+            rows.append(fail("interface", host, finding, _INTERFACE_FIX))
+        elif twins:
+            item = best[0]
             finding = f"{item['name']} has {item['address']} here and on {twins[0]}, so it cannot join the hosts"
-            return finding, _INTERFACE_FIX
+            rows.append(fail("interface", host, finding, _INTERFACE_FIX))
+        else:
+            endpoints[host] = Endpoint(best[0]["name"], best[0]["address"])
 
-        endpoints[host] = Endpoint(item["name"], item["address"])
-        return None
-
-    rows = failures("interface", {host: cluster[host] for host in others}, problem)
     shown = ", ".join(sorted({endpoint.interface for endpoint in endpoints.values()}))
     return rows or [passed("interface", f"{shown} in {network}")], endpoints
 
@@ -169,13 +165,14 @@ def _first_interface(cluster: Cluster, host: str, chosen: Sequence[str] | None) 
     return None
 
 
-def _listed(facts: Mapping[str, Any]) -> str:
+def _listed(facts: Facts) -> str:
     others = [item for item in facts["interfaces"] if item["name"] != "lo"]
     return ", ".join(f"{item['name']} {item['address']}" for item in others)
 
 
 def judge_ports(
-    answers: Mapping[str, Mapping[str, Any] | None],
+    answers: Mapping[str, Facts],
+    silent: Iterable[str],
     endpoints: Mapping[str, Endpoint],
     ports: Mapping[str, int],
 ) -> list[Row]:
@@ -185,17 +182,17 @@ def judge_ports(
     them comes first, and what is left is looked at again.
 
     Args:
-        answers: Each host's result of probe.Exchange; None if it did not answer.
+        answers: The hosts' results of probe.Exchange.
+        silent: Hosts that did not answer.
         endpoints: Where each host is reached.
         ports: The port on which each host listened.
     """
-    rows = [skip("ports", "did not answer", host) for host, answer in answers.items() if answer is None]
+    rows = [skip("ports", "did not answer", host) for host in silent]
 
     # Why a connection failed, by (the host that connects, the host that listens).
     missing = {
         (caller, listener): reason
         for caller, answer in answers.items()
-        if answer
         for listener, reason in answer["missing"].items()
     }
     while missing:

@@ -7,16 +7,16 @@ compares with the link's own speed for any number of hosts n. Both are in Gbit/s
 
 import json
 import os
-import re
 import shlex
-import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
-from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hvtrain.checks.table import Row, fail, passed
 from hvtrain.launch import environment
+from hvtrain.launch.child import end, ends_within, failure, started
 from hvtrain.launch.job import Host, Job, launcher_command
 from hvtrain.launch.ssh import Ssh
 from hvtrain.system.text import human_bytes
@@ -54,8 +54,15 @@ def measure(
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables = environment.for_launcher(os.environ, {**environment.for_ranks(os.environ), **settings})
     time_limit = most_seconds(len(hosts))
-    # Python would hold back its output in a pipe.
-    output, has_ended = _run(line, {**variables, "PYTHONUNBUFFERED": "1"}, time_limit)
+    with TemporaryDirectory(prefix="hvtrain-links-") as folder:
+        log = Path(folder) / "output.txt"
+        # Python would hold back its last lines.
+        with started(line, log, environment={**variables, "PYTHONUNBUFFERED": "1"}) as process:
+            has_ended = ends_within(process, time_limit)
+            if not has_ended:
+                # The launcher ends its ranks on other hosts if it still can.
+                end(process)
+        output = log.read_text(errors="replace")
 
     for text in output.splitlines():
         if MARK in text:
@@ -63,57 +70,14 @@ def measure(
             return measured, judge_links(measured, hosts)
 
     late = "" if has_ended else f"not ended in {time_limit} s; "
-    finding = f"the ranks did not reduce; {late}said last: {_last_message(output)}"
+    finding = f"the ranks did not reduce; {late}{failure(output, process.returncode)}"
     again = shlex.join([*(f"{name}={value}" for name, value in settings.items()), *line])
     return None, [fail("allreduce", None, finding, f"look at all that they say: {again}")]
-
-
-def _last_message(output: str) -> str:
-    """The last line of the rank that failed, then the launcher's."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    if not lines:
-        return "nothing"
-    failed = re.search(r"FIRST FAILURE rank (\d+)", lines[-1])
-    rank_lines = [line for line in lines if failed and line.startswith(f"[{failed[1]}]<std")]
-    return "; ".join([*rank_lines[-1:], lines[-1]])
 
 
 def most_seconds(num_hosts: int) -> int:
     """How long a measurement may take. The workers also end by then: a killed launcher cannot end them."""
     return START_SECONDS + SECONDS_FOR_A_PAIR * num_hosts**2 // 2
-
-
-def _run(line: list[str], variables: dict[str, str], seconds: float) -> tuple[str, bool]:
-    """Returns the line's whole output, and whether it ended by itself."""
-    with Popen(
-        line,
-        env=variables,
-        stdin=DEVNULL,
-        stdout=PIPE,
-        stderr=STDOUT,
-        errors="replace",
-        # A session of its own, so that _end reaches the launcher's children too.
-        start_new_session=True,
-    ) as process:
-        try:
-            return process.communicate(timeout=seconds)[0], True
-        except TimeoutExpired:
-            return _end(process), False
-        except BaseException:
-            _end(process)
-            raise
-
-
-def _end(process: Popen[str]) -> str:
-    """Ends the launcher, which ends its ranks on other hosts if it still can. Returns its output."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        os.killpg(process.pid, number)
-        try:
-            return process.communicate(timeout=8)[0]
-        except TimeoutExpired:
-            continue
-
-    return ""
 
 
 def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float, float]:

@@ -39,19 +39,11 @@ MAX_ENTRIES = 5_000
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}.
+    """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}, with the facts or the result of Exchange.
 
-    Returns:
-        The facts or the result of Exchange, with "began" and "ended": seconds since the epoch by
-        this host's clock.
-
-    Raises:
-        OSError: The port of "ports" is taken.
+    Raises OSError if the port of "ports" is taken.
     """
-    began = time.time()
-    works = {"facts": _facts, "ports": lambda request: Exchange(request).run()}
-    result = works[request["work"]](request)
-    return {**result, "began": began, "ended": time.time()}
+    return _facts(request) if request["work"] == "facts" else Exchange(request).run()
 
 
 def _facts(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 # The facts of the hosts that answered, by name, in the order of -H. Others are compared with the
 # first.
-Cluster = Mapping[str, Mapping[str, Any]]
+Facts = Mapping[str, Any]
+Cluster = Mapping[str, Facts]
+# What is wrong with a host, and the fix.
+Problem = tuple[str, str] | None
 # By its name, a check on all ranks: returns what it found, in a few words, or raises CheckError
 # (every rank).
 Checks = dict[str, Callable[[], str]]
@@ -99,7 +102,7 @@ def passed(check: str, finding: str) -> Row:
     return Row(check, "PASS", finding)
 
 
-def fail(check: str, host: str | None, finding: str, fix: str) -> Row:
+def fail(check: str, host: str | None, finding: str, fix: str | None = None) -> Row:
     return Row(check, "FAIL", finding, host, fix)
 
 
@@ -107,21 +110,38 @@ def skip(check: str, reason: str, host: str | None = None) -> Row:
     return Row(check, "SKIP", reason, host)
 
 
-def failures(
+def judge(
     check: str,
     hosts: Mapping[str, Any],
-    problem: Callable[[str, Any], tuple[str, str] | None],
+    problem: Callable[[str, Any], Problem],
+    finding: str,
+    others: Sequence[Row] = (),
 ) -> list[Row]:
-    """Looks at each host by itself and returns a failed row for each one with a problem.
+    """Looks at each host by itself.
 
     Args:
         check: Name of the check.
         hosts: What is known of each host, by name.
-        problem: Gets a host's name and what is known of it; returns what is wrong and the fix, or
-            None.
+        problem: Gets a host's name and what is known of it.
+        finding: For the row of a check that passes.
+        others: Rows of the check that are known already.
+
+    Returns:
+        Those rows, and a failed one for each host with a problem; one that passed if there are none.
     """
     problems = {host: problem(host, facts) for host, facts in hosts.items()}
-    return [fail(check, host, *pair) for host, pair in problems.items() if pair]
+    rows = [*others, *(fail(check, host, *pair) for host, pair in problems.items() if pair)]
+    return rows or [passed(check, finding)]
+
+
+def differences(here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -> str:
+    """How a host's versions differ from the first host's; empty if they do not.
+
+    >>> differences({"keras": "3.15", "numpy": None}, "s1", {"keras": "3.14", "numpy": "2.4"})
+    'keras 3.15, s1 3.14; numpy none, s1 2.4'
+    """
+    names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
+    return "; ".join(f"{name} {here.get(name) or 'none'}, {first} {there.get(name) or 'none'}" for name in names)
 
 
 def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: bool = True) -> str:
@@ -135,6 +155,6 @@ def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: boo
     return f"on {first}: {command}"
 
 
-def environment(facts: Mapping[str, Any]) -> str:
+def environment(facts: Facts) -> str:
     """The folder of the Python environment that starts ranks."""
     return str(Path(facts["python"]["wanted"]).parents[1])

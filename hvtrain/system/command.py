@@ -46,6 +46,12 @@ class Parser(argparse.ArgumentParser):
         hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain launch")
         hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
 
+    def add_ssh(self) -> None:
+        """Adds -H, -p and -i, for commands that ask the hosts themselves."""
+        self.add_argument("-H", dest="hosts", default="localhost", metavar="s1:4,s2:4", help="hosts; default: this one")
+        self.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; the rest goes in ~/.ssh/config")
+        self.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
+
     def host_options(self, options: argparse.Namespace) -> list[str]:
         """Returns -H or --hostfile as it was given, for a command line of hvtrain launch."""
         if options.hosts:

@@ -27,14 +27,14 @@ def lab():
 
 @pytest.fixture
 def data(tmp_path):
-    """A data set of files, and the words of a run on it."""
+    """A data set of files."""
     for name in ("train/cat/1.png", "train/dog/2.png"):
         (tmp_path / "data" / name).parent.mkdir(parents=True)
         (tmp_path / "data" / name).write_bytes(name.encode() * 100)
     return tmp_path / "data"
 
 
-def run_words(data):
+def overrides_of(data):
     return ["dataset=image_folder", f"dataset.dir={data}", f"run.dir={data.parent}/runs/a"]
 
 
@@ -54,13 +54,13 @@ def test_a_host_without_ssh_a_folder_a_file_system(lab, data, tmp_path):
         emptied("s2", tmp_path),
         emptied("s1", tmp_path / "runs"),
     ):
-        report = lab.report(*HOSTS, "--no-links", *run_words(data), cwd=tmp_path / "work")
-    found = {(row["check"], row["host"]): row["found"] for row in report["rows"] if row["status"] == "FAIL"}
-    assert found.keys() == {("ssh", "s3"), ("folder", "s2"), ("data set", "s2"), ("run folder", "s1")}, found
-    assert found["ssh", "s3"] == "nothing answers ssh on host s3, port 22"
-    assert found["folder", "s2"] == f"has no {tmp_path}/work, in which ranks start"
-    assert found["data set", "s2"] == f"{data}: No such file or directory"
-    assert "1 MiB free for" in found["run folder", "s1"]
+        report = lab.report(*HOSTS, "--no-links", *overrides_of(data), cwd=tmp_path / "work")
+    failures = {(row["check"], row["host"]): row["found"] for row in report["rows"] if row["status"] == "FAIL"}
+    assert failures.keys() == {("ssh", "s3"), ("folder", "s2"), ("data set", "s2"), ("run folder", "s1")}, failures
+    assert failures["ssh", "s3"] == "nothing answers ssh on host s3, port 22"
+    assert failures["folder", "s2"] == f"has no {tmp_path}/work, in which ranks start"
+    assert failures["data set", "s2"] == f"{data}: No such file or directory"
+    assert "1 MiB free for" in failures["run folder", "s1"]
     assert [row["host"] for row in report["rows"] if row["check"] == "all other"] == ["s3"]
 
 
@@ -68,7 +68,7 @@ def test_a_run_folder_that_cannot_be_written(lab, data, tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     with lab.changed(("s1", f"mount -t tmpfs -o ro tmpfs {runs}", f"umount {runs}")):
-        report = lab.report(*HOSTS, "--no-links", *run_words(data), cwd=tmp_path)
+        report = lab.report(*HOSTS, "--no-links", *overrides_of(data), cwd=tmp_path)
     (failed,) = [row for row in report["rows"] if row["status"] == "FAIL"]
     assert (failed["check"], failed["host"]) == ("run folder", "s1")
     assert failed["found"].endswith("/runs/a cannot be written") and "run.dir=PATH" in failed["fix"]
@@ -88,15 +88,15 @@ def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_pat
         emptied("s3", library.parent),
         over("s3", tmp_path / "picture", data / "train/dog/2.png"),
     ):
-        found = lab.failures(*run_words(data))
-    assert found.keys() == {
+        failures = lab.failures(*overrides_of(data))
+    assert failures.keys() == {
         ("packages", "s2"), ("code", "s3"), ("horovod", "s2"), ("horovod", "s3"), ("data set", "s3"),
-    }, found  # fmt: skip
-    assert re.search(r"has keras 3\.1\.4, s1 3\.\d+\.\d+$", found["packages", "s2"])
-    assert found["code", "s3"] == "1 differs: core/step_plan.py on s3 and on s1"
-    assert found["horovod", "s2"] == "built with Gloo; on s1 with MPI, Gloo"
-    assert found["horovod", "s3"] == "has no library of Horovod for TensorFlow"
-    assert found["data set", "s3"].startswith("1 differs: train/dog/2.png on s3")
+    }, failures  # fmt: skip
+    assert re.search(r"has keras 3\.1\.4, s1 3\.\d+\.\d+$", failures["packages", "s2"])
+    assert failures["code", "s3"] == "1 differs: core/step_plan.py on s3 and on s1"
+    assert failures["horovod", "s2"] == "built with Gloo; on s1 with MPI, Gloo"
+    assert failures["horovod", "s3"] == "has no library of Horovod for TensorFlow"
+    assert failures["data set", "s3"].startswith("1 differs: train/dog/2.png on s3")
 
 
 @pytest.mark.nightly
@@ -108,13 +108,13 @@ def test_another_python_and_none(lab):
     if other is None:
         pytest.skip("this machine has one Python only")
     with lab.changed(over("s2", other, own), emptied("s3", sys.prefix)):
-        found = lab.failures()
+        failures = lab.failures()
     # Another Python of the same minor version finds the packages; one of another does not, and that is said too.
-    assert {("python", "s2"), ("python", "s3")} <= found.keys(), found
-    assert f"Python {versions[other]}; s1 has {sys.version.split()[0]}" in found["python", "s2"]
-    assert found["python", "s3"] == f"has no {sys.executable}"
-    assert {host for _, host in found} == {"s2", "s3"}
-    assert not [check for check, host in found if host == "s3" and check != "python"]
+    assert {("python", "s2"), ("python", "s3")} <= failures.keys(), failures
+    assert f"Python {versions[other]}; s1 has {sys.version.split()[0]}" in failures["python", "s2"]
+    assert failures["python", "s3"] == f"has no {sys.executable}"
+    assert {host for _, host in failures} == {"s2", "s3"}
+    assert not [check for check, host in failures if host == "s3" and check != "python"]
 
 
 def test_names(lab):
@@ -152,18 +152,18 @@ def test_names_that_lead_elsewhere(lab):
         names("s2", "10.213.0.1 s1", "10.213.0.22 s2", "10.213.0.33 s3"),
         names("s3", *wrong),
     ):
-        found = lab.failures()
-    assert "resolves s3 to 10.213.0.33, but no interface of s3 has that address" in found["names", "s1"]
-    assert "resolves s2 to 10.213.0.22; others resolve it to 10.213.0.2 (and 1 more)" in found["names", "s2"]
-    assert {check for check, _ in found} == {"names"}
+        failures = lab.failures()
+    assert "resolves s3 to 10.213.0.33, but no interface of s3 has that address" in failures["names", "s1"]
+    assert "resolves s2 to 10.213.0.22; others resolve it to 10.213.0.2 (and 1 more)" in failures["names", "s2"]
+    assert {check for check, _ in failures} == {"names"}
 
 
 @pytest.mark.nightly
 def test_interfaces(lab):
-    found = lab.failures("--network-interfaces", "docker0")
-    assert found["interface", "s2"] == "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts"
-    found = lab.failures("--network-interfaces", "ib0")
-    assert "has no interface ib0; it has eth0 10.213.0.1" in found["interface", "s1"]
+    failures = lab.failures("--network-interfaces", "docker0")
+    assert failures["interface", "s2"] == "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts"
+    failures = lab.failures("--network-interfaces", "ib0")
+    assert "has no interface ib0; it has eth0 10.213.0.1" in failures["interface", "s1"]
 
 
 @pytest.mark.nightly
@@ -179,17 +179,17 @@ def test_no_common_network(lab):
         ("s2", to, back),
         *(names(host, RIGHT["s1"], elsewhere, RIGHT["s3"]) for host in RIGHT),
     ):
-        found = lab.failures()
-    assert found.keys() == {("interface", "s2")}, found
-    assert "no interface in s1's network 10.213.0.0/24; it has eth0 10.214.0.2" in found["interface", "s2"]
+        failures = lab.failures()
+    assert failures.keys() == {("interface", "s2")}, failures
+    assert "no interface in s1's network 10.213.0.0/24; it has eth0 10.214.0.2" in failures["interface", "s2"]
 
 
 @pytest.mark.nightly
 def test_closed_ports(lab):
     with lab.net("s2", "block", "1024-65534", back="unblock"):
-        found = lab.failures()
-    assert found.keys() == {("ports", "s2")}, found
-    assert "s1, s3 cannot reach its port" in found["ports", "s2"]
+        failures = lab.failures()
+    assert failures.keys() == {("ports", "s2")}, failures
+    assert "s1, s3 cannot reach its port" in failures["ports", "s2"]
 
 
 CLOCK = r"""
@@ -215,12 +215,12 @@ def test_little_memory_few_files_a_wrong_clock(lab, tmp_path):
         ("s2", "mount -o remount,size=16m /dev/shm", "mount -o remount,size=1g /dev/shm"),
         ("s3", limit.format(512), limit.format(20000)),
     ):
-        found = lab.failures()
-    assert found.keys() == {("clock", "s2"), ("shared memory", "s2"), ("open files", "s3")}, found
+        failures = lab.failures()
+    assert failures.keys() == {("clock", "s2"), ("shared memory", "s2"), ("open files", "s3")}, failures
     # A busy machine answers late, which the error of the measurement covers.
-    assert re.fullmatch(r"its clock is [67]\.\d s ahead of that of s1", found["clock", "s2"])
-    assert found["shared memory", "s2"] == "/dev/shm has 16 MiB free of 16 MiB; 2 slots need 128 MiB"
-    assert found["open files", "s3"] == "a process may open 512; 6 ranks need 1024"
+    assert re.fullmatch(r"its clock is [67]\.\d s ahead of that of s1", failures["clock", "s2"])
+    assert failures["shared memory", "s2"] == "/dev/shm has 16 MiB free of 16 MiB; 2 slots need 128 MiB"
+    assert failures["open files", "s3"] == "a process may open 512; 6 ranks need 1024"
 
 
 @pytest.mark.nightly
@@ -237,17 +237,17 @@ def test_gpus(lab, tmp_path):
     other = driver("other", "echo 'NVIDIA H200, 535.1'; echo 'NVIDIA H200, 535.1'")
     broken = driver("broken", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
     with lab.changed(login("s2", f"PATH={one}:$PATH"), login("s3", f"PATH={other}:$PATH")):
-        found = lab.failures(path=two)
+        failures = lab.failures(path=two)
     # This environment's Horovod knows no NCCL.
-    assert {(check, host) for check, host in found if check != "horovod"} == {("gpus", "s2"), ("gpus", "s3")}
-    assert found["gpus", "s2"] == "1 GPUs for 2 slots"
-    assert found["gpus", "s3"] == "driver 535.1; s1 has 550.54.15"
-    if ("horovod", "s1") in found:
-        assert found["horovod", "s1"] == "has GPUs, and its Horovod has MPI, Gloo but not NCCL"
+    assert {(check, host) for check, host in failures if check != "horovod"} == {("gpus", "s2"), ("gpus", "s3")}
+    assert failures["gpus", "s2"] == "1 GPUs for 2 slots"
+    assert failures["gpus", "s3"] == "driver 535.1, s1 550.54.15"
+    if ("horovod", "s1") in failures:
+        assert failures["horovod", "s1"] == "has GPUs, and its Horovod has MPI, Gloo but not NCCL"
     with lab.changed(login("s2", f"PATH={broken}:$PATH")):
-        found = lab.failures(path=two)
-    assert found["gpus", "s2"] == "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch"
-    assert found["gpus", "s3"] == "0 GPUs for 2 slots"
+        failures = lab.failures(path=two)
+    assert failures["gpus", "s2"] == "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch"
+    assert failures["gpus", "s3"] == "0 GPUs for 2 slots"
 
 
 @pytest.mark.nightly
@@ -264,28 +264,25 @@ def test_other_versions_of_cuda_and_nccl(lab, tmp_path):
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     drivers = [login(host, f"PATH={tmp_path}/bin:$PATH") for host in ("s2", "s3")]
     with lab.changed(*drivers, over("s2", tmp_path / "older", nccl)):
-        found = lab.failures(path=tmp_path / "bin", packages=tmp_path / "packages")
-    assert [host for check, host in found if check == "gpus"] == ["s2"]
-    assert found["gpus", "s2"] == (
-        "nvidia-cuda-runtime-cu12 12.9.79, nvidia-nccl-cu12 2.18.1; "
-        "s1 has nvidia-cuda-runtime-cu12 12.9.79, nvidia-nccl-cu12 2.27.3"
-    )
+        failures = lab.failures(path=tmp_path / "bin", packages=tmp_path / "packages")
+    assert [host for check, host in failures if check == "gpus"] == ["s2"]
+    assert failures["gpus", "s2"] == "nvidia-nccl-cu12 2.18.1, s1 2.27.3"
 
 
 def test_wrong_usage_is_one_line(lab):
-    for words, said in (
+    for arguments, message in (
         (["-H", "s1:x"], "is not a host and a number of ranks; write -H s1:4,s2:4"),
         (["--no-link"], "unknown option --no-link; see python -m hvtrain doctor --help"),
         (["nodel=cnn"], "unknown setting 'nodel'; did you mean 'model'?"),
     ):
-        done = lab.attempt(*words)
+        done = lab.attempt(*arguments)
         assert done.returncode == 2
-        assert said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+        assert message in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
 
 
 @pytest.mark.nightly
 def test_a_healthy_cluster_and_its_links(lab, data):
-    report = lab.report(*HOSTS, *run_words(data))
+    report = lab.report(*HOSTS, *overrides_of(data))
     assert [row["check"] for row in report["rows"]] == HEALTHY, report["rows"]
     assert {row["status"] for row in report["rows"]} == {"PASS"}, report["rows"]
     assert report["facts"]["hosts"].keys() == {"s1", "s2", "s3"}
@@ -311,6 +308,5 @@ def test_ranks_that_do_not_start(lab):
         report = lab.report(*HOSTS)
     failed = [row for row in report["rows"] if row["status"] == "FAIL"]
     assert [row["check"] for row in failed] == ["allreduce"], failed
-    said = r"the ranks did not reduce; said last: \[1\]<stderr>:.+; hvtrain: FIRST FAILURE rank 1 "
-    assert re.match(said, failed[0]["found"])
+    assert failed[0]["found"].startswith("the ranks did not reduce; FIRST FAILURE rank 1 ")
     assert "hvtrain.checks.link_worker" in failed[0]["fix"]
