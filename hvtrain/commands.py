@@ -25,6 +25,9 @@ GROUPS = {
         "runs": Command("report.runs", "the runs in a folder"),
         "report": Command("report.command", "the page of a run, or several runs compared"),
     },
+    "look at data": {
+        "inspect": Command("checks.inspect", "what a data set holds, and what a training would refuse", True),
+    },
     "use a run": {
         "evaluate": Command("finished.evaluate", "metrics of a finished run", True),
         "predict": Command("finished.predict", "predictions for each example", True),

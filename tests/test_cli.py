@@ -229,6 +229,7 @@ COMMANDS = {
     "allreduce": ["--transport {mpi,gloo}", "--largest MIB"],
     "runs": ["--sort", "--json"],
     "evaluate": ["run=DIR", "--output FILE"],
+    "inspect": ["dataset=CHOICE", "limit=NUMBER", "--output FILE", "exit code 2"],
     "doctor": ["-H s1:4,s2:4", "--no-links", "64 MiB over all hosts"],
     "launch": ["--max-restarts N", "cluster.time=null", "cluster=trainjob", "-- model=resnet50"],
     "migrate": ["--write", "FILE|FOLDER", "exit codes:", "docs/migration.md"],
@@ -291,7 +292,7 @@ def test_the_table_of_commands_names_modules_that_have_them(tmp_path):
             ["evalute", "run=a"],
             "evalute is not a command (did you mean evaluate?); settings have the form SETTING=VALUE",
         ),
-        (["model"], "model is not a command, which are runs, report, evaluate, "),
+        (["model"], "model is not a command, which are runs, report, inspect, "),
         (["evaluate", "--nonsense"], "unknown option --nonsense; see python -m hvtrain evaluate --help"),
     ],
 )

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -122,7 +123,7 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
 
     path = finished.folder / "checkpoints" / store.folder_name(step)
-    manifest = comm.on_chief(lambda: load_weights(config, model, path))
+    manifest = comm.on_chief(lambda: _load_weights(config, source, model, path, kept))
     # Only the chief has read the checkpoint, so its files need not be on the other hosts.
     comm.broadcast_model(model)
 
@@ -175,6 +176,15 @@ def _open_like(config: RunConfig, files: dict[str, bytes], kept: kinds.Kinds) ->
         # Before a model is built for them, whose layers the checkpoint would not fit.
         kinds.check(source.name, kept, kinds.spec_kinds(source), config.guard.data)
     return source
+
+
+def _load_weights(config: RunConfig, source: Source, model: keras.Model, path: Path, kept: kinds.Kinds) -> Any:
+    """Sets the weights; returns the manifest of the run's data. Raises CheckpointError if they do not fit (chief)."""
+    try:
+        return load_weights(config, model, path)
+    except CheckpointError as error:
+        # Layers that depend on the size of images do not fit others.
+        raise CheckpointError(f"{error}{kinds.size_advice(kept, source)}") from error
 
 
 def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> keras.Model:

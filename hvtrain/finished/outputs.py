@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.data.kinds import warn_of_lost_classes
 from hvtrain.errors import ConfigError
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.inputs import Batch, Examples
@@ -76,6 +77,8 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         known = [f"{name} ({count:,})" for name, count in counts.items() if count]
         raise ConfigError(f"split={split} of {source.name} has no examples; it has {', '.join(known)}")
 
+    if run.kinds:
+        run.strategy.comm.all_or_raise(lambda: _check_data(run, data, split))
     progress = ProgressLines("evaluated", total, topology.is_chief)
 
     def on_test_batch_end(batch: int, logs: Any) -> None:
@@ -102,6 +105,14 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
     }
 
 
+def _check_data(run: FinishedRun, data: tf.data.Dataset, split: str) -> None:
+    """Checks the kind of this rank's first batch, and the classes of a split."""
+    for inputs, *_ in data.take(1).as_numpy_iterator():
+        run.check_kind(run.source.name, inputs)
+    if run.is_chief:
+        warn_of_lost_classes(run.source, run.kinds, split)
+
+
 def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
     """Yields rows in the order of the examples, the same on every rank (every rank).
 
@@ -113,14 +124,18 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
     forward = tf.function(lambda inputs: run.model(inputs, training=False), reduce_retracing=True)
     progress = ProgressLines("predicted", examples.total, run.is_chief)
 
+    num_done = 0
+
     def next_rows() -> Rows | None:
         try:
             batch = next(batches, None)
         except Exception as error:
             raise run.explain(error) from error
+        if batch and not num_done:
+            inputs = keras.tree.map_structure(np.asarray, batch[0])
+            run.check_kind(examples.name, inputs)
         return batch and rows_of(run, batch, forward)
 
-    num_done = 0
     while True:
         # A rank whose batches have ended goes on with the others until all have.
         by_rank = comm.gather(comm.all_or_raise(next_rows))

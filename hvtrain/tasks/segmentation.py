@@ -190,8 +190,8 @@ def _overlays(
     pictures = []
     for row in [*worst, *others][:NUM_PICTURES]:
         image = as_bytes(reviewed.inputs[row])
-        true_overlay = _overlay(image, reviewed.targets[row], ignored_label)
-        predicted_overlay = _overlay(image, predicted[row], ignored_label)
+        true_overlay = overlay(image, reviewed.targets[row], ignored_label)
+        predicted_overlay = overlay(image, predicted[row], ignored_label)
 
         # White lines between the panels.
         gap = np.full((image.shape[0], max(1, image.shape[1] // 24), 3), 255, np.uint8)
@@ -202,15 +202,16 @@ def _overlays(
         pictures.append((png(panels, 3), f"example {row}: mean IoU {mean_iou[row]:.2f}"))
 
     note = f"Image, true mask, predicted mask: the worst {len(worst)} of {reviewed.description}, then the first ones."
-    legend = [(name, _color(label)) for label, name in enumerate(names) if label]
+    legend = [(name, overlay_color(label)) for label, name in enumerate(names) if label]
     return Pictures("Masks", note, pictures, legend)
 
 
-def _color(label: int) -> str:
+def overlay_color(label: int) -> str:
+    """The color of a class above 0 in an overlay, as #rrggbb."""
     return COLORS[(label - 1) % len(COLORS)]
 
 
-def _overlay(image: np.ndarray, mask: np.ndarray, ignored_label: int | None) -> np.ndarray:
+def overlay(image: np.ndarray, mask: np.ndarray, ignored_label: int | None) -> np.ndarray:
     """Paints the classes of a mask over an image; ignored pixels become white."""
     painted = image.astype(np.float64)
 
@@ -219,7 +220,7 @@ def _overlay(image: np.ndarray, mask: np.ndarray, ignored_label: int | None) -> 
         if label == ignored_label:
             painted[pixels] = 255
         elif label:
-            rgb = np.array(ImageColor.getrgb(_color(label)))
+            rgb = np.array(ImageColor.getrgb(overlay_color(label)))
             # The image stays visible through the color.
             painted[pixels] = 0.35 * painted[pixels] + 0.65 * rgb
 
