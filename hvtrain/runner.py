@@ -24,7 +24,7 @@ from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
 from hvtrain.strategies.base import Strategy, report_failures
 from hvtrain.strategies.loop import batched, build_metrics
 from hvtrain.system import addresses, console
-from hvtrain.system.text import exact_duration
+from hvtrain.system.text import duration
 from hvtrain.training import comm_tuning
 from hvtrain.training.augment import open_augmentation
 from hvtrain.training.callbacks.checkpointing import Interruption
@@ -186,7 +186,7 @@ def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
         weights = options.weights
         if weights:
             comm.on_chief(lambda: begin_with(model, weights, options.weights_except or ()))
-    start = resume(saved, model, run.plan, run.meta, config.guard.data, comm)
+    start = resume(run, model, saved)
     comm.broadcast_model(model)
     return model, start
 
@@ -262,7 +262,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
         if run.topology.is_chief and run.config.run.report:
             write_report(run.folder, with_diff=not run.config.tracker)
         tracking.finish("finished", record.metrics, results(run.folder))
-        seconds = exact_duration(record.seconds)
+        seconds = duration(record.seconds)
         run.state.notice.finished(f"{in_words(record.metrics)}; {seconds} on {plan.size} rank(s)")
     run.state.notice.wait()
     if report.exit_code:

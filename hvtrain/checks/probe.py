@@ -28,9 +28,6 @@ DATASET_SECONDS = 12.0
 NVIDIA_SMI_SECONDS = 15
 LOOKUP_SECONDS = 6.0
 CONNECT_SECONDS = 2.0
-# Once one direction works, both hosts are listening: the other direction then works within this
-# time or not at all.
-GRACE_SECONDS = 3.0
 END_BYTES = 64 << 10
 # At most this many files are read, END_BYTES at both ends; of the others only name and size count.
 MAX_FILES_READ = 256
@@ -284,10 +281,9 @@ class Exchange:
         self._token = request["token"]
         self._others = request["others"]
         self._deadline = time.monotonic() + request["seconds"]
-        # By host: when this one got through to it, and when it got through to this one
-        # (time.monotonic).
-        self._reached: dict[str, float] = {}
-        self._heard: dict[str, float] = {}
+        # Hosts to which this one got through, and which got through to this one.
+        self._reached: set[str] = set()
+        self._heard: set[str] = set()
         self._clocks: dict[str, tuple[float, float]] = {}
         self._reasons: dict[str, str] = {}
         self._server = socket.create_server(("", request["port"]), backlog=len(self._others) + 8)
@@ -306,18 +302,12 @@ class Exchange:
         for name in self._others:
             threading.Thread(target=self._connect, args=(name,), daemon=True).start()
 
-        while time.monotonic() < self._deadline and not all(map(self._is_settled, self._others)):
+        # This host goes on listening until all others have got through to it.
+        while time.monotonic() < self._deadline and self._reached & self._heard != set(self._others):
             time.sleep(0.02)
 
         missing = {name: self._reasons.get(name, "no answer") for name in self._others if name not in self._reached}
         return {"reached": sorted(self._reached), "missing": missing, "clocks": dict(self._clocks)}
-
-    def _is_settled(self, name: str) -> bool:
-        """True once both directions work, or one has worked for so long that the other will not."""
-        times = [moments[name] for moments in (self._reached, self._heard) if name in moments]
-        if len(times) == 1:
-            return time.monotonic() - times[0] > GRACE_SECONDS
-        return len(times) == 2
 
     def _listen(self) -> None:
         while True:
@@ -336,7 +326,7 @@ class Exchange:
             if token == self._token and name in self._others:
                 stream.write(f"{self._token} {time.time()}\n")
                 stream.flush()
-                self._heard.setdefault(name, time.monotonic())
+                self._heard.add(name)
 
     def _connect(self, name: str) -> None:
         address, port = self._others[name]
@@ -352,7 +342,7 @@ class Exchange:
                             float(clock) - (asked + answered) / 2,
                             (answered - asked) / 2,
                         )
-                        self._reached[name] = time.monotonic()
+                        self._reached.add(name)
                         return
 
                     self._reasons[name] = "another program answers there"

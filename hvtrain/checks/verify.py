@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from hvtrain.checks.table import CheckError, Checks, CheckTable, Row, passed
+from hvtrain.checks.table import CheckError, Checks, CheckTable, fail, passed
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.errors import RankError
@@ -123,12 +123,11 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
         # Every rank enters this collective, also the one that has failed.
         errors = strategy.comm.gather(own_error)
         failed_ranks = [rank for rank, error in enumerate(errors) if error is not None]
-        if not failed_ranks:
-            table.add([passed(name, finding)])
-        elif failed_ranks[0] == 0:
-            table.add([Row(name, "FAIL", errors[0])])
+        if failed_ranks:
+            first = failed_ranks[0]
+            table.add([fail(name, f"rank {first}" if first else None, errors[first])])
         else:
-            table.add([Row(name, "FAIL", f"rank {failed_ranks[0]}: {errors[failed_ranks[0]]}")])
+            table.add([passed(name, finding)])
 
     num_failed = len(table.failed_checks)
     outcome = f"all {len(checks)} checks passed"

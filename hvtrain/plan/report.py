@@ -250,7 +250,7 @@ def _draw_speed(axes: Any, forecast: Forecast, costs: Sequence[Cost]) -> None:
     axes.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
     axes.set(title="examples per second", yscale="log")
     axes.legend(frameon=False)
-    _label_ranks(axes, ranks)
+    _label_ranks(axes)
 
 
 def _draw_efficiency(axes: Any, costs: Sequence[Cost]) -> None:
@@ -266,14 +266,10 @@ def _draw_efficiency(axes: Any, costs: Sequence[Cost]) -> None:
         ha="center",
     )
     axes.set(title="efficiency in percent", ylim=(0, 108))
-    _label_ranks(axes, ranks)
+    _label_ranks(axes)
 
 
-def _label_ranks(axes: Any, ranks: Sequence[int]) -> None:
-    # The last number is always labelled; the one before it only where there is room.
-    every = max(1, len(ranks) // 6)
-    shown = [*(number for number in ranks[::every] if number * 1.5 < ranks[-1]), ranks[-1]]
+def _label_ranks(axes: Any) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(shown, [f"{number:,}" for number in shown])
-    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("ranks")

@@ -8,7 +8,7 @@ from hvtrain.report.charts import SERIES
 from hvtrain.report.curves import charts_of_several, svg
 from hvtrain.report.page import FOLDER, render, state_text, yaml_text
 from hvtrain.report.run_files import RunFiles
-from hvtrain.system.text import exact_duration, format_known
+from hvtrain.system.text import duration, format_known
 
 # They differ between any two runs, or say nothing about the training.
 _NOT_COMPARED = ("run.dir", "run.name", "run.report")
@@ -88,7 +88,7 @@ def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequen
         _cell(rate, ",.0f"),
         _cell(rate_of_each, ",.0f"),
         _cell(split.get("efficiency"), ".0%"),
-        (seconds, "" if seconds is None else exact_duration(seconds)),
+        (seconds, "" if seconds is None else duration(seconds)),
         (run.began, run.began),
     ]
 

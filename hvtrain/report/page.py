@@ -16,7 +16,7 @@ from hvtrain.core.version import VERSION
 from hvtrain.errors import in_one_line
 from hvtrain.report.curves import charts_of, scatter_svg, svg, write_png
 from hvtrain.report.run_files import RunFiles, read_run
-from hvtrain.system.text import exact_duration
+from hvtrain.system.text import duration
 
 log = logging.getLogger(__name__)
 
@@ -83,15 +83,13 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
         state=state_text(run),
         numbers=_numbers(run),
         drawn=[(chart.title, svg(chart)) for chart in charts_of(run)],
-        figures=_figures(run.review),
         proof=_proof(run.result.get("proof")),
         split=_split(run.result.get("split")),
         again=_command_again(run),
         data=[(label, ", ".join(phrases)) for label, phrases in data.items()],
         described=[item for item in description.items() if item[0] not in (*_SHOWN_ELSEWHERE, *data)],
-        changes=_changes(run.result),
         environment=_environment(run, description.get("devices", "")),
-        settings=[(name, yaml_text(value)) for name, value in flatten(run.config).items()],
+        settings=flatten(run.config).items(),
     )
 
 
@@ -118,7 +116,7 @@ def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
 def _templates(folder: Path) -> Any:
     import jinja2
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, FOLDER]),
         autoescape=jinja2.select_autoescape(default=True, default_for_string=True),
         # A run that failed early lacks much of what a page can show.
@@ -126,6 +124,8 @@ def _templates(folder: Path) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters.update(yaml=yaml_text, scatter=scatter_svg)
+    return environment
 
 
 def state_text(run: RunFiles) -> str:
@@ -147,17 +147,6 @@ def yaml_text(value: Any) -> str:
         return str(value).lower()
 
     return str(value)
-
-
-def _figures(review: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures of a task's review; scatter plots with their SVG."""
-    figures = []
-    for figure in review:
-        if figure.get("kind") == "scatter":
-            figure = {**figure, "drawn": scatter_svg(figure)}
-        figures.append(figure)
-
-    return figures
 
 
 def _proof(proof: dict[str, Any] | None) -> list[str]:
@@ -194,7 +183,7 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
         numbers.append(("efficiency", f"{split['efficiency']:.0%}", note))
 
     if result:
-        seconds = exact_duration(result["seconds"])
+        seconds = duration(result["seconds"])
         numbers.append(("time in all", seconds, f"{result['num_steps']:,} steps"))
     elif run.history:
         newest = run.history[-1]
@@ -228,15 +217,6 @@ def _command_again(run: RunFiles) -> str:
         command = ["horovodrun", "-np", str(processes), *command]
 
     return shlex.join(command)
-
-
-def _changes(result: dict[str, Any]) -> list[tuple[Any, str, str, str]]:
-    """Settings that changed when the run was resumed: step, name, before, now."""
-    return [
-        (change["step"], name, yaml_text(before), yaml_text(now))
-        for change in result.get("changes", [])
-        for name, (before, now) in change["changed"].items()
-    ]
 
 
 def _environment(run: RunFiles, devices: str) -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ class Bar:
     name: str
     done: float
     total: float
-    words: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def cut(line: str) -> tuple[str, Drawing | None]:
         fields = json.loads(text)
         bars = []
         for bar in fields["bars"]:
-            bars.append(Bar(str(bar["name"]), float(bar["done"]), float(bar["total"]), bar["words"]))
+            bars.append(Bar(str(bar["name"]), float(bar["done"]), float(bar["total"]), bar["text"]))
         drawing = Drawing(tuple(bars), tuple(map(str, fields["lines"])))
     except (ValueError, TypeError, LookupError):
         return line, None  # Any other line, or one that was cut.
@@ -147,5 +147,5 @@ def _picture(drawing: Drawing) -> Any:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     for bar in drawing.bars:
-        grid.add_row(bar.name, ProgressBar(total=max(bar.total, 1e-9), completed=bar.done), bar.words)
+        grid.add_row(bar.name, ProgressBar(total=max(bar.total, 1e-9), completed=bar.done), bar.text)
     return Group(grid, *(Text(line) for line in drawing.lines if line))

@@ -4,25 +4,13 @@ from collections.abc import Sequence
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the largest unit that fits.
-
-    >>> duration(42), duration(5400), duration(90), duration(200_000)
-    ('42 s', '1.5 hours', '1.5 minutes', '2.3 days')
-    """
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def exact_duration(seconds: float) -> str:
     """Seconds, in at most two units.
 
-    >>> exact_duration(4.21), exact_duration(312), exact_duration(7380)
-    ('4.2 s', '5 min 12 s', '2 h 3 min')
+    >>> duration(4.2), duration(42), duration(312), duration(200_000)
+    ('4.2 s', '42 s', '5 min 12 s', '55 h 33 min')
     """
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.3g} s"
     minutes, rest_seconds = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest_seconds} s"

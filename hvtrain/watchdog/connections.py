@@ -138,6 +138,10 @@ class Connection:
     process: Process | None = None
     state: RankState | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self.socket.fileno() >= 0
+
     def send(self, kind: Kind, **values: Any) -> None:
         """Never blocks: messages are small, and a rank gets one answer to each of its own."""
         with suppress(OSError):  # The next read notices.
@@ -163,7 +167,6 @@ class Connections:
         self._token = token
         self._size = size
         self._process = process
-        self._all: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -174,10 +177,11 @@ class Connections:
         The last message of a lost one is GONE or CUT.
         """
         for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
+            if key.data is None:
                 self._accept()
-            elif key.fd in self._all:
-                yield from self._read(self._all[key.fd])
+            # An earlier message, or a newer stranger, may have closed it.
+            elif key.data.is_open:
+                yield from self._read(key.data)
 
         for stranger in self._strangers():
             if time.monotonic() - stranger.opened > SECONDS_TO_JOIN:
@@ -185,7 +189,6 @@ class Connections:
 
     def close_one(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)
-        del self._all[connection.socket.fileno()]
         connection.socket.close()
         if connection.state:
             self.ranks.pop(connection.state.rank, None)
@@ -195,13 +198,16 @@ class Connections:
             connection.send(kind, **values)
 
     def close(self) -> None:
-        for connection in list(self._all.values()):
+        for connection in self._all():
             self.close_one(connection)
         self._listener.close()
         self._selector.close()
 
+    def _all(self) -> list[Connection]:
+        return [key.data for key in self._selector.get_map().values() if key.data]
+
     def _strangers(self) -> list[Connection]:
-        return [connection for connection in self._all.values() if not connection.state]
+        return [connection for connection in self._all() if not connection.state]
 
     def _accept(self) -> None:
         try:
@@ -210,13 +216,12 @@ class Connections:
             return
 
         # The oldest stranger makes room: whoever connected last may be a rank, which joins at once.
-        if len(self._all) >= MAX_STRANGERS + self._size:
+        if len(self._all()) >= MAX_STRANGERS + self._size:
             self.close_one(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
         notice_cuts(accepted)
         connection = Connection(accepted, secrets.token_hex(16), time.monotonic())
-        self._all[accepted.fileno()] = connection
-        self._selector.register(accepted, selectors.EVENT_READ)
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
         connection.send(Kind.CHALLENGE, challenge=connection.challenge)
 
     def _read(self, connection: Connection) -> Iterator[tuple[Connection, Message]]:
@@ -239,7 +244,7 @@ class Connections:
                 self.close_one(connection)
                 return
         # Whoever takes the messages may have closed it meanwhile.
-        if end and connection.socket.fileno() in self._all:
+        if end and connection.is_open:
             self.close_one(connection)
             if connection.state:
                 yield connection, {"kind": end}

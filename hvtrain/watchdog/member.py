@@ -322,7 +322,7 @@ class Member(Watchdog):
     def _tick(self, now: float) -> None:
         """Ends the process if its time is over, else reports this rank's status."""
         suspended = self._suspension.seconds(now)
-        status = self.progress.look()
+        status = self.progress.look(suspended)
         self._decided_at += suspended
         if self._waits_since is not None:
             self._waits_since += suspended

@@ -56,12 +56,10 @@ class SuspensionClock:
 class Progress:
     """The main thread reports at almost no cost; `look` is for one other thread.
 
-    Args:
-        marks: how far this process's steps are inside the graph, where Python sees nothing.
-        beat_seconds: how often `look` is called.
+    marks: how far this process's steps are inside the graph, where Python sees nothing.
     """
 
-    def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0), beat_seconds: float = 1.0) -> None:
+    def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0)) -> None:
         self._marks = marks
         self._first_marks = marks()
 
@@ -78,7 +76,6 @@ class Progress:
         self._num_bytes = 0
         self._phase_began = time.monotonic()
         self._moved = self._phase_began
-        self._suspension = SuspensionClock(beat_seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -113,10 +110,9 @@ class Progress:
         self._phase = CALLBACKS
         self._started = True
 
-    def look(self) -> Status:
-        """The rank's status now."""
+    def look(self, suspended: float = 0.0) -> Status:
+        """The rank's status now. suspended: seconds since the last look in which this process did not run."""
         now = time.monotonic()
-        suspended = self._suspension.seconds(now)
         self._phase_began += suspended
         self._moved += suspended
 

@@ -70,7 +70,7 @@ def start(
     beat_seconds = max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, beat_seconds))
     address, listener = agree(rank, gather, broadcast)
     token = broadcast(secrets.token_hex(32))
-    progress = Progress(marks, beat_seconds)
+    progress = Progress(marks)
     if address is None:
         log.warning("no watchdog: the ranks reach no address of rank 0 that all of them share")
         return Watchdog(progress)
