@@ -19,114 +19,6 @@ from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compu
 from hvtrain.watchdog.progress import EXCHANGE
 
 
-class Steps:
-    """Does a number of steps on the workers, and returns the last one's logs.
-
-    After a step for which is_due is true, no worker is busy and the coordinator's model is that of
-    the servers. After other steps, workers go on while callbacks act, and the coordinator's weights
-    stay as they were.
-
-    Args:
-        strategy: counts the steps of each worker.
-        model: the coordinator's copy, with all metrics built.
-        batches: an iterator.
-        step: of the run, the first one to do.
-        is_due: takes the number of steps done; true if callbacks may look at the model.
-    """
-
-    def __init__(
-        self,
-        strategy: "ParameterServerStrategy",
-        model: keras.Model,
-        batches: Any,
-        step: int,
-        is_due: Callable[[int], bool],
-    ) -> None:
-        assert strategy.cluster.replicas
-        self.strategy = strategy
-        self.model = model
-        self.step = step
-        self.is_due = is_due
-        self.state = ServerState(model, strategy.cluster.replicas)
-        self.workers = Workers(strategy.cluster.worker_ranks)
-        self._is_settled = True
-        self._names: list[str] = []
-        self._latest: Any = None
-        self._read, spec = reader(batches, strategy.marks, strategy.num_replicas)
-        self._ended = tf.function(lambda: strategy.marks.ended([]), autograph=False)
-        scalar = tf.TensorSpec([], tf.int64)
-        self._function = tf.function(self.on_worker, autograph=False).get_concrete_function(spec, scalar, scalar)
-
-    def __call__(self, number: int) -> dict[str, Any]:
-        if self._is_settled:
-            # Callbacks may have changed the model, such as its learning rate.
-            self.state.push()
-            self._is_settled = False
-        for _ in range(number):
-            self.do_step(self._read())
-            self.step += 1
-        if self.is_due(self.step):
-            self.settle()
-        else:
-            self.state.pull(everything=False)
-
-        # The metrics so far, and what else the last step returned.
-        metrics = self.model.get_metrics_result()
-        last = {} if self._latest is None else dict(zip(self._names, self._latest))
-        return {name: metrics.get(name, last.get(name, 0.0)) for name in self._names}
-
-    @tf.autograph.experimental.do_not_convert
-    def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """Computes on a batch, where a worker calls it; returns the numbers of the result."""
-        with self.state.traced():
-            computed = compute(self.model, batch, number, self.strategy.check_finite)
-            self.store(computed, worker)
-        self._names = sorted(computed.result)
-        return packed(computed.result)
-
-    def store(self, computed: Computed, worker: tf.Tensor) -> None:
-        """Applies the results to the servers' variables."""
-        variables, gradients = zip(*computed.gradients)
-        self.model.optimizer.apply(gradients, variables)
-        # On the server, so that no worker's count is lost between a read and a write.
-        for variable, count in computed.counts:
-            variable.value.assign_add(count)
-        for variable, value in computed.statistics:
-            variable.assign(value)
-
-    def begin(self, worker: int, part: Any, number: int) -> None:
-        """Gives a part of the batch to a free worker; the number seeds its dropout."""
-        scalars = tf.constant(number, tf.int64), tf.constant(worker, tf.int64)
-        self.workers.call(worker, self.step, self._function, part, *scalars)
-
-    def do_step(self, parts: list[Any]) -> None:
-        """Gives the batch, which has only one part, to a worker once one is free."""
-        if not self.workers.free:
-            self.record(self.workers.finished())
-        self.begin(self.workers.free[0], parts[0], self.step)
-
-    def record(self, results: list[tuple[int, int, Any]]) -> None:
-        """Counts finished calls, and keeps what the last one returned for the logs."""
-        for worker, _, result in results:
-            self._latest = result
-            self.strategy.steps_by_worker[worker] += 1
-
-    def settle(self) -> None:
-        """Waits for all workers and brings the model up to date with the servers."""
-        if self._is_settled:
-            return
-        with self.strategy.watchdog.phase(EXCHANGE):
-            self.wait()
-            # Closes the last step, so that it does not include the time of callbacks.
-            self._ended()
-            self.state.pull(everything=True)
-        self._is_settled = True
-
-    def wait(self) -> None:
-        """Waits until the servers' model is one that callbacks may see."""
-        self.record(self.workers.join())
-
-
 class ParameterServerStrategy(Strategy):
     """A coordinator, parameter servers that hold the variables, and workers that compute.
 
@@ -140,13 +32,10 @@ class ParameterServerStrategy(Strategy):
 
     name = "parameter_server"
     mode = "asynchronous"
-    steps_class: type[Steps] = Steps
-    # Set by start and make_steps.
+    # Set by start.
     cluster: Cluster
-    steps: Steps
+    # Set by make_steps, with the state of the steps.
     steps_by_worker: list[int]
-    # Gradients that came after their step; only synchronous steps drop any.
-    num_dropped = 0
 
     def __init__(self, num_ps: int = 1, share_gpus: bool = False) -> None:
         super().__init__()
@@ -228,15 +117,97 @@ class ParameterServerStrategy(Strategy):
         start_step: int,
         call_steps: CallSteps,
     ) -> Callable[[int], dict[str, Any]]:
-        self.num_dropped = 0
+        assert self.cluster.replicas
         self.steps_by_worker = [0] * self.cluster.num_workers
         # The servers hold the state of the metrics too, so it must exist before they take over.
         build_metrics(model, batches.element_spec)
-        self.steps = self.steps_class(self, model, iter(batches), start_step, call_steps.is_boundary)
-        return self.steps
+        self.model = model
+        self.state = ServerState(model, self.cluster.replicas)
+        self.workers = Workers(self.cluster.worker_ranks)
+        self.step = start_step
+        self._is_due = call_steps.is_boundary
+        self._is_settled = True
+        self._latest: Any = None
+        self._read, spec = reader(iter(batches), self.marks, self.num_replicas)
+        self._ended = tf.function(lambda: self.marks.ended([]), autograph=False)
+        scalar = tf.TensorSpec([], tf.int64)
+        self._function = tf.function(self.on_worker, autograph=False).get_concrete_function(spec, scalar, scalar)
+        return self.do_steps
+
+    def do_steps(self, number: int) -> dict[str, Any]:
+        """Does a number of steps, and returns the last one's logs.
+
+        After a step at which callbacks may look at the model, no worker is busy and the model is
+        that of the servers. After other steps, workers go on while callbacks act, and the weights
+        here stay as they were.
+        """
+        if self._is_settled:
+            # Callbacks may have changed the model, such as its learning rate.
+            self.state.push()
+            self._is_settled = False
+        for _ in range(number):
+            self.do_step(self._read())
+            self.step += 1
+        if self._is_due(self.step):
+            self.settle()
+        else:
+            self.state.pull(everything=False)
+
+        # The metrics so far, and what else the last step returned.
+        metrics = self.model.get_metrics_result()
+        last = {} if self._latest is None else dict(zip(self._names, self._latest))
+        return {name: metrics.get(name, last.get(name, 0.0)) for name in self._names}
+
+    @tf.autograph.experimental.do_not_convert
+    def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
+        """Computes on a batch, where a worker calls it; returns the numbers of the result."""
+        with self.state.traced():
+            computed = compute(self.model, batch, number, self.check_finite)
+            self.store(computed, worker)
+        self._names = sorted(computed.result)
+        return packed(computed.result)
+
+    def store(self, computed: Computed, worker: tf.Tensor) -> None:
+        """Applies the results to the servers' variables."""
+        variables, gradients = zip(*computed.gradients)
+        self.model.optimizer.apply(gradients, variables)
+        # On the server, so that no worker's count is lost between a read and a write.
+        for variable, count in computed.counts:
+            variable.value.assign_add(count)
+        for variable, value in computed.statistics:
+            variable.assign(value)
+
+    def begin(self, worker: int, part: Any, number: int) -> None:
+        """Gives a part of the batch to a free worker; the number seeds its dropout."""
+        scalars = tf.constant(number, tf.int64), tf.constant(worker, tf.int64)
+        self.workers.call(worker, self.step, self._function, part, *scalars)
+
+    def do_step(self, parts: list[Any]) -> None:
+        """Gives the batch, which has only one part, to a worker once one is free."""
+        if not self.workers.free:
+            self.record(self.workers.finished())
+        self.begin(self.workers.free[0], parts[0], self.step)
+
+    def record(self, results: list[tuple[int, int, Any]]) -> None:
+        """Counts finished calls, and keeps what the last one returned for the logs."""
+        for worker, _, result in results:
+            self._latest = result
+            self.steps_by_worker[worker] += 1
 
     def settle(self) -> None:
-        self.steps.settle()
+        """Waits for all workers and brings the model up to date with the servers."""
+        if self._is_settled:
+            return
+        with self.watchdog.phase(EXCHANGE):
+            self.wait()
+            # Closes the last step, so that it does not include the time of callbacks.
+            self._ended()
+            self.state.pull(everything=True)
+        self._is_settled = True
+
+    def wait(self) -> None:
+        """Waits until the servers' model is one that callbacks may see."""
+        self.record(self.workers.join())
 
     def cause_of(self, error: BaseException) -> UserError | None:
         reason = self.watchdog.cause() if isinstance(error, LOST_PROCESS_ERRORS) else None

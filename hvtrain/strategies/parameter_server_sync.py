@@ -4,6 +4,7 @@ With backup workers, a step waits for the first gradients only, and drops late o
 2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,107 +12,17 @@ import tensorflow as tf
 
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import joint_loss
-from hvtrain.strategies.parameter_server_async import ParameterServerStrategy, Steps
+from hvtrain.strategies.parameter_server_async import ParameterServerStrategy
 from hvtrain.strategies.worker_step import Computed
 from hvtrain.watchdog.progress import EXCHANGE
 
 
-class SyncSteps(Steps):
-    """Steps on the results of several workers.
+class SyncParameterServerStrategy(ParameterServerStrategy):
+    """Each worker takes the batches of one rank of the plan; a step takes their mean gradient.
 
     Each worker writes its results into a row of its own beside each variable. So a step uses the
     same workers for all variables, adds in the order of the workers, and has no late gradient in
     it.
-    """
-
-    strategy: "SyncParameterServerStrategy"
-
-    def __init__(self, *arguments: Any) -> None:
-        self._rows: dict[int, tf.Variable] = {}
-        super().__init__(*arguments)
-        arrived = tf.TensorSpec([self.workers.number], tf.bool)
-        self._apply = tf.function(self.on_servers, autograph=False).get_concrete_function(arrived)
-
-    def store(self, computed: Computed, worker: tf.Tensor) -> None:
-        """Writes the results into the worker's rows."""
-        self._computed = computed
-        for variable, value in (*computed.gradients, *computed.counts, *computed.statistics):
-            row = tf.cast(tf.convert_to_tensor(value), variable.dtype)[None]
-            rows = self._rows_of(variable)
-            with tf.device(rows.device):
-                rows.scatter_update(tf.IndexedSlices(row, worker[None]))
-
-    def _rows_of(self, variable: keras.Variable) -> tf.Variable:
-        """Returns rows for the workers, on the server that holds the variable."""
-        # Dense, also for the gradients of embeddings.
-        if id(variable) not in self._rows:
-            with tf.init_scope(), tf.device(variable.value.device):
-                blank = tf.zeros([self.workers.number, *variable.shape], variable.dtype)
-                self._rows[id(variable)] = tf.Variable(blank, trainable=False, name="gradients")
-        return self._rows[id(variable)]
-
-    @tf.autograph.experimental.do_not_convert
-    def on_servers(self, arrived: tf.Tensor) -> None:
-        """Does one step with the results of the workers that arrived, bool [workers]."""
-        with self.state.traced():
-            trained = [variable for variable, _ in self._computed.gradients]
-            self.model.optimizer.apply([self._mean(variable, arrived) for variable in trained], trained)
-            for variable, _ in self._computed.counts:
-                variable.value.assign_add(self._sum(variable, arrived))
-            for variable, _ in self._computed.statistics:
-                variable.assign(self._mean(variable, arrived))
-
-    def _sum(self, variable: keras.Variable, arrived: tf.Tensor) -> tf.Tensor:
-        rows = self._rows_of(variable)
-        with tf.device(rows.device):
-            values = rows.read_value()
-            # A late worker may be writing its row, which must not count.
-            mask = tf.reshape(arrived, [-1, *[1] * (values.shape.rank - 1)])
-            return tf.reduce_sum(tf.where(mask, values, tf.zeros([], values.dtype)), axis=0)
-
-    def _mean(self, variable: keras.Variable, arrived: tf.Tensor) -> tf.Tensor:
-        total = self._sum(variable, arrived)
-        with tf.device(self._rows_of(variable).device):
-            number = tf.reduce_sum(tf.cast(arrived, tf.float64))
-            # In float64, which holds each integer of 32 bits.
-            if total.dtype.is_integer:
-                return tf.cast(tf.cast(total, tf.float64) / number, total.dtype)
-            return total / tf.cast(number, total.dtype)
-
-    def do_step(self, parts: list[Any]) -> None:
-        """Does one step. Every free worker begins its part, a late one once it is free."""
-        arrived: set[int] = set()
-
-        def begin(worker: int) -> None:
-            # The number differs between steps and between workers, so that each draws its own
-            # dropout.
-            self.begin(worker, parts[worker], self.step * self.workers.number + worker)
-
-        for worker in self.workers.free:
-            begin(worker)
-
-        with self.strategy.watchdog.phase(EXCHANGE):
-            while len(arrived) < self.strategy.num_needed:
-                for worker, step, result in self.workers.finished():
-                    self._latest = result
-                    if step == self.step:
-                        arrived.add(worker)
-                        self.strategy.steps_by_worker[worker] += 1
-                    else:
-                        # A backup worker: its row belongs to an earlier step.
-                        self.strategy.num_dropped += 1
-                        begin(worker)
-            mask = tf.constant([worker in arrived for worker in range(self.workers.number)])
-            # Called on a server: operations without a device of their own run there, not here.
-            with tf.device("/job:ps/replica:0/task:0"):
-                self._apply(mask)
-
-    def wait(self) -> None:
-        """Returns at once: late workers go on, and change only their own rows."""
-
-
-class SyncParameterServerStrategy(ParameterServerStrategy):
-    """Each worker takes the batches of one rank of the plan; a step takes their mean gradient.
 
     Args:
         replicas_to_aggregate: gradients that a step waits for; None: those of all workers. With
@@ -120,7 +31,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     """
 
     name = "parameter_server_sync"
-    steps_class = SyncSteps
+    # Gradients that came after their step.
+    num_dropped = 0
 
     def __init__(self, replicas_to_aggregate: int | None = None, **servers: Any) -> None:
         super().__init__(**servers)
@@ -161,6 +73,91 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     def prepare(self, model: keras.Model) -> None:
         super().prepare(model)
         self._has_embedding = any(isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers())
+
+    def make_steps(self, *arguments: Any) -> Callable[[int], dict[str, Any]]:
+        self.num_dropped = 0
+        self._rows: dict[int, tf.Variable] = {}
+        do_steps = super().make_steps(*arguments)
+        arrived = tf.TensorSpec([self.num_replicas], tf.bool)
+        self._apply = tf.function(self.on_servers, autograph=False).get_concrete_function(arrived)
+        return do_steps
+
+    def store(self, computed: Computed, worker: tf.Tensor) -> None:
+        """Writes the results into the worker's rows."""
+        self._computed = computed
+        for variable, value in (*computed.gradients, *computed.counts, *computed.statistics):
+            row = tf.cast(tf.convert_to_tensor(value), variable.dtype)[None]
+            rows = self._rows_of(variable)
+            with tf.device(rows.device):
+                rows.scatter_update(tf.IndexedSlices(row, worker[None]))
+
+    def _rows_of(self, variable: keras.Variable) -> tf.Variable:
+        """Returns rows for the workers, on the server that holds the variable."""
+        # Dense, also for the gradients of embeddings.
+        if id(variable) not in self._rows:
+            with tf.init_scope(), tf.device(variable.value.device):
+                blank = tf.zeros([self.num_replicas, *variable.shape], variable.dtype)
+                self._rows[id(variable)] = tf.Variable(blank, trainable=False, name="gradients")
+        return self._rows[id(variable)]
+
+    @tf.autograph.experimental.do_not_convert
+    def on_servers(self, arrived: tf.Tensor) -> None:
+        """Does one step with the results of the workers that arrived, bool [workers]."""
+        with self.state.traced():
+            trained = [variable for variable, _ in self._computed.gradients]
+            self.model.optimizer.apply([self._mean(variable, arrived) for variable in trained], trained)
+            for variable, _ in self._computed.counts:
+                variable.value.assign_add(self._sum(variable, arrived))
+            for variable, _ in self._computed.statistics:
+                variable.assign(self._mean(variable, arrived))
+
+    def _sum(self, variable: keras.Variable, arrived: tf.Tensor) -> tf.Tensor:
+        rows = self._rows_of(variable)
+        with tf.device(rows.device):
+            values = rows.read_value()
+            # A late worker may be writing its row, which must not count.
+            mask = tf.reshape(arrived, [-1, *[1] * (values.shape.rank - 1)])
+            return tf.reduce_sum(tf.where(mask, values, tf.zeros([], values.dtype)), axis=0)
+
+    def _mean(self, variable: keras.Variable, arrived: tf.Tensor) -> tf.Tensor:
+        total = self._sum(variable, arrived)
+        with tf.device(self._rows_of(variable).device):
+            number = tf.reduce_sum(tf.cast(arrived, tf.float64))
+            # In float64, which holds each integer of 32 bits.
+            if total.dtype.is_integer:
+                return tf.cast(tf.cast(total, tf.float64) / number, total.dtype)
+            return total / tf.cast(number, total.dtype)
+
+    def do_step(self, parts: list[Any]) -> None:
+        """Does one step. Every free worker begins its part, a late one once it is free."""
+        arrived: set[int] = set()
+
+        def begin(worker: int) -> None:
+            # The number differs between steps and between workers, so that each draws its own
+            # dropout.
+            self.begin(worker, parts[worker], self.step * self.num_replicas + worker)
+
+        for worker in self.workers.free:
+            begin(worker)
+
+        with self.watchdog.phase(EXCHANGE):
+            while len(arrived) < self.num_needed:
+                for worker, step, result in self.workers.finished():
+                    self._latest = result
+                    if step == self.step:
+                        arrived.add(worker)
+                        self.steps_by_worker[worker] += 1
+                    else:
+                        # A backup worker: its row belongs to an earlier step.
+                        self.num_dropped += 1
+                        begin(worker)
+            mask = tf.constant([worker in arrived for worker in range(self.num_replicas)])
+            # Called on a server: operations without a device of their own run there, not here.
+            with tf.device("/job:ps/replica:0/task:0"):
+                self._apply(mask)
+
+    def wait(self) -> None:
+        """Returns at once: late workers go on, and change only their own rows."""
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
         return joint_loss(loss, self._refuse_denominator, lambda: self.num_replicas)

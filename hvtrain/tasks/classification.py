@@ -78,8 +78,8 @@ class Classification(Task):
     def soft_loss(self) -> Losses:
         return with_soft_targets(self.loss)
 
-    def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        return draw_classes((number,), *self.output_shape(source))
+    def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
+        return draw_classes((), *self.output_shape(source))
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return outputs.argmax(axis=-1)
@@ -154,12 +154,9 @@ class Multilabel(Task):
         # A mixed label counts as 1 from one half on.
         return tf.cast(targets >= 0.5, tf.float32)
 
-    def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(0)
-        shape = (number, *self.output_shape(source))
-        targets = rng.integers(2, size=shape).astype(np.float32)
-
-        return targets, rng.normal(size=shape).astype(np.float32)
+    def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
+        targets, logits = draw_classes(self.output_shape(source), 2)
+        return targets.astype(np.float32), logits[..., 0]
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return (outputs > 0).astype(np.int32)

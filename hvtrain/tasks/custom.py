@@ -1,6 +1,6 @@
 """The task of a user who chooses losses and metrics for any targets and outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -8,7 +8,7 @@ import numpy as np
 
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.tasks.task import NUM_CHECKED, Losses, Metrics, Task
+from hvtrain.tasks.task import Losses, Metrics, Task, draw
 
 
 class Custom(Task):
@@ -66,9 +66,6 @@ class Custom(Task):
     def takes(self, target: Any) -> bool:
         return True
 
-    def examples(self, number: int, source: Source) -> tuple[Any, Any]:
-        raise NotImplementedError("the outputs are known once the model is built; see check_outputs")
-
     def prepare(self, source: Source) -> None:
         # Targets may be anything, and metrics are checked by check_outputs().
         self.complete(source)
@@ -87,22 +84,13 @@ class Custom(Task):
                 "outputs by these names"
             )
         if self.metrics:
+            rng = np.random.default_rng(0)
             targets = keras.tree.map_structure(
-                lambda spec: _draw(spec.shape, spec.dtype.name),
+                lambda spec: draw(rng, spec.shape, spec.dtype.name),
                 source.element_spec[1],
             )
             predictions = keras.tree.map_structure(
-                lambda output: _draw(output.shape[1:], output.dtype),
+                lambda output: draw(rng, output.shape[1:], output.dtype),
                 outputs,
             )
             self.check_metrics(targets, predictions)
-
-
-def _draw(shape: Sequence[int | None], dtype: str) -> np.ndarray:
-    """Draws NUM_CHECKED examples of that shape and type, of size 4 along open axes."""
-    # Equal on all ranks, as in draw_classes().
-    rng = np.random.default_rng(0)
-    size = [NUM_CHECKED, *(side or 4 for side in shape)]
-    if dtype.startswith(("int", "uint", "bool")):
-        return rng.integers(2, size=size).astype(dtype)
-    return rng.random(size).astype(np.float32)

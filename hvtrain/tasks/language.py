@@ -71,9 +71,9 @@ class Language(Task):
         is_wrong = (targets < 0) | (targets >= size)
         return first_fault(is_wrong, lambda _: f"holds a token outside 0 ... {size - 1}")
 
-    def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
+    def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         # A short text and a small vocabulary show as well whether a metric's state adds up.
-        return draw_classes((number, 4), 8)
+        return draw_classes((4,), 8)
 
     def unit(self, source: Source) -> tuple[str, int] | None:
         (length,) = source.element_spec[1].shape

@@ -51,12 +51,6 @@ class Regression(Task):
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         return lambda targets: tf.cast(targets, tf.float32)
 
-    def examples(self, number: int, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(0)
-        targets = rng.normal(size=(number, *source.element_spec[1].shape))
-        outputs = rng.normal(size=(number, *self.output_shape(source)))
-        return targets.astype(np.float32), outputs.astype(np.float32)
-
     def review(
         self,
         reviewed: ReviewedExamples,

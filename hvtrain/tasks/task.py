@@ -1,7 +1,7 @@
 """The contract of a task, and the check that its metrics are exact over ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -107,9 +107,13 @@ class Task(ABC):
                 f"gives {types}; choose another task or data set"
             )
 
-    @abstractmethod
-    def examples(self, number: int, source: Source) -> tuple[Any, Any]:
-        """Draws targets and outputs of `number` examples, to try metrics with."""
+    def examples(self, source: Source) -> tuple[Any, Any]:
+        """Draws targets and outputs of NUM_CHECKED examples, to try metrics with."""
+        # Equal on all ranks, so that all of them accept or refuse a metric.
+        rng = np.random.default_rng(0)
+        target = source.element_spec[1]
+        targets = draw(rng, target.shape, target.dtype.name)
+        return targets, draw(rng, self.output_shape(source) or (), "float32")
 
     def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
         """Finds the first wrong target of a batch: (row, problem). None if all are right."""
@@ -221,7 +225,7 @@ class Task(ABC):
                 raise DataError(f"{source.name}, {split}: example {row} {problem}; fix the targets")
         # Metrics that were partial can be tried only now.
         self.complete(source)
-        self.check_metrics(*self.examples(NUM_CHECKED, source))
+        self.check_metrics(*self.examples(source))
 
     def complete(self, source: Source) -> None:
         """Builds the metrics that were given as partials, with facts of the source."""
@@ -329,12 +333,19 @@ def first_fault(
     return int(rows[0]), problem(int(rows[0]))
 
 
+def draw(rng: np.random.Generator, shape: Sequence[int | None], dtype: str) -> np.ndarray:
+    """Draws NUM_CHECKED examples: 0 or 1, or fractions, by the type. Open axes get a size of 4."""
+    size = [NUM_CHECKED, *(side or 4 for side in shape)]
+    if dtype.startswith(("int", "uint", "bool")):
+        return rng.integers(2, size=size).astype(dtype)
+    return rng.random(size).astype(np.float32)
+
+
 def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Draws class indices of that shape, and a logit for each class of each of them."""
-    # Equal on all ranks, so that all of them accept or refuse a metric.
     rng = np.random.default_rng(0)
-    targets = rng.integers(classes, size=shape, dtype=np.int32)
-    return targets, rng.normal(size=(*shape, classes)).astype(np.float32)
+    targets = rng.integers(classes, size=(NUM_CHECKED, *shape), dtype=np.int32)
+    return targets, rng.normal(size=(*targets.shape, classes)).astype(np.float32)
 
 
 def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs: Any, task: str) -> None:

@@ -61,7 +61,7 @@ def test_a_metric_that_makes_its_variables_with_the_first_update(metric):
 
 
 @pytest.mark.parametrize(
-    ("metric", "said"),
+    ("metric", "message"),
     [
         (
             Largest(),
@@ -80,7 +80,7 @@ def test_a_metric_that_would_be_wrong_is_refused(metric, message):
 
 
 @pytest.mark.parametrize(
-    ("loss", "metrics", "said"),
+    ("loss", "metrics", "message"),
     [
         ("mse", {}, "task.loss is a str; it must be a keras Loss"),
         (None, {"a": "accuracy"}, "task.metrics.a is a str; it must be a keras Metric"),
@@ -172,7 +172,7 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
 
 
 @pytest.mark.parametrize(
-    ("task", "source", "said"),
+    ("task", "source", "message"),
     [
         (
             Classification,
