@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, step_of
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.core.files import TEMPORARY, flush, read_file, remove, write_atomic, writing
+from hvtrain.core.files import TEMPORARY, flush, read_file, remove, write_json, writing
 from hvtrain.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _flush_and_sum(path: Path) -> str:
 
 def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
     """Records the best checkpoint so far, which prune keeps, and its host if it is another."""
-    write_atomic(folder / _BEST, json.dumps({"step": step, "metric": metric, "value": value, **host}) + "\n")
+    write_json(folder / _BEST, {"step": step, "metric": metric, "value": value, **host})
 
 
 def read_best(folder: Path) -> dict[str, Any] | None:

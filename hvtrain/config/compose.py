@@ -30,7 +30,7 @@ Several layers of augmentation, in this order: augment=[random_flip,mix_up].
 
 
 def compose(overrides: list[str] | None = None) -> list[dict[str, Any]]:
-    """Composes the run that these overrides describe, or else the command line.
+    """Composes the run that these overrides describe, or else the command line, which stays as it is.
 
     Returns:
         The composed run as one plain dictionary, in a list, which is empty if Hydra only printed
@@ -39,8 +39,6 @@ def compose(overrides: list[str] | None = None) -> list[dict[str, Any]]:
     Raises:
         ConfigError: Hydra refuses the line.
     """
-    if overrides is not None:
-        sys.argv = [sys.argv[0], *overrides]  # Hydra reads nothing else.
     # Otherwise Hydra prints its errors itself and exits.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     import hydra
@@ -50,7 +48,11 @@ def compose(overrides: list[str] | None = None) -> list[dict[str, Any]]:
 
     ConfigStore.instance().store("hvtrain_schema", schema())
     trees: list[Any] = []
-    run_folder = folder_of_a_run(sys.argv)
+    command_line = sys.argv
+    arguments = command_line
+    if overrides is not None:
+        arguments = [command_line[0], *overrides]
+    run_folder = folder_of_a_run(arguments)
 
     @hydra.main(version_base="1.3", config_path=str(run_folder or CONFIGS), config_name="config")
     def job(tree: DictConfig) -> None:
@@ -61,9 +63,9 @@ def compose(overrides: list[str] | None = None) -> list[dict[str, Any]]:
         trees.append(resolved(tree))
         console.shows_tracebacks = tree.tracebacks
 
-    command_line = sys.argv
-    # Hydra's errors and --cfg would show what is secret in notify=, and its grammar refuses many addresses.
-    sys.argv, notify = addresses.take(command_line)
+    # Hydra reads nothing else. Its errors and --cfg would show what is secret in notify=, and its grammar refuses
+    # many addresses.
+    sys.argv, notify = addresses.take(arguments)
     if not run_folder:
         sys.argv = quoted(sys.argv)
     try:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hvtrain.core.files import write_atomic
+from hvtrain.core.files import write_json
 from hvtrain.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class NoteKeeper:
         if before == note or knows_more:
             return
         try:
-            write_atomic(self.folder / NOTE_FILE, json.dumps(asdict(note)) + "\n")
+            write_json(self.folder / NOTE_FILE, asdict(note))
         except StorageError as error:
             log.warning("%s; a start without host %s would not know of its checkpoints", error, self.host)
             self.folder = None

@@ -131,7 +131,7 @@ def read_json(path: Path, kind: type[Json]) -> Json:
     return content if isinstance(content, kind) else kind()
 
 
-def write_json(path: Path, content: Any, indent: int = 1) -> None:
+def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
     """Replaces a JSON file, as write_atomic does."""
     write_atomic(path, json.dumps(content, indent=indent) + "\n")
 

@@ -4,7 +4,6 @@ Nothing here needs TensorFlow.
 """
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,13 +199,7 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 
 
 def _compose_one(overrides: Sequence[str]) -> dict[str, Any]:
-    """Composes one run. sys.argv, which Hydra reads, is afterwards as it was."""
-    arguments = sys.argv[:]
-    try:
-        trees = compose(list(overrides))
-    finally:
-        sys.argv[:] = arguments
-
+    trees = compose(list(overrides))
     if not trees:
         raise ConfigError(f"{' '.join(overrides)} composes no run; leave out options such as --cfg")
 

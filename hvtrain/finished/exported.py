@@ -1,7 +1,6 @@
 """Writes a model in another format, runs it as other programs would, and compares its outputs."""
 
 import json
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
 
     Args:
         run: the finished run.
-        model_format: one of WRITERS.
+        model_format: one of FORMATS.
         path: of the exported model; its description goes beside it.
 
     Returns:
@@ -59,12 +58,12 @@ def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
     expected = [as_arrays(model(batch, training=False)) for batch in examples]
 
     unfinished = path.with_name(f"{TEMPORARY}{path.name}")
-
+    write, open_exported = FORMATS[model_format]
     try:
         remove(unfinished)
         try:
-            WRITERS[model_format](model, unfinished)
-            run_exported = RUNTIMES[model_format](unfinished)
+            write(model, unfinished)
+            run_exported = open_exported(unfinished)
             actual = [run_exported(batch) for batch in examples]
         except Exception as error:  # Each exporter and each runtime has errors of its own.
             raise ConfigError(
@@ -156,12 +155,6 @@ def compare_outputs(actual: Sequence[Outputs], expected: Sequence[Outputs], mode
     )
 
 
-def _write_keras(model: keras.Model, path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # Keras demands its own suffix.
-        model.save(Path(folder) / "model.keras")
-        shutil.copy(Path(folder) / "model.keras", path)
-
-
 def _write_saved_model(model: keras.Model, path: Path) -> None:
     model.export(str(path), format="tf_saved_model", verbose=False)
 
@@ -183,19 +176,8 @@ def _write_tflite(model: keras.Model, path: Path) -> None:
         path.write_bytes(tf.lite.TFLiteConverter.from_saved_model(folder).convert())
 
 
-WRITERS: dict[str, Callable[[keras.Model, Path], None]] = {
-    "keras": _write_keras,
-    "savedmodel": _write_saved_model,
-    "onnx": _write_onnx,
-    "tflite": _write_tflite,
-}
-
-
 def _open_keras(path: Path) -> Runtime:
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "model.keras"
-        shutil.copy(path, copy)
-        model = keras.models.load_model(copy)
+    model = keras.models.load_model(path)
     return lambda batch: as_arrays(model(batch))
 
 
@@ -234,9 +216,10 @@ def by_name(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
     return dict(zip(names, map(np.asarray, tf.nest.flatten(batch)), strict=True))
 
 
-RUNTIMES: dict[str, Callable[[Path], Runtime]] = {
-    "keras": _open_keras,
-    "savedmodel": _open_saved_model,
-    "onnx": _open_onnx,
-    "tflite": _open_tflite,
+# By format: the functions that write a model to a path, and that open it as other programs would.
+FORMATS: dict[str, tuple[Callable[[keras.Model, Path], None], Callable[[Path], Runtime]]] = {
+    "keras": (keras.Model.save, _open_keras),
+    "savedmodel": (_write_saved_model, _open_saved_model),
+    "onnx": (_write_onnx, _open_onnx),
+    "tflite": (_write_tflite, _open_tflite),
 }

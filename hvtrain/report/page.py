@@ -2,7 +2,6 @@
 
 import logging
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cache

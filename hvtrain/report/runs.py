@@ -57,10 +57,8 @@ def main() -> int:
 
     rows = [run_row(path, folder) for path in find_runs(folder)]
     key = SORT_KEYS[options.sort]
-    # None cannot be compared with a number.
-    known = [row for row in rows if key(row) is not None]
-    unknown = [row for row in rows if key(row) is None]
-    rows = [*sorted(known, key=key), *unknown]
+    # None cannot be compared with a number, so all of them come last.
+    rows.sort(key=lambda row: (key(row) is None, key(row)))
 
     if options.json:
         print(json.dumps(rows, indent=1))

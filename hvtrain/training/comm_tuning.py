@@ -7,7 +7,6 @@ It leaves Horovod's fusion buffer alone: buckets set the size of messages, and H
 crashes when it is restarted with both a fusion threshold and a cycle time.
 """
 
-import json
 import logging
 import os
 import time
@@ -22,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.files import write_atomic
+from hvtrain.core.files import read_json, write_json
 from hvtrain.errors import ConfigError
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Strategy
@@ -108,8 +107,8 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
         time.monotonic() - began,
     )
     tried = [{**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()]
-    content = json.dumps({"comm": asdict(best), **measured_for, "tried": tried}, indent=1)
-    comm.on_chief(lambda: write_atomic(run.folder / FILE, content + "\n"))
+    content = {"comm": asdict(best), **measured_for, "tried": tried}
+    comm.on_chief(lambda: write_json(run.folder / FILE, content))
     best.apply(run.strategy)
 
 
@@ -186,8 +185,8 @@ def _read(folder: Path, measured_for: dict[str, list[Any]]) -> CommSettings | No
 
     Returns None if there is none, or the file is damaged.
     """
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        earlier = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    earlier = read_json(folder / FILE, dict)
+    with suppress(TypeError, KeyError):
         if all(earlier[name] == value for name, value in measured_for.items()):
             return CommSettings(**earlier["comm"])
     return None

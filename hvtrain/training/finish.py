@@ -1,6 +1,5 @@
 """Ends a run: its record, the trained model, the best one, and predictions for the report."""
 
-import json
 import logging
 import time
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ import tensorflow as tf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.files import write_atomic
+from hvtrain.core.files import write_json
 from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words, write_result
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError, in_one_line
@@ -231,7 +230,7 @@ def write_review(run: Run, model: keras.Model) -> None:
         figures = []
         if reviewed:
             figures = [asdict(figure) for figure in run.task.review(reviewed, model, run.source)]
-        write_atomic(run.folder / REVIEW_FILE, json.dumps(figures) + "\n")
+        write_json(run.folder / REVIEW_FILE, figures, indent=None)
     except Exception as error:
         log.warning("the report will show no predictions: %s", in_one_line(error))
 

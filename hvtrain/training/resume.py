@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -17,12 +17,14 @@ from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import flatten
 from hvtrain.core.checkpoint_notes import NoteKeeper
-from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.trackers.notice import Notice
+
+if TYPE_CHECKING:
+    from hvtrain.training.run import Run
 
 Arrays = dict[str, np.ndarray]
 
@@ -119,35 +121,38 @@ class Start:
     unlogged: dict[str, float] = field(default_factory=dict)
 
 
-def resume(
-    saved: ResumePoint | None,
-    model: keras.Model,
-    plan: StepPlan,
-    meta: dict[str, Any],
-    refuse_other_data: bool,
-    comm: Comm,
-) -> Start:
+def resume(run: "Run", model: keras.Model, saved: ResumePoint | None) -> Start:
     """Restores the chief's model and each rank's own state; returns the run's start (every rank).
 
     Args:
-        saved: The checkpoint; None: nothing is restored.
-        model: The model, with its optimizer built. The other ranks get the weights by a broadcast
+        run: The run on the current ranks.
+        model: Its model, with the optimizer built. The other ranks get the weights by a broadcast
             after this.
-        plan: The plan on the current ranks.
-        meta: Meta of the run's checkpoints from now on.
-        refuse_other_data: The setting guard.data.
-        comm: The collectives.
+        saved: The checkpoint; None: nothing is restored.
 
     Raises:
         CheckpointError: The checkpoint is of another model, or was made with other batches.
         DataError: It was made on another data set, and that is refused.
     """
+    comm = run.strategy.comm
+    size = run.plan.size
 
     def restore() -> tuple[Start, list[Arrays]]:
         if saved is None or saved.checkpoint is None:
-            return Start(), [{}] * plan.size
-        _check_fits(saved.name, saved.checkpoint, meta, refuse_other_data)
-        return _restore(saved.name, saved.checkpoint, model, plan.size)
+            return Start(), [{}] * size
+        checkpoint = saved.checkpoint
+        _check_fits(run, saved.name, checkpoint)
+        store.restore(checkpoint, model)
+        start = Start(
+            saved.name,
+            checkpoint.step,
+            ended=checkpoint.meta.get("ended", False),
+            num_ranks=checkpoint.meta["world_size"],
+            plan_ranks=checkpoint.meta["num_ranks"],
+            callbacks=checkpoint.callbacks(),
+            unlogged=checkpoint.unlogged(),
+        )
+        return start, states_on(size, [checkpoint.rank_state(rank) for rank in range(start.num_ranks)])
 
     # Every rank gets the states of all, which are small, and takes its own.
     start, rank_states = comm.on_chief(restore)
@@ -156,21 +161,11 @@ def resume(
     return start
 
 
-def _check_fits(
-    name: str,
-    checkpoint: Checkpoint,
-    meta: dict[str, Any],
-    refuse_other_data: bool,
-) -> None:
-    """Raises DataError or CheckpointError if a run with this meta cannot continue from it."""
+def _check_fits(run: "Run", name: str, checkpoint: Checkpoint) -> None:
+    """Raises DataError or CheckpointError if the run cannot continue from the checkpoint."""
     before = checkpoint.meta
-    check_unchanged(
-        name,
-        before.get("data"),
-        meta["data"],
-        refuse_other_data,
-        ", or choose another run.dir",
-    )
+    meta = run.meta
+    check_unchanged(name, before.get("data"), meta["data"], run.config.guard.data, ", or choose another run.dir")
 
     keys = ["uneven"]
     # A plan for another number of ranks is meant to differ.
@@ -183,27 +178,6 @@ def _check_fits(
             f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
             "start with the same numbers, or choose another run.dir"
         )
-
-
-def _restore(
-    name: str,
-    checkpoint: Checkpoint,
-    model: keras.Model,
-    size: int,
-) -> tuple[Start, list[Arrays]]:
-    """Restores the model; returns the start, and the states of so many ranks (chief only)."""
-    store.restore(checkpoint, model)
-    num_ranks = checkpoint.meta["world_size"]
-    start = Start(
-        name,
-        checkpoint.step,
-        ended=checkpoint.meta.get("ended", False),
-        num_ranks=num_ranks,
-        plan_ranks=checkpoint.meta["num_ranks"],
-        callbacks=checkpoint.callbacks(),
-        unlogged=checkpoint.unlogged(),
-    )
-    return start, states_on(size, [checkpoint.rank_state(rank) for rank in range(num_ranks)])
 
 
 def states_on(size: int, states: list[Arrays]) -> list[Arrays]:

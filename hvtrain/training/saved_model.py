@@ -4,7 +4,6 @@ The saved model takes examples as they are in the user's arrays or files. It con
 preprocessing of the input pipeline as Keras's own layers; see Source.preprocessing.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.checkpoint.writer import save_model
-from hvtrain.core.files import write_atomic
+from hvtrain.core.files import write_atomic, write_json
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Preprocessing, Source
 from hvtrain.errors import in_one_line
@@ -47,10 +46,7 @@ def export(
     save(model, task, preprocessing, folder / MODEL_FILE)
     for name, content in source.assets().items():
         write_atomic(folder / name, content)
-    write_atomic(
-        folder / DESCRIPTION_FILE,
-        json.dumps(description(source, task, preprocessing), indent=2) + "\n",
-    )
+    write_json(folder / DESCRIPTION_FILE, description(source, task, preprocessing), indent=2)
 
 
 def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Path) -> None:

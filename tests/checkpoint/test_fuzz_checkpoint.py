@@ -57,13 +57,13 @@ def read_beside_a_whole_one(files):
         put(folder, 10, whole(10))
         put(folder, 20, files)
         try:
-            found, damaged = newest(folder)
+            checkpoint, damaged = newest(folder)
         except CheckpointError as error:
             # Complete, with right sums, and of no run.
             assert re.match(r"checkpoint step-00000020 lacks [\w, ]+ and cannot be resumed", str(error))
             return store.read(folder / "step-00000020")
         assert store.read(folder / "step-00000010").step == 10, "it is still there"
-        if found.step == 10:
+        if checkpoint.step == 10:
             (line,) = damaged
             assert line.startswith("checkpoint step-00000020 is damaged: "), line
             assert line.endswith("step-00000010 is taken, 10 steps are lost"), line
@@ -71,7 +71,7 @@ def read_beside_a_whole_one(files):
             assert (folder / "damaged-step-00000020").is_dir()
         else:
             assert damaged == []
-        return found
+        return checkpoint
 
 
 def mutated(data, draw):
@@ -94,8 +94,8 @@ def mutated(data, draw):
 def test_any_damage_is_noticed_and_nothing_else_raised(data):
     name = data.draw(st.sampled_from(FILES))
     files = {**whole(20), name: mutated(whole(20)[name], data.draw)}
-    found = read_beside_a_whole_one(files)
-    if found.step == 20:
+    checkpoint = read_beside_a_whole_one(files)
+    if checkpoint.step == 20:
         assert files[store.ARRAYS] == whole(20)[store.ARRAYS], "the sums let no change through"
         assert files[store.META] == whole(20)[store.META]
 
@@ -106,9 +106,9 @@ def test_right_sums_over_anything(data):
     name = data.draw(st.sampled_from(FILES[:2]))
     content = data.draw(st.sampled_from(["mutated", "mutated", "random"]))
     changed = mutated(whole(20)[name], data.draw) if content == "mutated" else data.draw(st.binary(max_size=60))
-    found = read_beside_a_whole_one(with_right_sums({**whole(20), name: changed}))
-    assert isinstance(found.meta, dict)
-    assert all(isinstance(array, np.ndarray) for array in found.arrays.values())
+    checkpoint = read_beside_a_whole_one(with_right_sums({**whole(20), name: changed}))
+    assert isinstance(checkpoint.meta, dict)
+    assert all(isinstance(array, np.ndarray) for array in checkpoint.arrays.values())
 
 
 json_values = st.recursive(
@@ -122,8 +122,8 @@ json_values = st.recursive(
 def test_any_json_in_meta(key, value):
     meta = {**json.loads(whole(20)[store.META]), key: value} if key else value
     files = {**whole(20), store.META: json.dumps(meta).encode()}
-    found = read_beside_a_whole_one(with_right_sums(files))
-    assert found.step == 10 or key == "metrics" or meta["step"] == 20
+    checkpoint = read_beside_a_whole_one(with_right_sums(files))
+    assert checkpoint.step == 10 or key == "metrics" or meta["step"] == 20
 
 
 def header(tree, length=None):

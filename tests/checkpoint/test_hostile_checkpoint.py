@@ -268,8 +268,8 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     assert not marker.exists()
     assert is_untouched(outside) and not (outside / "nothing").exists()
     assert (run / "model.keras").is_file() and not (run / "model.keras").is_symlink()
-    words = ["strategy=single", f"run.dir={run}", "profile.timeline=true", "profile.first_step=1", "train.epochs=3"]
-    code, output = train(None, 1, *words, cwd=tmp_path)
+    arguments = ["strategy=single", f"run.dir={run}", "profile.timeline=true", "profile.first_step=1", "train.epochs=3"]
+    code, output = train(None, 1, *arguments, cwd=tmp_path)
     assert code == 2 and "profile is a symbolic link, and may lead out of the run folder; remove it" in output
     assert is_untouched(outside)
     (run / "launch").symlink_to(outside)
@@ -297,12 +297,12 @@ def test_yaml_is_data(line, tmp_path):
         (tmp_path / "conf" / group).mkdir(parents=True)
         tag = f"!!python/object/apply:os.system ['touch {marker}']"
         (tmp_path / "conf" / group / "harmful.yaml").write_text(f"# Harm\nkind: {tag}\n")
-    words = [word.format(conf=tmp_path / "conf", marker=marker) for word in line]
+    arguments = [argument.format(conf=tmp_path / "conf", marker=marker) for argument in line]
     done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert not marker.exists()
-    if "--help" not in words:
+    if "--help" not in arguments:
         assert done.returncode == 2
         assert done.stderr.startswith("hvtrain: ") and done.stderr.count("\n") == 1, done.stderr
 

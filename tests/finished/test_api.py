@@ -25,8 +25,8 @@ def tales(tmp_path_factory):
     (folder / "tales").mkdir()
     for number, text in enumerate(embedded()[:12]):
         (folder / f"tales/{number}.txt").write_text(text)
-    words = [*TEXT, f"dataset.file={folder / 'tales'}", *MODEL, "model.dropout=0", f"run.dir={folder / 'run'}"]
-    config = hvtrain.compose(words)
+    arguments = [*TEXT, f"dataset.file={folder / 'tales'}", *MODEL, "model.dropout=0", f"run.dir={folder / 'run'}"]
+    config = hvtrain.compose(arguments)
     return folder / "run", hvtrain.train(config), config
 
 
@@ -40,12 +40,12 @@ def test_a_script_composes_trains_and_loads(tales):
 
 
 def test_the_command_line_stays_as_it_was(monkeypatch):
-    words = ["script.py", "an argument"]
-    monkeypatch.setattr(sys, "argv", words[:])
+    arguments = ["script.py", "an argument"]
+    monkeypatch.setattr(sys, "argv", arguments[:])
     assert hvtrain.compose(["train.epochs=3"]).train.epochs == 3
     with pytest.raises(ConfigError, match=r"unknown setting 'trian.epochs'"):
         hvtrain.compose(["trian.epochs=3"])
-    assert sys.argv == words
+    assert sys.argv == arguments
 
 
 def test_loading_says_what_is_wrong(tales, tmp_path):
@@ -69,30 +69,30 @@ def test_importing_hvtrain_is_cheap_and_typed():
     assert (files("hvtrain") / "py.typed").is_file()
 
 
-def written(monkeypatch, capsys, folder, *words):
-    monkeypatch.setattr(sys, "argv", ["generate", f"run={folder}", *words])
+def written(monkeypatch, capsys, folder, *arguments):
+    monkeypatch.setattr(sys, "argv", ["generate", f"run={folder}", *arguments])
     assert generate.main() == 0
     return capsys.readouterr().out
 
 
 def test_a_text_goes_on(tales, monkeypatch, capsys):
-    words = ["prompt=The statement", "--tokens", "12", "--temperature", "0.8"]
-    text = written(monkeypatch, capsys, tales[0], *words)
+    arguments = ["prompt=The statement", "--tokens", "12", "--temperature", "0.8"]
+    text = written(monkeypatch, capsys, tales[0], *arguments)
     assert text.startswith("The statement") and len(text) > len("The statement\n")
-    assert text == written(monkeypatch, capsys, tales[0], *words)
-    assert text != written(monkeypatch, capsys, tales[0], *words, "--seed", "3")
+    assert text == written(monkeypatch, capsys, tales[0], *arguments)
+    assert text != written(monkeypatch, capsys, tales[0], *arguments, "--seed", "3")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([], "prompt=TEXT is missing"),
         (["prompt=The", "--tokens", "0"], "0 came where a whole number of at least 1 was needed"),
         (["prompt=The", "dataset=digits", "model.width=8"], "digits is of another kind than the run was trained on: "),
     ],
 )
-def test_what_cannot_be_written_is_refused(tales, monkeypatch, words, message):
-    monkeypatch.setattr(sys, "argv", ["generate", f"run={tales[0]}", *words])
+def test_what_cannot_be_written_is_refused(tales, monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["generate", f"run={tales[0]}", *arguments])
     with pytest.raises((ConfigError, DataError), match=re.escape(message)):
         generate.main()
 
@@ -120,9 +120,9 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     table = ["dataset=table", f"dataset.file={data}", "dataset.num_test=20", "model=mlp", "model.hidden=[4]"]
     hvtrain.train(hvtrain.compose([*table, "strategy=single", "train.steps=3", f"run.dir={tmp_path / 'run'}"]))
 
-    def predicted(*words):
+    def predicted(*arguments):
         output = tmp_path / "predicted.csv"
-        monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path / 'run'}", *words, f"--output={output}"])
+        monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path / 'run'}", *arguments, f"--output={output}"])
         assert predict.main() == 0
         return output.read_text()
 

@@ -119,8 +119,8 @@ def test_batches_share_row_groups(tmp_path, monkeypatch):
     for batch in range(10):
         writer.add({"example": np.arange(4 * batch, 4 * batch + 4)})
     writer.close()
-    found = parquet.ParquetFile(tmp_path / "p.parquet")
-    assert found.num_row_groups == 3 and found.read()["example"].to_pylist() == list(range(40))
+    file = parquet.ParquetFile(tmp_path / "p.parquet")
+    assert file.num_row_groups == 3 and file.read()["example"].to_pylist() == list(range(40))
 
 
 def test_an_output_that_is_a_folder_is_refused_before_the_work(tmp_path):

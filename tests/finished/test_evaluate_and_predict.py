@@ -64,15 +64,15 @@ NIGHTLY_TASKS = [
 
 
 @pytest.fixture(scope="module")
-def found(request, tmp_path_factory):
+def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     source = digits(361, 61)
     raw = source.parts()["test"].elements[0][:7]
     np.save(folder / "digits.npy", raw[..., 0])
-    for place in ("pictures", "damaged"):
-        (folder / place / "a").mkdir(parents=True)
+    for kind in ("pictures", "damaged"):
+        (folder / kind / "a").mkdir(parents=True)
         for number, pixels in enumerate(raw):
-            Image.fromarray(pixels[..., 0].astype("uint8")).save(folder / place / f"a/{number}.png")
+            Image.fromarray(pixels[..., 0].astype("uint8")).save(folder / kind / f"a/{number}.png")
     (folder / "damaged/a/5.png").write_bytes(b"no image")
     (folder / "own_pixels.py").write_text(PIXEL_MODEL)
     rows = Table().raw_examples("test", Topology(), 10)
@@ -88,13 +88,13 @@ def numbers(path):
         return list(csv.DictReader(file))
 
 
-def test_every_command_did_its_work(found):
-    refused = {"missing", "no kind", "damaged", "other task"} & found[1].keys()
-    assert {name for name, one in found[1].items() if one["error"]} == refused
+def test_every_command_did_its_work(results):
+    refused = {"missing", "no kind", "damaged", "other task"} & results[1].keys()
+    assert {name for name, result in results[1].items() if result["error"]} == refused
 
 
-def test_metrics_of_two_ranks_are_those_of_one_and_of_the_run(found):
-    folder, printed = found
+def test_metrics_of_two_ranks_are_those_of_one_and_of_the_run(results):
+    folder, printed = results
     best, last, alone = (json.loads((folder / f"{name}.json").read_text()) for name in ("best", "last", "alone"))
     result = json.loads((folder / "digits/result.json").read_text())
     tested = {f"test_{name}": value for name, value in last["metrics"].items()}
@@ -109,12 +109,12 @@ def test_metrics_of_two_ranks_are_those_of_one_and_of_the_run(found):
 
 
 @pytest.mark.nightly
-def test_other_data_is_evaluated_with_its_own_size(found):
-    assert json.loads((found[0] / "other.json").read_text())["examples"] == 100
+def test_other_data_is_evaluated_with_its_own_size(results):
+    assert json.loads((results[0] / "other.json").read_text())["examples"] == 100
 
 
-def test_predictions_come_once_and_in_order(found):
-    folder, printed = found
+def test_predictions_come_once_and_in_order(results):
+    folder, printed = results
     table = parquet.read_table(folder / "predicted.parquet").to_pydict()
     targets = digits(361, 61).whole_targets()["test"]
     assert table["example"] == list(range(361)) and table["target"] == targets.tolist()
@@ -128,25 +128,25 @@ def test_predictions_come_once_and_in_order(found):
 
 
 @pytest.mark.parametrize("other", ["alone", pytest.param("skipping", marks=pytest.mark.nightly)])
-def test_one_process_and_one_that_skips_predict_the_same(found, other):
-    table, same = parquet.read_table(found[0] / "predicted.parquet").to_pydict(), numbers(found[0] / f"{other}.csv")
+def test_one_process_and_one_that_skips_predict_the_same(results, other):
+    table, same = parquet.read_table(results[0] / "predicted.parquet").to_pydict(), numbers(results[0] / f"{other}.csv")
     assert [int(row["class"]) for row in same] == table["class"]
     assert [float(row["p.3"]) for row in same] == pytest.approx(table["p.3"], abs=1e-5)
 
 
 @pytest.mark.parametrize("file", ["p.csv", pytest.param("array.csv", marks=pytest.mark.nightly)])
-def test_files_are_predicted_like_the_examples_of_the_data_set(found, file):
+def test_files_are_predicted_like_the_examples_of_the_data_set(results, file):
     """Pictures, and an array of them."""
-    expected = parquet.read_table(found[0] / "predicted.parquet").to_pydict()["p.3"][:7]
-    rows = numbers(found[0] / file)
+    expected = parquet.read_table(results[0] / "predicted.parquet").to_pydict()["p.3"][:7]
+    rows = numbers(results[0] / file)
     assert [float(row["p.3"]) for row in rows] == pytest.approx(expected, abs=1e-5)
     if file == "p.csv":
         assert [row["file"] for row in rows] == [f"a/{number}.png" for number in range(7)]
 
 
 @pytest.mark.nightly
-def test_rows_are_predicted_like_those_of_the_data_set(found):
-    folder, _ = found
+def test_rows_are_predicted_like_those_of_the_data_set(results):
+    folder, _ = results
     rows, same = numbers(folder / "rows_out.csv"), numbers(folder / "rows_test.csv")
     assert len(rows) == 10 and len(same) == 100 and float(same[0]["prediction"]) != float(same[1]["prediction"])
     for row, other in zip(rows, same):
@@ -154,8 +154,8 @@ def test_rows_are_predicted_like_those_of_the_data_set(found):
 
 
 @pytest.mark.nightly
-def test_masks_become_images(found):
-    folder, _ = found
+def test_masks_become_images(results):
+    folder, _ = results
     masks = [np.asarray(Image.open(path)) for path in sorted((folder / "masks").iterdir())]
     alone = [np.asarray(Image.open(path)) for path in sorted((folder / "masks_alone").iterdir())]
     assert len(masks) == len(alone) and np.array_equal(masks, alone)
@@ -182,14 +182,14 @@ def test_masks_of_images_that_differ_in_their_suffix_alone_are_all_kept(tmp_path
         pytest.param("other task", "has images, and the model does not take images", marks=pytest.mark.nightly),
     ],
 )
-def test_what_cannot_be_predicted_is_refused_in_one_line(found, name, message):
-    assert message in found[1][name]["error"]
-    assert not (found[0] / f"{name}.csv").exists()
+def test_what_cannot_be_predicted_is_refused_in_one_line(results, name, message):
+    assert message in results[1][name]["error"]
+    assert not (results[0] / f"{name}.csv").exists()
 
 
 @pytest.mark.parametrize("command", [evaluate, predict])
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([], "run=DIR is missing"),
         (["run=nowhere"], "run=nowhere is not the folder of a run: it has no config.yaml and checkpoints/"),
@@ -200,8 +200,10 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(found, name, message):
         (["run={run}", "trian.epochs=2"], "unknown setting 'trian.epochs'; did you mean 'train.epochs'"),
     ],
 )
-def test_wrong_words_are_refused_in_one_line(found, monkeypatch, command, words, message):
-    monkeypatch.setattr(sys, "argv", ["command", *(word.replace("{run}", str(found[0] / "digits")) for word in words)])
+def test_wrong_words_are_refused_in_one_line(results, monkeypatch, command, arguments, message):
+    monkeypatch.setattr(
+        sys, "argv", ["command", *(argument.replace("{run}", str(results[0] / "digits")) for argument in arguments)]
+    )
     with pytest.raises(ConfigError, match=re.escape(message)):
         command.main()
 

@@ -45,14 +45,14 @@ HAS_ONNX = all(importlib.util.find_spec(name) for name in exported.ONNX_PACKAGES
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("export")
-    hvtrain.train(hvtrain.compose([*ONE, f"run.dir={place / 'run'}"]))
-    np.save(place / "raw.npy", digits(60).parts()["test"].elements[0][:5, ..., 0].astype(np.float32))
-    return place
+    root = tmp_path_factory.mktemp("export")
+    hvtrain.train(hvtrain.compose([*ONE, f"run.dir={root / 'run'}"]))
+    np.save(root / "raw.npy", digits(60).parts()["test"].elements[0][:5, ..., 0].astype(np.float32))
+    return root
 
 
-def export_words(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["export", *map(str, words)])
+def export_words(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
     assert export.main() == 0
 
 
@@ -70,8 +70,8 @@ def test_another_program_gets_the_same_outputs(chosen, folder, monkeypatch, caps
     expected = run.model(next(run.source.evaluation("test", run.strategy.topology, 5).as_numpy_iterator())[0])
     assert outputs.dtype == np.float32 and outputs.shape == (5, 10)
     assert outputs == pytest.approx(np.asarray(expected), abs=0.1), "bfloat16 rounds, float32 does not"
-    told = json.loads((folder / name).with_suffix(".json").read_text())
-    assert told["class_names"] == list("0123456789")
+    description = json.loads((folder / name).with_suffix(".json").read_text())
+    assert description["class_names"] == list("0123456789")
     with pytest.raises(ConfigError, match="exists already; choose another path"):
         export_words(monkeypatch, f"run={folder / 'run'}", f"format={chosen}", "--output", folder / name)
 
@@ -97,10 +97,9 @@ def test_files_beside_are_named_after_the_model_and_never_those_of_another(tmp_p
 def test_a_model_that_differs_is_not_exported(folder, monkeypatch):
     def damaged(model, path):
         model.layers[-1].set_weights([weight + 0.1 for weight in model.layers[-1].get_weights()])
-        writers["keras"](model, path)
+        model.save(path)
 
-    writers = dict(exported.WRITERS)
-    monkeypatch.setitem(exported.WRITERS, "keras", damaged)
+    monkeypatch.setitem(exported.FORMATS, "keras", (damaged, exported.FORMATS["keras"][1]))
     with pytest.raises(ConfigError, match=r"format=keras gives outputs that differ by .*; choose another format"):
         export_words(monkeypatch, f"run={folder / 'run'}", "format=keras", "--output", folder / "damaged.keras")
     assert not [path for path in folder.iterdir() if "damaged" in path.name]
@@ -109,10 +108,9 @@ def test_a_model_that_differs_is_not_exported(folder, monkeypatch):
 def test_a_model_that_gives_no_number_is_not_exported(folder, monkeypatch):
     def broken(model, path):
         model.layers[-1].set_weights([weight * np.nan for weight in model.layers[-1].get_weights()])
-        writers["keras"](model, path)
+        model.save(path)
 
-    writers = dict(exported.WRITERS)
-    monkeypatch.setitem(exported.WRITERS, "keras", broken)
+    monkeypatch.setitem(exported.FORMATS, "keras", (broken, exported.FORMATS["keras"][1]))
     with pytest.raises(ConfigError, match=r"the model in format=keras gives nan; choose another format"):
         export_words(monkeypatch, f"run={folder / 'run'}", "format=keras", "--output", folder / "broken.keras")
 
@@ -126,7 +124,7 @@ def test_missing_packages_are_named(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([], "format= is missing; give one of keras, savedmodel, onnx, tflite"),
         (["format=torch"], "format=torch is not one of keras"),
@@ -135,9 +133,9 @@ def test_missing_packages_are_named(folder, monkeypatch):
         (["format=onnx", "--output", "no/m.onnx"], "--output no/m.onnx is in a folder that does not exist"),
     ],
 )
-def test_wrong_words_are_refused_in_one_line(folder, monkeypatch, words, message):
+def test_wrong_words_are_refused_in_one_line(folder, monkeypatch, arguments, message):
     with pytest.raises(ConfigError) as refused:
-        export_words(monkeypatch, f"run={folder / 'run'}", *words)
+        export_words(monkeypatch, f"run={folder / 'run'}", *arguments)
     assert message in str(refused.value)
 
 

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; script
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as one:
-        yield one
+    with Browser() as chrome:
+        yield chrome
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from hvtrain.report import runs as command
 from run_folders import START, write_run
 
 
-def listed(monkeypatch, capsys, *words):
-    monkeypatch.setattr(sys, "argv", ["runs", *map(str, words)])
+def listed(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["runs", *map(str, arguments)])
     assert command.main() == 0
     return capsys.readouterr().out
 

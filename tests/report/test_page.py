@@ -17,8 +17,8 @@ from hvtrain.system.run_lock import RunLock
 from run_folders import CONFIG, START, write_run
 
 
-def called(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["report", *map(str, words)])
+def called(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
     return command.main()
 
 

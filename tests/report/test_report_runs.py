@@ -34,9 +34,9 @@ RUNS = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     (folder / "text.txt").write_text(TEXT)
-    found, output = many_runs("mpirun", 2, RUNS, folder, timeout=380)
+    results, output = many_runs("mpirun", 2, RUNS, folder, timeout=380)
     for name in RUNS:
-        assert all("record" in rank[name] for rank in found), (name, found[0][name])
+        assert all("record" in rank[name] for rank in results), (name, results[0][name])
     assert "report.html is not written" not in output and "will show no predictions" not in output
     return folder
 

@@ -34,8 +34,8 @@ print("begun", flush=True)
 
 @pytest.fixture(scope="module")
 def received():
-    with receiving() as found:
-        yield found
+    with receiving() as server:
+        yield server
 
 
 def rank(folder, addresses, does, **variables):
@@ -56,17 +56,17 @@ def rank(folder, addresses, does, **variables):
 
 def senders(of):
     """Process -> (parent, variables and command line) of the senders that a process started."""
-    wanted = b"\0".join([b"hvtrain.trackers.notice_sender", str(of).encode(), b""])
-    found = {}
+    command = b"\0".join([b"hvtrain.trackers.notice_sender", str(of).encode(), b""])
+    processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line = (folder / "cmdline").read_bytes()
-            if line.endswith(wanted):
+            if line.endswith(command):
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                found[int(folder.name)] = parent, (folder / "environ").read_bytes() + line
+                processes[int(folder.name)] = parent, (folder / "environ").read_bytes() + line
         except OSError:
             continue
-    return found
+    return processes
 
 
 def wait_until_ended(of, seconds=20):
@@ -84,7 +84,8 @@ def test_killed_by_the_launcher_it_is_reported_lost(received, tmp_path):
     ((parent, shown),) = senders(process.pid).values()
     assert parent != process.pid
     assert not any(text in shown for text in (SECRET.encode(), mark.encode(), b"HOROVOD_RANK"))
-    assert on_host.clear(mark)["count"] == 1
+    assert on_host.begun(mark)["count"] == 1
+    on_host.clear(mark)
     assert process.wait() == -signal.SIGKILL
     kind, body = received.only_post("lost has ended, and did not say why")
     assert kind == "failure"
@@ -106,12 +107,12 @@ def test_a_child_that_lives_on_does_not_hold_it_up(tmp_path):
     script = "import os, sys, time; os.fork() or time.sleep(60); os.write(int(sys.argv[1]), b'{}\\n')"
     process = subprocess.Popen([sys.executable, "-c", script, str(write_end)], pass_fds=[write_end])
     os.close(write_end)
-    found = read(read_end, process.pid)
+    messages = read(read_end, process.pid)
     try:
-        assert next(found) == {}
+        assert next(messages) == {}
         process.wait()
         began = time.monotonic()
-        assert list(found) == []
+        assert list(messages) == []
         assert time.monotonic() - began < 30, "it waited for the child"
     finally:
         os.close(read_end)
@@ -194,5 +195,5 @@ def test_the_cause_of_a_failure_in_words():
     try:
         raise ValueError("a bad thing")
     except ValueError as error:
-        words = cause_in_words(error)
-    assert words.startswith(f"rank 0 on {os.uname().nodename} failed: ValueError: a bad thing ({__file__}, line ")
+        cause = cause_in_words(error)
+    assert cause.startswith(f"rank 0 on {os.uname().nodename} failed: ValueError: a bad thing ({__file__}, line ")

@@ -18,8 +18,8 @@ HOST = os.uname().nodename
 
 @pytest.fixture(scope="module")
 def received():
-    with receiving() as found:
-        yield found
+    with receiving() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_a_run_that_reaches_its_time_limit_says_how_it_goes_on(ran, received, fo
 
 
 def test_what_cannot_be_sent_is_one_warning(ran):
-    found, output = ran
-    assert [seen["unsent"]["record"]["num_steps"] for seen in found] == [12, 12]
+    results, output = ran
+    assert [seen["unsent"]["record"]["num_steps"] for seen in results] == [12, 12]
     (line,) = [line for line in output.splitlines() if "the notice could not be sent" in line]
     assert line.endswith("could not be sent to address 1 of 1 (json://***); test it with the command apprise")
 
@@ -88,7 +88,7 @@ def test_no_secret_is_in_a_run_folder_or_on_the_console(ran, folder):
     assert SECRET not in ran[1]
     files = {path.name for path in (folder / "whole").rglob("*")}
     assert {"config.yaml", "result.json", "starts.json", "report.html", "rank-0000.log"} <= files
-    assert [place for name in ("whole", "variable", "unsent", "unknown") for place in with_secret(folder / name)] == []
+    assert [leak for name in ("whole", "variable", "unsent", "unknown") for leak in with_secret(folder / name)] == []
 
 
 FATES = {
@@ -107,9 +107,9 @@ CASES = [("--gloo", "hanging", 1), *(("--gloo", *case) for case in STRUCK), *(("
 @pytest.mark.parametrize(("how", "fate", "rank"), CASES)
 def test_a_job_that_is_struck_sends_one_notice(how, fate, rank, received, tmp_path):
     name = f"{fate}-{rank}{how}"
-    words = ["model=mlp", *FATES[fate], f"+callbacks.own.rank={rank}", f"notify={received.webhook}"]
+    settings = ["model=mlp", *FATES[fate], f"+callbacks.own.rank={rank}", f"notify={received.webhook}"]
     code, output = run(
-        None, 1, "python", "-m", "hvtrain", "launch", how, "-np", "2", "--", *words, f"run.dir={name}", cwd=tmp_path,
+        None, 1, "python", "-m", "hvtrain", "launch", how, "-np", "2", "--", *settings, f"run.dir={name}", cwd=tmp_path,
         PYTHONPATH=os.pathsep.join([str(ROOT / "tests/support/own"), str(ROOT / "tests/support/launched"),
                                     os.environ.get("PYTHONPATH", "")]),
     )  # fmt: skip
@@ -127,7 +127,7 @@ def test_a_job_that_is_struck_sends_one_notice(how, fate, rank, received, tmp_pa
         ),
     }[fate]
     assert code == expected, output
-    found, body = received.only_post(f"{name} {title}")
-    assert found == kind and body.startswith(text), body
+    title_shown, body = received.only_post(f"{name} {title}")
+    assert title_shown == kind and body.startswith(text), body
     assert len([title for _, title, _ in received.posts if title.startswith(name)]) == 1
     assert SECRET not in output and with_secret(tmp_path) == []

@@ -35,19 +35,19 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ran(folder):
     """(what each rank saw of each run, all output), in one start of two ranks."""
-    words = ["dataset.num_validation=80", "train.batch_size=16"]
+    settings = ["dataset.num_validation=80", "train.batch_size=16"]
     runs = {
-        "all": [*words, "tracker=[tensorboard,mlflow]", "train.epochs=1"],
-        "all/resumed": [*words, ALL, "train.epochs=2"],
-        "all/resumed again": [*words, ALL, "train.epochs=3", "run.report=true"],
+        "all": [*settings, "tracker=[tensorboard,mlflow]", "train.epochs=1"],
+        "all/resumed": [*settings, ALL, "train.epochs=2"],
+        "all/resumed again": [*settings, ALL, "train.epochs=3", "run.report=true"],
         "broken": [
-            *words,
+            *settings,
             ALL,
             "train.epochs=3",
             "tracker.tensorboard.dir=/proc/nowhere",
             "tracker.mlflow.uri=http://me:hunter2@127.0.0.1:9",
         ],
-        "unnoted": [*words, "tracker=tensorboard", "train.epochs=1"],
+        "unnoted": [*settings, "tracker=tensorboard", "train.epochs=1"],
         "missing": ["+tracker.own._target_=leaves.Needy"],
     }
     (folder / "unnoted" / TRACKERS_FILE).mkdir(parents=True)
@@ -64,9 +64,9 @@ def events(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    found = EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0})
-    found.Reload()
-    tags = {tag: found.Tensors(tag) for tag in found.Tags()["tensors"]}
+    accumulator = EventAccumulator(str(run / "tensorboard"), size_guidance={"tensors": 0})
+    accumulator.Reload()
+    tags = {tag: accumulator.Tensors(tag) for tag in accumulator.Tags()["tensors"]}
     assert all(len({event.step for event in each}) == len(each) for each in tags.values())
     return {tag: {event.step: make_ndarray(event.tensor_proto).item() for event in each} for tag, each in tags.items()}
 
@@ -151,8 +151,8 @@ def test_weights_and_biases_goes_on_under_the_same_id(ran, folder):
 @pytest.mark.distributed
 @needs_trackers
 def test_a_tracker_that_fails_warns_once_and_the_run_ends_well(ran, folder):
-    found, output = ran
-    assert {seen["broken"]["record"]["num_steps"] for seen in found} == {30}
+    results, output = ran
+    assert {seen["broken"]["record"]["num_steps"] for seen in results} == {30}
     lines = [
         line for line in output.splitlines() if " failed: " in line and line.endswith("; the run continues without it")
     ]
@@ -166,8 +166,8 @@ def test_a_tracker_that_fails_warns_once_and_the_run_ends_well(ran, folder):
 @pytest.mark.distributed
 @needs_trackers
 def test_a_run_that_cannot_note_its_trackers_goes_on_without_them(ran):
-    found, output = ran
-    assert found[0]["unnoted"]["record"]["num_steps"] == 10
+    results, output = ran
+    assert results[0]["unnoted"]["record"]["num_steps"] == 10
     assert (
         output.count("trackers.json was not written: ") == output.count("the run continues without its trackers") == 1
     )
@@ -206,9 +206,9 @@ def test_a_run_that_stops_or_fails_is_ended_as_such(tmp_path, monkeypatch):
     for state, status in [("stopped", "KILLED"), ("failed", "FAILED"), ("finished", "FINISHED")]:
         time.sleep(1 - time.time() % 1)  # Offline, wandb names a folder by its second, and would reuse it.
         for name, tracker in [("mlflow", mlflow), ("wandb", wandb)]:
-            found = tracker.start(run, known[name])
-            assert known[name] in (None, found)
-            known[name] = found
+            tracked_id = tracker.start(run, known[name])
+            assert known[name] in (None, tracked_id)
+            known[name] = tracked_id
             tracker.finish(state, [])
         assert mlflow._client.get_run(known["mlflow"]).info.status == status
     # By the second in their names: wandb's own process may write to a file of an earlier run last.

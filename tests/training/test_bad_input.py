@@ -78,16 +78,16 @@ def test_an_exception_on_one_rank_comes_first_and_ends_all(launcher, rank, where
     error, fails = "RuntimeError: a leaf fell off", f"+callbacks.a={{_target_: leaves.Fails, rank: {rank}, batch: 4}}"
     if where == "graph":
         fails = f"model.fail_on_rank={rank}"
-    words = [*OWN, fails, f"run.dir={tmp_path / 'run'}", "train.epochs=50"]
-    code, output = train(launcher, 2, *words, cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    arguments = [*OWN, fails, f"run.dir={tmp_path / 'run'}", "train.epochs=50"]
+    code, output = train(launcher, 2, *arguments, cwd=tmp_path, PYTHONPATH=OWN_PATH)
     assert code == 1, output
     assert error in output
     assert output.count("Traceback (most recent call last)") == (1 if where == "callback" else 2), (
         "of the one rank alone"
     )
     lines = said(output)
-    place = r"( \(\S+leaves/__init__.py, line \d+\))"
-    assert re.match(rf"hvtrain: rank {rank} on \S+ failed: {error}{place}; see its traceback above", lines[0]), output
+    where = r"( \(\S+leaves/__init__.py, line \d+\))"
+    assert re.match(rf"hvtrain: rank {rank} on \S+ failed: {error}{where}; see its traceback above", lines[0]), output
     others = [line for line in lines if "stopped because" in line]
     assert all(re.search(rf"because rank {rank} on \S+ failed: {error}", line) for line in others), output
     # Gloo's launcher is ours and speaks last; bare mpirun's is not, so that the other rank may.
@@ -110,8 +110,8 @@ def test_settings_of_another_launcher_are_told(tmp_path):
 def test_interrupted_by_the_user(launcher, num_ranks, tmp_path):
     """Ctrl-C in the terminal saves on all ranks, and says so; nothing of the run stays behind but its folder."""
     checkpoints = tmp_path / "run" / "checkpoints"
-    words = [*OWN, f"run.dir={tmp_path / 'run'}", "train.epochs=100000", "checkpoint.every_epochs=20"]
-    process = start(launcher, num_ranks, "python", "-m", "hvtrain", *words, cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    arguments = [*OWN, f"run.dir={tmp_path / 'run'}", "train.epochs=100000", "checkpoint.every_epochs=20"]
+    process = start(launcher, num_ranks, "python", "-m", "hvtrain", *arguments, cwd=tmp_path, PYTHONPATH=OWN_PATH)
     deadline = time.monotonic() + 90
     while not list(checkpoints.glob("step-*")):
         assert time.monotonic() < deadline and process.poll() is None, finish(process, 5)
@@ -131,16 +131,16 @@ def test_interrupted_by_the_user(launcher, num_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
+    ("number", "code", "message"),
     [
         (signal.SIGTERM, 75, "hvtrain: SIGTERM came before training began, so nothing was saved\n"),
         (signal.SIGINT, 130, "hvtrain: interrupted; nothing new was saved\n"),
     ],
 )
-def test_a_signal_before_training_says_that_nothing_was_saved(number, code, said, tmp_path):
-    words = ["python", "-u", "-m", "hvtrain", f"run.dir={tmp_path / 'run'}", "train.epochs=100000"]
-    process = start(None, 1, *words, cwd=tmp_path)
+def test_a_signal_before_training_says_that_nothing_was_saved(number, code, message, tmp_path):
+    arguments = ["python", "-u", "-m", "hvtrain", f"run.dir={tmp_path / 'run'}", "train.epochs=100000"]
+    process = start(None, 1, *arguments, cwd=tmp_path)
     first = process.stdout.readline()
     assert "loading TensorFlow" in first
     os.killpg(process.pid, number)
-    assert (finish(process, 60), process.returncode) == (said, code)
+    assert (finish(process, 60), process.returncode) == (message, code)

@@ -10,8 +10,8 @@ from hvtrain.training.resume import changed_since
 TOP3 = "+task.metrics.top3._target_=keras.metrics.SparseTopKCategoricalAccuracy"
 
 
-def config(*words):
-    return from_dict(compose(list(words))[0])
+def config(*overrides):
+    return from_dict(compose(list(overrides))[0])
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +25,16 @@ def test_what_may_change(meta):
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("override", "message"),
     [
         ("seed=2", "seed=2, but the run in this folder began with 1, which cannot change"),
         ("optimizer=sgd", "optimizer._target_=keras.optimizers.SGD, but the run in this folder began with keras.optim"),
         (TOP3, "task.metrics.top3._target_=keras.metrics.SparseTopKCategoricalAccuracy, but the run in this folder be"),
     ],
 )
-def test_what_cannot_change(meta, word, said):
-    with pytest.raises(ConfigError, match=said):
-        changed_since(meta, config(word))
+def test_what_cannot_change(meta, override, message):
+    with pytest.raises(ConfigError, match=message):
+        changed_since(meta, config(override))
 
 
 def test_the_order_of_layers_of_augmentation():

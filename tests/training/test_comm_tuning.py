@@ -28,12 +28,12 @@ def test_settings_are_tried_kept_and_used_again(launcher, tmp_path):
     code, output = train(launcher, 2, *WORDS, f"run.dir={tuned}", "comm.tune=true", cwd=tmp_path)
     assert code == 0 and "comm.tune: cycle " in output, output
     kept = json.loads((tuned / "comm.json").read_text())
-    cycles = {found["cycle_ms"] for found in kept["tried"]}
+    cycles = {trial["cycle_ms"] for trial in kept["tried"]}
     assert {1.0, 0.1} <= cycles and kept["comm"]["cycle_ms"] in cycles
     losses = [json.loads((run / "result.json").read_text())["test_loss"] for run in (plain, tuned)]
     assert losses[0] == losses[1], "the same bits, with seeds and weights as if nothing had been tried"
-    words = [*WORDS, "train.epochs=3", f"run.dir={tuned}", "comm.tune=true"]
-    code, output = train(launcher, 2, *words, cwd=tmp_path)
+    arguments = [*WORDS, "train.epochs=3", f"run.dir={tuned}", "comm.tune=true"]
+    code, output = train(launcher, 2, *arguments, cwd=tmp_path)
     assert code == 0 and f"from {tuned}/comm.json" in output, output
 
 
@@ -42,11 +42,11 @@ def network(width):
 
 
 def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monkeypatch):
-    found, searched = comm_tuning.CommSettings(0.2, 4.0), []
+    fastest, searched = comm_tuning.CommSettings(0.2, 4.0), []
 
     def search(run, build, default, mib):
         searched.append(mib)
-        return found, {default: 0.2, found: 0.1}
+        return fastest, {default: 0.2, fastest: 0.1}
 
     monkeypatch.setattr(comm_tuning, "_search", search)
     applied = []

@@ -26,17 +26,17 @@ class Gathers(Comm):
 def test_ranks_with_other_code_are_told(tmp_path, monkeypatch):
     """Each of two ranks has its own version of the user's package."""
     config = from_dict(compose(["+callbacks.mine._target_=petals.Mine"])[0])
-    found = []
+    digests = []
     for version in ("0", "1"):
         package = tmp_path / version / "petals"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(f"VERSION = {version}\n")
         with monkeypatch.context() as patch:
             patch.syspath_prepend(str(tmp_path / version))
-            found.append(software(config))
+            digests.append(software(config))
             sys.modules.pop("petals", None)
     settings = config.flat
     monkeypatch.syspath_prepend(str(tmp_path / "0"))
-    check_same_run(Gathers((settings, found[0])), config)
+    check_same_run(Gathers((settings, digests[0])), config)
     with pytest.raises(RankError, match="rank 0 on s1 and rank 1 on s2 run different programs: code of petals is "):
-        check_same_run(Gathers((settings, found[1])), config)
+        check_same_run(Gathers((settings, digests[1])), config)

@@ -44,9 +44,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    found, output = many_runs("mpirun", 2, RUNS, folder, HOROVOD_TIMELINE="DYNAMIC")
+    results, output = many_runs("mpirun", 2, RUNS, folder, HOROVOD_TIMELINE="DYNAMIC")
     (folder / "output.txt").write_text(output)
-    return found
+    return results
 
 
 def lines(folder, name):
@@ -57,12 +57,12 @@ def lines(folder, name):
 @nightly
 @pytest.mark.distributed
 def test_fast_goes_through_all_parts_of_a_run(ranks, folder):
-    found = record(ranks, "fast")
-    assert found["num_steps"] == 2
+    result = record(ranks, "fast")
+    assert result["num_steps"] == 2
     assert [path.name for path in (folder / "fast/checkpoints").glob("step-*")] == ["step-00000002"]
     assert (folder / "fast/report.html").exists() and (folder / "fast/model.keras").exists()
     # Two ranks have seen two batches of 8 of the 51 test examples.
-    assert (found["metrics"]["test_accuracy"] * 32) % 1 == pytest.approx(0)
+    assert (result["metrics"]["test_accuracy"] * 32) % 1 == pytest.approx(0)
     assert len((folder / "fast/history.csv").read_text().splitlines()) == 2
     assert "val_loss" in (folder / "fast/history.csv").read_text()
     assert "at most 2 batches of a rank (train.evaluation_steps)" in (folder / "output.txt").read_text()
@@ -72,9 +72,9 @@ def test_fast_goes_through_all_parts_of_a_run(ranks, folder):
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), [("learned", 64), ("uneven", 32)])
 def test_overfit_says_that_one_batch_is_learned(ranks, folder, name, size):
-    found = record(ranks, name)
-    assert found["config"]["augment"] == found["config"]["callbacks"] == {}
-    assert found["proof"]["examples_each_epoch"] == [], "nothing was seen once per epoch"
+    result = record(ranks, name)
+    assert result["config"]["augment"] == result["config"]["callbacks"] == {}
+    assert result["proof"]["examples_each_epoch"] == [], "nothing was seen once per epoch"
     line = rf"one batch of {size} examples was memorized: loss \S+ -> \S+, accuracy \S+ -> 1; in training, .*: \S+\n"
     assert re.search(line, lines(folder, name)), lines(folder, name)
 
@@ -124,10 +124,10 @@ def test_nan_leaves_a_sound_run_alone(ranks):
 @nightly
 @pytest.mark.distributed
 def test_profile_names_its_files(ranks, folder):
-    said = lines(folder, "profile")
-    assert f"20 steps are traced in {folder / 'profile/profile'}; " in said
-    (events,) = re.findall(r"(\S+horovod.json), for ui.perfetto.dev or chrome://tracing", said)
-    (planes,) = re.findall(r"(\S+\.xplane\.pb), for tensorboard --logdir", said)
+    log_lines = lines(folder, "profile")
+    assert f"20 steps are traced in {folder / 'profile/profile'}; " in log_lines
+    (events,) = re.findall(r"(\S+horovod.json), for ui.perfetto.dev or chrome://tracing", log_lines)
+    (planes,) = re.findall(r"(\S+\.xplane\.pb), for tensorboard --logdir", log_lines)
     assert Path(events).stat().st_size > 1000 and Path(planes).stat().st_size > 1000
     assert record(ranks, "profile")["num_steps"] == 40
 

@@ -115,16 +115,16 @@ def in_memory(step, run_id=OURS):
     return RunState(0.0, checkpoint=Checkpoint(Path(f"step-{step:08d}"), step, meta, ARRAYS), run_id=run_id)
 
 
-def assert_equal(ours, theirs):
-    assert sorted(ours) == sorted(theirs)
-    for name in theirs:
-        assert ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name])
+def assert_equal(ours, expected):
+    assert sorted(ours) == sorted(expected)
+    for name in expected:
+        assert ours[name].dtype == expected[name].dtype and np.array_equal(ours[name], expected[name])
 
 
-def the_error(found):
+def the_error(errors):
     """The one error of all ranks, whose folders are called RUN here, as they are one path in a real run."""
-    assert all(isinstance(error, Exception) for error in found), found
-    (error,) = {re.sub(r"/\S*/s\d\b", "RUN", f"{type(error).__name__}: {error}") for error in found}
+    assert all(isinstance(error, Exception) for error in errors), errors
+    (error,) = {re.sub(r"/\S*/s\d\b", "RUN", f"{type(error).__name__}: {error}") for error in errors}
     return error.partition(": ")[2]
 
 
@@ -133,9 +133,9 @@ def test_what_is_in_memory_is_taken_unless_the_disk_is_newer(tmp_path):
     assert find_checkpoint(tmp_path, Comm(), in_memory(24)).name == "step-00000024 in memory"
     for step, name in ((20, "step-00000024 in memory"), (24, "step-00000024 in memory"), (28, "step-00000028")):
         write(tmp_path, step)
-        found = find_checkpoint(tmp_path, Comm(), in_memory(24))
-        assert found.name == name
-        assert found.step == found.checkpoint.step == found.meta["step"]
+        saved = find_checkpoint(tmp_path, Comm(), in_memory(24))
+        assert saved.name == name
+        assert saved.step == saved.checkpoint.step == saved.meta["step"]
     assert find_checkpoint(tmp_path, Comm(), RunState(0.0)).name == "step-00000028"
 
 
@@ -158,7 +158,7 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     writer.mark_best(tmp_path / "s2" / "checkpoints", 16, "loss", 0.5)
     run_states = [RunState(0.0) for _ in range(3)]
     first, second, third = find_on(tmp_path, ["s1", "s2", "s3"], run_states)
-    assert {found.name for found in (first, second, third)} == {"step-00000016 on s2"}
+    assert {saved.name for saved in (first, second, third)} == {"step-00000016 on s2"}
     assert_equal(first.checkpoint.arrays, store.read(tmp_path / "s2" / "checkpoints" / "step-00000016").arrays)
     assert first.checkpoint.meta == first.meta == third.meta and first.checkpoint.step == 16
     assert second.checkpoint is None and third.checkpoint is None
@@ -175,8 +175,8 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     message = "step-00000016 of this run is on host s2, which has no rank now, and the newest on s1 is step-00000008"
     assert message in the_error(find_on(tmp_path, ["s1"])), "killed before it has written one of its own"
     assert resume_advice(tmp_path / "s1").endswith(" to resume from step-00000016 on s2, or a newer one")
-    assert [found.step for found in find_on(tmp_path, ["s1"], resume="available")] == [8]
-    assert [found.step for found in find_on(tmp_path, ["s1"])] == [8], "that has been decided"
+    assert [saved.step for saved in find_on(tmp_path, ["s1"], resume="available")] == [8]
+    assert [saved.step for saved in find_on(tmp_path, ["s1"])] == [8], "that has been decided"
 
 
 def test_a_best_checkpoint_that_comes_home(tmp_path):
@@ -191,8 +191,8 @@ def test_a_damaged_one_is_named_with_its_host_and_the_next_is_taken_wherever_it_
     write(tmp_path / "s1", 8)
     for step in (12, 16):
         (write(tmp_path / "s2", step) / "state.safetensors").write_bytes(b"")
-    found = find_on(tmp_path, ["s1", "s2"])
-    assert [item.name for item in found] == ["step-00000008"] * 2
+    saved = find_on(tmp_path, ["s1", "s2"])
+    assert [item.name for item in saved] == ["step-00000008"] * 2
     assert [re.sub("damaged: .* lists .*\\.\\.\\. ", "damaged: ... ", line) for line in caplog.messages] == [
         f"host s2: checkpoint step-000000{step} is damaged: ... (kept as damaged-step-000000{step}); "
         f"step-00000008 is taken, {step - 8} steps are lost"
@@ -237,8 +237,8 @@ def test_a_shared_disk_is_read_by_rank_0_alone(tmp_path, monkeypatch):
     run_states = [RunState(0.0), RunState(0.0)]
     with RunLock() as lock:
         lock.take(tmp_path)
-        found = on_ranks(["s1", "s2"], lambda comm: find_checkpoint(tmp_path, comm, run_states[comm.topology.rank]))
-        assert [item.name for item in found] == ["step-00000008"] * 2
+        saved = on_ranks(["s1", "s2"], lambda comm: find_checkpoint(tmp_path, comm, run_states[comm.topology.rank]))
+        assert [item.name for item in saved] == ["step-00000008"] * 2
         assert len(readers) == 1
         for run_state in run_states:
             run_state.note_keeper.note(8)
@@ -261,13 +261,13 @@ def note(folder, step, host, run_id=OURS):
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "advice"),
     [(0, "this run's first checkpoints are on host s1, "), (28, "checkpoint step-00000028 of this run is on host")],
 )
-def test_nothing_is_begun_anew_where_another_host_has_checkpoints(tmp_path, step, said):
+def test_nothing_is_begun_anew_where_another_host_has_checkpoints(tmp_path, step, advice):
     note(tmp_path / "s2", step, "s1")
     message = the_error(find_on(tmp_path, ["s3", "s2"]))
-    assert message.startswith(said)
+    assert message.startswith(advice)
     assert "which has no rank now, and there is none on s3, s2; start with that host too, copy " in message
     assert message.endswith("or continue without it with resume=available")
     assert find_on(tmp_path, ["s3", "s2"], resume="available") == [None, None]
@@ -279,10 +279,10 @@ def test_a_stale_checkpoint_is_not_gone_on_from(tmp_path):
     note(tmp_path / "s3", 28, "s1")
     assert "and the newest on s2, s3 is step-00000008; " in the_error(find_on(tmp_path, ["s2", "s3"]))
     note(tmp_path / "s3", 28, "s1", OTHER)
-    assert [found.step for found in find_on(tmp_path, ["s2", "s3"])] == [8, 8], "that was another run's"
+    assert [saved.step for saved in find_on(tmp_path, ["s2", "s3"])] == [8, 8], "that was another run's"
     write(tmp_path / "s2", 32)
     note(tmp_path / "s3", 28, "s1")
-    assert [found.step for found in find_on(tmp_path, ["s2", "s3"])] == [32, 32]
+    assert [saved.step for saved in find_on(tmp_path, ["s2", "s3"])] == [32, 32]
 
 
 def test_what_the_launcher_knows(tmp_path, monkeypatch):
@@ -309,24 +309,24 @@ def test_a_note_keeps_the_step_that_it_knows_until_there_is_another(tmp_path):
 
 def test_resume_never_looks_at_all_hosts(tmp_path):
     write(tmp_path / "s2", 8)
-    found = find_on(tmp_path, ["s1", "s2"], resume="never")
-    assert "holds checkpoints of an earlier run on host s2; use resume=auto or" in the_error(found)
+    saved = find_on(tmp_path, ["s1", "s2"], resume="never")
+    assert "holds checkpoints of an earlier run on host s2; use resume=auto or" in the_error(saved)
 
 
 def test_a_new_chief_that_holds_nothing_gets_what_another_rank_holds(tmp_path):
     """Where ranks come and go, all of them hold it from then on. What another run left is left alone."""
     write(tmp_path / "s3", 99, OTHER)
     run_states = [RunState(0.0), in_memory(24), RunState(0.0)]
-    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, on_all_ranks=True)
-    assert [item.name for item in found] == ["step-00000024 in memory on s2"] * 3
+    saved = find_on(tmp_path, ["s1", "s2", "s3"], run_states, on_all_ranks=True)
+    assert [item.name for item in saved] == ["step-00000024 in memory on s2"] * 3
     assert [run_state.checkpoint.step for run_state in run_states] == [24] * 3 and {
         run_state.run_id for run_state in run_states
     } == {OURS}
     for run_state in run_states:
         assert_equal(run_state.checkpoint.arrays, ARRAYS)
     write(tmp_path / "s3", 28)
-    found = find_on(tmp_path, ["s1", "s2", "s3"], run_states, on_all_ranks=True)
-    assert [item.name for item in found] == ["step-00000024 in memory"] * 3, "99 stands before it on that disk"
+    saved = find_on(tmp_path, ["s1", "s2", "s3"], run_states, on_all_ranks=True)
+    assert [item.name for item in saved] == ["step-00000024 in memory"] * 3, "99 stands before it on that disk"
 
 
 def test_a_damaged_checkpoint_of_an_unknown_run_keeps_a_run_from_beginning_anew(tmp_path):
@@ -342,8 +342,8 @@ def test_a_damaged_checkpoint_of_an_unknown_run_keeps_a_run_from_beginning_anew(
 def test_a_newer_checkpoint_on_any_disk_is_better_than_what_is_in_memory(tmp_path):
     write(tmp_path / "s2", 28)
     run_states = [in_memory(24), in_memory(24)]
-    found = find_on(tmp_path, ["s1", "s2"], run_states, on_all_ranks=True)
-    assert [item.name for item in found] == ["step-00000028 on s2"] * 2
+    saved = find_on(tmp_path, ["s1", "s2"], run_states, on_all_ranks=True)
+    assert [item.name for item in saved] == ["step-00000028 on s2"] * 2
     assert [run_state.checkpoint.step for run_state in run_states] == [28, 28]
 
 

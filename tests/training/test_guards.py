@@ -65,9 +65,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    found, output = many_runs("mpirun", 2, CASES, folder)
+    results, output = many_runs("mpirun", 2, CASES, folder)
     (folder / "output.txt").write_text(output)
-    return found
+    return results
 
 
 def same_record(ranks, name):
@@ -169,12 +169,12 @@ def test_batch_sizes_for_other_ranks_are_refused(ranks):
 def test_uneven_batches_equal_one_process_on_the_joint_batches(ranks, name, sizes):
     """To 1e-5 in all weights; without the weights of the ranks they do not. Metrics count examples."""
     for rank in ranks:
-        found = rank[name]
-        assert found["sizes"] == sizes
-        assert found["exact"] < 1e-5
-        assert found["uncorrected"] > 1e-4
-        for ours, theirs in found["metrics"].values():
-            assert ours == pytest.approx(theirs, rel=1e-4)
+        differences = rank[name]
+        assert differences["sizes"] == sizes
+        assert differences["exact"] < 1e-5
+        assert differences["uncorrected"] > 1e-4
+        for ours, expected in differences["metrics"].values():
+            assert ours == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_wish_of_one_rank_stops_all_after_the_same_step(ranks, folder):
@@ -218,8 +218,10 @@ def test_the_best_checkpoint_is_tested_and_saved_too(ranks, folder, monkeypatch)
     images = np.stack(source.raw_examples("test", Topology(), 51))
     labels = np.concatenate([y for _, y in source.evaluation("test", Topology(), 51).as_numpy_iterator()])
     for name, expected in (("best.keras", best["metrics"]), ("model.keras", plateau["metrics"])):
-        found = keras.models.load_model(folder / "plateau" / name).evaluate(images, labels, verbose=0, return_dict=True)
-        assert {f"test_{key}": pytest.approx(value, abs=1e-6) for key, value in found.items()} == expected
+        metrics = keras.models.load_model(folder / "plateau" / name).evaluate(
+            images, labels, verbose=0, return_dict=True
+        )
+        assert {f"test_{key}": pytest.approx(value, abs=1e-6) for key, value in metrics.items()} == expected
     assert json.loads((folder / "plateau" / "result.json").read_text())["best"] == best
     assert same_record(ranks, "plain")["best"] is None
 
@@ -234,9 +236,9 @@ def test_what_callbacks_and_moving_statistics_know_survives_a_resume(ranks, fold
     """Each rank's BatchNormalization follows its own batches; before checkpoints they get one value."""
     same_record(ranks, "halves/again")
     assert history(folder / "halves")[-1]["learning_rate"] == history(folder / "plateau")[-1]["learning_rate"]
-    ours, theirs = state(folder / "halves", 24), state(folder / "plateau", 24)
-    assert any("moving_variance" in key for key in theirs)
-    assert different(ours, theirs) == []
+    ours, uninterrupted = state(folder / "halves", 24), state(folder / "plateau", 24)
+    assert any("moving_variance" in key for key in uninterrupted)
+    assert different(ours, uninterrupted) == []
 
 
 def test_settings_that_a_resume_changes_are_said_and_recorded(ranks, folder):

@@ -58,22 +58,22 @@ def folder(tmp_path_factory):
 def ran(request, folder):
     """(what came of each run, all output), in one process."""
     checkpoint = WORK["ModelCheckpoint"]
-    settings = {**WORK, **{name: words for name, (words, _) in REFUSED.items()}}
+    settings = {**WORK, **{name: arguments for name, (arguments, _) in REFUSED.items()}}
     if with_nightly(request):
         settings |= {**NIGHTLY_WORK, **dict.fromkeys(SAVED, checkpoint)}
     runs = {}
     for name, own in settings.items():
         kind = "ModelCheckpoint" if name in SAVED else name.partition(" ")[0]
-        words = [f"_target_=keras.callbacks.{kind}", *own]
-        runs[name] = [*(f"+callbacks.own.{word}" for word in words), "train.epochs=3", *SAVED.get(name, [])]
+        arguments = [f"_target_=keras.callbacks.{kind}", *own]
+        runs[name] = [*(f"+callbacks.own.{setting}" for setting in arguments), "train.epochs=3", *SAVED.get(name, [])]
     runs["EarlyStopping validation"] += ["train.epochs=9", "dataset.num_validation=16", "train.validate_every_epochs=2"]
-    found, output = many_runs(None, 1, runs, folder)
-    return found[0], output
+    results, output = many_runs(None, 1, runs, folder)
+    return results[0], output
 
 
-def steps_of(found, names):
-    assert [found[name]["error"] for name in names if "error" in found[name]] == []
-    return {name: found[name]["record"]["num_steps"] for name in names}
+def steps_of(results, names):
+    assert [results[name]["error"] for name in names if "error" in results[name]] == []
+    return {name: results[name]["record"]["num_steps"] for name in names}
 
 
 def rates(run):
@@ -82,8 +82,8 @@ def rates(run):
 
 
 def test_each_works(ran, folder):
-    found, output = ran
-    steps = steps_of(found, WORK)
+    results, output = ran
+    steps = steps_of(results, WORK)
     assert steps.pop("EarlyStopping") == 24
     assert steps.pop("EarlyStopping validation") == 48, "after the second validation, and not after the first one again"
     assert set(steps.values()) == {36}
@@ -114,6 +114,6 @@ def test_what_does_harm_is_refused(ran, name):
 @pytest.mark.nightly
 def test_a_model_that_a_callback_saves_trains_on_in_plain_keras(ran, folder):
     """With its slots and the rate of that moment, and without a warning."""
-    told = without_hvtrain(LOAD, cwd=folder).splitlines()
+    output = without_hvtrain(LOAD, cwd=folder).splitlines()
     steps = {"unlike": 39}  # With the batches that are not full.
-    assert told == [f"{name} 0.001 {steps.get(name, 36)} True" for name in [*SAVED, "ModelCheckpoint"]]
+    assert output == [f"{name} 0.001 {steps.get(name, 36)} True" for name in [*SAVED, "ModelCheckpoint"]]

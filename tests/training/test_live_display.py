@@ -49,8 +49,8 @@ def test_a_terminal_shows_bars_and_keeps_the_lines_of_epochs(start, columns, tmp
         run, epoch, *more = bars[0].splitlines()
         assert re.fullmatch(rf"Epoch \d/2 {BAR}+ +[\d,]+/{steps} steps(, .* ms/step)?", epoch), bars[0]
         shares.append(int(re.search(r"(\d+)%", run)[1]))
-        words = " ".join(more)
-        assert re.match(r"accuracy \d.*, loss \d.*, \d.* examples/s, learning rate 0\.00", words), bars[0]
+        text_in_one_line = " ".join(more)
+        assert re.match(r"accuracy \d.*, loss \d.*, \d.* examples/s, learning rate 0\.00", text_in_one_line), bars[0]
         assert len(more) <= 3
     assert shares == sorted(shares) and shares[0] < shares[-1]
     last = drawn[-1][0]
@@ -92,10 +92,10 @@ def test_nothing_that_ranks_print_breaks_the_bars(tmp_path):
         *above, run, loss = text.splitlines()
         assert re.fullmatch(rf"Run {BAR}+ +\d+ of 20", run) and loss == "loss 0.1", text
         assert not re.search(BAR, "".join(above)), text
-    words = " ".join(screen.text.split())
+    text_in_one_line = " ".join(screen.text.split())
     for step in range(20):
         stream = "stderr" if step % 2 else "stdout"
-        assert f"[1,1]<{stream}>:[red]{step}" + " word" * 20 in words, screen.text
+        assert f"[1,1]<{stream}>:[red]{step}" + " word" * 20 in text_in_one_line, screen.text
     assert screen.text.count("half a line") == 20 and not re.search(BAR, screen.text)
 
 
@@ -122,8 +122,10 @@ def test_a_narrow_terminal_shows_all_words():
     drawing = Drawing((Bar("Run", 1, 4, "25%, 1:02:05 left"),), ("loss 0.25, " * 8 + "learning rate 0.1",))
     for columns in (40, 80, 120):
         text = pictured(drawing, columns)
-        words = " ".join(text.split())
-        assert "25%, 1:02:05 left" in words and words.endswith("loss 0.25, " * 8 + "learning rate 0.1"), text
+        text_in_one_line = " ".join(text.split())
+        assert "25%, 1:02:05 left" in text_in_one_line and text_in_one_line.endswith(
+            "loss 0.25, " * 8 + "learning rate 0.1"
+        ), text
 
 
 def pictured(drawing, columns):

@@ -53,7 +53,7 @@ def ran(folder):
         group = {"model": "model", "data": "dataset"}.get(kind)
         if group:
             runs[name] = [f"{group}._target_=careless.{kind}", f"+{group}.how='{how}'"]
-    return many_runs(None, 1, {name: ["train.steps=2", *words] for name, words in runs.items()}, folder)[0][0]
+    return many_runs(None, 1, {name: ["train.steps=2", *settings] for name, settings in runs.items()}, folder)[0][0]
 
 
 def with_places(message):
@@ -90,8 +90,8 @@ def test_an_unbuilt_model_is_built_and_saved_as_far_as_it_can_be(ran, folder):
 def test_the_last_line_of_a_command_is_the_users_mistake(tmp_path):
     """After the whole traceback, which an exception of hvtrain itself needs too."""
     own = ["--config-dir", str(ROOT / "tests/support/own/conf"), "dataset=leaves", "strategy=single", "train.steps=2"]
-    words = ["model=tiny", "model._target_=careless.model", "+model.how=run", f"run.dir={tmp_path / 'run'}"]
-    code, output = train(None, 1, *own, *words, cwd=tmp_path, PYTHONPATH=f"{Path(CODE).parents[1]}:{ROOT}")
+    arguments = ["model=tiny", "model._target_=careless.model", "+model.how=run", f"run.dir={tmp_path / 'run'}"]
+    code, output = train(None, 1, *own, *arguments, cwd=tmp_path, PYTHONPATH=f"{Path(CODE).parents[1]}:{ROOT}")
     lines = output.splitlines()
     assert code == 1 and "Traceback (most recent call last):" in lines
     expected = with_places("RuntimeError: a leaf fell off ({run}); see its traceback above")

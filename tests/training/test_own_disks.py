@@ -25,9 +25,11 @@ def train(folder, hosts, runs):
     (folder / "run").mkdir(exist_ok=True)
     for host in hosts:
         (folder / "disks" / host).mkdir(parents=True, exist_ok=True)
-    words = {name: [*WORDS, *words, f"run.dir={folder}/run/{name.partition('/')[0]}"] for name, words in runs.items()}
+    settings = {
+        name: [*WORDS, *settings, f"run.dir={folder}/run/{name.partition('/')[0]}"] for name, settings in runs.items()
+    }
     variables = {"DISKS": str(folder / "disks"), "RUN": str(folder / "run"), "HOSTS": ",".join(hosts)}
-    return many_runs("mpirun", len(hosts), words, folder, through=[str(WORKERS / "own_disk")], **variables)
+    return many_runs("mpirun", len(hosts), settings, folder, through=[str(WORKERS / "own_disk")], **variables)
 
 
 def of(folder, host, name):
@@ -65,8 +67,8 @@ def cut_off(whole, folder, name):
 def whole(tmp_path_factory):
     """A run on s1 and s2 that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole")
-    found, output = train(folder, ["s1", "s2"], {"whole": []})
-    assert "record" in found[0]["whole"], output
+    results, output = train(folder, ["s1", "s2"], {"whole": []})
+    assert "record" in results[0]["whole"], output
     return folder
 
 
@@ -84,13 +86,13 @@ def turned(whole, tmp_path_factory):
 
 def test_the_newest_checkpoint_is_on_the_host_that_was_first_before(turned, whole):
     """And a stale one of the same run on the host that is first now. It ends with the bits of the undisturbed run."""
-    folder, found, output = turned
-    assert "record" in found[0]["moved"], output
+    folder, results, output = turned
+    assert "record" in results[0]["moved"], output
     assert "step-00000032 on s1: 32 of 40 steps were done" in output
-    ours, theirs = of(folder, "s2", "moved"), of(whole, "s1", "whole")
+    ours, expected = of(folder, "s2", "moved"), of(whole, "s1", "whole")
     assert checkpoints(ours) == ["step-00000008", "step-00000040"]
-    assert arrays(ours, "step-00000040") == arrays(theirs, "step-00000040")
-    rows = [(run / "history.csv").read_text().splitlines() for run in (ours, theirs)]
+    assert arrays(ours, "step-00000040") == arrays(expected, "step-00000040")
+    rows = [(run / "history.csv").read_text().splitlines() for run in (ours, expected)]
     assert [row.split(",")[:3] for row in rows[0]] == [row.split(",")[:3] for row in rows[1]]
     metas = [json.loads((run / "checkpoints" / name / "meta.json").read_text())
              for run, name in ((of(folder, "s1", "moved"), "step-00000032"), (ours, "step-00000040"))]  # fmt: skip
@@ -98,8 +100,8 @@ def test_the_newest_checkpoint_is_on_the_host_that_was_first_before(turned, whol
 
 
 def test_another_run_has_left_a_checkpoint_on_the_first_host(turned):
-    folder, found, _ = turned
-    for rank in found:
+    folder, results, _ = turned
+    for rank in results:
         assert "different runs" in rank["other"]["error"]
         assert "step-00000008 of run 0123456789ab on s2, step-00000032 of run " in rank["other"]["error"]
     assert checkpoints(of(folder, "s2", "other")) == ["step-00000008"]
@@ -108,8 +110,8 @@ def test_another_run_has_left_a_checkpoint_on_the_first_host(turned):
 def test_the_host_with_the_checkpoints_is_not_there(whole, tmp_path):
     """The run would begin anew at step 0, or lose steps; it does on demand alone."""
     cut_off(whole, tmp_path, "absent")
-    words = ["resume=available", "train.steps=2"]
-    ((rank,), output) = train(tmp_path, ["s2"], {"absent": [], "absent/again": words})
+    settings = ["resume=available", "train.steps=2"]
+    ((rank,), output) = train(tmp_path, ["s2"], {"absent": [], "absent/again": settings})
     assert "checkpoint step-00000040 of this run is on host s1, which has no rank now" in rank["absent"]["error"]
     assert "record" in rank["absent/again"], output
     assert checkpoints(of(tmp_path, "s2", "absent")) == ["step-00000002"]

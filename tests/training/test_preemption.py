@@ -57,6 +57,6 @@ def test_a_signal_to_one_rank_saves_all(launcher, rank, number, uninterrupted, t
     assert not (run / "result.json").exists()
     code, output = train(launcher, 2, *WORDS, f"run.dir={run}", cwd=tmp_path)
     assert code == 0, output
-    ours, theirs = arrays(run), arrays(uninterrupted)
-    assert [key for key in ours if not np.array_equal(ours[key], theirs[key])] == []
-    assert len(ours) == len(theirs)
+    ours, whole = arrays(run), arrays(uninterrupted)
+    assert [key for key in ours if not np.array_equal(ours[key], whole[key])] == []
+    assert len(ours) == len(whole)

@@ -54,7 +54,7 @@ def compiled(model, loss="mse", optimizer="sgd", **options):
     return model
 
 
-def found(model, batch=BATCH_OF_TWO, **options):
+def origin(model, batch=BATCH_OF_TWO, **options):
     before = [weight.numpy() for weight in model.trainable_variables]
     origin = first_not_finite(model, batch, **options)
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.trainable_variables)), "no weight has changed"
@@ -64,12 +64,12 @@ def found(model, batch=BATCH_OF_TWO, **options):
 
 
 def test_finite_steps_have_no_such_value():
-    assert found(compiled(functional(layers.Dense(3)))) is None
-    assert found(compiled(Own(lambda x: x))) is None
+    assert origin(compiled(functional(layers.Dense(3)))) is None
+    assert origin(compiled(Own(lambda x: x))) is None
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "description"),
     [
         (lambda: functional(lambda x: keras.ops.log(x - x)), "the output of log (Log)"),
         (nested, "the output of divides (Lambda)"),
@@ -78,15 +78,15 @@ def test_finite_steps_have_no_such_value():
         (lambda: Own(lambda x: x / 0.0), "the output of outer (Dense)"),
     ],
 )  # fmt: skip
-def test_the_first_output(model, words):
-    assert found(compiled(model())) == (FORWARD, words)
+def test_the_first_output(model, description):
+    assert origin(compiled(model())) == (FORWARD, description)
 
 
 def test_the_batch_and_the_weights_come_before_the_layers():
     model, (inputs, targets) = compiled(functional(layers.Dense(2, name="a"))), BATCH_OF_TWO
     spoiled = tf.constant([[1.0, 2.0], [float("inf"), 0.0]])
-    assert found(model, (spoiled, targets)) == (BATCH, "the inputs of the batch, in its example 1 of 2")
-    assert found(model, (inputs, targets / 0.0)) == (BATCH, "the targets of the batch, in its example 0 of 2")
+    assert origin(model, (spoiled, targets)) == (BATCH, "the inputs of the batch, in its example 1 of 2")
+    assert origin(model, (inputs, targets / 0.0)) == (BATCH, "the targets of the batch, in its example 0 of 2")
     model.get_layer("a").bias.assign([0.0, float("nan")])
     before = first_not_finite(model, BATCH_OF_TWO)
     assert (before.phase, before.description) == (WEIGHTS, "the weights before the step, in a/bias")
@@ -94,16 +94,16 @@ def test_the_batch_and_the_weights_come_before_the_layers():
 
 def test_a_loss_after_finite_outputs():
     model = compiled(functional(), loss=lambda y, outputs: keras.ops.mean(outputs) / 0.0)
-    assert found(model) == (LOSS, "the loss itself, after finite outputs of all layers")
+    assert origin(model) == (LOSS, "the loss itself, after finite outputs of all layers")
 
 
 def test_the_layer_whose_gradient_is_the_first_on_the_way_back():
     after = [layers.Dense(2, name="after"), layers.Dense(2, name="later")]
     model = compiled(functional(layers.Dense(2, name="before"), Blocks(name="blocks"), *after))
-    assert found(model) == (BACKWARD, "the gradient that blocks (Blocks) passes back")
+    assert origin(model) == (BACKWARD, "the gradient that blocks (Blocks) passes back")
     # No layer has it: it lies between two of them.
     inside = "the gradient that comes back to inner (Dense) from what follows it"
-    assert found(compiled(Own(blocks))) == (BACKWARD, inside)
+    assert origin(compiled(Own(blocks))) == (BACKWARD, inside)
 
 
 def test_a_gradient_that_reaches_weights_alone():
@@ -115,7 +115,7 @@ def test_a_gradient_that_reaches_weights_alone():
             return inputs + keras.ops.sqrt(self.scale)
 
     model = compiled(functional(Scaled(name="scaled")))
-    assert found(model) == (BACKWARD, "the gradient of scaled/scale")
+    assert origin(model) == (BACKWARD, "the gradient of scaled/scale")
 
 
 def test_embeddings_and_masks():
@@ -125,9 +125,9 @@ def test_embeddings_and_masks():
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
     batch = tf.constant([[1, 2], [3, 0]]), BATCH_OF_TWO[1]
-    assert found(model, batch) is None
+    assert origin(model, batch) is None
     model.compile(model.optimizer, lambda y, outputs: keras.ops.mean(keras.ops.sqrt(outputs - outputs)))
-    assert found(model, batch)[0] == BACKWARD
+    assert origin(model, batch)[0] == BACKWARD
 
 
 def test_the_weight_of_a_batch_is_no_part_of_it():
@@ -135,5 +135,5 @@ def test_the_weight_of_a_batch_is_no_part_of_it():
     step = model.train_step
     model.train_step = lambda data: step(data[0])
     spoiled = BATCH_OF_TWO[0] / 0.0, BATCH_OF_TWO[1]
-    assert found(model, (spoiled, tf.constant(1.0)), has_batch_weight=True)[0] == BATCH
-    assert found(model, (BATCH_OF_TWO, tf.constant(1.0)), has_batch_weight=True) is None
+    assert origin(model, (spoiled, tf.constant(1.0)), has_batch_weight=True)[0] == BATCH
+    assert origin(model, (BATCH_OF_TWO, tf.constant(1.0)), has_batch_weight=True) is None

@@ -48,11 +48,11 @@ def cut_off(source, target, step):
         (target / name).unlink(missing_ok=True)
 
 
-def distance(ours, theirs):
+def distance(ours, others):
     """Largest relative difference of weights, slots and iterations."""
-    names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
+    names = [name for name in others if name.startswith(("model/", "optimizer/"))]
     assert names == [name for name in ours if name.startswith(("model/", "optimizer/"))]
-    return max(np.max(np.abs(ours[n] - theirs[n].astype("float64"))) / (np.max(np.abs(theirs[n])) or 1) for n in names)
+    return max(np.max(np.abs(ours[n] - others[n].astype("float64"))) / (np.max(np.abs(others[n])) or 1) for n in names)
 
 
 def history(run_dir):
@@ -64,9 +64,9 @@ def history(run_dir):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    made = {name: words for name, (words, _) in RUNS.items() if name not in ("ends", "other")}
-    found, _ = many_runs("mpirun", 2, made, folder)
-    assert not [name for rank in found for name in rank if "error" in rank[name]], found
+    made = {name: settings for name, (settings, _) in RUNS.items() if name not in ("ends", "other")}
+    results, _ = many_runs("mpirun", 2, made, folder)
+    assert not [name for rank in results for name in rank if "error" in rank[name]], results
     shutil.copytree(folder / "middle", folder / "ends")
     shutil.copytree(folder / "plain", folder / "other")
     return folder
@@ -83,19 +83,19 @@ def others(two, request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"on-{num_ranks}")
     for name, (_, step) in RUNS.items():
         cut_off(two / name, folder / name, step)
-    runs = {name: [*words, *CHANGED.get(name, [])] for name, (words, _) in RUNS.items()}
-    found, output = many_runs(launcher, num_ranks, runs, folder)
-    return folder, num_ranks, found, output
+    runs = {name: [*settings, *CHANGED.get(name, [])] for name, (settings, _) in RUNS.items()}
+    results, output = many_runs(launcher, num_ranks, runs, folder)
+    return folder, num_ranks, results, output
 
 
 @pytest.mark.parametrize("name", ["plain", "pad"])
 def test_the_weights_are_those_of_the_run_on_two_ranks(two, others, name):
-    folder, num_ranks, found, output = others
-    assert "record" in found[0][name], found[0][name]
-    (our_step, ours), (their_step, theirs) = saved(folder / name), saved(two / name)
+    folder, num_ranks, results, output = others
+    assert "record" in results[0][name], results[0][name]
+    (our_step, ours), (their_step, on_two) = saved(folder / name), saved(two / name)
     assert our_step == their_step
-    assert distance(ours, theirs) < 1e-5
-    assert distance(saved(two / name, 49)[1], theirs) > 1e-3, "a few steps make a difference"
+    assert distance(ours, on_two) < 1e-5
+    assert distance(saved(two / name, 49)[1], on_two) > 1e-3, "a few steps make a difference"
     batches = {("plain", 3): "22 + 21 + 21 = 64 (by rank)", ("pad", 3): "22 + 21 + 21 = 64 (by rank)"}
     assert f"global batch   {batches.get((name, num_ranks), '1 x 64 = 64 (ranks x batch)')}" in output
     parts = " (22 + 21 + 21)" if num_ranks == 3 else ""
@@ -105,22 +105,22 @@ def test_the_weights_are_those_of_the_run_on_two_ranks(two, others, name):
 
 @pytest.mark.parametrize(("name", "each"), [("plain", 1280), ("pad", 1437)])
 def test_each_sample_is_seen_once_and_the_epoch_begun_has_its_metrics(two, others, name, each):
-    folder, num_ranks, found, _ = others
-    record = found[0][name]["record"]
+    folder, num_ranks, results, _ = others
+    record = results[0][name]["record"]
     assert record["proof"]["examples_each_epoch"] == [each, each]
     assert (record["num_ranks"], record["global_batch"], record["proof"]["ranks"]) == (num_ranks, 64, num_ranks)
-    for ours, theirs in zip(history(folder / name), history(two / name), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    theirs = json.loads((two / name / "result.json").read_text())
-    assert record["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
-    assert record["test_accuracy"] == pytest.approx(theirs["test_accuracy"], rel=1e-5)
+    for ours, on_two in zip(history(folder / name), history(two / name), strict=True):
+        assert ours == pytest.approx(on_two, rel=1e-5)
+    on_two = json.loads((two / name / "result.json").read_text())
+    assert record["test_loss"] == pytest.approx(on_two["test_loss"], rel=1e-5)
+    assert record["test_accuracy"] == pytest.approx(on_two["test_accuracy"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["middle", "ends"])
 def test_scaled_from_the_end_of_the_epoch_on(two, others, name):
     """The plan of these ranks is that of a run that had been theirs from its beginning."""
-    folder, num_ranks, found, output = others
-    record, steps = found[0][name]["record"], {1: 44, 3: 14}[num_ranks]
+    folder, num_ranks, results, output = others
+    record, steps = results[0][name]["record"], {1: 44, 3: 14}[num_ranks]
     assert (record["global_batch"], record["num_steps"]) == (32 * num_ranks, 44 + steps)
     assert record["proof"]["examples_each_epoch"] == [32 * num_ranks * steps]
     assert distance(saved(folder / name, 44)[1], saved(two / "middle", 44)[1]) < 1e-5, (
@@ -150,9 +150,9 @@ def test_another_batch_size_on_another_number_of_ranks_is_refused(others):
 def test_there_and_back(two, others, tmp_path):
     """Begun on two ranks, gone on with three, ended on two."""
     cut_off(others[0] / "plain", tmp_path / "plain", 49)
-    found, output = many_runs("mpirun", 2, {"plain": PLAIN}, tmp_path)
-    assert "record" in found[0]["plain"], output
+    results, output = many_runs("mpirun", 2, {"plain": PLAIN}, tmp_path)
+    assert "record" in results[0]["plain"], output
     assert "49 of 60 steps were done, on 3 ranks; on 2 now: global batch 64 and learning rate as" in output
     assert distance(saved(tmp_path / "plain")[1], saved(two / "plain")[1]) < 1e-5
-    for ours, theirs in zip(history(tmp_path / "plain"), history(two / "plain"), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    for ours, on_two in zip(history(tmp_path / "plain"), history(two / "plain"), strict=True):
+        assert ours == pytest.approx(on_two, rel=1e-5)

@@ -27,5 +27,5 @@ def test_each_rank_keeps_its_own_state_and_the_chief_takes_the_sums_of_those_tha
 def test_a_new_rank_has_counted_nothing_and_has_the_learning_rate_of_the_others():
     before = [rank_state(0), rank_state(1)]
     *kept, new = states_on(3, before)
-    assert [ours is theirs for ours, theirs in zip(kept, before, strict=True)] == [True, True]
+    assert [ours is expected for ours, expected in zip(kept, before, strict=True)] == [True, True]
     assert new == {"rate/factor": np.float32(0.1)}

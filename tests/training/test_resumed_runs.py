@@ -71,8 +71,8 @@ def runs(interrupted, tmp_path_factory):
     data = bytearray(arrays.read_bytes())
     data[len(data) // 2] ^= 1
     arrays.write_bytes(data)
-    found, output = many_runs("mpirun", 2, dict.fromkeys(("resumed", "whole", "damaged"), WORDS), folder)
-    assert all("record" in run for rank in found for run in rank.values()), output
+    results, output = many_runs("mpirun", 2, dict.fromkeys(("resumed", "whole", "damaged"), WORDS), folder)
+    assert all("record" in run for rank in results for run in rank.values()), output
     return folder, output
 
 
@@ -80,11 +80,11 @@ def test_resumed_in_mid_epoch_ends_with_the_same_bits(runs):
     folder, output = runs
     run, whole = folder / "resumed", folder / "whole"
     assert "step-00000028: 28 of 60 steps were done" in output
-    ours, theirs = state(run), state(whole)
+    ours, uninterrupted = state(run), state(whole)
     assert newest(run).name == newest(whole).name == "step-00000060"
-    assert list(ours) == list(theirs)
+    assert list(ours) == list(uninterrupted)
     assert any(key.startswith("rank/1/seed/") for key in ours), "dropout's seeds of both ranks are compared too"
-    different = [key for key in ours if not np.array_equal(ours[key], theirs[key])]
+    different = [key for key in ours if not np.array_equal(ours[key], uninterrupted[key])]
     assert different == []
     assert (run / "history.csv").read_text().count("\n") == 4
     keep = ("test_loss", "test_accuracy", "num_steps")
@@ -104,5 +104,5 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(runs):
     assert "checkpoint step-00000028 is damaged: state.safetensors has SHA-256" in output
     assert "; step-00000021 is taken, 7 steps are lost" in output
     assert "step-00000021: 21 of 60 steps were done" in output
-    ours, theirs = state(folder / "damaged"), state(folder / "whole")
-    assert all(np.array_equal(ours[key], theirs[key]) for key in theirs)
+    ours, uninterrupted = state(folder / "damaged"), state(folder / "whole")
+    assert all(np.array_equal(ours[key], uninterrupted[key]) for key in uninterrupted)

@@ -19,8 +19,8 @@ def command_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hvtrain"])
 
 
-def opened(folder, *words):
-    config = from_dict(compose(list(words))[0])
+def opened(folder, *overrides):
+    config = from_dict(compose(list(overrides))[0])
     config.run.dir = str(folder)
     with RunLock() as lock:
         open_run_folder(config, lock)
@@ -28,8 +28,8 @@ def opened(folder, *words):
 
 
 def test_the_configuration_in_the_folder_repeats_the_run(tmp_path):
-    words = ["model=mlp", "model.hidden=[7]", "optimizer=momentum", "callbacks=early_stopping", "train.steps=70"]
-    config = opened(tmp_path / "run", *words)
+    overrides = ["model=mlp", "model.hidden=[7]", "optimizer=momentum", "callbacks=early_stopping", "train.steps=70"]
+    config = opened(tmp_path / "run", *overrides)
     (again,) = compose(["--config-dir", str(tmp_path / "run"), "train.batch_size=5"])
     expected = config.record
     expected["run"]["dir"], expected["train"]["batch_size"] = None, 5
@@ -52,11 +52,11 @@ def test_settings_may_name_the_run_folder(tmp_path, capsys):
 
 
 def test_the_default_name_is_what_was_chosen():
-    for words, name in (
+    for overrides, name in (
         (["model=resnet50", "dataset=image_folder", "dataset.dir=data"], "-resnet50-image_folder"),
         (["run.name=baseline"], "-baseline"),
     ):
-        assert default_run_dir(from_dict(compose(words)[0])).endswith(name)
+        assert default_run_dir(from_dict(compose(overrides)[0])).endswith(name)
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -91,12 +91,12 @@ def test_a_configuration_that_is_not_a_runs_is_not_passed_over(tmp_path):
     (tmp_path / "alone/config.yaml").write_text(text)
     (again,) = compose(["--config-dir", str(tmp_path / "alone")])
     assert again["train"]["steps"] == 70 and again["model"] == config.model
-    for content, said in (
+    for content, message in (
         (text[:-200] + "\n {", "cannot be read"),
         ("train: {steps: 7}", "does not have all settings of a run"),
     ):
         (tmp_path / "alone/config.yaml").write_text(content)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             compose(["--config-dir", str(tmp_path / "alone")])
     (tmp_path / "run/config.yaml").unlink()
     with pytest.raises(ConfigError, match=r"is the folder of a run without its config\.yaml; give another folder"):

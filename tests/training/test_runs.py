@@ -37,8 +37,8 @@ def default_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     (folder / "sitecustomize.py").write_text(WATCH)
     run = folder / "run"
-    words = [f"run.dir={run}", "profile.timeline=true", "run.report=true"]
-    code, output = train("mpi", 2, *words, cwd=folder, cold=True, WATCHED=str(run), PYTHONPATH=str(folder))
+    arguments = [f"run.dir={run}", "profile.timeline=true", "run.report=true"]
+    code, output = train("mpi", 2, *arguments, cwd=folder, cold=True, WATCHED=str(run), PYTHONPATH=str(folder))
     assert code == 0, output
     return run, output
 
@@ -100,9 +100,15 @@ def test_a_run_says_where_its_time_goes(default_run):
 @pytest.mark.nightly
 def test_work_of_a_single_thread_is_not_taken_for_a_wait_for_data(tmp_path):
     """It may do what a batch is for before it reads the clock, were it not held back."""
-    words = ["model=cnn", "dataset=synthetic", "dataset.image_shape=[28,28,1]", "train.steps=60", "train.batch_size=16"]
+    arguments = [
+        "model=cnn",
+        "dataset=synthetic",
+        "dataset.image_shape=[28,28,1]",
+        "train.steps=60",
+        "train.batch_size=16",
+    ]
     threads = {"TF_NUM_INTEROP_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
-    code, output = train("mpirun", 2, *words, f"run.dir={tmp_path / 'run'}", cwd=tmp_path, **threads)
+    code, output = train("mpirun", 2, *arguments, f"run.dir={tmp_path / 'run'}", cwd=tmp_path, **threads)
     assert code == 0, output
     split = json.loads((tmp_path / "run/result.json").read_text())["split"]
     assert split["data_seconds"] < split["compute_seconds"] / 2
@@ -112,8 +118,8 @@ def test_the_timeline_is_told_in_words(default_run):
     run, output = default_run
     steps = re.search(r"(\d+) steps are traced in \S+/profile;", output)
     assert steps and 20 <= int(steps[1]) < 40, "profile.steps, or a few more"
-    for told in (r"waiting until all ranks have their gradients", r"transfer and sum", r"Conv2DBackpropFilter"):
-        assert re.search(rf"[\d.]+ ms +{told}", output), told
+    for activity in (r"waiting until all ranks have their gradients", r"transfer and sum", r"Conv2DBackpropFilter"):
+        assert re.search(rf"[\d.]+ ms +{activity}", output), activity
     assert (run / "profile/horovod.json").stat().st_size > 1000
     assert list((run / "profile").rglob("*.xplane.pb"))
 
@@ -143,8 +149,8 @@ def test_the_trained_model_loads_in_plain_keras(default_run):
     correct = int(without_hvtrain(COUNT_CORRECT, cwd=default_run[0]))
     result = json.loads((default_run[0] / "result.json").read_text())
     assert correct == pytest.approx(result["test_accuracy"] * 360, abs=1e-3), "to the last example"
-    told = json.loads((default_run[0] / "model.json").read_text())
-    assert told["class_names"] == list("0123456789") and told["input"]["range"] == [0, 16]
+    description = json.loads((default_run[0] / "model.json").read_text())
+    assert description["class_names"] == list("0123456789") and description["input"]["range"] == [0, 16]
     with zipfile.ZipFile(default_run[0] / "model.keras") as archive:
         assert b"hvtrain" not in archive.read("config.json")
         assert b"adam" not in archive.read("model.weights.h5")
@@ -173,16 +179,16 @@ def weights_of(run):
 @pytest.mark.nightly
 def test_uneven_shards_give_the_single_process_metrics(two_ranks, tmp_path):
     """A user's own model and data set; 51 test and 51 validation examples over 2 ranks and over 1."""
-    words = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51", *MORE_METRICS]
-    code, output = train(None, 1, *words, "run.dir=run", cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    arguments = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51", *MORE_METRICS]
+    code, output = train(None, 1, *arguments, "run.dir=run", cwd=tmp_path, PYTHONPATH=OWN_PATH)
     assert code == 0, output
     alone = json.loads((tmp_path / "run" / "result.json").read_text())
     together = record_of(two_ranks, "uneven")
     assert together["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
     assert {"test_top2", "test_iou"} <= together["metrics"].keys()
-    for ours, theirs in ((together, alone), (rows_of(two_ranks[0] / "uneven")[0], rows_of(tmp_path / "run")[0])):
+    for ours, expected in ((together, alone), (rows_of(two_ranks[0] / "uneven")[0], rows_of(tmp_path / "run")[0])):
         for name in ("test_loss", "test_accuracy", "val_loss", "val_accuracy", "val_top2", "val_iou"):
-            assert name not in theirs or float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-6)
+            assert name not in expected or float(ours[name]) == pytest.approx(float(expected[name]), rel=1e-6)
 
 
 @pytest.mark.nightly
@@ -191,8 +197,8 @@ def test_accumulated_batches_are_one_batch(two_ranks):
     for name, times in (("one batch", 1), ("two batches", 2)):
         record = record_of(two_ranks, name)
         assert (record["reductions"], record["num_steps"]) == (44, 44 * times), "of those that change weights"
-    ours, theirs = (weights_of(two_ranks[0] / name) for name in ("two batches", "one batch"))
-    assert ours == pytest.approx(theirs, abs=1e-5)
+    ours, expected = (weights_of(two_ranks[0] / name) for name in ("two batches", "one batch"))
+    assert ours == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.nightly

@@ -44,14 +44,14 @@ def test_image_files_of_different_sizes(tmp_path, precision):
     rng = np.random.default_rng(0)
     write_pictures(tmp_path / "data/train", rng, 90)
     write_pictures(tmp_path / "data/test", rng, 60)
-    words = ["dataset=image_folder", "dataset.dir=data", "dataset.image_shape=[12,12,3]", "model=mlp"]
-    words += ["train.epochs=3", "train.batch_size=16", f"train.precision={precision}", "run.dir=run"]
-    code, output = train(None, 1, *words, "strategy=single", cwd=tmp_path)
+    arguments = ["dataset=image_folder", "dataset.dir=data", "dataset.image_shape=[12,12,3]", "model=mlp"]
+    arguments += ["train.epochs=3", "train.batch_size=16", f"train.precision={precision}", "run.dir=run"]
+    code, output = train(None, 1, *arguments, "strategy=single", cwd=tmp_path)
     assert code == 0, output
     assert "may predict wrongly" not in output
     result = json.loads((tmp_path / "run/result.json").read_text())
     correct = result["test_accuracy"] * 60
     assert 25 < correct < 60, "one that learns, and errs"
     assert int(without_hvtrain(COUNT_CORRECT, cwd=tmp_path)) == pytest.approx(correct, abs=1e-3)
-    told = json.loads((tmp_path / "run/model.json").read_text())
-    assert told["class_names"] == ["bright", "dark", "red"] and told["input"]["shape"] == [None, None, 3]
+    description = json.loads((tmp_path / "run/model.json").read_text())
+    assert description["class_names"] == ["bright", "dark", "red"] and description["input"]["shape"] == [None, None, 3]
