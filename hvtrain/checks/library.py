@@ -12,20 +12,22 @@ import hvtrain.keras as hvd
 from hvtrain.checkpoint import store, writer
 from hvtrain.checks.joint_batch import CASES, UNLIKE, Case, compare
 from hvtrain.checks.table import CheckError, Checks
+from hvtrain.config.schema import RunConfig
 from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.errors import RankError
 from hvtrain.keras.equality import fingerprint
 from hvtrain.strategies.base import Strategy
+from hvtrain.training.consistency import check_same_run
 from hvtrain.training.run import device_map, versions
 
 BATCH = 16
 STEPS = 8
 
 
-def library_checks(strategy: Strategy) -> Checks:
+def library_checks(strategy: Strategy, config: RunConfig) -> Checks:
     """The checks in an order in which an early failure explains later ones (two ranks or more)."""
     return {
-        "versions": partial(_versions, strategy),
+        "versions": partial(_versions, strategy, config),
         "controller": partial(_controller, strategy),
         "devices": partial(_devices, strategy),
         "broadcast": _broadcast,
@@ -38,38 +40,26 @@ def library_checks(strategy: Strategy) -> Checks:
     }
 
 
-def _versions(strategy: Strategy) -> str:
-    by_rank = strategy.comm.gather(versions())
-    first = by_rank[0]
-    for rank, other in enumerate(by_rank):
-        different = [f"{name} {first[name]} and {other[name]}" for name in other if other[name] != first[name]]
-        if different:
-            raise CheckError(f"ranks 0 and {rank} have {', '.join(different)}; install the same versions on all hosts")
-    return ", ".join(f"{name} {number}" for name, number in first.items())
+def _versions(strategy: Strategy, config: RunConfig) -> str:
+    check_same_run(strategy.comm, config)
+    return ", ".join(f"{name} {number}" for name, number in versions().items())
 
 
 def _controller(strategy: Strategy) -> str:
-    ranks = strategy.comm.gather((hvd.size(), hvd.rank(), strategy.topology.host, hvd.local_rank()))
-    if [(size, rank) for size, rank, _, _ in ranks] != [(len(ranks), rank) for rank in range(len(ranks))]:
-        sizes = [size for size, *_ in ranks]
-        raise CheckError(f"ranks see jobs of {sizes} ranks; start all with one launcher")
-    if len({(host, local_rank) for _, _, host, local_rank in ranks}) < len(ranks):
+    ranks = strategy.comm.gather((strategy.topology.host, hvd.local_rank()))
+    if len(set(ranks)) < len(ranks):
         raise CheckError("two ranks have the same local rank on one host; give each host a name of its own")
 
-    hosts = dict.fromkeys(host for _, _, host, _ in ranks)
+    hosts = dict.fromkeys(host for host, _ in ranks)
     return f"{strategy.description()}, {len(ranks)} rank(s) on {len(hosts)} host(s): {', '.join(hosts)}"
 
 
 def _devices(strategy: Strategy) -> str:
     devices = strategy.devices
     gpus = [device for device in devices if " GPU " in device]
-    if len(set(gpus)) < len(gpus):
+    is_shared = len(set(gpus)) < len(gpus)
+    if is_shared and not getattr(strategy, "share_gpus", False):
         raise CheckError(f"ranks share a GPU: {device_map(devices)}; start fewer ranks or give each its own")
-    if gpus and len(gpus) < len(devices):
-        raise CheckError(
-            f"some ranks have a GPU and some have none: {device_map(devices)}; check the hosts without one"
-        )
-
     tf32 = "on" if tf.config.experimental.tensor_float_32_execution_enabled() else "off"
     return f"{device_map(devices)}; TF32 {tf32}"
 

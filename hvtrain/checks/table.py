@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvtrain.errors import UserError
+
 # The facts of the hosts that answered, by name, in the order of -H. Others are compared with the
 # first.
 Facts = Mapping[str, Any]
@@ -19,7 +21,7 @@ Problem = tuple[str, str] | None
 Checks = dict[str, Callable[[], str]]
 
 
-class CheckError(Exception):
+class CheckError(UserError):
     """A failed check: what was found, and what to look at.
 
     Raise it after the check's last collective: other ranks would wait in those that follow.

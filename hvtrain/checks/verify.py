@@ -7,10 +7,10 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from hvtrain.checks.table import CheckError, Checks, CheckTable, fail, passed
+from hvtrain.checks.table import Checks, CheckTable, fail, passed
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
-from hvtrain.errors import RankError
+from hvtrain.errors import RankError, UserError
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser
 
@@ -86,7 +86,7 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
         # Notes of a run would stand between the rows.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         own_checks = own_run_checks(config, strategy) if has_own_run else {}
-        has_passed = run_checks({**library_checks(strategy), **own_checks}, strategy)
+        has_passed = run_checks({**library_checks(strategy, config), **own_checks}, strategy)
         strategy.stop()
     except BaseException as error:
         strategy.report_failure(error)
@@ -112,7 +112,7 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
 
         try:
             finding = check()
-        except CheckError as error:
+        except UserError as error:
             own_error = str(error)
         # Any error fails this check alone; the next ones still run.
         except Exception as error:

@@ -25,7 +25,8 @@ from hvtrain.strategies.horovod import HorovodStrategy
 
 strategy = HorovodStrategy()
 strategy.start()
-checks = library.library_checks(strategy)
+(tree,) = compose()
+checks = library.library_checks(strategy, from_dict(tree))
 
 
 def broken(name, target, **instead):
@@ -44,8 +45,8 @@ def plain_metrics(model, dataset):
     return {key: float(value) for key, value in own.items()}
 
 
-def versions():
-    return {"keras": f"3.{hvd.rank()}"}
+def software(config):
+    return {"version of keras": f"3.{hvd.rank()}"}
 
 
 def same_for_all(self, request):
@@ -57,7 +58,6 @@ def restores_nothing(newest, model):
 
 
 training = ArraySource.training
-library_module = "hvtrain.checks.library"
 
 
 def joint_case(wrap, name="sgd"):
@@ -72,7 +72,6 @@ def without_exchange(optimizer):
     return optimizer
 
 
-(tree,) = compose()
 own_run = from_dict({**tree, "dataset": {**tree["dataset"], "same_data": "by_mistake"}})
 forgetful = ForgetsToReduce()
 forgetful.comm.topology = strategy.topology
@@ -88,7 +87,7 @@ def weights_after_a_step():
 
 passed = run_checks(
     {
-        **broken("versions", library_module, versions=versions),
+        **broken("versions", "hvtrain.training.consistency", software=software),
         **broken("devices", strategy, devices=["s1 GPU 0", "s1 GPU 0"]),
         **broken("broadcast", "hvtrain.checks.library.hvd", broadcast_variables=lambda variables, root: None),
         "not reduced": lambda: joint_case(lambda optimizer: optimizer),
