@@ -196,7 +196,7 @@ class _Server:
 
     def stop(self) -> None:
         assert self._store
-        self._store.shutdown()
+        self._store.close()
 
 
 class _ElasticStore(Store):

@@ -17,20 +17,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from hvtrain.system import host_facts, interfaces
 
 MARK = "HVTRAIN_LAUNCH"
 SECONDS_TO_GO = 3.0
 _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
-
-
-class Answer(TypedDict):
-    """The number of processes that were asked, counted or ended, and oom_kills() then."""
-
-    count: int
-    oom_kills: int | None
 
 
 def look(address: str) -> dict[str, Any]:
@@ -46,33 +39,29 @@ def look(address: str) -> dict[str, Any]:
     }
 
 
-def ask(mark: str, number: int = signal.SIGUSR1) -> Answer:
-    """Sends a signal to the launch's ranks on this host."""
+def ask(mark: str, number: int = signal.SIGUSR1) -> dict[str, int]:
+    """Sends a signal to the launch's ranks on this host, and counts them."""
     parents = {process: parent for process, parent in _processes() if _is_rank(process, mark)}
     # A process that a rank started has its variables too, and is not asked.
     ranks = [process for process, parent in parents.items() if parent not in parents]
     for process in ranks:
         with suppress(ProcessLookupError):
             os.kill(process, number)
-    return {"count": len(ranks), "oom_kills": oom_kills()}
+    return {"count": len(ranks)}
 
 
-def begun(mark: str) -> Answer:
+def begun(mark: str) -> dict[str, int]:
     """Counts the launch's ranks on this host, whatever their program is."""
-    return {
-        "count": sum(_has_marks(process, mark) for process, _ in _processes()),
-        "oom_kills": oom_kills(),
-    }
+    return {"count": sum(_has_marks(process, mark) for process, _ in _processes())}
 
 
-def clear(mark: str, job: int | None = None) -> Answer:
-    """Kills all that is left of the launch on this host and frees its shared memory.
+def clear(mark: str, job: int | None = None) -> dict[str, int]:
+    """Kills all that is left of the launch on this host and frees its shared memory; returns oom_kills().
 
     Args:
         mark: the launch's folder.
         job: the number of mpirun's own job, if it runs.
     """
-    killed: set[int] = set()
     deadline = time.monotonic() + SECONDS_TO_GO
     left = _left(mark)
     while left:
@@ -83,7 +72,6 @@ def clear(mark: str, job: int | None = None) -> Answer:
             if is_late or b"multiprocessing.resource_tracker" not in _read(process, "cmdline"):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
-        killed.update(left)
         if time.monotonic() > deadline + 1:
             break  # The kernel holds it: a dead disk or GPU.
         time.sleep(0.02)
@@ -91,7 +79,7 @@ def clear(mark: str, job: int | None = None) -> Answer:
 
     if job is not None:
         _remove_files(job)
-    return {"count": len(killed), "oom_kills": oom_kills()}
+    return {"oom_kills": oom_kills()}
 
 
 def _left(mark: str) -> list[int]:
@@ -101,13 +89,13 @@ def _left(mark: str) -> list[int]:
     return [process for process in processes if variable in _variables(process)]
 
 
-def oom_kills() -> int | None:
-    """Counts processes that this host's kernel has killed for lack of memory since boot; None if it does not say."""
+def oom_kills() -> int:
+    """Counts processes that this host's kernel has killed for lack of memory since boot; 0 if it does not say."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    return None
+    return 0
 
 
 def _remove_files(job: int) -> None:

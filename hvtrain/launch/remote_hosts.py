@@ -14,7 +14,6 @@ from typing import Any
 
 from hvtrain.errors import RankError
 from hvtrain.launch import on_host
-from hvtrain.launch.on_host import Answer
 from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
 from hvtrain.system import host_facts, interfaces
 
@@ -42,13 +41,16 @@ MPI_NOTICES_CUTS = [
 ]
 
 
+Answers = dict[str, dict[str, int] | None]
+"""What a function of on_host returned on each host; None: ssh did not reach it."""
+
+
 @dataclass(frozen=True)
 class HostCalls:
     """Calls functions of on_host on the hosts of a launch.
 
-    The process that starts the ranks knows the hosts, and the one that supervises them needs them.
-    Those may be two
-    processes: then the first writes them into the launch's folder, where the second reads them.
+    Whoever starts the ranks writes the hosts into the launch's folder, where the supervisor reads
+    them: often another process.
 
     Args:
         rank_hosts: each rank's host, by the name that -H gives it.
@@ -57,7 +59,7 @@ class HostCalls:
     """
 
     rank_hosts: tuple[str, ...] = ()
-    remote: Mapping[str, int | None] = field(default_factory=dict)
+    remote: Mapping[str, int] = field(default_factory=dict)
     ssh: Ssh = field(default_factory=Ssh)
 
     def write(self, folder: Path) -> None:
@@ -65,13 +67,13 @@ class HostCalls:
 
     @classmethod
     def read(cls, folder: Path) -> "HostCalls":
-        """Reads what the other process wrote; no hosts if it did not get that far."""
+        """Reads what was written; no hosts if the launch did not get that far."""
         with suppress(OSError):
             fields = json.loads((folder / _FILE).read_text(encoding="utf-8"))
             return cls(tuple(fields["rank_hosts"]), fields["remote"], Ssh(**fields["ssh"]))
         return cls()
 
-    def clear(self, mark: str, job: int | None = None) -> dict[str, Answer | None]:
+    def clear(self, mark: str, job: int | None = None) -> Answers:
         """Calls on_host.clear on all hosts.
 
         Returns the others' answers; None for a host that ssh did not reach.
@@ -91,10 +93,10 @@ class HostCalls:
             if count:
                 break
             result = self.call(host, function, mark, *arguments)
-            count = result["count"] if result else 0
+            count = result.get("count", 0) if result else 0
         return count
 
-    def call(self, host: str, function: str, mark: str, *arguments: int | None) -> Answer | None:
+    def call(self, host: str, function: str, mark: str, *arguments: int | None) -> dict[str, int] | None:
         """Calls a function of on_host on another host. Returns None if ssh did not reach it."""
         text = request(ON_HOST, function, mark, *arguments)
         try:
@@ -102,11 +104,11 @@ class HostCalls:
         except subprocess.TimeoutExpired:
             return None
 
-        result: Answer | None = answer(done.stdout)
+        result: dict[str, int] | None = answer(done.stdout)
         # ssh was let in, but Python did not run there: the host is not lost, and nothing is known
         # of it.
         if result is None and done.returncode != SSH_FAILED:
-            return Answer(count=0, oom_kills=None)
+            return {}
         return result
 
 
@@ -131,7 +133,7 @@ class HostNetwork:
     interface: str
     interfaces: tuple[str, ...]
     subnet: str
-    oom_kills: Mapping[str, int | None] = field(default_factory=dict)
+    oom_kills: Mapping[str, int] = field(default_factory=dict)
 
 
 def is_local(host: str) -> bool:

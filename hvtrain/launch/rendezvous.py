@@ -4,20 +4,19 @@ The store takes PUT, GET and DELETE /SCOPE/RANK, as Horovod's does. It unpickles
 many connections at once as a large job opens, answers most questions without a thread, and forgets
 the addresses of all ranks that have met, so that ranks can start again (comm.tune).
 
-Processes started by hand first claim their ranks at rank 0's server. Once all have arrived, each
-gets the host of every rank, or the reason why not. A process keeps its connection open while it
-waits; if the connection breaks, the rank is free again. Whoever reaches the port is trusted as a
-rank.
+Processes started by hand first claim their ranks at rank 0's server, again and again until all have:
+then each gets the host of every rank. The rank of a process that no longer asks is free again.
+Whoever reaches the port is trusted as a rank.
 """
 
 import http.client
 import json
 import re
-import select
 import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,14 +24,15 @@ from typing import Any
 
 from hvtrain.errors import ConfigError, LostRankError
 
-SECONDS_BETWEEN_TRIES = 0.3
+SECONDS_FOR_AN_ANSWER = 5.0
+# Without so many claims in a row, a process has ended.
+PAUSES_OF_A_CLAIM = 4
 # Connections that the kernel keeps for the server: all processes may connect at once.
 WAITING_CONNECTIONS = 1024
 
 # Of a body, whatever its head says: strangers reach the port too.
 _MAX_BYTES = 1 << 20
-_OK, _NOT_YET, _TOO_LATE, _REFUSED = 200, 404, 408, 409
-_CLAIMS = "/claim"
+_OK, _WAITING, _NOT_YET, _REFUSED = 200, 202, 404, 409
 _WHOLE_GET = re.compile(rb"GET /([^/ ]+)/([^/ ]+) HTTP/1\.[01]\r\n(?:.+\r\n)?\r\n", re.DOTALL)
 _MAX_GET = 4096
 
@@ -83,7 +83,7 @@ class Store(ThreadingHTTPServer):
 
     def __init__(self, address: str, port: int, handler: type[_Handler] = _Handler) -> None:
         super().__init__((address, port), handler)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._store: dict[str, dict[str, bytes]] = {}
         self._left: dict[str, set[str]] = {}
         self._strangers: set[str] = set()
@@ -92,6 +92,11 @@ class Store(ThreadingHTTPServer):
         """Answers, in threads of its own."""
         # shutdown() waits for one interval.
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
+
+    def close(self) -> None:
+        """Frees the port."""
+        self.shutdown()
+        self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answers a request, in a thread of its own unless it only asks for an address."""
@@ -134,12 +139,12 @@ class Store(ThreadingHTTPServer):
 
     def put(self, scope: str, rank: str, value: bytes) -> None:
         """Stores a rank's address."""
-        with self._changed:
+        with self._lock:
             self._store.setdefault(scope, {})[rank] = value
 
     def get(self, scope: str, rank: str) -> bytes | None:
         """A rank's address; None if the rank has not stored it yet."""
-        with self._changed:
+        with self._lock:
             return self._store.get(scope, {}).get(rank)
 
     def leave(self, scope: str, rank: str) -> None:
@@ -149,7 +154,7 @@ class Store(ThreadingHTTPServer):
 
         So ranks that start again (comm.tune) do not find the earlier addresses.
         """
-        with self._changed:
+        with self._lock:
             left = self._left.setdefault(scope, set())
             left.add(rank)
             # Each rank has stored its address under its number, and more under other keys, before
@@ -160,7 +165,7 @@ class Store(ThreadingHTTPServer):
 
     def clear(self) -> None:
         """Forgets all addresses."""
-        with self._changed:
+        with self._lock:
             self._store.clear()
             self._left.clear()
 
@@ -169,13 +174,8 @@ class _ClaimHandler(_Handler):
     server: "Rendezvous"
 
     def do_POST(self) -> None:
-        if self.path != _CLAIMS:
-            self._answer(_NOT_YET)
-            return
-        result = self.server.meet(json.loads(self._body()), self.connection)
-        if result is not None:
-            status, content = result
-            self._answer(status, json.dumps(content).encode())
+        status, content = self.server.claim(json.loads(self._body()))
+        self._answer(status, json.dumps(content).encode())
 
 
 class Rendezvous(Store):
@@ -187,58 +187,43 @@ class Rendezvous(Store):
         names: the name of each rank's process.
     """
 
-    daemon_threads = False  # So that close() waits until all are answered.
-
     def __init__(self, address: str, port: int, names: Sequence[str]) -> None:
         super().__init__(address, port, _ClaimHandler)
         self._names = list(names)
-        self._rank_hosts: dict[int, list[str]] = {}
-        self._given_up = False
+        self._claims: dict[int, dict[str, Any]] = {}
+        self._is_complete = False
 
-    def close(self) -> None:
-        """Tells those who wait that the others will not arrive, and frees the port."""
-        with self._changed:
-            self._given_up = True
-            self._changed.notify_all()
-        self.shutdown()
-        self.server_close()
-
-    def meet(self, claim: dict[str, Any], connection: socket.socket) -> tuple[int, Any] | None:
-        """Answers a claim once all processes have arrived, or cannot.
-
-        Returns a status, and the host of each rank or a reason; None if the caller hung up.
-        """
-        deadline = time.monotonic() + float(claim["seconds"])
-        num_ranks = len(self._names)
-        with self._changed:
+    def claim(self, claim: dict[str, Any]) -> tuple[int, Any]:
+        """Notes a claim. Returns a status, and the host of each rank, who is missing, or a reason."""
+        now = time.monotonic()
+        with self._lock:
             if claim["names"] != self._names:
                 return _REFUSED, (
                     f"this process expects {', '.join(claim['names'])}, and rank 0 expects {', '.join(self._names)}; "
                     "give all the same -np and --num-ps"
                 )
             # A rank out of range is an IndexError, which handle_error drops with the caller.
-            rank = range(num_ranks)[claim["rank"]]
-            holder = self._rank_hosts.get(rank)
-            if holder:
-                return (
-                    _REFUSED,
-                    f"{self._names[rank]} is there already, on host {holder[0]}; end one of the two",
-                )
+            rank = range(len(self._names))[claim["rank"]]
+            if not self._is_complete:
+                # A process that no longer asks has ended, and may be started again.
+                oldest = now - PAUSES_OF_A_CLAIM * pause_seconds(len(self._names))
+                self._claims = {rank: claim for rank, claim in self._claims.items() if claim["time"] > oldest}
 
-            self._rank_hosts[rank] = [str(part) for part in claim["host"]]
-            self._changed.notify_all()
-            while len(self._rank_hosts) < num_ranks:
-                # In short intervals: nothing notifies of a caller that hangs up.
-                self._changed.wait(0.1)
-                if _has_hung_up(connection):
-                    del self._rank_hosts[rank]
-                    return None
-                if self._given_up or time.monotonic() > deadline:
-                    missing = [name for number, name in enumerate(self._names) if number not in self._rank_hosts]
-                    if rank and not self._given_up:  # Without rank 0 all give up.
-                        del self._rank_hosts[rank]
-                    return _TOO_LATE, missing
-            return _OK, [self._rank_hosts[number] for number in range(num_ranks)]
+            holder = self._claims.get(rank, claim)
+            if holder["process"] != claim["process"]:
+                name = self._names[rank]
+                return _REFUSED, f"{name} is there already, on host {holder['host'][0]}; end one of the two"
+            self._claims[rank] = {**claim, "time": now}
+            missing = [name for number, name in enumerate(self._names) if number not in self._claims]
+            if missing:
+                return _WAITING, missing
+            self._is_complete = True
+            return _OK, [self._claims[number]["host"] for number in range(len(self._names))]
+
+
+def pause_seconds(num_ranks: int) -> float:
+    """The pause between two claims of a process. Rank 0 answers 300 claims a second at most."""
+    return max(0.3, num_ranks / 300)
 
 
 def claim(
@@ -248,7 +233,7 @@ def claim(
     host: Sequence[str],
     seconds: float,
 ) -> Any:
-    """Claims a rank, waits for all others, and returns the host of each rank.
+    """Claims a rank until all others have, and returns the host of each rank.
 
     Args:
         coordinator: address and port of rank 0's server.
@@ -260,60 +245,43 @@ def claim(
     Raises ConfigError if the rank is taken, LostRankError if a process does not arrive.
     """
     address = "{}:{}".format(*coordinator)
+    request = json.dumps({"rank": rank, "names": list(names), "host": list(host), "process": uuid.uuid4().hex})
     deadline = time.monotonic() + seconds
+    missing: list[str] = []
     while True:
-        left = max(0.0, deadline - time.monotonic())
-        request = {"rank": rank, "names": list(names), "host": list(host), "seconds": left}
-        # The server answers in time; this limit is for a network that is cut.
-        connection = http.client.HTTPConnection(*coordinator, timeout=left + 5)
+        is_late = time.monotonic() > deadline
+        connection = http.client.HTTPConnection(*coordinator, timeout=SECONDS_FOR_AN_ANSWER)
         try:
-            connection.connect()
+            connection.request("POST", "/claim", request)
+            response = connection.getresponse()
+            answer = json.loads(response.read())
         except OSError as error:
+            if missing and isinstance(error, ConnectionError):
+                raise LostRankError(
+                    f"{names[0]} at {address} has ended while {', '.join(missing)} had not connected; "
+                    "look at its output"
+                ) from error
             # Rank 0's process may start later than this one.
-            if time.monotonic() < deadline:
-                time.sleep(SECONDS_BETWEEN_TRIES)
-                continue
-            raise LostRankError(
-                f"cannot reach {names[0]}: nothing answered at {address} for {seconds:g} s "
-                f"({error.strerror or error}); start it there, or raise --start-timeout"
+            if is_late:
+                raise LostRankError(
+                    f"cannot reach {names[0]}: nothing answered at {address} for {seconds:g} s "
+                    f"({error.strerror or error}); start it there, or raise --start-timeout"
+                ) from error
+        except (http.client.HTTPException, ValueError) as error:
+            raise ConfigError(
+                f"what answers at {address} is not this run's {names[0]}; give the port of its --coordinator"
             ) from error
-        return _answer_to(connection, request, names[0], address, seconds)
-
-
-def _answer_to(
-    connection: http.client.HTTPConnection,
-    request: dict[str, Any],
-    first: str,
-    address: str,
-    seconds: float,
-) -> Any:
-    """Sends a claim and returns the answer. first: rank 0's process.
-
-    Raises UserError unless all have met.
-    """
-    try:
-        connection.request("POST", _CLAIMS, json.dumps(request))
-        response = connection.getresponse()
-        body = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        name = type(error).__name__
-        raise LostRankError(f"the connection to {address} broke ({name}); look at the output of {first}") from error
-    finally:
-        connection.close()
-
-    if response.status not in (_OK, _TOO_LATE, _REFUSED):
-        raise ConfigError(f"what answers at {address} is not this run's {first}; give the port of its --coordinator")
-    answer = json.loads(body)
-    if response.status == _TOO_LATE:
-        raise LostRankError(
-            f"{', '.join(answer)} did not connect to {address} in time ({seconds:g} s); start what is missing with the "
-            "same --coordinator, or raise --start-timeout"
-        )
-    if response.status == _REFUSED:
-        raise ConfigError(answer)
-    return answer
-
-
-def _has_hung_up(connection: socket.socket) -> bool:
-    readable, _, _ = select.select([connection], [], [], 0)
-    return bool(readable) and not connection.recv(1, socket.MSG_PEEK)
+        else:
+            if response.status == _OK:
+                return answer
+            if response.status == _REFUSED:
+                raise ConfigError(answer)
+            missing = answer
+            if is_late:
+                raise LostRankError(
+                    f"{', '.join(missing)} did not connect to {address} in time ({seconds:g} s); "
+                    "start what is missing with the same --coordinator, or raise --start-timeout"
+                )
+        finally:
+            connection.close()
+        time.sleep(pause_seconds(len(names)))

@@ -146,13 +146,9 @@ def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
     """Runs one attempt, and prints why it ended."""
     rank_hosts = () if job.discovery_script else place_ranks(job)
     network = None
-    calls = None
-    # horovodrun checks the hosts itself.
+    # Horovod's launcher checks the hosts itself.
     if job.mpirun:
         network = remote_hosts.check([host.name for host in used_hosts(rank_hosts)], job.ssh)
-        calls = HostCalls(rank_hosts, ssh=job.ssh)
-        if network:
-            calls = replace(calls, remote=network.oom_kills)
 
     output = RankOutput(logs, rank_hosts)
     job = replace(job, environment={**job.environment, **drawing.request(drawing.can_draw(sys.stdout))})
@@ -160,12 +156,13 @@ def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
     # Lines arrive when they are printed, not when a buffer is full.
     variables["PYTHONUNBUFFERED"] = "1"
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
+        if job.mpirun:
+            HostCalls(rank_hosts, network.oom_kills if network else {}, job.ssh).write(Path(folder))
         launch = Launch(
             launcher_command(job, network, Path(folder)),
             variables,
             output,
             Path(folder),
-            calls,
             job.roles.label,
             job.seconds_to_begin,
         )

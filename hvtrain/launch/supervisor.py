@@ -17,9 +17,8 @@ from hvtrain.launch import on_host
 from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import AGAIN, Ending, judge
 from hvtrain.launch.job import SECONDS_TO_BEGIN
-from hvtrain.launch.on_host import Answer
 from hvtrain.launch.output import PlainOutput, RankOutput
-from hvtrain.launch.remote_hosts import HostCalls, mpirun_job
+from hvtrain.launch.remote_hosts import Answers, HostCalls, mpirun_job
 from hvtrain.system import console, host_facts
 
 # After a signal, until all ranks are ended by force: they save within the first time, and only stop
@@ -72,8 +71,7 @@ class Launch:
         environment: its variables.
         output: shows what the launcher and its ranks write. RankOutput gets both of the launcher's
             outputs in one stream, PlainOutput each in its own.
-        folder: a folder of this launch alone.
-        hosts: the hosts; None: the launcher writes them into the folder.
+        folder: a folder of this launch alone, in which whoever starts the ranks writes their hosts.
         label: how messages name a rank.
         seconds_to_begin: after this time without any rank the launcher is ended.
     """
@@ -84,7 +82,6 @@ class Launch:
         environment: Mapping[str, str],
         output: RankOutput | PlainOutput,
         folder: Path,
-        hosts: HostCalls | None = None,
         label: Callable[[int], str] = "rank {}".format,
         seconds_to_begin: float = SECONDS_TO_BEGIN,
     ) -> None:
@@ -92,7 +89,6 @@ class Launch:
         host_facts.raise_file_limit()
         self._output = output
         self._folder = folder
-        self._known_hosts = hosts
         self._label = label
         self._seconds_to_begin = seconds_to_begin
 
@@ -167,7 +163,7 @@ class Launch:
         last_resort.daemon = True
         last_resort.start()
 
-    def _ending(self, code: int, answers: Mapping[str, Answer | None]) -> Ending:
+    def _ending(self, code: int, answers: Answers) -> Ending:
         """Tells why the launcher ended with this code. answers: those of the other hosts to on_host.clear."""
         if code == 0:
             return Ending(0)
@@ -211,11 +207,11 @@ class Launch:
             return Ending(RESTART_HELPS, f"stopped by {signal_name} before it could save; {AGAIN}")
         return ending
 
-    def _hosts_out_of_memory(self, hosts: HostCalls, answers: Mapping[str, Answer | None]) -> set[str]:
+    def _hosts_out_of_memory(self, hosts: HostCalls, answers: Answers) -> set[str]:
         """The hosts whose kernel has killed processes for lack of memory during the launch."""
-        short = {host for host, answer in answers.items() if answer and _grew(hosts.remote[host], answer["oom_kills"])}
+        short = {host for host, answer in answers.items() if answer and answer.get("oom_kills", 0) > hosts.remote[host]}
         # A host that is not remote is this one, by the name that -H gives it.
-        if _grew(self._oom_kills, on_host.oom_kills()):
+        if on_host.oom_kills() > self._oom_kills:
             short |= {*hosts.rank_hosts} - hosts.remote.keys()
         return short
 
@@ -270,15 +266,11 @@ class Launch:
             self._was_forced = True
         self._clear()
 
-    def _clear(self) -> dict[str, Answer | None]:
+    def _clear(self) -> Answers:
         return self._hosts().clear(str(self._folder), mpirun_job(self._folder))
 
     def _hosts(self) -> HostCalls:
-        return self._known_hosts or HostCalls.read(self._folder)
-
-
-def _grew(before: int | None, after: int | None) -> bool:
-    return before is not None and after is not None and after > before
+        return HostCalls.read(self._folder)
 
 
 def _launcher_failed(cause: str) -> Ending:

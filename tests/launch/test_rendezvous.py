@@ -22,8 +22,7 @@ def ask():
     store = Store("127.0.0.1", 0)
     store.serve()
     yield asking(store.server_port)
-    store.shutdown()
-    store.server_close()
+    store.close()
 
 
 def asking(port):
@@ -113,8 +112,7 @@ def server():
     store = Store("127.0.0.1", 0)
     store.put("global", "7", ADDRESS)
     yield store
-    store.shutdown()
-    store.server_close()
+    store.close()
 
 
 def test_a_question_for_an_address_costs_no_thread(server, monkeypatch):

@@ -40,8 +40,8 @@ from hvtrain.launch.output import PlainOutput
 from hvtrain.launch.remote_hosts import HostCalls
 from hvtrain.launch.supervisor import Launch, Signals
 
-hosts = HostCalls(("s1",))
-own = Launch(sys.argv[2:], dict(os.environ), PlainOutput(), Path(sys.argv[1]), hosts, seconds_to_begin=0.3)
+HostCalls(("s1",)).write(Path(sys.argv[1]))
+own = Launch(sys.argv[2:], dict(os.environ), PlainOutput(), Path(sys.argv[1]), seconds_to_begin=0.3)
 ending = own.run(Signals())
 print(ending.code, ending.message)
 """

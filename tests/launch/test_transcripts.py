@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,8 +18,7 @@ import pytest
 from hvtrain.launch import horovodrun, on_host, restart, supervisor
 from hvtrain.launch.first_failure import AGAIN
 from hvtrain.launch.job import Job, parse_hosts
-from hvtrain.launch.on_host import Answer
-from hvtrain.launch.remote_hosts import HostCalls
+from hvtrain.launch.remote_hosts import Answers, HostCalls
 from lab import Lab, needs_lab
 from launcher_lab import HOW, last_line
 from launching import ROOT
@@ -51,19 +49,22 @@ class Replayed(supervisor.Launch):
     short_of_memory = ""
     environments = ()
 
-    def __init__(self, line, environment, output, folder, known=None, *more):
+    def __init__(self, line, environment, output, folder, *more):
         line = [sys.executable, "-I", "-S", str(SPEAKER), str(self.transcript)]
         is_lost = self.transcript.read_text().startswith("unreachable hosts: s2\n")
-        answer = None if is_lost else Answer(count=1, oom_kills=int(self.short_of_memory == "s2"))
-        hosts = OtherHost(("s1", "s2"), {"s2": 0}, answers={"s2": answer})
+        answer = None if is_lost else {"oom_kills": int(self.short_of_memory == "s2")}
+        self.other_host = OtherHost(("s1", "s2"), {"s2": 0}, answers={"s2": answer})
         self.environments.append(environment)
         # With a rank's variable it is one that can be asked to save.
-        super().__init__(line, {**environment, "HOROVOD_RANK": "0"}, output, folder, hosts, *more)
+        super().__init__(line, {**environment, "HOROVOD_RANK": "0"}, output, folder, *more)
+
+    def _hosts(self):
+        return self.other_host
 
 
 @dataclass(frozen=True)
 class OtherHost(HostCalls):
-    answers: Mapping[str, Answer | None] = field(default_factory=dict)
+    answers: Answers = field(default_factory=dict)
 
     def clear(self, mark, job=None):
         on_host.clear(mark, job)
