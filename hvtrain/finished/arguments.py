@@ -3,7 +3,9 @@
 Nothing here needs TensorFlow.
 """
 
+import argparse
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,14 +55,26 @@ class FinishedConfig:
         return value
 
 
-def finished_parser(command: str, usage: str, description: str, examples: str) -> Parser:
-    """Returns the options that all commands on finished runs share.
+def parse_command(
+    command: str,
+    usage: str,
+    description: str,
+    examples: str,
+    *names: str,
+    **options: dict[str, Any],
+) -> tuple[argparse.Namespace, FinishedConfig]:
+    """Parses the command line; returns its options, and the finished run that it names.
 
     Args:
         command: its name.
         usage: its own arguments and options, which stand between run=DIR and the settings.
         description: what it does.
         examples: command lines, indented.
+        *names: of its own arguments, such as split=test.
+        **options: of its own, as argparse takes them.
+
+    Raises:
+        ConfigError: see finished_config.
     """
     parser = Parser(
         f"python -m hvtrain {command}",
@@ -73,7 +87,10 @@ def finished_parser(command: str, usage: str, description: str, examples: str) -
         action="store_true",
         help="call code that the run's settings name, besides hvtrain's and Keras's; for runs of your own code",
     )
-    return parser
+    for name, arguments in options.items():
+        parser.add_argument(f"--{name}", **arguments)
+    parsed = parser.parse_with_overrides(sys.argv[1:])
+    return parsed, finished_config(parsed.overrides, *names, trust=parsed.trust)
 
 
 def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) -> FinishedConfig:

@@ -1,14 +1,15 @@
 """`python -m hvtrain evaluate`: the metrics of a finished run, the same on any number of ranks."""
 
 import json
-import sys
 from pathlib import Path
 
 from hvtrain.core.files import write_atomic
-from hvtrain.finished.arguments import SPLITS, finished_config, finished_parser
+from hvtrain.finished.arguments import SPLITS, parse_command
 from hvtrain.system import console
-from hvtrain.system.command import Parser
 
+ABOUT = """\
+Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing. SPLIT is train,
+validation or test (default)."""
 EXAMPLES = """\
   python -m hvtrain evaluate run=runs/first
   horovodrun -np 2 python -m hvtrain evaluate run=runs/first split=validation checkpoint=last --output metrics.json
@@ -17,8 +18,14 @@ EXAMPLES = """\
 
 def main() -> int:
     """Opens the run, evaluates it, prints the metrics, and writes them if asked to."""
-    options = _parser().parse_with_overrides(sys.argv[1:])
-    finished = finished_config(options.overrides, "split", trust=options.trust)
+    options, finished = parse_command(
+        "evaluate",
+        "[split=SPLIT] [checkpoint=best|last] [--output FILE]",
+        ABOUT,
+        EXAMPLES,
+        "split",
+        output={"metavar": "FILE", "help": "write the metrics as JSON"},
+    )
     split = finished.choice("split", SPLITS, "test")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import on_ranks, open_run
@@ -38,16 +45,3 @@ def main() -> int:
                 write_atomic(Path(options.output), text + "\n")
 
     return 0
-
-
-def _parser() -> Parser:
-    parser = finished_parser(
-        "evaluate",
-        "[split=SPLIT] [checkpoint=best|last] [--output FILE]",
-        """\
-Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing. SPLIT is train,
-validation or test (default).""",
-        EXAMPLES,
-    )
-    parser.add_argument("--output", metavar="FILE", help="write the metrics as JSON")
-    return parser

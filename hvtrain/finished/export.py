@@ -1,15 +1,16 @@
 """`python -m hvtrain export`: writes a finished run's model in another format, and checks its outputs."""
 
-import sys
 from pathlib import Path
 
 from hvtrain.errors import ConfigError
-from hvtrain.finished.arguments import finished_config, finished_parser
+from hvtrain.finished.arguments import parse_command
 from hvtrain.system import console
-from hvtrain.system.command import Parser
 
 # By format; a SavedModel is a folder.
 SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
+ABOUT = """\
+Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
+for digits.onnx). The exported model is first compared with the run's own on examples of its data."""
 EXAMPLES = """\
   python -m hvtrain export run=runs/first format=savedmodel
   python -m hvtrain export run=runs/first format=onnx checkpoint=last --output digits.onnx
@@ -18,8 +19,14 @@ EXAMPLES = """\
 
 def main() -> int:
     """Opens the run in this process, exports its model, and says how far its outputs differ."""
-    options = _parser().parse_with_overrides(sys.argv[1:])
-    finished = finished_config(options.overrides, "format", trust=options.trust)
+    options, finished = parse_command(
+        "export",
+        f"format={'|'.join(SUFFIXES)} [checkpoint=best|last] [--output PATH]",
+        ABOUT,
+        EXAMPLES,
+        "format",
+        output={"metavar": "PATH", "help": "the exported model; default: the run's name, in this folder"},
+    )
     model_format = finished.choice("format", tuple(SUFFIXES), "")
     if console.is_launched():
         raise ConfigError("an export takes one process; start python -m hvtrain export without a launcher")
@@ -62,22 +69,3 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
         raise ConfigError(f"--output {path} is in a folder that does not exist; choose another path")
 
     return path
-
-
-def _parser() -> Parser:
-    formats = "|".join(SUFFIXES)
-    parser = finished_parser(
-        "export",
-        f"format={formats} [checkpoint=best|last] [--output PATH]",
-        """\
-Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
-for digits.onnx). The exported model is first compared with the run's own on examples of its data.""",
-        EXAMPLES,
-    )
-    parser.add_argument(
-        "--output",
-        metavar="PATH",
-        help="the exported model; default: the run's name, in this folder",
-    )
-
-    return parser

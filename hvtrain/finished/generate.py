@@ -1,11 +1,9 @@
 """`python -m hvtrain generate`: continues a text with a finished run of task=language."""
 
-import sys
-
 from hvtrain.errors import ConfigError
-from hvtrain.finished.arguments import finished_config, finished_parser
+from hvtrain.finished.arguments import parse_command
 from hvtrain.system import console
-from hvtrain.system.command import Parser, at_least, not_negative
+from hvtrain.system.command import at_least, not_negative
 
 EXAMPLES = """\
   python -m hvtrain generate run=runs/tales "prompt=The statement" --tokens 100 --temperature 0.5
@@ -14,8 +12,16 @@ EXAMPLES = """\
 
 def main() -> int:
     """Opens the run in this process and prints the prompt with its continuation."""
-    options = _parser().parse_with_overrides(sys.argv[1:])
-    finished = finished_config(options.overrides, "prompt", trust=options.trust)
+    options, finished = parse_command(
+        "generate",
+        "prompt=TEXT [checkpoint=best|last] [OPTION ...]",
+        "Prints the prompt and the trained model's continuation. The same seed gives the same text.",
+        EXAMPLES,
+        "prompt",
+        tokens={"type": at_least(1), "default": 64, "metavar": "N", "help": "most tokens to write; default: 64"},
+        temperature={"type": not_negative, "default": 0.7, "metavar": "T", "help": "default: 0.7; 0: greedy"},
+        seed={"type": at_least(0), "default": 0, "metavar": "N", "help": "of the sampling; default: 0"},
+    )
     prompt = finished.arguments.get("prompt")
     if not prompt:
         raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
@@ -49,29 +55,3 @@ def main() -> int:
         print(source.text_of([*tokens, *written]))
 
     return 0
-
-
-def _parser() -> Parser:
-    parser = finished_parser(
-        "generate",
-        "prompt=TEXT [checkpoint=best|last] [OPTION ...]",
-        "Prints the prompt and the trained model's continuation. The same seed gives the same text.",
-        EXAMPLES,
-    )
-    parser.add_argument(
-        "--tokens",
-        type=at_least(1),
-        default=64,
-        metavar="N",
-        help="most tokens to write; default: 64",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=not_negative,
-        default=0.7,
-        metavar="T",
-        help="default: 0.7; 0: greedy",
-    )
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the sampling; default: 0")
-
-    return parser

@@ -1,13 +1,15 @@
 """`python -m hvtrain predict`: a prediction for every example, once and in order, on any number of ranks."""
 
-import sys
 from pathlib import Path
 
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.finished.arguments import SPLITS, finished_config, finished_parser
+from hvtrain.finished.arguments import SPLITS, parse_command
 from hvtrain.system import console
-from hvtrain.system.command import Parser
 
+ABOUT = """\
+Writes what a finished run predicts for each example, in order, and changes nothing in the run. SPLIT is train,
+validation or test (default)."""
+OUTPUT_HELP = "FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder"
 EXAMPLES = """\
   python -m hvtrain predict run=runs/first --output predictions.parquet
   horovodrun -np 2 python -m hvtrain predict run=runs/leaves input=new_pictures --output leaves.csv
@@ -16,8 +18,15 @@ EXAMPLES = """\
 
 def main() -> int:
     """Opens the run, predicts, and writes the predictions on the chief."""
-    options = _parser().parse_with_overrides(sys.argv[1:])
-    finished = finished_config(options.overrides, "split", "input", trust=options.trust)
+    options, finished = parse_command(
+        "predict",
+        "[split=SPLIT | input=PATH] [checkpoint=best|last] [--output FILE]",
+        ABOUT,
+        EXAMPLES,
+        "split",
+        "input",
+        output={"metavar": "FILE", "help": OUTPUT_HELP},
+    )
     split = finished.choice("split", SPLITS, "test")
     path = finished.arguments.get("input")
     if path is not None and "split" in finished.arguments:
@@ -57,23 +66,6 @@ def main() -> int:
         if run.is_chief:
             for item in skipped:
                 print(f"left out: {item.location}: {item.problem}")
-            print(f"{run.checkpoint}: {num_examples:,} predictions of {examples.name} in {output}")
+            print(f"{run.checkpoint}: {num_examples:,} predictions of {examples.name} in {output}{examples.note}")
 
     return 0
-
-
-def _parser() -> Parser:
-    parser = finished_parser(
-        "predict",
-        "[split=SPLIT | input=PATH] [checkpoint=best|last] [--output FILE]",
-        """\
-Writes what a finished run predicts for each example, in order, and changes nothing in the run. SPLIT is train,
-validation or test (default).""",
-        EXAMPLES,
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder",
-    )
-    return parser

@@ -82,7 +82,7 @@ def test_gaps_in_a_table_are_refused(tmp_path):
 
 
 def test_fractions_are_no_integers(tmp_path):
-    with pytest.raises(DataError, match=r"rows.csv: column size is not all int64; it has fractions; fix the file"):
+    with pytest.raises(DataError, match=r"rows.csv: row 1 has 1.7 as size, which takes integers; fix it"):
         table_of(tmp_path / "rows.csv", "size\n1\n1.7\n", size=tf.int64)
 
 

@@ -12,6 +12,7 @@ from hvtrain.step.step_timing import StepTimes
 from hvtrain.system import drawing, gpus
 from hvtrain.system.console import is_launched
 from hvtrain.system.drawing import Bar, Drawing, LiveDisplay, Sender
+from hvtrain.system.text import duration
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class Progress(RunCallback):
             self._first_call,
             (time.monotonic(), self.position.step),
         )
-        return [f"{_clock(seconds)} left"] if seconds else []
+        return [f"{duration(round(seconds))} left"] if seconds else []
 
 
 def display() -> LiveDisplay | Sender | None:
@@ -199,14 +200,3 @@ def _seconds_per_step(start: Moment | None, end: Moment) -> float:
     if start is None or end[1] <= start[1]:
         return 0.0
     return (end[0] - start[0]) / (end[1] - start[1])
-
-
-def _clock(seconds: float) -> str:
-    """Hours, minutes and seconds.
-
-    >>> _clock(59.6), _clock(3725)
-    ('1:00', '1:02:05')
-    """
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
