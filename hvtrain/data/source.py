@@ -348,5 +348,6 @@ def reason(error: tf.errors.OpError) -> str:
     >>> reason(tf.errors.DataLossError(None, None, text))
     'corrupted record at 9'
     """
-    # {{node ...}} comes before the message, [Op:...] after it.
-    return re.sub(r"\{\{.*?\}\}|\[Op:.*", "", error.message, flags=re.DOTALL).strip().rstrip(".")
+    # {{node ...}} comes before the message; [Op:...] and the lines of a traceback come after it.
+    message = re.sub(r"\{\{.*?\}\}|\[Op:.*|\nTraceback .*", "", error.message, flags=re.DOTALL)
+    return re.sub(r"^\w+Error: ", "", message.strip()).rstrip(".")

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from hvtrain.data.pipeline.transform import Transform, decode, decode_batch, decode_files
+from hvtrain.data.pipeline.decoding import decode, decode_batch, decode_files
+from hvtrain.data.pipeline.transform import Transform
 
 SHAPE = (20, 30)
 

@@ -199,7 +199,7 @@ def test_columns_that_do_not_fit_are_refused_at_opening(tmp_path):
     for options, message in [
         ({"image_column": "picture"}, "has no column picture; it has image, label, text"),
         ({"image_column": "text"}, r"column text is string; encoded images \(binary\) or lists of pixels are needed"),
-        ({"label_column": "text"}, "column text is string; labels must be whole numbers"),
+        ({"label_column": "text"}, r"text holds 1 names \(x\) and dataset.num_classes is 3; set it to 1, or give"),
     ]:
         with pytest.raises(DataError, match=message):
             Parquet(str(tmp_path), SHAPE, 3, **options).num_examples("train")

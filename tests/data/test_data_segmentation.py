@@ -9,7 +9,8 @@ from PIL import Image
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays
-from hvtrain.data.sources.segmentation_folder import IGNORED, SegmentationFolder, read_mask
+from hvtrain.data.sources.mask_files import IGNORED, MaskReader
+from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.tasks import Segmentation
 from hvtrain.training import saved_model
@@ -87,7 +88,7 @@ def test_a_mask_may_be_as_large_as_an_image(tmp_path):
     path = tmp_path / "large.png"
     path.write_bytes(png_header(14_000, 14_000))
     with pytest.raises(DataError, match=r"large.png cannot be read: .*truncated"):
-        read_mask((str(path), str(path)), (8, 8), 2)
+        MaskReader(2).read((str(path), str(path)), (8, 8))
 
 
 def test_what_is_wrong_with_a_file_is_named(tmp_path):
@@ -109,8 +110,8 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
     write(mask, np.full((16, 24), 7, "uint8"))
     with pytest.raises(DataError, match=r"train2.png has the label 7, outside 0 \.\.\. 2"):
         first_batch()
-    write(mask, np.zeros((16, 24, 3), "uint8"))
-    with pytest.raises(DataError, match=r"train2.png is a picture of mode RGB; a grey or palette PNG"):
+    write(mask, np.full((16, 24, 3), (0, 0, 1), "uint8"))
+    with pytest.raises(DataError, match=r"train2.png is a picture in colors; give the color of each class, as in"):
         first_batch()
     mask.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"train2.png cannot be read: cannot identify"):

@@ -1,7 +1,7 @@
-"""Turns encoded images into pixels of one size, and augments and normalizes pixels.
+"""Augments and normalizes pixels.
 
-All of it happens inside the input pipeline. Transform.preprocessing() does the same by Keras layers,
-for the saved model.
+It happens inside the input pipeline. Transform.preprocessing() does the same by Keras layers, for the
+saved model.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,7 @@ class Transform:
         """
         layers: list[Callable[[Any], Any]] = []
         if None in shape:
-            # As decode() resizes. The format is explicit, since the user's keras.json may name
+            # As decode() in decoding.py resizes. The format is explicit, since the user's keras.json may name
             # another. Not keras.layers.Resizing: a model that begins with it and is called without
             # `training` trains behind it.
             resize = partial(
@@ -203,45 +203,6 @@ def fit(
         piece = images[rows[start : start + FIT_ROWS]]
         scaler.partial_fit(piece.reshape(-1, int(np.prod(feature_shape))))
     return scaler.mean_.reshape(feature_shape), scaler.scale_.reshape(feature_shape)
-
-
-def decode(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
-    """Decodes one encoded image (JPEG, PNG, GIF, BMP) to uint8 image_shape.
-
-    An animation gives its first frame. Other sizes are resized (bilinear, antialiased); the aspect
-    ratio is not kept. Antialiasing costs more than the decoding itself (docs/input.md).
-    """
-    height, width, channels = image_shape
-    image = tf.io.decode_image(encoded, channels=channels, expand_animations=False)
-
-    def resize() -> tf.Tensor:
-        resized = tf.image.resize(image, [height, width], antialias=True)
-        return tf.saturate_cast(tf.round(resized), tf.uint8)
-
-    # Resizing to the same size would change no bit, and take longer than the decoding.
-    fits = tf.reduce_all(tf.shape(image) == image_shape)
-    return tf.ensure_shape(tf.cond(fits, lambda: image, resize), image_shape)
-
-
-def decode_batch(encoded: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
-    """Decodes strings [batch] to uint8 [batch, h, w, c].
-
-    In turn, since the pipeline decodes several batches at once.
-    """
-    return tf.map_fn(
-        lambda image: decode(image, image_shape),
-        encoded,
-        fn_output_signature=tf.TensorSpec(image_shape, tf.uint8),
-    )
-
-
-def decode_files(paths: tf.Tensor, image_shape: tuple[int, int, int]) -> tf.Tensor:
-    """Reads the files of these paths and decodes them, as decode_batch() does."""
-    return tf.map_fn(
-        lambda path: decode(tf.io.read_file(path), image_shape),
-        paths,
-        fn_output_signature=tf.TensorSpec(image_shape, tf.uint8),
-    )
 
 
 def check_image_shape(image_shape: object) -> tuple[int, int, int]:

@@ -22,6 +22,10 @@ Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
 "train" is required.
 """
 
+CHANNELS = (1, 3, 4)
+RANGE_FACTOR = 30
+"""Pixels up to 1 in one split and above this in another are of two ranges, 0 ... 1 and 0 ... 255."""
+
 FITTED_FILE = "normalization.safetensors"
 
 
@@ -75,6 +79,12 @@ class ArraySource(MemorySource):
             raise ConfigError(f"dataset.standardize={standardize} is unknown; choose {', '.join(STANDARDIZE)}")
 
         super().__init__(name, load, origin, num_validation, more_facts)
+
+        if image_shape[0] in CHANNELS and image_shape[2] not in CHANNELS:
+            raise DataError(
+                f"{name}: images of {image_shape} have their channels first, and height, width, channels are needed; "
+                "give x.transpose(0, 2, 3, 1), or images=False if they are none"
+            )
 
         self.image_shape = image_shape
         if num_classes is not None:
@@ -148,6 +158,21 @@ class ArraySource(MemorySource):
             self._range,
         )
 
+    def description(self) -> dict[str, list[str]]:
+        ranges = {}
+        for split, part in self.parts().items():
+            images = part.elements[0]
+            if len(images):
+                ranges[split] = float(images.min()), float(images.max())
+        texts = [f"{split} {low:g} to {high:g}" for split, (low, high) in ranges.items()]
+        description = {**super().description(), "images": [f"values of {', '.join(texts)} ({images.dtype})"]}
+
+        largest = [high for _, high in ranges.values()]
+        if 0 < min(largest) <= 1 and max(largest) > RANGE_FACTOR:
+            warnings = description.get("warnings", [])
+            description["warnings"] = [*warnings, f"the splits hold values of unlike ranges: {', '.join(texts)}"]
+        return description
+
     def value_range(self) -> tuple[float, float] | None:
         """Returns 0 ... max_value for integers, 0 ... 1 for fractions.
 
@@ -214,6 +239,8 @@ class ImagesWithMasks(ArraySource):
     """
 
     _has_labels = False
+    _is_binary = False
+    """True if 255 is class 1, not ignored."""
 
     def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
         images, masks, *weights = elements
@@ -233,7 +260,19 @@ class ImagesWithMasks(ArraySource):
                 f"from 0, and {IGNORED} where a pixel does not count"
             )
 
+        # Many tools paint the foreground white. As an ignored label it would leave one class alone.
+        if split == "train" and self.num_classes == 2:
+            self._is_binary = {IGNORED} <= set(np.unique(masks).tolist()) <= {0, IGNORED}
+        if self._is_binary:
+            if not np.isin(masks, (0, IGNORED)).all():
+                raise DataError(f"{where}: masks hold other values than 0 and 255, which those of train have; fix them")
+            masks = masks == IGNORED
+
         return super().check(split, images, masks.astype(np.uint8), *weights)
+
+    def description(self) -> dict[str, list[str]]:
+        masks = ["0 and 255, read as the classes 0 and 1"] if self._is_binary else []
+        return {**super().description(), "masks": masks}
 
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
         images, masks, *weights = elements

@@ -24,7 +24,7 @@ from hvtrain.data.pipeline.streams import (
 )
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import LEAVE_OUT, Preprocessing, Unreadable, reason
-from hvtrain.errors import DataError
+from hvtrain.errors import ConfigError, DataError
 from hvtrain.system import cores
 
 Piece = TypeVar("Piece")
@@ -60,11 +60,18 @@ class FileSource(NotesFailure, StreamedSource):
         it is left out.
     """
 
-    def __init__(self, dir: str, image_shape: Sequence[int], transform: Transform) -> None:
+    def __init__(
+        self,
+        dir: str,
+        image_shape: Sequence[int],
+        transform: Transform,
+        exif: bool = True,
+    ) -> None:
         self.folder = user_path(dir)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.transform = transform
+        self.exif = exif
         self._new: list[Unreadable] = []  # Left out since the last call of unreadable().
         # The locations of all that was left out: every epoch meets such an example again, but it
         # counts once.
@@ -277,9 +284,11 @@ def decoded_preprocessing(transform: Transform, image_shape: tuple[int, int, int
     )
 
 
-def decode_whole(encoded: Any, channels: int) -> np.ndarray:
-    """Decodes one image in its own size, as users of a saved model do."""
-    return tf.io.decode_image(encoded, channels, expand_animations=False).numpy()
+def check_class_names(class_names: Sequence[str] | None, num_classes: int) -> Sequence[str] | None:
+    """Returns the names, if there are any. Raises ConfigError if there is not one for each class."""
+    if class_names is not None and len(class_names) != num_classes:
+        raise ConfigError(f"dataset.class_names has {len(class_names)} names for {num_classes} classes; give one each")
+    return class_names
 
 
 class DealtSource(FileSource):

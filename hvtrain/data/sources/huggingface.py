@@ -13,18 +13,15 @@ import pyarrow as pa
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.formats.folders import left_out, split_entries
+from hvtrain.data.formats.image_files import MAX_SAMPLE, describe_images
 from hvtrain.data.manifest import user_path
+from hvtrain.data.pipeline.decoding import decode_batch, decode_whole
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
-from hvtrain.data.pipeline.transform import (
-    Transform,
-    Unchanged,
-    check_image_shape,
-    decode_batch,
-)
+from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape
 from hvtrain.data.source import Preprocessing, reason
 from hvtrain.data.sources.file_source import (
     NotesFailure,
-    decode_whole,
     decoded_preprocessing,
     with_files,
 )
@@ -38,7 +35,7 @@ LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 class HuggingFace(NotesFailure, IndexedSource):
     """A data set that save_to_disk() wrote: one Dataset, the training part, or a DatasetDict.
 
-    The splits of a DatasetDict are train, validation and test. Rows are read by number, so a
+    The splits of a DatasetDict are train, validation (or val, valid, dev) and test. Rows are read by number, so a
     resumed run reads none that it has seen.
 
     Args:
@@ -48,6 +45,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         image_shape: [height, width, channels] to which encoded images are resized; their pixels
             become 0 ... 1.
         shift_pixels, flip: augmentation of training images, if the input is one column of images.
+        exif: turns photographs upright, as their EXIF orientation says.
 
     Raises:
         ConfigError: without the library, for unknown columns, and for images without an
@@ -65,12 +63,14 @@ class HuggingFace(NotesFailure, IndexedSource):
         image_shape: Sequence[int] | None = None,
         shift_pixels: int = 0,
         flip: bool = False,
+        exif: bool = True,
     ) -> None:
         self.folder = user_path(dir)
         self.origin = str(self.folder)
+        self.exif = exif
         self._input = input
         self._target = target
-        self._splits = load_splits(self.folder)
+        self._splits, self._warnings = load_splits(self.folder)
         train = self._splits["train"]
 
         self._columns = [*_names(input), *_names(target)]
@@ -114,6 +114,16 @@ class HuggingFace(NotesFailure, IndexedSource):
 
     def num_examples(self, split: str) -> int:
         return len(self._splits.get(split, ()))
+
+    def description(self) -> dict[str, list[str]]:
+        description = super().description()
+        rows = self._splits["train"].with_format("arrow")[:MAX_SAMPLE]
+        for name in sorted(self._images):
+            encoded = enumerate(self._array(rows, name, "train", np.arange(rows.num_rows)))
+            images = [(f"{self.folder}, train: row {row} of {name}", image) for row, image in encoded]
+            phrases = describe_images(images, self._image_shape or (), self.exif)
+            description["images"] = [*description.get("images", []), *phrases]
+        return {**description, "warnings": self._warnings}
 
     def manifest(self) -> dict[str, Any]:
         def paths(split):
@@ -167,7 +177,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         """Returns a batch of a column as streams give it, and decodes images."""
         if name in self._images:
             encoded = tf.ensure_shape(values, [None])
-            values = decode_batch(encoded, self._image_shape)  # type: ignore[arg-type]
+            values = decode_batch(encoded, self._image_shape, self.exif)  # type: ignore[arg-type]
             # If the input is this column alone, the transform scales it; other images are scaled
             # here.
             if name != self._input:
@@ -188,7 +198,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         numbers = np.asarray(topology.share(self.num_examples(split)), np.int64)[:number]
         table = self._splits[split].with_format("arrow")[numbers.tolist()]
         encoded = self._array(table, str(self._input), split, numbers)
-        return [decode_whole(image, self.image_shape[2]) for image in encoded]
+        return [decode_whole(image, self.image_shape[2], self.exif).numpy() for image in encoded]
 
     def explain(self, error: Exception) -> Exception:
         explained = super().explain(error)
@@ -196,7 +206,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             return explained
 
         is_of_an_image = self._images and re.search("[Ii]mage", str(error))
-        if not is_of_an_image or not isinstance(error, tf.errors.InvalidArgumentError):
+        if not is_of_an_image or not isinstance(error, tf.errors.InvalidArgumentError | tf.errors.UnknownError):
             return error
         # TensorFlow does not say which image it could not decode.
         return DataError(
@@ -304,8 +314,8 @@ def plain_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     return column
 
 
-def load_splits(folder: Path) -> dict[str, Any]:
-    """Opens the data sets of a folder by split.
+def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Opens the data sets of a folder by split, and warns of those that are none.
 
     Raises:
         ConfigError: without the library.
@@ -324,7 +334,9 @@ def load_splits(folder: Path) -> dict[str, Any]:
         ) from error
 
     # A single Dataset has no splits: it is all for training.
-    splits = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-    if not len(splits.get("train", [])):
-        raise DataError(f"{folder} has {', '.join(splits)}; a split train with rows is needed")
-    return splits
+    parts = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    names = split_entries(parts)
+    if not len(parts[names["train"]] if "train" in names else []):
+        raise DataError(f"{folder} has {', '.join(parts)}; a split train with rows is needed")
+    unused = left_out(map(Path, parts), map(Path, names.values()))
+    return {split: parts[name] for split, name in names.items()}, unused

@@ -1,26 +1,28 @@
 """Image files in DIR/train/CLASS/, DIR/validation/CLASS/, DIR/test/CLASS/: one folder per class."""
 
-import logging
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import listed
+from hvtrain.data.formats.folders import left_out, split_folders, visible
+from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
+from hvtrain.data.pipeline.decoding import decode, decode_files, decode_whole
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
-from hvtrain.data.pipeline.transform import Transform, decode, decode_files
+from hvtrain.data.pipeline.transform import Transform
 from hvtrain.data.source import Unreadable
-from hvtrain.data.sources.file_source import Example, FileSource, decode_whole
+from hvtrain.data.sources.file_source import Example, FileSource
 from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 
-log = logging.getLogger(__name__)
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
 CACHE_BATCH = 32  # Images that are decoded at a time, when a shard is cached.
 
 Files = list[tuple[str, int]]
@@ -30,24 +32,26 @@ Files = list[tuple[str, int]]
 class ImageFolder(FileSource, IndexedSource):
     """Images in one folder per class. Pixels are scaled to 0 ... 1.
 
-    Class names are the sorted folder names, the same in every split.
+    Class names are the sorted folder names of the training part. Another part may lack some of them.
 
     Example:
         python -m hvtrain dataset=image_folder dataset.dir=flowers dataset.validation_fraction=0.1
 
     Args:
-        dir: holds the folders train, validation and test; the last two are optional.
+        dir: holds the folders train, validation (or val, valid, dev) and test; the last two are
+            optional.
         image_shape: every image is resized to [height, width], and read with that many channels.
         validation_fraction, test_fraction: taken out of train if there is no such folder, class by
             class and the same in every run.
         shift_pixels, flip: augmentation of training images; see Transform.
         cache: keeps this rank's decoded shard in memory (height * width * channels bytes an image)
             instead of reading files again.
+        exif: turns photographs upright, as their EXIF orientation says.
 
     Raises:
-        ConfigError: if the fractions leave nothing to train on.
-        DataError: if a folder holds no classes, a class no images, or splits differ in their
-            classes.
+        ConfigError: if the fractions leave nothing to train on, or take nothing.
+        DataError: if a folder holds no classes, a class no training images, or a split has classes
+            of its own.
     """
 
     name = "image_folder"
@@ -61,10 +65,12 @@ class ImageFolder(FileSource, IndexedSource):
         shift_pixels: int = 0,
         flip: bool = True,
         cache: bool = False,
+        exif: bool = True,
     ) -> None:
         transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
-        super().__init__(dir, image_shape, transform)
-        self.class_names: list[str] = class_folders(self.folder / "train")
+        super().__init__(dir, image_shape, transform, exif)
+        self._folders = {"train": self.folder / "train", **split_folders(self.folder)}
+        self.class_names: list[str] = list(class_folders(self._folders["train"]).values())
         self.num_classes = len(self.class_names)
         self._cache = cache
         # Pixels and labels by split, rank and number of ranks.
@@ -78,29 +84,81 @@ class ImageFolder(FileSource, IndexedSource):
                 "than 1"
             )
 
+        # What each split's class folders hold beside images, for the description.
+        self._others: dict[str, Counter[str]] = {}
         self._files = self._list_splits(fractions)
+        self._look = self._describe_sample()
 
     def _list_splits(self, fractions: dict[str, float]) -> dict[str, Files]:
         """Lists each split's own folder, or takes a fraction of train in its place."""
-        train_folder = self.folder / "train"
-        train = list_files(train_folder, self.class_names)
+        train = self._list_files("train")
+        num_images = Counter(label for _, label in train)
+        for label, name in enumerate(self.class_names):
+            if not num_images[label]:
+                folder = self._folders["train"] / name
+                raise DataError(f"{folder} holds no images ({', '.join(SUFFIXES)}); add some or remove it")
+
         files: dict[str, Files] = {}
-
         for split, fraction in fractions.items():
-            folder = self.folder / split
-            if folder.is_dir():
-                differing = sorted(set(class_folders(folder)) ^ set(self.class_names))
-                if differing:
-                    raise DataError(
-                        f"{folder} and {train_folder} differ in their classes: "
-                        f"{', '.join(differing[:5])}; every split needs the same class folders"
-                    )
-
-                files[split] = list_files(folder, self.class_names)
+            if split in self._folders:
+                files[split] = self._list_files(split)
             elif fraction:
                 train, files[split] = split_off(train, fraction)
+                emptied = set(num_images) - {label for _, label in train}
+                if not files[split] or emptied:
+                    names = [self.class_names[label] for label in sorted(emptied)]
+                    effect = f"leaves no training images of {listed(names)}" if emptied else "takes no image"
+                    raise ConfigError(
+                        f"dataset.{split}_fraction={fraction} {effect}: the classes have "
+                        f"{min(num_images.values()):,} to {max(num_images.values()):,} images; change it, or make "
+                        f"a folder {split}/"
+                    )
 
         return {**files, "train": train}
+
+    def _list_files(self, split: str) -> Files:
+        """Lists all images of a split, sorted by class and name, and counts what else there is."""
+        folder = self._folders[split]
+        names = class_folders(folder)
+        # Folders of other splits may write the same name in another Unicode form.
+        labels = {normal_form(name): label for label, name in enumerate(self.class_names)}
+        unknown = sorted(set(names) - set(labels))
+        if unknown:
+            raise DataError(
+                f"{folder} has classes that {self._folders['train']} lacks: {listed(unknown)}; a model can only "
+                "predict classes that it has seen, so move them, or rename them as in train"
+            )
+
+        others: Counter[str] = Counter()
+        files: Files = []
+        for name in sorted(names, key=labels.__getitem__):
+            for path in visible(folder / names[name]):
+                if path.suffix.lower() in SUFFIXES and not path.is_dir():
+                    files.append((str(path), labels[name]))
+                else:
+                    others["folder" if path.is_dir() else path.suffix or path.name] += 1
+
+        self._others[split] = others
+        return files
+
+    def _describe_sample(self) -> list[str]:
+        images = [(path, path) for path in sample(self.paths("train"))]
+        return describe_images(images, self.image_shape, self.exif)
+
+    def description(self) -> dict[str, list[str]]:
+        folders = [path for path in visible(self.folder) if path.is_dir()]
+        warnings = left_out(folders, self._folders.values())
+        for split, others in self._others.items():
+            if others:
+                kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
+                warnings.append(f"{self._folders[split]}: left out what is no image: {kinds}")
+        return {**super().description(), "images": self._look, "warnings": warnings}
+
+    def whole_targets(self) -> dict[str, Any]:
+        return {split: np.array([label for _, label in files], np.int32) for split, files in self._files.items()}
+
+    def class_counts(self) -> np.ndarray | None:
+        return np.bincount(self.whole_targets()["train"], minlength=self.num_classes)
 
     def num_examples(self, split: str) -> int:
         return len(self._files.get(split, []))
@@ -126,7 +184,7 @@ class ImageFolder(FileSource, IndexedSource):
         paths, labels = self._shard(split, topology)
 
         def read(indices):
-            images = decode_files(tf.gather(paths, indices), self.image_shape)
+            images = decode_files(tf.gather(paths, indices), self.image_shape, self.exif)
             return images, tf.gather(labels, indices)
 
         return read
@@ -140,7 +198,8 @@ class ImageFolder(FileSource, IndexedSource):
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         paths, _ = self._shard(split, topology)
         channels = self.image_shape[2]
-        return [decode_whole(tf.io.read_file(path), channels) for path in paths[:number]]
+        encoded = map(tf.io.read_file, paths[:number])
+        return [decode_whole(image, channels, self.exif).numpy() for image in encoded]
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns this rank's paths and labels."""
@@ -160,7 +219,7 @@ class ImageFolder(FileSource, IndexedSource):
         readable_labels = np.full([len(paths)], -1, np.int32)
 
         def read(number, path):
-            return number, decode(tf.io.read_file(path), self.image_shape)
+            return number, decode(tf.io.read_file(path), self.image_shape, self.exif)
 
         # With their numbers, since ignore_errors() leaves gaps.
         numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
@@ -174,60 +233,31 @@ class ImageFolder(FileSource, IndexedSource):
             return tf.constant(pixels), tf.constant(readable_labels)
 
 
-def class_folders(folder: Path) -> list[str]:
-    """Returns the sorted names of the class folders.
+def class_folders(folder: Path) -> dict[str, str]:
+    """Returns the names of the class folders, by their normal form, sorted.
 
     Raises:
-        DataError: if there are none.
+        DataError: if there are none, or two differ only in their Unicode form.
     """
-    names = []
+    names: dict[str, str] = {}
     if folder.is_dir():
-        names = sorted(path.name for path in _visible(folder) if path.is_dir())
+        for path in visible(folder):
+            key = normal_form(path.name)
+            if path.is_dir() and key in names:
+                raise DataError(
+                    f"{folder} has two folders {key} whose names differ only in their Unicode form "
+                    f"({names[key].encode()!r} and {path.name.encode()!r}); join them"
+                )
+            if path.is_dir():
+                names[key] = path.name
     if not names:
         raise DataError(f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg")
     return names
 
 
-def list_files(folder: Path, class_names: list[str]) -> Files:
-    """Returns all images of the classes, sorted by class and name.
-
-    Logs which other files there are, since a data set in an unknown format would be silently
-    smaller.
-
-    Raises:
-        DataError: if a class has no images.
-    """
-    files: Files = []
-    others: Counter[str] = Counter()
-    for label, class_name in enumerate(class_names):
-        paths = []
-        for path in _visible(folder / class_name):
-            if path.suffix.lower() in SUFFIXES:
-                paths.append(str(path))
-            else:
-                kind = path.suffix or path.name
-                others["folder" if path.is_dir() else kind] += 1
-
-        if not paths:
-            raise DataError(f"{folder / class_name} holds no images ({', '.join(SUFFIXES)}); add some or remove it")
-        files += [(path, label) for path in sorted(paths)]
-
-    if others:
-        kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
-        log.warning(
-            "%s: left out what is not %s: %s",
-            folder,
-            ", ".join(SUFFIXES),
-            kinds,
-        )
-
-    return files
-
-
-def _visible(folder: Path) -> list[Path]:
-    """Returns the entries of a folder without hidden ones."""
-    # Such as .ipynb_checkpoints, and the ._NAME that macOS writes beside each file.
-    return [path for path in folder.iterdir() if not path.name.startswith(".")]
+def normal_form(name: str) -> str:
+    """A name in the Unicode form of most systems: macOS and archives write é as e and an accent."""
+    return unicodedata.normalize("NFC", name)
 
 
 def split_off(files: Files, fraction: float) -> tuple[Files, Files]:

@@ -104,6 +104,16 @@ class MemorySource(IndexedSource):
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), **self._more_facts}
 
+    def description(self) -> dict[str, list[str]]:
+        description = super().description()
+        targets = self.whole_targets()["train"]
+        is_classes = "num_classes" in self.facts() and isinstance(targets, np.ndarray) and targets.ndim == 1
+        if is_classes and targets.dtype.kind in "iu" and targets.size and targets.min() > 0:
+            description["warnings"] = [
+                f"classes begin at {targets.min()}, and a model has an output for 0 too; give y - {targets.min()}"
+            ]
+        return description
+
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
         # By the identity of the arrays: validation and training may share them, and hashing takes

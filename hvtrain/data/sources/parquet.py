@@ -6,21 +6,25 @@ Only two columns are read: a file with many more costs no more.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import listed
 from hvtrain.data.formats import row_groups
+from hvtrain.data.formats.image_files import MAX_SAMPLE, describe_images
 from hvtrain.data.formats.row_groups import Columns, RowGroup, is_encoded
 from hvtrain.data.pipeline import streams
-from hvtrain.data.pipeline.transform import Transform, decode_batch
+from hvtrain.data.pipeline.decoding import decode_batch
+from hvtrain.data.pipeline.transform import Transform
 from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable
-from hvtrain.data.sources.file_source import DealtSource, Example
+from hvtrain.data.sources.file_source import DealtSource, Example, check_class_names
 from hvtrain.errors import ConfigError, DataError
 
 # A row's code is the number of its row group, shifted by this many bits, plus the row's number.
@@ -54,14 +58,16 @@ class Parquet(DealtSource):
             dataset.num_classes=5
 
     Args:
-        dir: holds train*.parquet or train/, and likewise validation and test; or is one file, the
-            training part.
+        dir: holds train*.parquet or train/, and likewise validation (or val, valid, dev) and test;
+            or is one file, the training part.
         image_shape: [height, width, channels]. Encoded images of other sizes are resized.
-        num_classes: labels are whole numbers from 0 to num_classes - 1.
+        num_classes: labels are whole numbers from 0 to num_classes - 1, or text.
         image_column, label_column: names of columns; `record.field` names the field of a struct.
         scale: what pixels are divided by.
         shuffle_groups: number of row groups whose rows are shuffled together.
         shift_pixels, flip: augmentation of training images; see Transform.
+        class_names: by class, if labels are text; None: those of the training part, sorted.
+        exif: turns encoded photographs upright, as their EXIF orientation says.
 
     Raises:
         ConfigError: if a setting is out of range.
@@ -85,6 +91,8 @@ class Parquet(DealtSource):
         shuffle_groups: int = 4,
         shift_pixels: int = 0,
         flip: bool = False,
+        class_names: Sequence[str] | None = None,
+        exif: bool = True,
     ) -> None:
         if not scale > 0:
             raise ConfigError(f"dataset.scale={scale} cannot divide pixels; give the largest value, 255 or 1")
@@ -92,8 +100,10 @@ class Parquet(DealtSource):
             raise ConfigError(f"dataset.shuffle_groups={shuffle_groups} is out of range; it must be at least 1")
 
         transform = Transform(scale=scale, shift_pixels=shift_pixels, flip=flip)
-        super().__init__(dir, image_shape, transform)
+        super().__init__(dir, image_shape, transform, exif)
         self.num_classes = num_classes
+        self.class_names = check_class_names(class_names, num_classes)
+        self._ranges: dict[Path, tuple[float, float]] = {}  # Of the pixels, by file.
         self._shuffle_groups = shuffle_groups
         self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
 
@@ -106,8 +116,9 @@ class Parquet(DealtSource):
         counts: dict[str, dict[RowGroup, int]] = {split: {} for split in self.SPLITS}
         # The first file with each type of pixels, for the message if types do not go together.
         first_paths: dict[pa.DataType, Path] = {}
+        files, self._warnings = row_groups.find_files(self.folder)
         for split in counts:
-            for path in row_groups.find_files(self.folder, split):
+            for path in files.get(split, []):
                 for group in self._read_footer(path, first_paths):
                     counts[split][group] = group.num_rows
 
@@ -117,8 +128,7 @@ class Parquet(DealtSource):
             )
 
         # Encoded images may have different types of bytes, and pixels different types of numbers,
-        # but
-        # not both in one data set.
+        # but not both in one data set.
         kinds = [is_encoded(pixel_type) for pixel_type in first_paths]
         if any(kinds) and not all(kinds):
             paths = " and ".join(map(str, first_paths.values()))
@@ -129,7 +139,45 @@ class Parquet(DealtSource):
         self._encoded = any(kinds)
         # Pixels of all other types, or of several types, become float32.
         self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
+        row_groups.check_ranges(self._ranges)
+        self._name_classes(counts["train"])
         return counts
+
+    def _name_classes(self, groups: Iterable[RowGroup]) -> None:
+        """Takes the names of classes from labels that are text. Raises DataError for too many."""
+        paths = list(dict.fromkeys(group.path for group in groups))
+        if not row_groups.is_text(row_groups.label_type(Path(paths[0]), self._columns)):
+            return
+        if self.class_names is None:
+            labels = row_groups.read_labels(paths, self._columns)
+            names = sorted(str(name) for name in labels.unique().drop_null().to_pylist())
+            if len(names) != self.num_classes:
+                raise DataError(
+                    f"{self.folder}: {self._columns.label} holds {len(names)} names ({listed(names)}) and "
+                    f"dataset.num_classes is {self.num_classes}; set it to {len(names)}, or give dataset.class_names"
+                )
+            self.class_names = names
+        self._columns = replace(self._columns, class_names=tuple(self.class_names))
+
+    def facts(self) -> dict[str, Any]:
+        self.num_examples("train")  # Counting finds the names of classes.
+        return super().facts()
+
+    def description(self) -> dict[str, list[str]]:
+        warnings = list(self._warnings)
+        description = super().description()
+        if self._encoded:
+            group = next(iter(self.counts["train"]))
+            images = [image for image in self._read_group(group)[0][:MAX_SAMPLE] if image]
+            named = [(f"{group}, row {row}", image) for row, image in enumerate(images)]
+            description["images"] = describe_images(named, self.image_shape, self.exif)
+        elif self._ranges:
+            low = min(low for low, _ in self._ranges.values())
+            high = max(high for _, high in self._ranges.values())
+            description["images"] = [f"pixels {low:g} to {high:g}, divided by {self.transform.scale:g}"]
+            if high <= 1 < self.transform.scale or high > self.transform.scale:
+                warnings.append(f"pixels reach {high:g} and are divided by {self.transform.scale:g}; set dataset.scale")
+        return {**description, "warnings": warnings}
 
     def _read_footer(self, path: Path, first_paths: dict[pa.DataType, Path]) -> list[RowGroup]:
         """Returns a file's row groups; adds its path to first_paths if its type of pixels is new."""
@@ -143,7 +191,11 @@ class Parquet(DealtSource):
             return []
 
         if groups:
-            first_paths.setdefault(row_groups.pixel_type(path, schema, self._columns), path)
+            pixel_type = row_groups.pixel_type(path, schema, self._columns)
+            first_paths.setdefault(pixel_type, path)
+            pixel_range = row_groups.value_range(path, self._columns)
+            if pixel_range and not is_encoded(pixel_type):
+                self._ranges[path] = pixel_range
         return groups
 
     @cached_property
@@ -184,7 +236,7 @@ class Parquet(DealtSource):
     def reader(self, split: str, topology: Topology) -> streams.Read:
         def decode(images, labels, codes):
             if self._encoded:
-                images = decode_batch(images, self.image_shape)
+                images = decode_batch(images, self.image_shape, self.exif)
             return images, labels
 
         return decode

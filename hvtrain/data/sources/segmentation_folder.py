@@ -1,66 +1,67 @@
 """Images and masks as files: folders of both, or the layout of PASCAL VOC."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from PIL import Image, UnidentifiedImageError
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import listed, percent
+from hvtrain.data.formats.folders import left_out, split_folders, visible
+from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
 from hvtrain.data.manifest import user_path
+from hvtrain.data.pipeline.decoding import decode_files, decode_whole
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
-from hvtrain.data.pipeline.transform import (
-    IGNORED,
-    Transform,
-    check_image_shape,
-    decode_files,
-)
+from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape
 from hvtrain.data.source import Preprocessing, reason
 from hvtrain.data.sources.file_source import (
     NotesFailure,
-    decode_whole,
+    check_class_names,
     decoded_preprocessing,
     with_files,
 )
+from hvtrain.data.sources.mask_files import MaskReader, Pairs, pair_up, parse_colors
 from hvtrain.errors import ConfigError, DataError
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
+IMAGE_FOLDERS = ("images", "image", "imgs", "img")
+MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "gt")
 VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
-
-# The most pixels of an image, as in TensorFlow.
-MAX_PIXELS = 2**29
-# Pillow refuses images of twice this limit. Its default is meant for photographs.
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
-
-Pairs = list[tuple[str, str]]
-"""Paths of an image and of its mask."""
+MAX_COUNTED = 64
+"""Masks of a split whose pixels are counted before training."""
 
 
 class SegmentationFolder(NotesFailure, IndexedSource):
     """Images, and a mask of class indices for each.
 
     Images are resized, and scaled to 0 ... 1; masks are resized to the nearest pixel. A mask is a
-    grey or palette PNG whose values are classes; 255 is ignored.
+    grey or palette image whose values are classes, and 255 is ignored; or one whose colors are. With
+    two classes and masks of 0 and 255 alone, 255 is class 1.
 
     Example:
         python -m hvtrain dataset=segmentation_folder dataset.dir=VOC2012 task=segmentation
             dataset.image_shape=[256,256,3] dataset.num_classes=21 model=deeplabv3plus
 
     Args:
-        dir: holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png for the splits train, validation
-            and test; or, as PASCAL VOC does, JPEGImages/, SegmentationClass/ and the lists
+        dir: holds SPLIT/images/NAME.jpg and SPLIT/masks/NAME.png (or NAME_mask.png and the like)
+            for the splits train, validation and test; or images/SPLIT/ and masks/SPLIT/; or, as
+            PASCAL VOC does, JPEGImages/, SegmentationClass/ and the lists
             ImageSets/Segmentation/train.txt and val.txt.
         image_shape: every image is resized to [height, width], and read with that many channels.
         num_classes: with the background.
         class_names: by class.
         shift_pixels, flip: augmentation of training images, with their masks; pixels that come in
             at a border are ignored.
+        colors: of masks in colors, by class: [red, green, blue], '#rrggbb' or a grey level; one more
+            is that of ignored pixels.
+        exif: turns photographs upright, as their EXIF orientation says.
 
     Raises:
-        ConfigError: if there is not one name for each class.
+        ConfigError: if there is not one name, or color, for each class.
         DataError: if there are no training images, or an image has no mask.
     """
 
@@ -74,28 +75,60 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         class_names: Sequence[str] | None = None,
         shift_pixels: int = 0,
         flip: bool = True,
+        colors: Sequence[Any] | None = None,
+        exif: bool = True,
     ) -> None:
-        if class_names is not None and len(class_names) != num_classes:
-            raise ConfigError(
-                f"dataset.class_names has {len(class_names)} names for {num_classes} classes; give one each"
-            )
-
         self.folder = user_path(dir)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.num_classes = num_classes
-        self.class_names = class_names
+        self.class_names = check_class_names(class_names, num_classes)
         self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
 
+        self.exif = exif
+
         # PASCAL VOC has files that list the images of each split; otherwise each split is a folder.
-        is_voc = (self.folder / "ImageSets").is_dir()
-        list_pairs = voc_pairs if is_voc else folder_pairs
-        self._pairs = {split: list_pairs(self.folder, split) for split in self.SPLITS}
-        if not self._pairs["train"]:
+        self._warnings: list[str] = []
+        if (self.folder / "ImageSets").is_dir():
+            self._pairs = voc_pairs(self.folder)
+        else:
+            self._pairs, self._warnings = list_pairs(self.folder)
+        if not self._pairs.get("train"):
             raise DataError(
                 f"{self.folder} holds no training images; files are needed as "
                 "train/images/NAME.jpg and train/masks/NAME.png, or in the layout of PASCAL VOC"
             )
+
+        images = sample([image for image, _ in self._pairs["train"]])
+        self._look = describe_images(zip(images, images), self.image_shape, exif)
+        self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), exif=exif)
+        values = set(self._count("train"))
+        # Many tools paint the foreground white. As an ignored label it would leave one class alone.
+        if num_classes == 2 and not colors and IGNORED in values <= {0, IGNORED}:
+            self._masks = replace(self._masks, is_binary=True)
+
+    def _count(self, split: str) -> Counter[int]:
+        """Counts the pixels of each label in some masks of a split."""
+        return self._masks.count(sample([mask for _, mask in self._pairs[split]], MAX_COUNTED))
+
+    def description(self) -> dict[str, list[str]]:
+        phrases = []
+        warnings = list(self._warnings)
+        if self._masks.is_binary:
+            phrases.append("0 and 255, read as the classes 0 and 1")
+        names = [str(name) for name in self.class_names or range(self.num_classes)]
+        for split, pairs in self._pairs.items():
+            counts = self._count(split)
+            if self._masks.is_binary:
+                counts = Counter({0: counts[0], 1: counts[IGNORED]})
+            total = sum(counts[label] for label in range(self.num_classes)) or 1
+            scope = f"{len(sample(pairs, MAX_COUNTED))} of {len(pairs)} masks"
+            shares = [f"{name} {percent(counts[label] / total)}" for label, name in enumerate(names)]
+            phrases.append(f"pixels of {split} ({scope}): {listed(shares, 8)}")
+            missing = [name for label, name in enumerate(names) if not counts[label]]
+            if missing:
+                warnings.append(f"{split} has no pixel of {listed(missing)} in {scope}")
+        return {**super().description(), "images": self._look, "masks": phrases, "warnings": warnings}
 
     @property
     def element_spec(self) -> tuple[Any, ...]:
@@ -108,7 +141,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
 
     def manifest(self) -> dict[str, Any]:
         def paths(split):
-            return [path for pair in self._pairs[split] for path in pair]
+            return [path for pair in self._pairs.get(split, ()) for path in pair]
 
         return with_files(super().manifest(), self.folder, paths)
 
@@ -126,14 +159,14 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         def read_masks(indices):
             size = width, height
             try:
-                masks = [read_mask(pairs[index], size, self.num_classes) for index in indices]
+                masks = [self._masks.read(pairs[index], size) for index in indices]
                 return np.stack(masks)
             except DataError as error:
                 raise self.fail(str(error)) from error
 
         def read(indices):
             masks = tf.numpy_function(read_masks, [indices], tf.uint8)
-            images = decode_files(tf.gather(image_paths, indices), self.image_shape)
+            images = decode_files(tf.gather(image_paths, indices), self.image_shape, self.exif)
             return images, tf.ensure_shape(masks, [None, height, width])
 
         return read
@@ -153,81 +186,80 @@ class SegmentationFolder(NotesFailure, IndexedSource):
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         # Without masks, which are not inputs of the saved model.
         pairs = self._shard(split, topology)[:number]
-        return [decode_whole(tf.io.read_file(image), self.image_shape[2]) for image, _ in pairs]
+        encoded = [tf.io.read_file(image) for image, _ in pairs]
+        return [decode_whole(image, self.image_shape[2], self.exif).numpy() for image in encoded]
 
     def explain(self, error: Exception) -> Exception:
         explained = super().explain(error)
         if explained is not error:
             return explained
 
-        is_of_a_file = isinstance(error, tf.errors.InvalidArgumentError | tf.errors.NotFoundError)
+        is_of_a_file = isinstance(
+            error, tf.errors.InvalidArgumentError | tf.errors.NotFoundError | tf.errors.UnknownError
+        )
         # All images are read below, so not after another error, such as that of a layer.
-        if not is_of_a_file or not re.search("DecodeImage|ReadFile", str(error)):
+        if not is_of_a_file or not re.search("DecodeImage|ReadFile|PyFunc", str(error)):
             return error
         for pairs in self._pairs.values():
             for image, _ in pairs:
                 try:  # TensorFlow does not say which image it could not decode.
-                    tf.io.decode_image(tf.io.read_file(image))
+                    decode_whole(tf.io.read_file(image), self.image_shape[2], self.exif)
                 except tf.errors.OpError as failure:
                     return DataError(f"{image} cannot be read: {reason(failure)}; fix or remove it")
 
         return error
 
 
-def read_mask(pair: tuple[str, str], size: tuple[int, int], num_classes: int) -> np.ndarray:
-    """Reads the mask of (image, mask), and resizes it to uint8 of `size`, which is (width, height).
+def list_pairs(folder: Path) -> tuple[dict[str, Pairs], list[str]]:
+    """Lists images and masks by split, and what belongs to neither, as warnings.
 
-    Raises:
-        DataError: if it cannot be read, differs in size from its image, or has other labels.
+    The folders are SPLIT/images/ and SPLIT/masks/, or images/SPLIT/ and masks/SPLIT/.
     """
-    image, mask = pair
-    try:
-        with Image.open(image) as picture, Image.open(mask) as labels:
-            if picture.size != labels.size:
-                raise DataError(f"{mask} is {labels.size} pixels and its image {picture.size}; both need one size")
-            # A picture in colours has lost the numbers of the classes.
-            if labels.mode not in ("P", "L", "1"):
-                raise DataError(f"{mask} is a picture of mode {labels.mode}; a grey or palette PNG of labels is needed")
-            # Labels are not interpolated: there is no class between two others.
-            classes = np.asarray(labels.resize(size, Image.Resampling.NEAREST), np.uint8)
-    except Image.DecompressionBombError as error:
-        raise DataError(f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles") from error
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"{mask} cannot be read: {error}; fix or remove it") from error
+    folders = {split: (path, path) for split, path in split_folders(folder).items()}
+    images = _named(folder, IMAGE_FOLDERS)
+    masks = _named(folder, MASK_FOLDERS)
+    if images and masks:
+        mask_folders = split_folders(masks)
+        parts = split_folders(images).items()
+        folders = {split: (path, mask_folders.get(split, masks / path.name)) for split, path in parts}
 
-    is_outside = (classes >= num_classes) & (classes != IGNORED)
-    if is_outside.any():
-        raise DataError(
-            f"{mask} has the label {classes[is_outside][0]}, outside 0 ... {num_classes - 1}; fix it or num_classes"
-        )
+    pairs: dict[str, Pairs] = {}
+    warnings = []
+    for split, (image_parent, mask_parent) in folders.items():
+        if image_parent == mask_parent:
+            image_parent = _named(image_parent, IMAGE_FOLDERS) or image_parent / "images"
+            mask_parent = _named(mask_parent, MASK_FOLDERS) or mask_parent / "masks"
+        entries = visible(image_parent) if image_parent.is_dir() else []
+        paths = [path for path in entries if path.suffix.lower() in SUFFIXES]
+        pairs[split], unused = pair_up(paths, mask_parent)
+        alone = [path.name for path in (*sorted(set(entries) - set(paths)), *unused)]
+        if alone:
+            warnings.append(f"{split}: left out what is no image, or has none: {listed(alone)}")
 
-    return classes
-
-
-def folder_pairs(folder: Path, split: str) -> Pairs:
-    """Lists images and masks of the same name, sorted; none if there is no such folder."""
-    images = folder / split / "images"
-    # Sorted, since file systems list a folder in any order, and all ranks need the same one.
-    paths = []
-    if images.is_dir():
-        paths = sorted(path for path in images.iterdir() if path.suffix.lower() in SUFFIXES)
-    return [_pair(path, folder / split / "masks") for path in paths]
+    if not (images and masks):
+        others = [path for path in visible(folder) if path.is_dir()] if folder.is_dir() else []
+        warnings += left_out(others, [path for path, _ in folders.values()])
+    return pairs, warnings
 
 
-def voc_pairs(folder: Path, split: str) -> Pairs:
-    """Lists the pairs of a list of PASCAL VOC, in its order; none if there is no such list."""
-    names = folder / "ImageSets" / "Segmentation" / VOC_LISTS[split]
-    if not names.is_file():
-        return []
-
-    stems = names.read_text(encoding="utf-8").split()
-    paths = [folder / "JPEGImages" / f"{stem}.jpg" for stem in stems]
-    return [_pair(path, folder / "SegmentationClass") for path in paths]
+def _named(folder: Path, names: Sequence[str]) -> Path | None:
+    """Returns the first folder of these names, in any case, if there is one."""
+    folders = [path for path in visible(folder) if path.is_dir()] if folder.is_dir() else []
+    matches = [path for name in names for path in folders if path.name.lower() == name]
+    return matches[0] if matches else None
 
 
-def _pair(image: Path, masks: Path) -> tuple[str, str]:
-    """Returns an image with its mask in a folder. Raises DataError if it is missing."""
-    mask = masks / f"{image.stem}.png"
-    if not mask.is_file():
-        raise DataError(f"{image} has no mask; {mask} is needed")
-    return str(image), str(mask)
+def voc_pairs(folder: Path) -> dict[str, Pairs]:
+    """Lists the pairs of the lists of PASCAL VOC, in their order."""
+    images = {path.stem: path for path in visible(folder / "JPEGImages")}
+    pairs = {}
+    for split, name in VOC_LISTS.items():
+        file = folder / "ImageSets" / "Segmentation" / name
+        if not file.is_file():
+            continue
+        stems = file.read_text(encoding="utf-8").split()
+        unknown = [stem for stem in stems if stem not in images]
+        if unknown:
+            raise DataError(f"{file} lists {listed(unknown)}, and JPEGImages/ has no such image; fix the list")
+        pairs[split], _ = pair_up([images[stem] for stem in stems], folder / "SegmentationClass")
+    return pairs

@@ -1,6 +1,7 @@
 """Text as rows of tokens, for models that predict the next token or masked ones."""
 
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.data.formats.documents import embedded, read_documents
+from hvtrain.data.formats.documents import embedded, read_documents, text_files
 from hvtrain.data.formats.tokenizer import (
     Tokenizer,
     load_tokenizer,
     train_tokenizer,
 )
+from hvtrain.data.manifest import user_path
 from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource
 from hvtrain.errors import ConfigError
 
@@ -42,9 +44,9 @@ class Text(MemorySource):
         python -m hvtrain dataset=text dataset.file=tales.txt task=language model=transformer
 
     Args:
-        file: a text file, a folder of .txt files, or a .csv or .parquet file; null: Python's own
-            documentation.
-        column: of the table, with a text in each row.
+        file: a text file, a folder of .txt files, a table (.csv, .tsv, .parquet) or a .jsonl file;
+            null: Python's own documentation.
+        column: of the table, with a text in each row; or the key of the text in each line of .jsonl.
         tokenizer: a .model file of sentencepiece; null: one is trained on the training part.
         vocabulary_size: of the tokenizer that is trained.
         length: tokens in an example. What does not fill the last row of a part is left out.
@@ -89,6 +91,7 @@ class Text(MemorySource):
         self._masked_share = masked_share
         self._shares = {"validation": validation_share, "test": test_share}
         self._tokenizer: Any = None
+        self._summary = ""  # Of the text, once it is read.
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -109,6 +112,16 @@ class Text(MemorySource):
             "length": self._length,
             "causal": self._is_causal,
         }
+
+    def description(self) -> dict[str, list[str]]:
+        description = super().description()
+        description["text"] = [self._summary, f"{self.tokenizer.size:,} tokens in the vocabulary"]
+        folder = user_path(self._file or "")
+        others = text_files(folder)[1] if self._file and folder.is_dir() else Counter()
+        if others:
+            kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
+            description["warnings"] = [f"{folder}: left out what is no .txt file: {kinds}"]
+        return description
 
     def manifest(self) -> dict[str, Any]:
         return {**super().manifest(), "tokenizer": self.tokenizer.digest}
@@ -139,6 +152,13 @@ class Text(MemorySource):
         """Reads the text, and returns its rows of tokens by split."""
         documents = embedded() if self._file is None else read_documents(self._file, self._column)
         parts = cut(documents, **self._shares)
+        num_characters = sum(map(len, documents))
+        self._summary = f"{len(documents):,} documents with {num_characters:,} characters"
+        for split, share in self._shares.items():
+            if share and not parts.get(split):
+                raise ConfigError(
+                    f"dataset.{split}_share={share} of {self._summary} rounds to nothing; raise it, or set it to 0"
+                )
 
         # Kept when the text is read again, and when a run goes on with its first tokenizer.
         if self._tokenizer is None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvtrain.data.formats.folders import split_entries
 from hvtrain.data.manifest import user_path
-from hvtrain.data.pipeline.transform import Transform, check_image_shape, decode
+from hvtrain.data.pipeline.decoding import decode
+from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import Preprocessing
 from hvtrain.data.sources.file_source import decoded_preprocessing, with_files
 from hvtrain.data.sources.user_dataset import FunctionSource
@@ -35,6 +37,7 @@ class PreparedDataset(FunctionSource):
         image_shape: [height, width, channels] to which images are resized; their pixels become 0
             ... 1.
         shuffle_buffer: examples, with encoded images, that are shuffled together.
+        exif: turns photographs upright, as their EXIF orientation says.
 
     Raises:
         ConfigError: without the library, for unknown features or splits, and for images without an
@@ -51,6 +54,7 @@ class PreparedDataset(FunctionSource):
         splits: Mapping[str, str] | None = None,
         image_shape: Sequence[int] | None = None,
         shuffle_buffer: int = 10_000,
+        exif: bool = True,
     ) -> None:
         builder = open_builder(dataset, data_dir)
         features = builder.info.features
@@ -67,8 +71,7 @@ class PreparedDataset(FunctionSource):
                 f"dataset.input and dataset.target name {', '.join(unknown)}; {dataset} has {', '.join(features)}"
             )
 
-        named = {split: split for split in self.SPLITS if split in builder.info.splits}
-        self._tfds_splits = dict(splits or named)
+        self._tfds_splits = dict(splits or split_entries(builder.info.splits))
         unknown = [split for split in self._tfds_splits if split not in self.SPLITS]
         if unknown:
             raise ConfigError(f"dataset.splits names {', '.join(unknown)}; it may name {', '.join(self.SPLITS)}")
@@ -81,6 +84,7 @@ class PreparedDataset(FunctionSource):
 
         self._builder = builder
         self._shuffle_buffer = shuffle_buffer
+        self._exif = exif
 
         # A feature of the type ClassLabel knows its classes.
         label = features[self._keys[1]]
@@ -142,7 +146,7 @@ class PreparedDataset(FunctionSource):
         def decoded(key, value):
             if key not in self._images:
                 return value
-            return tf.cast(decode(value, shape), tf.float32) / 255.0
+            return tf.cast(decode(value, shape, self._exif), tf.float32) / 255.0
 
         return tuple(map(decoded, self._keys, values))
 

@@ -1,12 +1,14 @@
 """Data sets from what a user has in memory: from_arrays for arrays, from_frame for data frames."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.pipeline.transform import check_image_shape
+from hvtrain.data.sources.array_kinds import class_targets, names_of, numbered, plain_array
 from hvtrain.data.sources.arrays import (
     ArraySource,
     ImagesWithMasks,
@@ -49,15 +51,18 @@ def from_arrays(
             default they are if x is an array of such a shape, and is of 8-bit numbers or has whole
             numbers as y.
         num_classes: of targets that are one whole number each; by default the largest of y_train +
-            1. If it is given, whole numbers [n, h, w] are masks of classes (255: ignored), which
-            augmentation moves with their images.
+            1. If it is given, one-hot rows, floats and booleans are classes too, and whole numbers
+            [n, h, w] are masks of classes (255: ignored), which augmentation moves with their
+            images.
+        class_names: by class. Targets of text are numbered by them, by default by the sorted names
+            in y_train.
         num_validation: number of examples taken out of the training part at random, with a fixed
             seed.
         facts: more facts for the model's builder and the task, such as vocabulary_size.
         options: those of ArraySource, for images.
 
     Raises:
-        DataError: if arrays do not belong together, or y_train holds names.
+        DataError: if arrays do not belong together, or hold neither numbers nor text.
         ConfigError: if there are options for images, and x are none.
     """
     arrays = _arrays_by_split(
@@ -71,17 +76,19 @@ def from_arrays(
 
     # The training part decides what the arrays are.
     x, y = arrays["train"][:2]
+    if isinstance(y, np.ndarray) and y.dtype.kind in "US" and y.shape[1:] in ((), (1,)):
+        class_names = class_names or names_of(y)
+        num_classes = num_classes or len(class_names)
+        arrays = {split: _with_classes(name, split, parts, class_names) for split, parts in arrays.items()}
+    elif isinstance(y, np.ndarray) and num_classes is not None:
+        arrays = {split: _with_numbers(parts, num_classes) for split, parts in arrays.items()}
+    x, y = arrays["train"][:2]
     has_integers = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
     has_labels = has_integers and y.shape[1:] in ((), (1,))
     has_masks = has_integers and y.ndim == 3 and num_classes is not None and images is not False
     if images is None:
         has_image_shape = isinstance(x, np.ndarray) and x.ndim in (3, 4)
         images = has_image_shape and (x.dtype == np.uint8 or has_labels or has_masks)
-
-    has_names = isinstance(y, np.ndarray) and y.dtype.kind in "USO"
-    if has_names:
-        # Raises an error that says how to number them.
-        class_indices(y, f"{name}, y_train")
 
     # From training alone: the model cannot predict classes that it has never seen.
     if has_labels and num_classes is None:
@@ -147,9 +154,37 @@ def _arrays_by_split(
             raise DataError(f"{name}: w_{split} is {state}, unlike w_train; weight all or none")
 
         parts = (x, y, w) if has_weights else (x, y)
-        arrays[split] = tf.nest.map_structure(np.asarray, parts)
+        names = (f"{name}, x_{split}", f"{name}, y_{split}", f"{name}, w_{split}")
+        # A sparse matrix and a data frame are no structures to tf.nest.
+        arrays[split] = tuple(
+            tf.nest.map_structure(partial(plain_array, where=where), part) for where, part in zip(names, parts)
+        )
 
     return arrays
+
+
+def _with_classes(
+    name: str,
+    split: str,
+    parts: tuple[Any, ...],
+    class_names: Sequence[str],
+) -> tuple[Any, ...]:
+    """Returns a split whose targets of text are numbered."""
+    inputs, targets, *weights = parts
+    return inputs, numbered(targets, class_names, f"{name}, y_{split}"), *weights
+
+
+def _with_numbers(parts: tuple[Any, ...], num_classes: int) -> tuple[Any, ...]:
+    """Returns a split whose targets are whole numbers, if they are clearly classes or masks of them."""
+    inputs, targets, *weights = parts
+    if isinstance(targets, np.ndarray):
+        targets = class_targets(targets, num_classes)
+        # Masks may have an axis of one channel, as images have.
+        if targets.ndim == 4 and targets.shape[3] == 1 and np.ndim(inputs) == 4:
+            targets = targets[..., 0]
+        if targets.ndim == 3 and targets.dtype.kind == "b":
+            targets = targets.astype(np.uint8)
+    return inputs, targets, *weights
 
 
 def from_frame(

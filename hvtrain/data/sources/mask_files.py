@@ -1,0 +1,198 @@
+"""Masks of classes as files: which mask belongs to an image, and its pixels as class indices."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
+
+from hvtrain.data.formats.folders import visible
+from hvtrain.data.formats.image_files import MAX_PIXELS, SUFFIXES
+from hvtrain.data.pipeline.transform import IGNORED
+from hvtrain.errors import ConfigError, DataError
+
+Pairs = list[tuple[str, str]]
+"""Paths of an image and of its mask."""
+Color = tuple[int, int, int]
+
+# Suffixes by which people tell a mask from its image, as in 7_mask.png beside 7_sat.jpg (DeepGlobe)
+# or a_gtFine_labelIds.png beside a_leftImg8bit.png (Cityscapes).
+_MASK_SUFFIX = re.compile(
+    r"[ _.-](masks?|gt|gtFine_labelIds|labels?|labelIds|seg|segmentation|annotations?|anno|L)$", re.IGNORECASE
+)
+_IMAGE_SUFFIX = re.compile(r"[ _.-](images?|img|sat|rgb|leftImg8bit)$", re.IGNORECASE)
+TURNED_BY_90_DEGREES = (5, 6, 7, 8)
+"""EXIF orientations in which width and height change places."""
+
+
+def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
+    """Finds the mask of each image in a folder: of the same name, or with a suffix such as _mask.
+
+    Returns:
+        The pairs in the order of the images, and the masks that belong to none.
+
+    Raises:
+        DataError: An image has no mask, or several.
+    """
+    by_name: dict[str, list[Path]] = {}
+    by_stem: dict[str, list[Path]] = {}
+    for path in visible(masks) if masks.is_dir() else []:
+        if path.suffix.lower() in SUFFIXES:
+            by_name.setdefault(path.stem, []).append(path)
+            by_stem.setdefault(_MASK_SUFFIX.sub("", path.stem), []).append(path)
+
+    pairs: Pairs = []
+    for image in images:
+        matches = by_name.get(image.stem) or by_stem.get(_IMAGE_SUFFIX.sub("", image.stem), [])
+        lossless = [path for path in matches if path.name == f"{image.stem}.png"]
+        matches = lossless or matches
+        if not matches:
+            raise DataError(f"{image} has no mask; {masks / image.stem}.png is needed")
+        if len(matches) > 1:
+            names = " and ".join(path.name for path in matches)
+            raise DataError(f"{image} has several masks in {masks}: {names}; keep one of them")
+        pairs.append((str(image), str(matches[0])))
+
+    used = {mask for _, mask in pairs}
+    return pairs, [path for paths in by_name.values() for path in paths if str(path) not in used]
+
+
+def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
+    """Checks dataset.colors: a color for each class, and maybe that of ignored pixels after them.
+
+    >>> parse_colors([0, [255, 0, 0], "#0000ff"], 3)
+    [(0, 0, 0), (255, 0, 0), (0, 0, 255)]
+
+    Raises:
+        ConfigError: There are too few or too many, one is no color, or two are equal.
+    """
+    parsed: list[Color] = []
+    for color in colors or ():
+        try:
+            levels = ImageColor.getrgb(color)[:3] if isinstance(color, str) else color
+            red, green, blue = (int(level) for level in np.broadcast_to(levels, 3))
+        except (TypeError, ValueError):
+            red = green = blue = -1
+        if min(red, green, blue) < 0 or max(red, green, blue) > 255:
+            raise ConfigError(
+                f"dataset.colors: {color} is no color; give [red, green, blue], '#rrggbb' or a grey level"
+            )
+        parsed.append((red, green, blue))
+
+    if parsed and len(parsed) not in (num_classes, num_classes + 1):
+        raise ConfigError(
+            f"dataset.colors has {len(parsed)} colors for {num_classes} classes; give one for each class, and at most "
+            "one more for ignored pixels"
+        )
+    if len(set(parsed)) < len(parsed):
+        raise ConfigError(f"dataset.colors={parsed} has a color twice; give each class its own")
+    return parsed
+
+
+@dataclass(frozen=True)
+class MaskReader:
+    """Reads masks as class indices.
+
+    Attributes:
+        num_classes: With the background.
+        colors: By class, of pictures in colors; empty if the values are class indices.
+        is_binary: 255 is class 1, not ignored.
+        exif: EXIF orientations are applied.
+    """
+
+    num_classes: int
+    colors: Sequence[Color] = ()
+    is_binary: bool = False
+    exif: bool = True
+
+    def read(self, pair: tuple[str, str], size: tuple[int, int]) -> np.ndarray:
+        """Reads the mask of (image, mask), and resizes it to uint8 of `size`, which is (width, height).
+
+        Raises:
+            DataError: It cannot be read, differs in size from its image, or has other labels.
+        """
+        image, mask = pair
+        try:
+            with Image.open(image) as picture, Image.open(mask) as labels:
+                upright_size = self._check_size(mask, picture, labels)
+                # Labels are not interpolated: there is no class between two others.
+                values = self._values(mask, labels, None if upright_size == size else size)
+                is_jpeg = labels.format == "JPEG"
+        except Image.DecompressionBombError as error:
+            raise DataError(f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles") from error
+        except (OSError, SyntaxError, UnidentifiedImageError) as error:
+            raise DataError(f"{mask} cannot be read: {error}; fix or remove it") from error
+
+        if self.is_binary:
+            is_outside = (values != 0) & (values != IGNORED)
+            needed = "and the others are 0 and 255"
+        else:
+            is_outside = ((values >= self.num_classes) & (values != IGNORED)) | (values < 0)
+            needed = f"outside 0 ... {self.num_classes - 1}"
+        if is_outside.any():
+            fix = "write masks as PNG, since JPEG changes labels" if is_jpeg else "fix it or num_classes"
+            raise DataError(f"{mask} has the label {values[is_outside][0]}, {needed}; {fix}")
+        return (values != 0).astype(np.uint8) if self.is_binary else values.astype(np.uint8)
+
+    def count(self, masks: Iterable[str]) -> Counter[int]:
+        """Counts the pixels of each value in some masks; those that cannot be read are left out."""
+        counts: Counter[int] = Counter()
+        for mask in masks:
+            # The streams name a mask that cannot be read. Pillow raises errors of many types.
+            with suppress(Exception), Image.open(mask) as labels:
+                values, numbers = np.unique(self._values(mask, labels, None), return_counts=True)
+                counts.update(dict(zip(values.tolist(), numbers.tolist())))
+        return counts
+
+    def _check_size(self, mask: str, picture: Image.Image, labels: Image.Image) -> tuple[int, int]:
+        """Returns the size of both as people see them. Raises DataError if they differ."""
+        image_size = self._size(picture)
+        mask_size = self._size(labels)
+        if image_size != mask_size:
+            turned = ""
+            if image_size != picture.size:
+                turned = " (dataset.exif=false leaves images as they are stored, without their EXIF orientation)"
+            raise DataError(f"{mask} is {mask_size} pixels and its image {image_size}; both need one size{turned}")
+        return mask_size
+
+    def _size(self, picture: Image.Image) -> tuple[int, int]:
+        width, height = picture.size
+        is_turned = picture.getexif().get(ExifTags.Base.Orientation) in TURNED_BY_90_DEGREES
+        return (height, width) if self.exif and is_turned else (width, height)
+
+    def _values(self, mask: str, labels: Image.Image, size: tuple[int, int] | None) -> np.ndarray:
+        """Returns the values of a mask, upright; of a picture in colors, the classes of its colors."""
+        if self.exif:
+            labels = ImageOps.exif_transpose(labels)
+        if self.colors or labels.mode not in ("P", "L", "1", "I;16", "I"):
+            labels = labels.convert("RGB")
+        if size:
+            labels = labels.resize(size, Image.Resampling.NEAREST)
+
+        values = np.asarray(labels)
+        if values.ndim == 2:
+            return values.astype(np.int32)
+        if self.colors:
+            return self._classes_of_colors(mask, values)
+        # A grey picture may be stored with three equal channels.
+        if (values == values[..., :1]).all():
+            return values[..., 0].astype(np.int32)
+        raise DataError(
+            f"{mask} is a picture in colors; give the color of each class, as in "
+            "'dataset.colors=[[0,0,0],[128,0,0]]', or write grey or palette PNGs of class indices"
+        )
+
+    def _classes_of_colors(self, mask: str, pixels: np.ndarray) -> np.ndarray:
+        classes = np.full(pixels.shape[:2], -1, np.int32)
+        for number, color in enumerate(self.colors):
+            label = number if number < self.num_classes else IGNORED
+            classes[(pixels == color).all(axis=-1)] = label
+        if (classes < 0).any():
+            color = pixels[classes < 0][0].tolist()
+            raise DataError(f"{mask} has the color {color}, which is none of dataset.colors; add it or fix the mask")
+        return classes
