@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -52,33 +52,28 @@ class Experiment(ABC):
     def about(self) -> str:
         """The work that was measured, in a line."""
 
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """What the JSON has beside the rows."""
-
-    @abstractmethod
     def bars(self) -> tuple[str, str]:
-        """The figure that the picture shows, and its label."""
+        """The figure that the picture shows, and its label; default: the first column."""
+        title, (figure, _, _) = next(iter(self.columns.items()))
+        return figure, title
 
-    def end_round(self, number: int, num_rounds: int) -> None:
-        """Does what comes after the cases of a round."""
+    def check_round(self) -> None:  # noqa: B027 - most have nothing to check.
+        """Raises an error if the results of the latest round cannot be compared."""
 
     def run(self, num_rounds: int) -> None:
         """Measures all cases in turns."""
         # A shared machine can be slower for minutes: only runs of the same round are compared.
         for number, order in in_turns(self.cases(), num_rounds):
             for case in order:
-                self.measure_and_print(case, number, num_rounds)
-            self.end_round(number, num_rounds)
+                title = f"round {number}/{num_rounds}  {_label(case)}"
+                progress(f"{title} ...")
+                figures = self.measure(case, self.folder / f"round-{number}" / _label(case).replace(" ", "-"))
+                self.rows.append({**dict(zip(self.keys, case)), "round": number, **figures})
+                progress("")
+                cells = [f"{cell} {column}" for column, cell in zip(self.columns, self._cells([figures]))]
+                print(f"{title:<60} {', '.join(cells[:2])}", flush=True)
 
-    def measure_and_print(self, case: Case, number: int, num_rounds: int) -> None:
-        title = f"round {number}/{num_rounds}  {_label(case)}"
-        progress(f"{title} ...")
-        figures = self.measure(case, self.folder / f"round-{number}" / _label(case).replace(" ", "-"))
-        self.rows.append({**dict(zip(self.keys, case)), "round": number, **figures})
-        progress("")
-        cells = [f"{cell} {column}" for column, cell in zip(self.columns, self._cells([figures]))]
-        print(f"{title:<60} {', '.join(cells[:2])}", flush=True)
+            self.check_round()
 
     def runs(self, case: Case) -> list[dict[str, Any]]:
         """The rows of a case, by round."""
@@ -98,14 +93,14 @@ class Experiment(ABC):
         """Lines to print: medians over the rounds, and ratios with their intervals."""
         cases = self.cases()
         rows = [[" ".join(self.keys), *self.columns, *self.ratios(cases[0])]]
-        rows += [
-            [_label(case), *self._cells(self.runs(case)), *map(str, self.ratios(case).values())] for case in cases
-        ]
+        rows += [[_label(case), *self._cells(self.runs(case)), *map(str, self.ratios(case).values())] for case in cases]
         return [f"{self.about()}, medians of {self.rows[-1]['round']} rounds", *aligned(rows)]
 
     def write(self) -> None:
         """Writes the rows, as JSON with the settings and as CSV."""
-        write_json(self.folder / f"{self.name}.json", {**self.settings(), "runs": self.rows})
+        settings = asdict(self)
+        settings["runs"] = settings.pop("rows")
+        write_json(self.folder / f"{self.name}.json", {**settings, "folder": str(self.folder)})
         rows = csv_text([self.rows[0], *(row.values() for row in self.rows)])
         (self.folder / f"{self.name}.csv").write_text(rows)
 

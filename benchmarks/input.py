@@ -5,15 +5,14 @@ file.
 """
 
 import io
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from typing import ClassVar
 
 import numpy as np
 
-from benchmarks.experiment import Experiment, plot_bars
+from benchmarks.experiment import Case, Experiment
 from benchmarks.processes import WARMUP, Command, python_line, run_and_report, thread_variables
 from hvtrain.compare.rounds import Ratio, progress, ratio
 
@@ -31,28 +30,9 @@ JPEG_QUALITY = 90
 TEXTURE = ((4, 0.5), (12, 0.3), (40, 0.2), (112, 0.13))
 GRAIN = 5.0  # Standard deviation of each pixel's noise. So a file of 224x224 has 19 KB, about as photographs do.
 
-# Size of the files, format, contender.
-Case = tuple[str, str, str]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One run of a contender.
-
-    Attributes:
-        examples_per_second: Of the pipeline alone.
-        cpu_ms_per_example: Time of all threads of the process on cores, which depends less on what
-            else the machine does.
-        peak_bytes: Memory of the process.
-    """
-
-    examples_per_second: float
-    cpu_ms_per_example: float
-    peak_bytes: int
-
 
 @dataclass
-class Inputs(Experiment[Case, Reading]):
+class Inputs(Experiment):
     """All pipelines on files of several sizes.
 
     Attributes:
@@ -65,8 +45,17 @@ class Inputs(Experiment[Case, Reading]):
     num_images: int
     steps: int
 
+    name = "input"
+    keys = ("size", "format", "contender")
+    columns: ClassVar = {
+        # First, so in the picture too: it depends less on what else the machine does.
+        "CPU ms": ("cpu_ms_per_example", 1.0, ".3f"),
+        "examples/s": ("examples_per_second", 1.0, ",.0f"),
+        "peak MB": ("peak_bytes", 1e-6, ",.0f"),
+    }
+
     def cases(self) -> list[Case]:
-        cases = []
+        cases: list[Case] = []
         for height, width in self.sizes:
             for file_format in FORMATS:
                 contenders = ["hvtrain", "by-hand"]
@@ -80,9 +69,6 @@ class Inputs(Experiment[Case, Reading]):
 
         return cases
 
-    def name(self, case: Case) -> str:
-        return " ".join(case)
-
     def run(self, num_rounds: int) -> None:
         """Writes the images, and measures all pipelines in turns."""
         for height, width in self.sizes:
@@ -90,7 +76,7 @@ class Inputs(Experiment[Case, Reading]):
             write_images(self.folder / "data" / f"{height}x{width}", self.num_images, height, width)
         super().run(num_rounds)
 
-    def measure(self, case: Case, folder: Path) -> Reading:
+    def measure(self, case: Case, folder: Path) -> dict[str, float]:
         size, file_format, contender = case
         data = self.folder / "data" / size / file_format
         numbers = (self.num_images, self.threads, WARMUP_STEPS + self.steps)
@@ -98,68 +84,27 @@ class Inputs(Experiment[Case, Reading]):
         variables = {WARMUP: str(WARMUP_STEPS), **thread_variables(self.threads)}
         (report,) = run_and_report(WORKER, [Command(python_line(WORKER, arguments))], 1, folder, variables)
 
-        return Reading(
-            examples_per_second=BATCH_SIZE / report["step_seconds"],
-            cpu_ms_per_example=1000 * report["step_cpu_seconds"] / BATCH_SIZE,
-            peak_bytes=report["peak_bytes"],
-        )
+        return {
+            "examples_per_second": BATCH_SIZE / report["step_seconds"],
+            "cpu_ms_per_example": 1000 * report["step_cpu_seconds"] / BATCH_SIZE,
+            "peak_bytes": report["peak_bytes"],
+        }
 
-    def describe(self, result: Reading) -> str:
-        return f"{result.examples_per_second:10,.0f} examples/s{result.cpu_ms_per_example:8.3f} CPU ms each"
-
-    def _ratio(self, case: Case, figure: str) -> Ratio:
-        """hvtrain's figure / that of the case, in the same rounds."""
-        size, file_format, _ = case
+    def ratios(self, case: Case) -> dict[str, Ratio]:
         # hvtrain reads the same files in the same format.
-        ours = self.results[size, file_format, "hvtrain"]
-        others = self.results[case]
-        return ratio([getattr(run, figure) for run in ours], [getattr(run, figure) for run in others])
+        ours = (*case[:2], "hvtrain")
+        figures = {"examples/s": "examples_per_second", "CPU time": "cpu_ms_per_example"}
+        return {
+            f"{title}, hvtrain / it": ratio(self.values(ours, figure), self.values(case, figure))
+            for title, figure in figures.items()
+        }
 
-    def table(self) -> list[str]:
-        """Lines to print: medians over the rounds, and ratios with their intervals."""
-        num_rounds = len(next(iter(self.results.values())))
+    def about(self) -> str:
         height, width, _ = TRAINED
-
-        lines = [
+        return (
             f"{self.num_images} JPEG images to {height}x{width} float32, batch {BATCH_SIZE}, {self.threads} "
-            f"thread(s), {self.steps} steps, medians of {num_rounds} rounds",
-            f"{'files':<9}{'format':<14}{'contender':<21}{'examples/s':>10}{'CPU ms':>8}{'peak MB':>9}  "
-            f"{'examples/s, hvtrain / it':<34}CPU time, hvtrain / it",
-        ]
-        for case, runs in self.results.items():
-            size, file_format, contender = case
-            middle = Reading(*(median(getattr(run, key) for run in runs) for key in Reading.__dataclass_fields__))
-            ratios = ""
-            if contender != "hvtrain":
-                speed = self._ratio(case, "examples_per_second")
-                ratios = f"{speed!s:<34}{self._ratio(case, 'cpu_ms_per_example')}"
-            lines.append(
-                f"{size:<9}{file_format:<14}{contender:<21}{middle.examples_per_second:>10,.0f}"
-                f"{middle.cpu_ms_per_example:>8.3f}{middle.peak_bytes / 1e6:>9,.0f}  {ratios}"
-            )
-
-        return lines
-
-    def write(self) -> None:
-        """Writes input.json in the folder: settings, and one row per run."""
-        rows = [
-            {
-                "size": size,
-                "format": file_format,
-                "contender": contender,
-                "round": number,
-                **asdict(run),
-            }
-            for (size, file_format, contender), runs in self.results.items()
-            for number, run in enumerate(runs, 1)
-        ]
-        settings = {name: getattr(self, name) for name in ("num_images", "steps", "threads")}
-        (self.folder / "input.json").write_text(json.dumps({**settings, "runs": rows}, indent=1))
-
-    def plot(self) -> None:
-        """Writes bench.png: CPU time per example of each pipeline."""
-        values = {self.name(case): [run.cpu_ms_per_example for run in runs] for case, runs in self.results.items()}
-        plot_bars(self.folder / "bench.png", values, "CPU ms per example")
+            f"thread(s), {self.steps} steps"
+        )
 
 
 def jpeg(seed: int, height: int, width: int) -> bytes:

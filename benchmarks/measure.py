@@ -1,22 +1,15 @@
 """Runs one contender once, in processes of its own, and returns its speed."""
 
 import contextlib
-import fcntl
 import json
-import os
-import pty
+import shlex
 import socket
-import struct
 import sys
-import termios
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.contenders import GLOO, MPI, RUNNER, Contender
+from benchmarks.contenders import GLOO, MPI, RUNNER, Contender, Workload
 from benchmarks.processes import (
     LAUNCHER,
     WARMUP,
@@ -30,59 +23,48 @@ from benchmarks.processes import (
 
 # The variable that tells an independent job which one it is: "1 of 2", counted from 0.
 JOB = "HVTRAIN_BENCH_JOB"
-TERMINAL_VARIABLES = {"TERM": "xterm-256color", "CI": ""}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One run of a contender.
-
-    Attributes:
-        step_seconds: Time of a joint step.
-        examples_per_second: Of all processes.
-        first_step_seconds: From the start to the end of the slowest process's first step.
-        peak_bytes: Memory of the largest process.
-        loss: Mean over the processes.
-    """
-
-    step_seconds: float
-    examples_per_second: float
-    first_step_seconds: float
-    peak_bytes: int
-    loss: float
+TERMINAL_VARIABLES = {"TERM": "xterm-256color", "COLUMNS": "80", "CI": ""}
 
 
 def measure(
     contender: Contender,
-    overrides: Sequence[str],
+    workload: Workload,
+    data: str,
     num_ranks: int,
-    batch_size: int,
-    steps: tuple[int, int],
+    steps: int,
     folder: Path,
     threads: int,
-) -> Measured:
+    epochs: int = 1,
+) -> dict[str, float]:
     """Runs the contender once.
 
     Args:
         contender: What to run.
-        overrides: Settings of the training.
+        workload: What it trains.
+        data: synthetic or fashion_mnist; a contender may have data of its own.
         num_ranks: Processes that train; a contender that runs alone takes one.
-        batch_size: Examples of one rank's batch.
-        steps: Warm-up steps and timed steps.
+        steps: Timed steps.
         folder: Keeps the output.
         threads: TensorFlow's threads of a process.
+        epochs: Of all steps.
+
+    Returns:
+        step_seconds of a joint step; examples_per_second of all processes; first_step_seconds from the start to the
+        end of the slowest process's first step; peak_bytes of the largest process; loss, the mean over the processes.
 
     Raises:
         LostRankError: It fails. The message names the file with its output.
     """
     num_processes = 1 if contender.way == "alone" else num_ranks
-    arguments = [*overrides, *contender.overrides]
+    # A job that is unaware of the others has the data set of one rank.
+    num_sharing = 1 if contender.is_one_rank else num_ranks
+    arguments = [*workload.overrides(contender.data or data, num_sharing, steps, epochs), *contender.overrides]
     if contender.module == RUNNER:
-        arguments = timed_run(arguments, sum(steps), folder / "run")
+        arguments = timed_run(arguments, workload.warmup_steps + steps, folder / "run")
 
     line = python_line(contender.module, arguments)
 
-    variables = {**dict(contender.variables), WARMUP: str(steps[0]), **thread_variables(threads)}
+    variables = {**dict(contender.variables), WARMUP: str(workload.warmup_steps), **thread_variables(threads)}
     num_awaited = None
     if contender.way == "servers":
         # With one thread, coordinator and servers deadlock.
@@ -90,29 +72,34 @@ def measure(
         # Only the coordinator, which comes first, ends by itself.
         num_awaited = 1
 
+    commands = _commands(contender, line, num_processes)
     if contender.on_terminal:
         variables |= TERMINAL_VARIABLES
+        # It gives a program a terminal, and copies what that shows.
+        commands = [
+            Command(["script", "-qec", shlex.join(command.line), "/dev/null"], command.variables)
+            for command in commands
+        ]
 
     reports = run_and_report(
         contender.module,
-        _commands(contender, line, num_processes),
+        commands,
         num_processes,
         folder,
         variables,
         num_awaited,
-        _terminal if contender.on_terminal else nullcontext,
     )
     # Each process has its own batches, so their rates add up.
-    examples_per_second = sum(batch_size / report["step_seconds"] for report in reports)
+    examples_per_second = sum(workload.batch_size / report["step_seconds"] for report in reports)
 
-    return Measured(
+    return {
         # The joint rate in steps: contenders that run apart take no common step.
-        step_seconds=batch_size * num_processes / examples_per_second,
-        examples_per_second=examples_per_second,
-        first_step_seconds=max(report["first_step_seconds"] for report in reports),
-        peak_bytes=max(report["peak_bytes"] for report in reports),
-        loss=mean(report["loss"] for report in reports),
-    )
+        "step_seconds": workload.batch_size * num_processes / examples_per_second,
+        "examples_per_second": examples_per_second,
+        "first_step_seconds": max(report["first_step_seconds"] for report in reports),
+        "peak_bytes": max(report["peak_bytes"] for report in reports),
+        "loss": mean(report["loss"] for report in reports),
+    }
 
 
 def _commands(contender: Contender, line: Sequence[str], num_processes: int) -> list[Command]:
@@ -147,25 +134,3 @@ def _cluster(line: Sequence[str], tasks: Sequence[tuple[str, int]]) -> list[Comm
         )
         for task_type, index in tasks
     ]
-
-
-@contextlib.contextmanager
-def _terminal(log: int) -> Iterator[int]:
-    """Yields a terminal of 80 columns, whose output goes to the log."""
-    controller, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-
-    def copy() -> None:
-        with contextlib.suppress(OSError):  # The end, once nobody holds the terminal any more.
-            while data := os.read(controller, 65536):
-                os.write(log, data)
-
-    reader = threading.Thread(target=copy, daemon=True)
-    reader.start()
-
-    try:
-        yield terminal
-    finally:
-        os.close(terminal)
-        reader.join(5)
-        os.close(controller)

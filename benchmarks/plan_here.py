@@ -77,11 +77,11 @@ def main() -> None:
             )
             steps.run(options.rounds)
             # What the runner takes over Keras alone, on one rank.
-            runner_share = ratio(steps.values("hvtrain-1"), steps.values("keras")).median
-            one_rank = runner_share * median(steps.values("joined"))
+            runner_share = ratio(steps.of("hvtrain-1"), steps.of("keras")).median
+            one_rank = runner_share * median(steps.of("joined"))
             alone[num_ranks, work.name] = one_rank
             cost = predict(collectives.seconds["hvtrain"], num_ranks, messages[work.name], one_rank)
-            rows.append(row("one host", work, one_rank, cost, steps.values("hvtrain-mpi")))
+            rows.append(row("one host", work, one_rank, cost, steps.of("hvtrain-mpi")))
 
     if options.rate:
         rows += in_the_lab(options, folder, workloads, messages, alone)

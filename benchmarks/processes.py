@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
@@ -72,7 +71,6 @@ def run_and_report(
     folder: Path,
     variables: Mapping[str, str],
     num_awaited: int | None = None,
-    redirect: Callable[[int], AbstractContextManager[int]] = nullcontext,
 ) -> list[dict[str, Any]]:
     """Starts all commands at once, waits for them, and returns the reports of their ranks.
 
@@ -83,7 +81,6 @@ def run_and_report(
         folder: A new folder for the output and the reports.
         variables: Added to the environment of all processes.
         num_awaited: Wait for the first ones only and end the others then; None: wait for all.
-        redirect: Gets the log's file descriptor and yields the one that processes write to.
 
     Raises:
         LostRankError: A process failed or did not report. The message names the file with its
@@ -100,7 +97,7 @@ def run_and_report(
     }
 
     processes = []
-    with log.open("wb") as file, redirect(file.fileno()) as output:
+    with log.open("wb") as output:
         for command in commands:
             process = Popen(
                 command.line,

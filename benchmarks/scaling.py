@@ -3,26 +3,25 @@
 As many independent one-rank jobs are timed beside it: what the machine gives to so many processes.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 from benchmarks.contenders import CONTENDERS, Workload
-from benchmarks.experiment import Experiment
+from benchmarks.experiment import Case, Experiment
 from benchmarks.measure import measure
-from hvtrain.compare.rounds import ratio
+from hvtrain.compare.rounds import Ratio, ratio
 from hvtrain.errors import ConfigError
 from hvtrain.report.charts import BLUE, GREY, ORANGE, picture
 
 KINDS = ("weak", "strong", "apart")
-Case = tuple[str, int]
 
 
 @dataclass
-class Scaling(Experiment[Case, float]):
-    """Weak and strong scaling. A case is a kind and a number of ranks; a result is in examples/s.
+class Scaling(Experiment):
+    """Weak and strong scaling. A case is a kind and a number of ranks.
 
     Attributes:
         workload: Its batch is that of the weak scaling.
@@ -38,6 +37,10 @@ class Scaling(Experiment[Case, float]):
     data: str
     counts: Sequence[int]
     steps: int
+
+    name = "scaling"
+    keys = ("kind", "ranks")
+    columns: ClassVar = {"examples/s": ("examples_per_second", 1.0, ",.0f")}
 
     def __post_init__(self) -> None:
         option = f"--ranks {','.join(map(str, self.counts))}"
@@ -59,74 +62,41 @@ class Scaling(Experiment[Case, float]):
     def cases(self) -> list[Case]:
         return [(kind, count) for count in self.counts for kind in KINDS]
 
-    def name(self, case: Case) -> str:
-        kind, count = case
-        return f"{kind}-{count}"
-
-    def measure(self, case: Case, folder: Path) -> float:
+    def measure(self, case: Case, folder: Path) -> dict[str, float]:
         kind, count = case
         work = self.workload
-        contender = CONTENDERS["hvtrain-mpi"]
-        num_ranks = count
+        contender = CONTENDERS["independent" if kind == "apart" else "hvtrain-mpi"]
         if kind == "strong":
             work = replace(work, batch_size=self.global_batch // count)
-        if kind == "apart":
-            # Each job has the data set of one rank.
-            contender = CONTENDERS["independent"]
-            num_ranks = 1
+        return measure(contender, work, self.data, count, self.steps, folder, self.threads)
 
-        return measure(
-            contender,
-            work.overrides(self.data, num_ranks, self.steps),
-            count,
-            work.batch_size,
-            (work.warmup_steps, self.steps),
-            folder,
-            self.threads,
-        ).examples_per_second
+    def speeds(self, kind: str, count: int) -> list[float]:
+        """Examples/s by round."""
+        return self.values((kind, count), "examples_per_second")
 
-    def describe(self, result: float) -> str:
-        return f"{result:12,.0f} examples/s"
-
-    def table(self) -> list[str]:
-        """Lines to print: medians over the rounds, and efficiencies as ratios with their intervals."""
-        work = self.workload
+    def ratios(self, case: Case) -> dict[str, Ratio]:
+        kind, count = case
         first = self.counts[0]
-        first_weak = self.results["weak", first]
-
-        lines = [
-            f"{work.name} ({work.about}), {self.data}, {self.threads} thread(s) per rank, batch {work.batch_size} per "
-            f"rank (weak) or {self.global_batch} in all (strong), medians of {len(first_weak)} rounds",
-            f"{'ranks':>5}{'weak examples/s':>17}{'strong examples/s':>19}{'jobs apart':>12}  "
-            f"{f'weak against {first} rank(s)':<32}{'weak against jobs apart':<32}",
-        ]
-        for count in self.counts:
-            weak, strong, apart = (self.results[kind, count] for kind in KINDS)
+        speeds = self.speeds(kind, count)
+        return {
             # Examples/s of one rank here / of one rank of the smallest number.
-            efficiency = ratio([speed * first / count for speed in weak], first_weak)
-            lines.append(
-                f"{count:>5}{median(weak):>17,.0f}{median(strong):>19,.0f}{median(apart):>12,.0f}  "
-                f"{efficiency!s:<32}{ratio(weak, apart)!s:<32}".rstrip()
-            )
-
-        return lines
-
-    def write(self) -> None:
-        """Writes scaling.json in the folder."""
-        by_kind = {kind: {count: self.results[kind, count] for count in self.counts} for kind in KINDS}
-
-        summary = {
-            "workload": self.workload.name,
-            "data": self.data,
-            "threads": self.threads,
-            "found": by_kind,
+            f"each rank against {first} rank(s)": ratio(
+                [speed * first / count for speed in speeds], self.speeds(kind, first)
+            ),
+            "against jobs apart": ratio(speeds, self.speeds("apart", count)),
         }
-        (self.folder / "scaling.json").write_text(json.dumps(summary, indent=1))
+
+    def about(self) -> str:
+        work = self.workload
+        return (
+            f"{work.name} ({work.about}), {self.data}, {self.threads} thread(s) per rank, batch {work.batch_size} per "
+            f"rank (weak) or {self.global_batch} in all (strong)"
+        )
 
     def plot(self) -> None:
         """Draws examples/s by ranks, beside the line through one rank and independent jobs."""
         first = self.counts[0]
-        ideal = median(self.results["weak", first]) / first
+        ideal = median(self.speeds("weak", first)) / first
 
         styles = {
             "apart": ("jobs that never talk", GREY),
@@ -142,7 +112,7 @@ class Scaling(Experiment[Case, float]):
                 label="linear",
             )
             for kind, (label, color) in styles.items():
-                speeds = [median(self.results[kind, count]) for count in self.counts]
+                speeds = [median(self.speeds(kind, count)) for count in self.counts]
                 axes.plot(self.counts, speeds, "o-", color=color, label=label)
 
             axes.set_xticks(self.counts, [str(count) for count in self.counts])

@@ -1,36 +1,23 @@
 """Signal strength in each layer of an untrained network: the first thing to check if a network does not train.
 
-    python -m benchmarks.variance separable_cnn depthwise_initializer=lecun_normal
+    python -m benchmarks.variance model=separable_cnn model.depthwise_initializer=lecun_normal dataset=fashion_mnist
 
-prints, layer by layer, the mean and variance of the output (forward) and the size of the gradient (backward).
-Both should stay within a few powers of ten from end to end; docs/separable.md explains such tables. The images are
-standard-normal noise, or with --dataset the first training batch of that data set.
+prints, layer by layer, the mean and variance of the output (forward) and the size of the gradient (backward) over the
+first training batch. Both should stay within a few powers of ten from end to end; docs/separable.md explains such
+tables. Takes the settings of a run; dataset=synthetic has standard-normal noise.
 """
 
-import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from omegaconf import OmegaConf
 
-from hvtrain import models
-from hvtrain.core.topology import Topology
-from hvtrain.data.source import StreamRequest
-from hvtrain.data.sources.cifar10 import cifar10
-from hvtrain.data.sources.digits import digits
-from hvtrain.data.sources.mnist import fashion_mnist, mnist
-from hvtrain.errors import UserError
-
-DATASETS: dict[str, Any] = {
-    "cifar10": cifar10,
-    "digits": digits,
-    "fashion_mnist": fashion_mnist,
-    "mnist": mnist,
-}
+from benchmarks.by_hand.common import make_setup
+from hvtrain.system.command import Parser, enter
+from hvtrain.system.text import aligned, format_known
 
 
 @dataclass(frozen=True)
@@ -73,35 +60,23 @@ def _rms(arrays: Sequence[np.ndarray]) -> float | None:
     return float(np.sqrt(np.mean(values**2)))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.variance", description=__doc__.split("\n")[0])
-    parser.add_argument("network", choices=sorted({*models.__all__} - {"transformer"}))
-    parser.add_argument("options", nargs="*", help="options of the network, as in conf/model: key=value")
-    parser.add_argument("--dataset", choices=sorted(DATASETS), help="real images; without it: noise")
-    parser.add_argument("--image-shape", type=int, nargs=3, default=(28, 28, 1), metavar=("H", "W", "C"))
-    parser.add_argument("--num-images", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_intermixed_args(arguments)
+def main() -> int:
+    """Prints the table of the network and the data set that the command line describes."""
+    Parser("python -m benchmarks.variance", description=__doc__).parse_with_overrides(sys.argv[1:])
+    setup = make_setup()
+    images, labels = next(setup.batches_from(0).as_numpy_iterator())
 
-    keras.utils.set_random_seed(args.seed)
-    try:
-        if args.dataset:
-            request = StreamRequest(Topology(), args.num_images, args.seed, start_step=0, steps_per_epoch=1)
-            images, labels = next(DATASETS[args.dataset]().training(request).as_numpy_iterator())
-        else:
-            images = np.random.standard_normal((args.num_images, *args.image_shape))
-            labels = np.random.randint(0, 10, args.num_images)
-        options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(args.options))
-        model = getattr(models, args.network)(images.shape[1:], num_outputs=10, **options)
-    except (UserError, TypeError) as error:
-        parser.error(str(error))
+    rows = [
+        ["layer", "mean", "variance", "gradient rms"],
+        ["(image)", f"{images.mean():.3f}", f"{images.var():.2e}", ""],
+    ]
+    for signal in signals(setup.model(), images, labels):
+        gradient = format_known(signal.gradient_rms, ".1e", missing="")
+        rows.append([signal.layer, f"{signal.mean:.3f}", f"{signal.variance:.2e}", gradient])
 
-    print(f"{'layer':<24}{'mean':>11}{'variance':>11}{'gradient rms':>14}")
-    print(f"{'(image)':<24}{images.mean():>11.3f}{images.var():>11.2e}")
-    for signal in signals(model, images, labels):
-        gradient = "" if signal.gradient_rms is None else f"{signal.gradient_rms:>14.1e}"
-        print(f"{signal.layer:<24}{signal.mean:>11.3f}{signal.variance:>11.2e}{gradient}")
+    print("\n".join(line.rstrip() for line in aligned(rows)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    enter(main)

@@ -13,8 +13,8 @@ from hvtrain.compare.contestants import SINGLE
 from hvtrain.compare.rounds import Ratio, ratio
 from hvtrain.system.secrets import without_secrets
 
-# With fewer rounds the interval of order statistics says nothing: its coverage is at most 50%.
-FEWEST_ROUNDS = 3
+# With fewer than 3 rounds the interval of order statistics says nothing: its coverage is at most this.
+NO_CONFIDENCE = 0.5
 # The strategy whose ring `hvtrain plan` describes.
 PLANNED = "horovod"
 # More ranks pay if they reach more than this many times the speed of one.
@@ -24,39 +24,34 @@ PAYS = 1.05
 Speeds = Mapping[str, Mapping[int, float]]
 
 
-def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) -> tuple[Ratio, int] | None:
-    """Returns the ratio of two speeds over the rounds that both have, and their number; None without such rounds.
+def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) -> Ratio | None:
+    """Returns the ratio of two speeds over the rounds that both have; None without such rounds.
 
     >>> against({1: 3.0, 2: 5.0}, {1: 2.0})
-    (Ratio(median=1.5, low=1.5, high=1.5, coverage=0.0), 1)
+    Ratio(median=1.5, low=1.5, high=1.5, coverage=0.0)
     """
     common = sorted(numerators.keys() & denominators.keys())
     if not common:
         return None
 
     # A strategy that failed or was interrupted has fewer rounds; they are not compared with those of another time.
-    return ratio([numerators[n] for n in common], [denominators[n] for n in common]), len(common)
+    return ratio([numerators[n] for n in common], [denominators[n] for n in common])
 
 
-def ratio_text(speed_ratio: Ratio, num_rounds: int) -> str:
+def ratio_text(speed_ratio: Ratio) -> str:
     """A ratio with its interval.
 
-    >>> ratio_text(Ratio(1.344, 1.2, 1.41, 0.969), 6)
+    >>> ratio_text(Ratio(1.344, 1.2, 1.41, 0.969))
     '1.34 times (1.20 to 1.41 with 97% confidence)'
-    >>> ratio_text(Ratio(1.344, 1.2, 1.41, 0.5), 2)
-    '1.34 times (2 rounds, too few for a confidence)'
+    >>> ratio_text(Ratio(1.344, 1.2, 1.41, 0.5))
+    '1.34 times (too few rounds for a confidence)'
     """
     times = f"{speed_ratio.median:.2f} times"
-    if num_rounds < FEWEST_ROUNDS:
-        return f"{times} ({num_rounds} round{'s' * (num_rounds > 1)}, too few for a confidence)"
+    if speed_ratio.coverage <= NO_CONFIDENCE:
+        return f"{times} (too few rounds for a confidence)"
     interval = f"{speed_ratio.low:.2f} to {speed_ratio.high:.2f}"
 
     return f"{times} ({interval} with {speed_ratio.coverage:.0%} confidence)"
-
-
-def is_clear(speed_ratio: Ratio, num_rounds: int) -> bool:
-    """True if there are enough rounds, and 1 is outside the interval."""
-    return num_rounds >= FEWEST_ROUNDS and not speed_ratio.low <= 1 <= speed_ratio.high
 
 
 def on_speed(speeds: Speeds) -> list[str]:
@@ -71,30 +66,24 @@ def on_speed(speeds: Speeds) -> list[str]:
     unknown: list[str] = []
     slower: list[str] = []
     for name in others:
-        comparison = against(speeds[name], speeds[first])
-        if comparison is None:
+        speed_ratio = against(speeds[name], speeds[first])
+        if speed_ratio is None:
             continue
-        speed_ratio, num_rounds = comparison
         group = equal
-        if num_rounds < FEWEST_ROUNDS:
+        if speed_ratio.coverage <= NO_CONFIDENCE:
             group = unknown
         elif speed_ratio.high < 1:
             group = slower
-        group.append(f"{name} {ratio_text(speed_ratio, num_rounds)}")
+        group.append(f"{name} {ratio_text(speed_ratio)}")
 
     # "Fastest" claims a difference from all others.
     verdict = "Most examples/s" if equal or unknown else "Fastest"
-    lines = [f"{verdict} here: {first}, with {medians[first]:,.0f} examples/s."]
+    groups = {"Not distinguishable from it": equal, "Too few rounds to say": unknown, "Slower": slower}
 
-    for title, group in (
-        ("Not distinguishable from it", equal),
-        ("Too few rounds to say", unknown),
-        ("Slower", slower),
-    ):
-        if group:
-            lines.append(f"{title}: {'; '.join(group)} as fast as {first}.")
-
-    return lines
+    return [
+        f"{verdict} here: {first}, with {medians[first]:,.0f} examples/s.",
+        *(f"{title}: {'; '.join(group)} as fast as {first}." for title, group in groups.items() if group),
+    ]
 
 
 def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
@@ -102,14 +91,13 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
     lines = []
     for name in speeds:
         # A user who has no run of `single` did not ask this question.
-        comparison = against(speeds[name], speeds.get(SINGLE, {}))
-        if name == SINGLE or comparison is None:
+        speed_ratio = against(speeds[name], speeds.get(SINGLE, {}))
+        if name == SINGLE or speed_ratio is None:
             continue
-        speed_ratio, num_rounds = comparison
-        times = f"{ratio_text(speed_ratio, num_rounds)} as fast as one process"
-        if num_rounds < FEWEST_ROUNDS:
+        times = f"{ratio_text(speed_ratio)} as fast as one process"
+        if speed_ratio.coverage <= NO_CONFIDENCE:
             lines.append(f"{name} on {num_ranks} ranks: {times}; whether it pays is open.")
-        elif not is_clear(speed_ratio, num_rounds):
+        elif speed_ratio.low <= 1 <= speed_ratio.high:
             lines.append(f"{name} on {num_ranks} ranks: {times}; not distinguishable from it.")
         elif speed_ratio.low > 1:
             efficiency = speed_ratio.median / num_ranks

@@ -3,9 +3,7 @@
 import json
 import os
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -150,16 +148,14 @@ def resident_bytes(pid: int) -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Used memory of all GPUs of this host; None without nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return None
-    # It counts the memory of all processes, in MiB, one line for each GPU.
-    query = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    mebibytes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    """Used memory of all GPUs of this host, by all processes; None without NVIDIA's driver."""
+    import pynvml
 
-    return sum(mebibytes) * 2**20 if mebibytes else None
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)
+    return None
 
 
 def _children_seconds() -> float:

@@ -1,12 +1,14 @@
 """compare.html and compare.png: speed, and the loss and the metric over time and over examples."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from hvtrain.compare.summary import table
-from hvtrain.report.charts import GREY, INK, SERIES, Panel, page_svg, write_panels
+from hvtrain.compare.rounds import draw_rounds
+from hvtrain.compare.summary import speeds_by_round, table
+from hvtrain.report.charts import GREY, SERIES, Panel, page_svg, write_panels
 from hvtrain.report.page import render
 from hvtrain.system.text import format_known
 
@@ -50,8 +52,9 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
 
     shown: list[Panel] = []
     if any(entry["rounds"] for entry in strategies):
-        draw_speed = partial(_draw_speed, strategies=strategies)
-        shown.append(("examples/s (bar: median, dots: rounds)", draw_speed))
+        speeds = {entry["name"]: list(speeds_by_round(entry).values()) for entry in strategies}
+        draw = partial(draw_rounds, values=speeds, colors=SERIES * len(strategies))
+        shown.append(("examples/s (bar: median, dots: rounds)", draw))
     if not points:
         return shown
 
@@ -69,22 +72,6 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
     return shown
 
 
-def _draw_speed(axes: Any, strategies: list[Mapping[str, Any]]) -> None:
-    names = [entry["name"] for entry in strategies]
-    for row, color, entry in _colored(strategies):
-        if not entry["examples_per_second"]:
-            continue
-        # The dots show how much a round differs from the others, which a median hides.
-        axes.barh(row, entry["examples_per_second"], color=color, height=0.6)
-        speeds = [run["examples_per_second"] for run in entry["rounds"] if run["examples_per_second"]]
-        axes.plot(speeds, [row] * len(speeds), "o", color=INK, markersize=3, alpha=0.7)
-
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)  # The first at the top, and room for one that failed.
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_axisbelow(True)
-
-
 def _draw_curves(
     axes: Any,
     strategies: list[Mapping[str, Any]],
@@ -92,36 +79,19 @@ def _draw_curves(
     unit: str,
     goal: float | None,
 ) -> None:
-    for row, color, entry in _colored(strategies):
+    # A strategy has one color in all panels.
+    for row, (entry, color) in enumerate(zip(strategies, cycle(SERIES))):
         points = [(point[unit], point[metric]) for point in entry["curve"] if metric in point]
-        if not points:
-            continue
-        x, y = zip(*points)
         # Widths differ so that curves that coincide stay visible.
         width = 2.6 - 0.3 * row
-        axes.plot(
-            x,
-            y,
-            "o-",
-            color=color,
-            linewidth=width,
-            markersize=3,
-            alpha=0.9,
-            label=entry["name"],
-        )
+        style = {"color": color, "linewidth": width, "markersize": 3, "alpha": 0.9}
+        if points:
+            axes.plot(*zip(*points), "o-", label=entry["name"], **style)
 
     if goal is not None:
         axes.axhline(goal, color=GREY, linewidth=1, linestyle="--")
     axes.set_xlabel(unit)
     axes.legend(frameon=False, fontsize=8)
-
-
-def _colored(
-    strategies: list[Mapping[str, Any]],
-) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-    """Yields the number, color and entry of each strategy; a strategy has one color in all panels."""
-    for number, entry in enumerate(strategies):
-        yield number, SERIES[number % len(SERIES)], entry
 
 
 def _by_round(strategies: list[Mapping[str, Any]]) -> list[list[str]]:
@@ -132,7 +102,7 @@ def _by_round(strategies: list[Mapping[str, Any]]) -> list[list[str]]:
     rows = [["round", *map(str, numbers)]]
 
     for entry in strategies:
-        speeds = {run["round"]: run["examples_per_second"] for run in entry["rounds"]}
+        speeds = speeds_by_round(entry)
         # A strategy that failed has fewer rounds, and a short run may have had no time to be timed.
         cells = [format_known(speeds.get(number), ",.0f") for number in numbers]
         rows.append([entry["name"], *cells])

@@ -6,11 +6,13 @@ compared.
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from hvtrain.report.charts import INK
 
 T = TypeVar("T")
 
@@ -87,3 +89,23 @@ def progress(text: str) -> None:
         columns = shutil.get_terminal_size().columns
         sys.stderr.write(f"\r\033[K{text[: columns - 1]}")
         sys.stderr.flush()
+
+
+def draw_rounds(axes: Any, values: Mapping[str, Sequence[float]], colors: Sequence[str]) -> None:
+    """Draws a bar with the median of each contender, the first at the top; those without values keep their row.
+
+    Args:
+        axes: Matplotlib's.
+        values: of each contender, by round.
+        colors: of the bars.
+    """
+    for row, (runs, color) in enumerate(zip(values.values(), colors)):
+        if runs:
+            axes.barh(row, median(runs), color=color, height=0.6)
+        # The dots show how much a round differs from the others, which a median hides.
+        axes.plot(runs, [row] * len(runs), "o", color=INK, markersize=3, alpha=0.7)
+
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.set_axisbelow(True)

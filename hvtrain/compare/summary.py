@@ -35,22 +35,24 @@ def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any
         contest: with the runs so far.
         target: metric and value; None: the best value that all whole runs reached.
     """
-    speeds = {each.name: speeds_of(contest.rounds.get(each.name, {})) for each in contest.contestants}
     curves = {name: curve(training) for name, training in contest.whole.items()}
     target = target or best_of_all(list(curves.values()))
     reached = {}
     if target:
         reached = {name: reached_at(points, *target) for name, points in curves.items()}
 
+    entries = [_entry(each, contest, curves.get(each.name, []), reached.get(each.name)) for each in contest.contestants]
+    speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
+    for contestant, entry in zip(contest.contestants, entries):
+        speed_ratio = against(speeds[contestant.name], speeds.get(SINGLE, {}))
+        entry["against_single"] = asdict(speed_ratio) if speed_ratio and not contestant.is_single else None
+
     num_ranks = contest.launcher.num_ranks
 
     return {
         "num_ranks": num_ranks,
         "target": {"metric": target[0], "value": target[1]} if target else None,
-        "strategies": [
-            _entry(each, contest, speeds, curves.get(each.name, []), reached.get(each.name))
-            for each in contest.contestants
-        ],
+        "strategies": entries,
         "conclusion": [
             *on_speed(speeds),
             *on_scaling(speeds, num_ranks),
@@ -98,17 +100,11 @@ def _on_whole_runs(whole: Mapping[str, Training]) -> list[str]:
 def _entry(
     contestant: Contestant,
     contest: Contest,
-    speeds: Mapping[str, Mapping[int, float]],
     points: Curve,
     reached: tuple[int, float] | None,
 ) -> dict[str, Any]:
     """One strategy in compare.json. What a whole run measures is None or empty without one."""
     name = contestant.name
-    speed = speeds[name]
-    comparison = None
-    if not contestant.is_single:
-        comparison = against(speed, speeds.get(SINGLE, {}))
-
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
     runs = list(rounds.values())
@@ -118,19 +114,15 @@ def _entry(
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = reached or (None, None)
 
-    return {
+    entry: dict[str, Any] = {
         "name": name,
         "words": list(contestant.overrides),
         "differences": list(dict.fromkeys([*contestant.differences, *record.get("differences", ())])),
-        "examples_per_second": median(speed.values()) if speed else None,
         "rounds": [_round_entry(number, run) for number, run in sorted(rounds.items())],
-        "against_single": asdict(comparison[0]) if comparison else None,
         # None in a run without GPUs, and in one that was over before it was looked at.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
-        "global_batch": record.get("global_batch"),
-        "num_parameters": record.get("num_parameters"),
-        "versions": record.get("versions"),
+        **{fact: record.get(fact) for fact in ("global_batch", "num_parameters", "versions")},
         "num_steps": whole and whole.result.get("num_steps"),
         "seconds": whole and whole.seconds,
         "cpu_seconds": whole and whole.cpu_seconds,
@@ -140,25 +132,22 @@ def _entry(
         "target_epoch": target_epoch,
         "target_seconds": target_seconds,
     }
+    speeds = speeds_by_round(entry)
+    entry["examples_per_second"] = median(speeds.values()) if speeds else None
+
+    return entry
 
 
 def _round_entry(number: int, run: Training) -> dict[str, Any]:
-    return {
-        "round": number,
-        "examples_per_second": run.result.get("examples_per_second"),
-        "step_seconds": run.result.get("step_seconds"),
-        "split": run.result.get("split"),
-        "seconds": run.seconds,
-        "cpu_seconds": run.cpu_seconds,
-        "peak_bytes": run.peak_bytes,
-        "gpu_bytes": run.gpu_bytes,
-    }
+    measured = {name: run.result.get(name) for name in ("examples_per_second", "step_seconds", "split")}
+    used = {name: getattr(run, name) for name in ("seconds", "cpu_seconds", "peak_bytes", "gpu_bytes")}
+    return {"round": number, **measured, **used}
 
 
-def speeds_of(rounds: Mapping[int, Training]) -> dict[int, float]:
-    """Returns examples/s over all ranks by round, without rounds that were too short to be timed."""
-    speeds = {number: training.result.get("examples_per_second") for number, training in rounds.items()}
-    return {number: rate for number, rate in speeds.items() if rate}
+def speeds_by_round(entry: Mapping[str, Any]) -> dict[int, float]:
+    """Returns examples/s by round of a strategy in compare.json, without rounds that were too short to be timed."""
+    speeds = {run["round"]: run["examples_per_second"] for run in entry["rounds"]}
+    return {number: speed for number, speed in speeds.items() if speed}
 
 
 def curve(training: Training) -> Curve:

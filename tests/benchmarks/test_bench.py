@@ -55,7 +55,7 @@ def test_contenders_do_the_same_work(names, tmp_path):
 @pytest.mark.parametrize(
     ("words", "file", "said"),
     [
-        pytest.param(*(["scaling", "-np", "2"], "scaling.json", "weak against jobs apart"), marks=release),
+        pytest.param(*(["scaling", "-np", "2"], "scaling.json", "against jobs apart"), marks=release),
         pytest.param(
             *(
                 ["steps", "--contenders", "batches@data=synthetic,independent"],

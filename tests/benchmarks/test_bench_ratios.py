@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.contenders import CONTENDERS, WORKLOADS, named
 from benchmarks.goals import GOALS, of_allreduce, of_steps, verdict
-from benchmarks.measure import Measured
 from benchmarks.processes import CLOCK
 from benchmarks.steps import Steps
 from hvtrain.compare.rounds import Ratio, ratio
@@ -22,21 +21,21 @@ from hvtrain.plan.allreduce import WORKER
 @pytest.mark.parametrize(("number", "low", "high"), [(5, 0, 4), (6, 0, 5), (7, 0, 6), (9, 1, 7), (20, 5, 14)])
 def test_the_interval_is_that_of_order_statistics(number, low, high):
     """Ranks as in the usual tables for the median at 95 percent (20: the 6th and the 15th)."""
-    found = ratio([float(i) for i in range(number)], [1.0] * number)
-    assert (found.low, found.high) == (low, high)
-    assert (found.coverage >= 0.95) is (number > 5)
+    interval = ratio([float(i) for i in range(number)], [1.0] * number)
+    assert (interval.low, interval.high) == (low, high)
+    assert (interval.coverage >= 0.95) is (number > 5)
 
 
 def test_the_interval_holds_the_true_median_as_often_as_it_says():
     random = np.random.default_rng(0)
     # Skewed, as times are; the median of exp(z) is 1.
-    found = [ratio(np.exp(random.standard_normal(7)).tolist(), [1.0] * 7) for _ in range(4000)]
-    held = np.mean([one.low <= 1 <= one.high for one in found])
-    assert held == pytest.approx(found[0].coverage, abs=0.01)
+    intervals = [ratio(np.exp(random.standard_normal(7)).tolist(), [1.0] * 7) for _ in range(4000)]
+    held = np.mean([interval.low <= 1 <= interval.high for interval in intervals])
+    assert held == pytest.approx(intervals[0].coverage, abs=0.01)
 
 
 @pytest.mark.parametrize(
-    ("found", "smaller", "said"),
+    ("measured", "smaller", "text"),
     [
         (Ratio(0.9, 0.85, 0.95, 0.98), True, "holds"),
         (Ratio(0.9, 0.85, 0.96, 0.98), True, "holds by its median"),
@@ -47,14 +46,14 @@ def test_the_interval_holds_the_true_median_as_often_as_it_says():
         (Ratio(0.9, 0.80, 0.94, 0.98), False, "fails"),
     ],
 )
-def test_verdicts(found, smaller, said):
-    assert verdict(found, 0.95, smaller) == said
+def test_verdicts(measured, smaller, text):
+    assert verdict(measured, 0.95, smaller) == text
 
 
 def test_rounds_are_compared_with_themselves():
     """A machine that becomes ten times slower between rounds changes no ratio."""
-    found = ratio([1, 10, 1, 10, 1, 10, 1], [2, 20, 2, 20, 2, 20, 2])
-    assert (found.median, found.low, found.high) == (0.5, 0.5, 0.5)
+    half = ratio([1, 10, 1, 10, 1, 10, 1], [2, 20, 2, 20, 2, 20, 2])
+    assert (half.median, half.low, half.high) == (0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize("data", ["synthetic", "fashion_mnist"])
@@ -84,26 +83,34 @@ def test_modules_of_contenders_exist():
 
 def test_goals_name_contenders():
     assert {named(name).about for goal in GOALS for name in (goal.ours, goal.other)}, "named refuses others"
-    assert all(goal.figure in Measured.__dataclass_fields__ and set(goal.limits) <= set(WORKLOADS) for goal in GOALS)
+    figures = [figure for figure, _, _ in Steps.columns.values()]
+    assert all(goal.figure in figures and set(goal.limits) <= set(WORKLOADS) for goal in GOALS)
 
 
 def session(tmp_path, losses=(1.0, 1.0), slower=1.0):
     names = ("hvtrain-mpi", "loop-mpi")
-    made = Steps(tmp_path, 1, WORKLOADS["cnn"], "synthetic", 2, [CONTENDERS[name] for name in names], 10)
-    for name, loss, seconds in zip(names, losses, (0.9, 1.0)):
-        made.results[name] = [
-            Measured(seconds * scale, 128 / seconds, 9.0, 10**9, loss) for scale in (1, 2, 1, 2, 1, 2, 1)
-        ]
-    made.results[made.again] = [Measured(run.step_seconds * slower, 1, 1, 1, 1.0) for run in made.results[names[0]]]
-    return made
+    steps = Steps(tmp_path, 1, WORKLOADS["cnn"], "synthetic", 2, [CONTENDERS[name] for name in names], 10)
+    for number, scale in enumerate((1, 2, 1, 2, 1, 2, 1), start=1):
+        for name, seconds, loss in (
+            (names[0], 0.9, losses[0]),
+            (names[1], 1.0, losses[1]),
+            (steps.again, 0.9 * slower, losses[0]),
+        ):
+            speed = {"step_seconds": seconds * scale, "examples_per_second": 128 / seconds}
+            others = {"first_step_seconds": 9.0, "peak_bytes": 10**9, "loss": loss}
+            steps.rows.append({"contender": name, "round": number, **speed, **others})
+
+    return steps
 
 
 def test_a_session_says_what_it_found(tmp_path):
-    made = session(tmp_path)
-    lines = made.table()
+    steps = session(tmp_path)
+    lines = steps.table()
     assert any(line.startswith("loop-mpi") and "1.111 [1.111, 1.111]" in line for line in lines)
     assert "typically 0.0% off" in "\n".join(lines) and "quieter" not in "\n".join(lines)
-    made.write()
+    steps.write()
+    steps.plot()
+    assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
     judged = of_steps(json.loads((tmp_path / "bench.json").read_text()))
     assert "step_seconds of hvtrain-mpi / loop-mpi <= 0.95: 0.900 [0.900, 0.900], holds" in judged
     rows = (tmp_path / "bench.csv").read_text().splitlines()
@@ -116,8 +123,8 @@ def test_a_noisy_session_says_so(tmp_path):
 
 def test_times_of_another_work_do_not_count(tmp_path):
     with pytest.raises(RankError, match=r"losses differ.*hvtrain-mpi 1\.00000, loop-mpi 1\.00200"):
-        session(tmp_path, losses=(1.0, 1.002)).check_losses()
-    session(tmp_path, losses=(1.0, 1.0005)).check_losses()
+        session(tmp_path, losses=(1.0, 1.002)).check_round()
+    session(tmp_path, losses=(1.0, 1.0005)).check_round()
 
 
 def test_goals_of_the_reduction():

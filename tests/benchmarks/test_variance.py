@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import variance
 from hvtrain import models
+from hvtrain.errors import ConfigError
 
 
 def signals(**options) -> dict[str, variance.LayerSignal]:
@@ -45,24 +46,19 @@ def test_a_layer_without_weights_has_no_gradient():
     assert signals()["pool1"].gradient_rms is None
 
 
-def test_the_command_prints_a_table_of_noise_or_real_images(capsys):
-    for arguments in (
-        ["hidden=[8]", "--image-shape", "4", "4", "1"],
-        ["--dataset", "digits", "hidden=[8]"],
-    ):
-        variance.main(["mlp", *arguments])
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[0] for line in lines] == [
-            "layer",
-            "(image)",
-            "flatten",
-            "dense1",
-            "logits",
-        ]
+def run_command(monkeypatch, *settings):
+    monkeypatch.setattr("sys.argv", ["variance", "model=mlp", "train.batch_size=16", *settings])
+    variance.main()
 
 
-@pytest.mark.parametrize(("option", "complaint"), [("hiden=[8]", "hiden"), ("dropout=2", "needs a fraction")])
-def test_the_command_refuses_what_the_network_does_not_take(capsys, option, complaint):
-    with pytest.raises(SystemExit):
-        variance.main(["mlp", option])
-    assert complaint in capsys.readouterr().err
+@pytest.mark.parametrize("settings", [["dataset=synthetic", "dataset.image_shape=[4,4,1]"], ["dataset=digits"]])
+def test_the_command_prints_a_table_of_noise_or_real_images(settings, monkeypatch, capsys):
+    run_command(monkeypatch, "model.hidden=[8]", *settings)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
+
+
+@pytest.mark.parametrize(("setting", "complaint"), [("model.hiden=[8]", "hiden"), ("model.dropout=2", "between 0 and 1")])
+def test_the_command_refuses_what_the_network_does_not_take(setting, complaint, monkeypatch):
+    with pytest.raises(ConfigError, match=complaint):
+        run_command(monkeypatch, setting)

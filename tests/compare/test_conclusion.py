@@ -74,18 +74,18 @@ def test_an_interval_that_holds_1_is_no_difference() -> None:
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_few_rounds_are_no_confidence(rounds: int) -> None:
     few = {number: STEADY[number] for number in range(1, rounds + 1)}
-    found = against(times(2.0, few), few)
-    assert found and found[0].median == pytest.approx(2) and "too few" in ratio_text(*found)
+    speed_ratio = against(times(2.0, few), few)
+    assert speed_ratio and speed_ratio.median == pytest.approx(2) and "too few" in ratio_text(speed_ratio)
     speeds = {"single": few, "horovod": times(2.0, few)}
     assert on_scaling(speeds, 2)[0].endswith("whether it pays is open.")
     assert on_speed(speeds)[0].startswith("Most ") and on_speed(speeds)[1].startswith("Too few rounds to say: single")
-    assert "too few" not in ratio_text(Ratio(2.0, 1.9, 2.1, 0.75), 3)
+    assert "too few" not in ratio_text(Ratio(2.0, 1.9, 2.1, 0.75))
 
 
 def test_only_rounds_that_both_ran_are_compared() -> None:
     """A strategy that failed or was interrupted has fewer; its rounds must not meet those of another time."""
-    found = against({2: 10.0, 3: 20.0}, {1: 1.0, 2: 10.0, 3: 20.0, 4: 99.0})
-    assert found and found[0].median == 1.0 and found[1] == 2
+    speed_ratio = against({2: 10.0, 3: 20.0}, {1: 1.0, 2: 10.0, 3: 20.0, 4: 99.0})
+    assert speed_ratio and speed_ratio.median == 1.0 and speed_ratio.coverage == 0.5, "two rounds"
     assert against({1: 1.0}, {2: 1.0}) is None
     assert on_speed({"single": {1: 1.0}, "horovod": {}}) == [
         "Fewer than two strategies were timed, so nothing can be compared."

@@ -144,6 +144,7 @@ TABLE = {
     "find-lr": runs("--steps 10", "hvtrain find_lr model=cnn", "--highest 1"),
     "finetuning": runs(STEPS, "runs/base", "runs/head", "runs/slow", "runs/lora", "runs/sync"),
     "input": runs(IMAGES, "benchmarks input", "--rounds 3"),
+    "inspect": [Row("hvtrain inspect", makes="inspect.html")],
     "keras-hub": [*held(INSTALLED, "uv pip install"), trains("model=keras_hub", "test_accuracy", 0.12, 1)],
     "library": [*LIBRARY, Row("--host-discovery-script")],
     "migration": [
@@ -166,7 +167,7 @@ TABLE = {
         Row("for seed", f"dataset.num_train=16 dataset.num_test=8 {STEPS}", (("1 2 3", "1"),)),
     ],
     "separable": [
-        *runs("", "initializer=glorot_uniform", "depthwise_initializer=lecun_normal", "--dataset fashion_mnist"),
+        *runs("", "initializer=glorot_uniform", "depthwise_initializer=lecun_normal", "dataset=fashion_mnist"),
         *runs(STEPS, "experiment=fashion_separable"),
     ],
     "spark": held("tests/launch/test_spark.py, without YARN", "spark-submit"),
