@@ -1,9 +1,8 @@
 """The search space and the goal of a sweep, checked before anything starts."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,13 @@ from hvtrain.errors import ConfigError, in_one_line
 MAX = "max"
 MIN = "min"
 Number = int | float
+_KEYS = ["low", "high", "log", "step", "choices"]
 _FORM = "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One searched setting: a range of numbers, or choices.
-
-    Attributes:
-        low: the lowest number, included.
-        high: the highest, included. The numbers are whole if both ends are.
-        log: draws evenly on a logarithmic scale.
-        step: the distance of numbers; None: any number.
-        choices: values, or lists of values; empty for a range.
-    """
-
-    low: Number | None = None
-    high: Number | None = None
-    log: bool = False
-    step: Number | None = None
-    choices: tuple[Any, ...] = ()
-
-    def example(self, index: int) -> Any:
-        """Returns one of its values; those at 0, 1, ... reach both ends and every choice."""
-        values = self.choices or (self.low, self.high)
-        return values[index % len(values)]
+# One searched setting: {low, high}, both included, with log or a step if need be; or {choices}, which are values or
+# lists of values. Numbers are whole if both ends are.
+Setting = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,12 +34,9 @@ class SearchSpace:
 
     def examples(self) -> list[dict[str, Any]]:
         """Returns values of all settings, which between them reach both ends and every choice of each."""
-        count = max(2, *(len(setting.choices) for setting in self.settings.values()))
-        return [{name: setting.example(index) for name, setting in self.settings.items()} for index in range(count)]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the settings as JSON has them: lists in place of tuples, so that they equal what is read again."""
-        return json.loads(json.dumps({name: asdict(setting) for name, setting in self.settings.items()}))
+        ranges = {name: line.get("choices") or (line["low"], line["high"]) for name, line in self.settings.items()}
+        count = max(map(len, ranges.values()))
+        return [{name: values[index % len(values)] for name, values in ranges.items()} for index in range(count)]
 
 
 def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
@@ -83,10 +61,9 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
 
     if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{path} names no setting; a line of it is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}")
-    settings = {}
-    for key, value in tree.items():
-        name = str(key)
-        settings[name] = _setting(f"{path}: {name}", value)
+    settings: dict[str, Any] = {str(key): line for key, line in tree.items()}
+    for name, line in settings.items():
+        _check_line(f"{path}: {name}", line)
 
     return SearchSpace(path, settings)
 
@@ -106,28 +83,28 @@ def _space_file(name: str, overrides: list[str]) -> Path:
     return known[name]
 
 
-def _setting(location: str, tree: Any) -> Setting:
+def _check_line(location: str, line: Any) -> None:
     """Checks one line of a space. location: the file and the setting's name, which begin each message."""
-    known = [item.name for item in fields(Setting)]
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{location} is {tree!r}, which is not what to search; {_FORM}")
-    unknown = next((key for key in tree if key not in known), None)
+    if not isinstance(line, dict):
+        raise ConfigError(f"{location} is {line!r}, which is not what to search; {_FORM}")
+    unknown = next((key for key in line if key not in _KEYS), None)
     if unknown:
-        raise ConfigError(f"{location}: unknown key '{unknown}'; {nearest(str(unknown), known)}")
+        raise ConfigError(f"{location}: unknown key '{unknown}'; {nearest(str(unknown), _KEYS)}")
 
-    return _choices(location, tree) if "choices" in tree else _range(location, tree)
+    if "choices" in line:
+        _check_choices(location, line)
+    else:
+        _check_range(location, line)
 
 
-def _choices(location: str, tree: Mapping[str, Any]) -> Setting:
-    choices = tree["choices"]
-    if len(tree) > 1 or not isinstance(choices, list) or not choices:
-        raise ConfigError(f"{location} is {dict(tree)}; {_FORM}")
+def _check_choices(location: str, line: Setting) -> None:
+    choices = line["choices"]
+    if len(line) > 1 or not isinstance(choices, list) or not choices:
+        raise ConfigError(f"{location} is {line}; {_FORM}")
     for choice in choices:
         # A mapping would be a group of settings, which has no form on a command line.
         if not _is_plain(choice):
             raise ConfigError(f"{location}: {choice} is not a value, or a list of values; choose among these")
-
-    return Setting(choices=tuple(choices))
 
 
 def _is_plain(value: Any) -> bool:
@@ -136,28 +113,25 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | Number)
 
 
-def _range(location: str, tree: Mapping[str, Any]) -> Setting:
-    numbers = {key: tree[key] for key in ("low", "high", "step") if tree.get(key) is not None}
-    for key, value in numbers.items():
+def _check_range(location: str, line: Setting) -> None:
+    for key in {"low", "high", "step"} & line.keys():
+        value = line[key]
         # In Python a bool is an int.
         if isinstance(value, bool) or not isinstance(value, Number) or not math.isfinite(value):
             raise ConfigError(f"{location}: {key} is {value!r}, which is not a number; {_FORM}")
 
-    log = tree.get("log", False)
-    if not {"low", "high"} <= {*numbers} or not isinstance(log, bool):
-        raise ConfigError(f"{location} is {dict(tree)}; {_FORM}")
+    log = line.get("log", False)
+    if not {"low", "high"} <= line.keys() or not isinstance(log, bool):
+        raise ConfigError(f"{location} is {line}; {_FORM}")
 
-    low = numbers["low"]
-    high = numbers["high"]
-    step = numbers.get("step")
+    low = line["low"]
+    high = line["high"]
     if low >= high:
         raise ConfigError(f"{location}: low {low:g} is not below high {high:g}; widen the range")
-    if log and (low <= 0 or step):
+    if log and (low <= 0 or "step" in line):
         raise ConfigError(f"{location}: log needs a low above 0, and no step; change the range or leave out log")
-    if step is not None:
-        _check_step(location, low, high, step)
-
-    return Setting(low, high, log, step)
+    if "step" in line:
+        _check_step(location, low, high, line["step"])
 
 
 def _check_step(location: str, low: Number, high: Number, step: Number) -> None:

@@ -76,7 +76,7 @@ class Study:
         """Returns the searched settings of a trial."""
         values = {}
         for name, value in trial.params.items():
-            choices = self._space.settings[name].choices
+            choices = self._space.settings[name].get("choices")
             values[name] = choices[value] if choices else value
 
         return values
@@ -134,14 +134,12 @@ class Study:
 def _distribution(setting: Setting) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    if setting.choices:
-        return CategoricalDistribution(range(len(setting.choices)))  # Optuna stores no lists.
-    low = setting.low
-    high = setting.high
-    if isinstance(low, int) and isinstance(high, int):
-        return IntDistribution(low, high, log=setting.log, step=int(setting.step or 1))
+    if "choices" in setting:
+        return CategoricalDistribution(range(len(setting["choices"])))  # Optuna stores no lists.
+    is_whole = isinstance(setting["low"], int) and isinstance(setting["high"], int)
+    distribution = IntDistribution if is_whole else FloatDistribution
 
-    return FloatDistribution(low, high, log=setting.log, step=setting.step)
+    return distribution(**setting)
 
 
 def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:

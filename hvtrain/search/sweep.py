@@ -58,7 +58,7 @@ def main() -> int:
         "direction": goal.direction,
         "num_ranks": options.np,
         "words": without_secrets(request.overrides),
-        "space": space.to_json(),
+        "space": space.settings,
     }
     results = {
         "command": shlex.join(["python", "-m", "hvtrain", "sweep", *without_secrets(arguments)]),

@@ -1,15 +1,14 @@
 """The results of a sweep: the records of its trials, and the table, files and picture that show them."""
 
-import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from hvtrain.config.compose import override, override_value
-from hvtrain.core.files import csv_text, write_atomic
+from hvtrain.core.files import csv_text, write_atomic, write_json
 from hvtrain.report.charts import BLUE, GREY, ORANGE, Panel, write_panels
 from hvtrain.search.search_space import MAX
 from hvtrain.system.secrets import without_secrets
@@ -124,7 +123,7 @@ def result_lines(results: Results) -> list[str]:
 
 def write(results: Results, folder: Path) -> None:
     """Writes sweep.json and sweep.csv."""
-    write_atomic(folder / "sweep.json", json.dumps(results, indent=1) + "\n")
+    write_json(folder / "sweep.json", results)
 
     names = list(results["space"])
     rows = [["trial", "state", results["metric"], "epochs", "seconds", *names, "error"]]
@@ -140,7 +139,7 @@ def write(results: Results, folder: Path) -> None:
 def write_png(results: Results, path: Path) -> None:
     """Draws the values by trial and over each setting. At least one trial has a value.
 
-    optuna's own plots would show the numbers of choices, since it stores no lists (study.py).
+    optuna's own plots leave out pruned trials, and show the numbers of choices, since it stores no lists (study.py).
     """
     # By importance, as soon as there are enough trials to know it.
     names = list(results["importances"] or results["space"])[:MOST_PANELS]
@@ -154,45 +153,38 @@ def write_png(results: Results, path: Path) -> None:
     write_panels(panels, path, min(3, len(panels)), _PANEL_SIZE)
 
 
-def _with_value(results: Results, state: str) -> list[Trial]:
-    return [trial for trial in results["trials"] if trial["state"] == state and trial["value"] is not None]
+def _draw_trials(axes: Any, results: Results, position: Callable[[Trial], Any]) -> None:
+    """Draws the values of finished and of pruned trials over a position."""
+    for state, color in _COLORS.items():
+        trials = [trial for trial in results["trials"] if trial["state"] == state and trial["value"] is not None]
+        positions = [position(trial) for trial in trials]
+        axes.plot(positions, [trial["value"] for trial in trials], "o", color=color, markersize=4, label=state)
 
 
 def _draw_history(axes: Any, results: Results) -> None:
-    for state, color in _COLORS.items():
-        trials = _with_value(results, state)
-        if trials:
-            numbers = [trial["number"] for trial in trials]
-            values = [trial["value"] for trial in trials]
-            axes.plot(numbers, values, "o", color=color, markersize=4, label=state)
-
-    finished = _with_value(results, FINISHED)
-    if finished:
-        better = max if results["direction"] == MAX else min
-        bests = list(accumulate((trial["value"] for trial in finished), better))
-        numbers = [trial["number"] for trial in finished]
-        axes.step(numbers, bests, where="post", color=ORANGE, linewidth=1.3, label="best so far")
+    _draw_trials(axes, results, lambda trial: trial["number"])
+    finished = [trial for trial in results["trials"] if trial["state"] == FINISHED]
+    better = max if results["direction"] == MAX else min
+    bests = list(accumulate((trial["value"] for trial in finished), better))
+    numbers = [trial["number"] for trial in finished]
+    axes.step(numbers, bests, where="post", color=ORANGE, linewidth=1.3, label="best so far")
 
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, fontsize=8)
 
 
 def _draw_setting(axes: Any, results: Results, name: str) -> None:
-    space = results["space"][name]
-    choices = space["choices"]
-    for state, color in _COLORS.items():
-        trials = [trial for trial in _with_value(results, state) if name in trial["settings"]]
-        positions = [trial["settings"][name] for trial in trials]
-        if choices:
-            # Choices need not be numbers, so each has a place of its own.
-            positions = [choices.index(value) for value in positions]
-        values = [trial["value"] for trial in trials]
-        axes.plot(positions, values, "o", color=color, markersize=4)
+    setting = results["space"][name]
+    choices = setting.get("choices")
+    if not choices:
+        _draw_trials(axes, results, lambda trial: trial["settings"][name])
+        if setting.get("log"):
+            axes.set_xscale("log")
+        return
 
-    if choices:
-        labels = [in_short(choice) for choice in choices]
-        rotation = 30 if max(map(len, labels)) > 6 else 0  # Longer labels would overlap.
-        axes.set_xticks(range(len(labels)), labels, rotation=rotation)
-        axes.set_xlim(-0.5, len(labels) - 0.5)
-    elif space["log"]:
-        axes.set_xscale("log")
+    # Choices need not be numbers, so each has a place of its own.
+    _draw_trials(axes, results, lambda trial: choices.index(trial["settings"][name]))
+    labels = [in_short(choice) for choice in choices]
+    rotation = 30 if max(map(len, labels)) > 6 else 0  # Longer labels would overlap.
+    axes.set_xticks(range(len(labels)), labels, rotation=rotation)
+    axes.set_xlim(-0.5, len(labels) - 0.5)

@@ -3,13 +3,13 @@
 import pytest
 
 from hvtrain.errors import ConfigError, LostRankError
-from hvtrain.search.search_space import SearchSpace, Setting
+from hvtrain.search.search_space import SearchSpace
 
 pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pytest does it")
 from hvtrain.search.study import Study
 
 FACTS = {"direction": "max", "words": ["model=mlp"], "space": {"x": 1}}
-SETTINGS = {"x": Setting(-1.0, 3.0), "n": Setting(1, 9, step=2), "c": Setting(choices=([1], [2, 3]))}
+SETTINGS = {"x": {"low": -1.0, "high": 3.0}, "n": {"low": 1, "high": 9, "step": 2}, "c": {"choices": [[1], [2, 3]]}}
 
 
 def study(folder, seed=0, prune_after=None, **facts):
