@@ -5,10 +5,8 @@ visible devices once one was used. `choose_gpus` is the rule, a pure function; `
 ranks' views and applies it.
 """
 
-import ctypes
 import os
 import socket
-import uuid
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +17,7 @@ import tensorflow as tf
 
 from hvtrain.errors import RankError
 from hvtrain.system import cores
+from hvtrain.system.gpus import gpu_uuids, physical_gpus
 
 T = TypeVar("T")
 
@@ -151,9 +150,9 @@ def pin_gpu(
 
     Raises:
         RankError: if ranks would share a GPU and share is false, or if TensorFlow has initialized
-            one already.
+            one already; or if this host has GPUs that TensorFlow cannot use.
     """
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = physical_gpus()
     if not gpus:
         # Before exchange: it allocates, and starts a thread for each core this process may use.
         _keep_freed_memory()
@@ -212,32 +211,6 @@ def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
     with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
         return list(hvd.allgather_object(value, session=session, name=name))
-
-
-def gpu_uuids(count: int) -> tuple[str, ...]:
-    """Returns UUIDs of the first `count` GPUs that CUDA shows this process.
-
-    None if the driver does not say. The driver's own interface starts no GPU, and unlike nvidia-smi
-    it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
-    """
-    if not count:
-        return ()
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-        get_uuid = cuda.cuDeviceGetUuid_v2
-    except (OSError, AttributeError):  # No driver, or one without this function.
-        return ()
-    device = ctypes.c_int()
-    buffer = (ctypes.c_ubyte * 16)()
-    uuids = []
-    # Each function of the driver returns 0 if it succeeded.
-    error = cuda.cuInit(0)
-    for index in range(count):
-        error = error or cuda.cuDeviceGet(ctypes.byref(device), index) or get_uuid(buffer, device)
-        uuids.append(f"GPU-{uuid.UUID(bytes=bytes(buffer))}")
-    if error:
-        return ()
-    return tuple(uuids)
 
 
 @cache

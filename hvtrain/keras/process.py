@@ -18,6 +18,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvtrain.errors import RankError
 from hvtrain.system import console, cores, interfaces
+from hvtrain.system.gpus import physical_gpus
 
 # Set for every rank by horovodrun --gloo; by Open MPI's mpirun, which horovodrun --mpi starts; by
 # MPICH and Intel MPI; by srun.
@@ -70,7 +71,7 @@ def init(*args: Any, **kwargs: Any) -> None:
 
     threads_before = cores.threads()
     hvd.init(*args, **kwargs)
-    if _uses_mpi() and not tf.config.list_physical_devices("GPU"):
+    if _uses_mpi() and not physical_gpus():
         _lower_priority(cores.threads() - threads_before)
 
     if expected_size is not None and expected_size > 1 and hvd.size() == 1 and not is_elastic():

@@ -23,6 +23,7 @@ from hvtrain.step.joint_loss import joint_loss
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import CallSteps, build_metrics, make_steps, to_device, train
 from hvtrain.system import console
+from hvtrain.system.gpus import physical_gpus
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.judge import StopReason
 from hvtrain.watchdog.progress import CHECKPOINT, VALIDATION
@@ -176,7 +177,7 @@ class Strategy:
     def start(self) -> Topology:
         """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
         self.marks = StepMarks()
-        gpus = tf.config.list_physical_devices("GPU")
+        gpus = physical_gpus()
         if gpus:
             # It imports Horovod, which hvtrain.plan works without.
             from hvtrain.keras.devices import use_only
@@ -326,9 +327,14 @@ class Strategy:
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
         """Leaves and rejoins the other ranks, with other variables and another bucket size."""
 
+    def is_lost_rank(self, error: BaseException) -> bool:
+        """Returns True if the error says that communication between ranks broke. Not collective."""
+        return False
+
     def cause_of(self, error: BaseException) -> UserError | None:
         """Returns the failure of another rank that caused the error, if any. Not collective."""
-        return None
+        reason = self.watchdog.cause() if self.is_lost_rank(error) else None
+        return error_of(reason, self.watchdog) if reason else None
 
     def description(self) -> str:
         """Describes the communication, for the run's summary. Not collective."""

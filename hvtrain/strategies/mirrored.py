@@ -21,6 +21,7 @@ from hvtrain.strategies.replica_step import (
     plain_variables,
     step_of,
 )
+from hvtrain.system.gpus import physical_gpus
 
 
 class MirroredStrategy(ReplicaStrategy):
@@ -143,7 +144,7 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
         ConfigError: there are fewer GPUs.
         RankError: TensorFlow has initialized its devices already.
     """
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = physical_gpus()
     if gpus and (num_replicas or 0) > len(gpus):
         raise ConfigError(
             f"strategy.num_replicas={num_replicas} exceeds the {len(gpus)} visible GPU(s); lower "

@@ -24,6 +24,7 @@ from hvtrain.strategies.base import error_of
 from hvtrain.strategies.multi_worker_mirrored import cluster_addresses, refuse_own_cluster
 from hvtrain.strategies.replica_step import initializing_devices
 from hvtrain.system import console
+from hvtrain.system.gpus import physical_gpus
 from hvtrain.watchdog import Watchdog, ending
 from hvtrain.watchdog import start as start_watchdog
 from hvtrain.watchdog.progress import EXCHANGE
@@ -184,7 +185,7 @@ def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int 
     Coordinator and parameter servers get no GPU. The workers of a host count among themselves: the
     first one there gets the first GPU, whatever its rank.
     """
-    num_visible = len(tf.config.list_physical_devices("GPU"))
+    num_visible = len(physical_gpus())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), num_visible)
     processes = exchange((socket.gethostname(), names, gpu_uuids(num_visible)), "hvtrain.places")
     hosts = [host for host, _, _ in processes]

@@ -1,10 +1,8 @@
-"""Memory of this process, what its host or container has left, and how busy a GPU is."""
+"""Memory of this process, and what its host or container has left."""
 
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -54,23 +52,3 @@ def _free_in_groups(cgroups: Path) -> Iterator[int]:
                 limit, used = (int((folder / name).read_text()) for name in names[:2])
                 numbers = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 yield limit - used + int(numbers.get(names[2], 0))
-
-
-def busy_percent(uuid: str | None) -> int | None:
-    """Share of the last moments (up to a second) in which that GPU computed; None where the driver does not say."""
-    if not uuid:
-        return None
-    import pynvml  # 0.05 s, which ranks on CPUs need not spend.
-
-    with suppress(pynvml.NVMLError):  # No driver, no such GPU, or one that does not measure it.
-        return int(pynvml.nvmlDeviceGetUtilizationRates(_gpu_handle(uuid)).gpu)
-    return None
-
-
-@cache
-def _gpu_handle(uuid: str) -> Any:
-    """The driver's handle of a GPU, for as long as this process lives."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(uuid)

@@ -55,6 +55,7 @@ def assert_computes_there(result: dict, mine: str) -> None:
 def assert_sums_are_right(ranks: list[dict]) -> None:
     for result in ranks:
         assert result["sums"]["errors"] == {"large": 0.0, "small": 0.0, "half": 0.0}
+        assert result["sums"]["devices"] == ["CPU" if ON_CPU else "GPU"]
         assert ON_CPU or result["sums"]["nccl_built"], "or sums would go through the hosts' memory"
 
 

@@ -42,14 +42,21 @@ def place() -> dict[str, Any]:
 
 
 def sums() -> dict[str, Any]:
-    """Sums over the ranks of values that each rank makes on its device: large, small, and of half precision."""
+    """Sums over the ranks of values that each rank makes on its device: large, small, and of half precision.
+
+    In a graph, as a step sums them: TensorFlow places an eager reduction on the CPU.
+    """
     result = {}
+    devices = set()
     for name, size, dtype in (("large", 3_000_000, "float32"), ("small", 3, "float32"), ("half", 1000, "float16")):
         mine = tf.range(size, dtype=tf.int32) % 97 + RANK
-        total = np.asarray(hvd.allreduce(tf.cast(mine, dtype), op=hvd.Sum), "float64")
+        reduce = tf.function(lambda values: hvd.allreduce(values, op=hvd.Sum))
+        reduced = reduce(tf.cast(mine, dtype))
+        devices.add(tf.DeviceSpec.from_string(reduced.device).device_type)
+        total = np.asarray(reduced, "float64")
         expected = SIZE * (np.arange(size) % 97) + SIZE * (SIZE - 1) / 2
         result[name] = float(np.max(np.abs(total - expected)))
-    return {"errors": result, "nccl_built": bool(hvd.nccl_built())}
+    return {"errors": result, "devices": sorted(devices), "nccl_built": bool(hvd.nccl_built())}
 
 
 def network() -> keras.Model:

@@ -1,33 +1,13 @@
-"""Memory of this process and what control groups leave of it; how busy a GPU is, as the driver says it."""
+"""Memory of this process, and what control groups leave of it."""
 
-import ctypes
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import psutil
-import pynvml
-import pytest
 
 from hvtrain.system import usage
 
 GIB = 2**30
-# In place of the driver's library: it shows two GPUs.
-NVML = """
-#include <string.h>
-struct utilization { unsigned gpu, memory; };
-static int is_begun, first, second;
-int nvmlInitWithFlags(unsigned flags) { is_begun = 1; return 0; }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
-  *device = strcmp(uuid, "GPU-b") ? &first : &second;
-  return !is_begun || (strcmp(uuid, "GPU-a") && strcmp(uuid, "GPU-b"));
-}
-int nvmlDeviceGetUtilizationRates(void *device, struct utilization *rates) {
-  rates->gpu = device == &second ? 73 : 5;
-  rates->memory = 11;
-  return 0;
-}
-"""
 
 
 def group(folder, limit, used, cached, names):
@@ -62,30 +42,3 @@ def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypat
     assert usage.free_bytes(tmp_path) == 1000
     group(tmp_path / "memory/job", 7_000_000, 7_999_000, 0, usage._V1)
     assert usage.free_bytes(tmp_path) == 0
-
-
-@pytest.fixture
-def fresh_nvml(monkeypatch):
-    """pynvml as it is before its first use, here and again afterwards."""
-    monkeypatch.setattr(pynvml, "nvmlLib", None)
-    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    usage._gpu_handle.cache_clear()
-    yield
-    usage._gpu_handle.cache_clear()
-
-
-def test_a_gpu_is_known_by_its_uuid(fresh_nvml, tmp_path, monkeypatch):
-    """A library in place of the driver's, compiled here."""
-    (tmp_path / "nvml.c").write_text(NVML)
-    path = tmp_path / "libnvidia-ml.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, tmp_path / "nvml.c"], check=True)
-    monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL(str(path)))
-    assert [usage.busy_percent(uuid) for uuid in ("GPU-a", "GPU-b", "GPU-c", None)] == [5, 73, None, None]
-
-
-def test_without_a_driver_nothing_is_said(fresh_nvml, monkeypatch):
-    def absent(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(pynvml, "CDLL", absent)
-    assert usage.busy_percent("GPU-a") is None
