@@ -86,7 +86,7 @@ def hub_model(
     }
 
     try:
-        folder = preset_folder(preset, "model.preset") if preset else None
+        folder = _preset_folder(preset) if preset else None
         if folder:
             network = hub.models.Backbone.from_preset(
                 folder,
@@ -348,13 +348,14 @@ def _features(outputs: Any, mask: Any, is_pooled: bool) -> Any:
     return outputs
 
 
-def preset_folder(preset: str, setting: str) -> str:
-    """Returns the folder's whole path. Raises ConfigError, naming the setting, if it is none."""
+def _preset_folder(preset: str) -> str:
+    """Returns the folder's whole path. Raises ConfigError if it is none."""
     path = Path(preset)
     if not (path / CONFIG_FILE).is_file():
         problem = f"has no {CONFIG_FILE}" if path.is_dir() else "is not a folder"
         raise ConfigError(
-            f"{setting}={preset} {problem}; give a folder that save_to_preset of keras-hub wrote: nothing is downloaded"
+            f"model.preset={preset} {problem}; give a folder that save_to_preset of keras-hub "
+            "wrote: nothing is downloaded"
         )
     # keras-hub would download a preset that it knows by a name such as bert_base_en.
     return str(path.resolve())

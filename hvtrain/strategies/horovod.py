@@ -18,7 +18,7 @@ from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline, error_of, exclude
+from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline, exclude
 from hvtrain.watchdog.ending import resume_advice
 from hvtrain.watchdog.progress import EXCHANGE
 
@@ -174,17 +174,13 @@ class HorovodStrategy(Strategy):
             hvd.init()
 
     def is_lost_rank(self, error: BaseException) -> bool:
-        """Returns True if the error says that communication between ranks broke. Not collective."""
         return is_lost_rank_error(error)
 
     def cause_of(self, error: BaseException) -> UserError | None:
-        reason = self.watchdog.cause() if self.is_lost_rank(error) else None
-        if reason:
-            return error_of(reason, self.watchdog)
-
+        cause = super().cause_of(error)
         nccl_error = _NCCL_FAILED.search(str(error))
-        if nccl_error is None:
-            return None
+        if cause or nccl_error is None:
+            return cause
         # All ranks are there, so it was the network between them, and a restart may help.
         advice = resume_advice(self.watchdog.folder)
         return LostRankError(f"NCCL lost the connection between ranks ({nccl_error[0]}); {advice}")

@@ -6,7 +6,8 @@ step takes.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ MAX_CALL_STEPS = 200
 # Before the first timed step the graph is traced, and the data pipeline fills.
 FIRST_TIMED_STEP = 5
 TIMED_STEPS = 10
+# Distinguishes an attribute that is not there from one that is None.
+_MISSING = object()
 
 
 class CallSteps:
@@ -254,12 +257,8 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
     @tf.function(jit_compile=True, reduce_retracing=True)
     def result_and_gradients(data: Any) -> tuple[Any, list[Any]]:
         captured: list[Any] = []
-        apply = optimizer.apply
-        optimizer.apply = lambda gradients, variables=None: captured.extend(gradients)
-        try:
+        with replaced(optimizer, "apply", lambda gradients, variables=None: captured.extend(gradients)):
             result = model.train_step(data)
-        finally:
-            optimizer.apply = apply
         return result, captured
 
     def train_step(data: Any) -> Any:
@@ -268,3 +267,18 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
         return result
 
     return train_step
+
+
+@contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of the object for a while, without what Keras does when one is set."""
+    attributes = vars(target)
+    before = attributes.get(name, _MISSING)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            del attributes[name]
+        else:
+            attributes[name] = before

@@ -9,9 +9,9 @@ import tensorflow as tf
 import hvtrain.keras as hvd
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
-from hvtrain.errors import ConfigError, UserError
+from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy, error_of, exclude
+from hvtrain.strategies.base import Strategy, exclude
 from hvtrain.strategies.loop import CallSteps, build_metrics
 from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
 from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve
@@ -209,9 +209,8 @@ class ParameterServerStrategy(Strategy):
         """Waits until the servers' model is one that callbacks may see."""
         self.record(self.workers.join())
 
-    def cause_of(self, error: BaseException) -> UserError | None:
-        reason = self.watchdog.cause() if isinstance(error, LOST_PROCESS_ERRORS) else None
-        return error_of(reason, self.watchdog) if reason else None
+    def is_lost_rank(self, error: BaseException) -> bool:
+        return isinstance(error, LOST_PROCESS_ERRORS)
 
     def expect_restart(self) -> None:
         exclude(self.name, "comm.tune=true")

@@ -17,7 +17,7 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.keras.gradients import FiniteCheck, compare_structure, overwrites, sum_duplicates
+from hvtrain.keras.gradients import compare_structure, overwrites, sum_duplicates
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
@@ -97,15 +97,6 @@ def _without_duplicates(gradient: Any) -> Any:
         return gradient
     values, indices = sum_duplicates(gradient.values, gradient.indices)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-
-class ReplicaFiniteCheck(FiniteCheck):
-    """The same check for the replicas of one process: no other process can be at fault."""
-
-    num_processes = 1
-
-    def faults(self, own: Sequence[Any]) -> tf.Tensor:
-        return tf.constant([1])
 
 
 def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
@@ -191,7 +182,7 @@ class ReplicaStrategy(Strategy):
         if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
             # Keras accumulates in a branch of the graph, where tf.distribute cannot update weights.
             exclude(self.name, "train.accumulate")
-        distributed = DistributedOptimizer(optimizer)
+        distributed = DistributedOptimizer(optimizer, check_finite=check_finite)
         hook: Any = hook_of(distributed)
         hook.reducer = ReplicaReducer(
             strategy=self.name,
@@ -199,8 +190,6 @@ class ReplicaStrategy(Strategy):
             topology=self.topology,
             marks=self.marks,
         )
-        if check_finite:
-            hook.finite_check = FiniteCheck() if self.topology.size > 1 else ReplicaFiniteCheck()
 
         # Keras would sum the summed gradients again, in the optimizer itself or in those that a
         # MultiOptimizer combines.

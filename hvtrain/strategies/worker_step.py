@@ -17,9 +17,7 @@ from hvtrain.checkpoint.store import rate_factor
 from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE, are_finite, map_values
 from hvtrain.step.step_timing import StepMarks
-
-# Distinguishes an attribute that is not there from one that is None.
-_MISSING = object()
+from hvtrain.strategies.loop import replaced
 
 
 class Computed(NamedTuple):
@@ -273,18 +271,3 @@ def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
             return update_step(gradient, variable, learning_rate)
 
     return update
-
-
-@contextmanager
-def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of the object for a while, without what Keras does when one is set."""
-    attributes = vars(target)
-    before = attributes.get(name, _MISSING)
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            del attributes[name]
-        else:
-            attributes[name] = before
