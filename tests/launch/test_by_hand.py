@@ -200,16 +200,16 @@ def test_options_that_do_not_go_together(monkeypatch, options, message):
         main()
 
 
-def by_hand(port, index, *words):
+def by_hand(port, index, *command):
     where = ("--job-name", "worker", "--task-index", str(index), "--coordinator", f"localhost:{port}")
-    return "python", "-m", "hvtrain", "launch", "-np", "2", *where, "--", *words
+    return "python", "-m", "hvtrain", "launch", "-np", "2", *where, "--", *command
 
 
 @pytest.mark.distributed
 def test_two_processes_sum_and_end_well(tmp_path):
     port = free_port()
-    words = ("python", str(launching.WORKERS / "places.py"))
-    first, second = (launching.start(None, 1, *by_hand(port, index, *words), cwd=tmp_path) for index in range(2))
+    command = ("python", str(launching.WORKERS / "places.py"))
+    first, second = (launching.start(None, 1, *by_hand(port, index, *command), cwd=tmp_path) for index in range(2))
     output, other = launching.finish(first), launching.finish(second)
     assert (first.returncode, second.returncode) == (0, 0), output + other
     assert "rank 0 sum 1 local 0" in output and "rank 1 sum 1 local 1" in other
@@ -220,8 +220,9 @@ def test_two_processes_sum_and_end_well(tmp_path):
 @pytest.mark.distributed
 def test_signals_and_exit_codes_pass(tmp_path):
     """Each process has its own: Ctrl-C ends the second one, and the first one saves when a scheduler asks."""
-    port, words = free_port(), fate(tmp_path, "wait", "0")
-    first, second = (launching.start(None, 1, *by_hand(port, index, *words), cwd=tmp_path) for index in range(2))
+    port = free_port()
+    command = fate(tmp_path, "wait", "0")
+    first, second = (launching.start(None, 1, *by_hand(port, index, *command), cwd=tmp_path) for index in range(2))
     for rank in range(2):
         wait_for(tmp_path / f"rank-{rank}")
     second.send_signal(signal.SIGINT)
@@ -235,9 +236,10 @@ def test_signals_and_exit_codes_pass(tmp_path):
 @pytest.mark.nightly
 def test_ctrl_c_to_one_of_two_trainings(tmp_path):
     """Both save and stop."""
-    port, folder = free_port(), tmp_path / "run"
-    words = ("model=mlp", "train.epochs=100000", "checkpoint.every_epochs=null", f"run.dir={folder}")
-    first, second = (launching.start(None, 1, *by_hand(port, index, *words), cwd=tmp_path) for index in range(2))
+    port = free_port()
+    folder = tmp_path / "run"
+    settings = ("model=mlp", "train.epochs=100000", "checkpoint.every_epochs=null", f"run.dir={folder}")
+    first, second = (launching.start(None, 1, *by_hand(port, index, *settings), cwd=tmp_path) for index in range(2))
     deadline = time.monotonic() + 200
     while not (folder / "history.csv").exists() and first.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -253,12 +255,12 @@ def test_ctrl_c_to_one_of_two_trainings(tmp_path):
 @pytest.mark.nightly
 def test_over_two_hosts():
     """No ssh from one to the other."""
-    words = ("python", str(launching.WORKERS / "places.py"))
+    command = ("python", str(launching.WORKERS / "places.py"))
     with Lab(2) as lab, ThreadPoolExecutor(2) as pool:
 
         def run(index):
             lab("exec", f"s{index + 1}", "sh", "-c", "kill $(cat /run/sshd.pid)")
-            _, *line = (word.replace("localhost", "s1") for word in by_hand(2222, index, *words))
+            _, *line = (argument.replace("localhost", "s1") for argument in by_hand(2222, index, *command))
             return lab.run(f"s{index + 1}", PYTHON, *line)
 
         (code, output), (other_code, other) = pool.map(run, range(2))

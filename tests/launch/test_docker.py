@@ -66,9 +66,9 @@ def test_each_host_starts_its_part(tmp_path):
 
 def test_one_host_needs_no_ssh(tmp_path):
     text = files(Job(WORDS, 4), Docker(gpus=False))["docker-run.sh"]
-    words = said(tmp_path, text).stdout.split("\0")[:-1]
-    assert words[words.index("horovodrun") :] == ["horovodrun", "--gloo", "-np", "4", *WORDS]
-    assert "--gpus" not in words and not any(".ssh" in word for word in words)
+    arguments = said(tmp_path, text).stdout.split("\0")[:-1]
+    assert arguments[arguments.index("horovodrun") :] == ["horovodrun", "--gloo", "-np", "4", *WORDS]
+    assert "--gpus" not in arguments and not any(".ssh" in argument for argument in arguments)
 
 
 @pytest.mark.parametrize("job", [HOSTS, Job(WORDS, 4)], ids=["hosts", "one host"])
@@ -76,24 +76,24 @@ def test_shellcheck_finds_nothing(tmp_path, job):
     shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}") or pytest.skip("no shellcheck here")
     (tmp_path / "script").write_text(files(job, SETTINGS)["docker-run.sh"])
     # SC2016: words that hold a dollar are meant to.
-    found = subprocess.run([shellcheck, "-e", "SC2016", "script"], cwd=tmp_path, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
+    checked = subprocess.run([shellcheck, "-e", "SC2016", "script"], cwd=tmp_path, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
-def as_compose_reads(word):
-    return word.replace("$$", "$")
+def as_compose_reads(text):
+    return text.replace("$$", "$")
 
 
 def test_two_containers_try_a_job_out():
     tree = yaml.safe_load(files(HOSTS, SETTINGS)["compose.yaml"])
     first, second = tree["services"]["s1"], tree["services"]["s2"]
-    line = [as_compose_reads(word) for word in first["command"]]
+    line = [as_compose_reads(argument) for argument in first["command"]]
     assert line == ["horovodrun", "--gloo", "--ssh-port", "2222", "-np", "2", "-H", "s1:1,s2:1", *WORDS]
     assert {name: as_compose_reads(value) for name, value in first["environment"].items()} == ENVIRONMENT
     assert first["depends_on"]["s2"]["condition"] == "service_healthy"
     assert first["volumes"] == second["volumes"] == ["home:/home/hvtrain", "/data:/data:ro"]
-    words = ["docker", "compose", "--file", "a b/compose.yaml", "up", "--exit-code-from", "s1"]
-    assert submission(SETTINGS, Path("a b")) == words
+    command = ["docker", "compose", "--file", "a b/compose.yaml", "up", "--exit-code-from", "s1"]
+    assert submission(SETTINGS, Path("a b")) == command
 
 
 def compose_config(tmp_path, text):
@@ -109,7 +109,7 @@ def test_compose_takes_the_file(tmp_path):
     assert read.returncode == 0, read.stderr
     # Compose writes each dollar doubled again, so that its output can be read as its input.
     service = yaml.safe_load(read.stdout)["services"]["s1"]
-    assert [as_compose_reads(word) for word in service["command"]][-len(WORDS) :] == list(WORDS)
+    assert [as_compose_reads(argument) for argument in service["command"]][-len(WORDS) :] == list(WORDS)
     misspelt = compose_config(tmp_path, text.replace("healthcheck:", "healthchecks:"))
     assert misspelt.returncode != 0
 

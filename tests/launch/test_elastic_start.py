@@ -41,7 +41,7 @@ def discovery(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (
             "exit 3",
@@ -52,7 +52,7 @@ def discovery(tmp_path, monkeypatch):
         ("true", f"{WAITED} no host; make hosts available, or lower -np"),
     ],
 )
-def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, said):
+def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, message):
     discovery(body)
     seconds = [0]
     clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=lambda more: seconds.append(seconds.pop() + more))
@@ -60,12 +60,12 @@ def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, said):
     monkeypatch.setattr(sys, "argv", ["horovodrun", *WORDS])
     with pytest.raises(ConfigError) as error:
         horovod_launcher.prepare_elastic(launch.parse_args())
-    assert str(error.value).startswith(said)
-    assert capsys.readouterr().err.count(WAITS) == ("waited" in said)
+    assert str(error.value).startswith(message)
+    assert capsys.readouterr().err.count(WAITS) == ("waited" in message)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given", "seconds", "said"),
+    ("ranks", "limit", "seconds", "message"),
     [
         (100, None, None, ""),
         (400, None, 40, ""),
@@ -73,11 +73,11 @@ def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, said):
         (1000, None, 250, "1,000 ranks may take 2 min"),
     ],
 )
-def test_many_ranks_have_time_to_meet_over_gloo(ranks, given, seconds, said, monkeypatch, capsys):
+def test_many_ranks_have_time_to_meet_over_gloo(ranks, limit, seconds, message, monkeypatch, capsys):
     monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
-    args = SimpleNamespace(num_proc=ranks, gloo_timeout_seconds=given)
+    args = SimpleNamespace(num_proc=ranks, gloo_timeout_seconds=limit)
     give_gloo_time(args)
-    assert args.gloo_timeout_seconds == seconds and said in capsys.readouterr().err
+    assert args.gloo_timeout_seconds == seconds and message in capsys.readouterr().err
 
 
 @pytest.mark.distributed

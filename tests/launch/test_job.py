@@ -65,7 +65,7 @@ def test_ranks_fill_hosts_one_after_the_other():
 
 
 def test_which_variables_travel():
-    given = {
+    variables = {
         "PATH": "/usr/bin", "TF_CPP_MIN_LOG_LEVEL": "1", "NCCL_DEBUG": "INFO", "HOROVOD_CYCLE_TIME": "0.5",
         "OMP_NUM_THREADS": "2", "PYTHONPATH": "/code", "LANG": "C.UTF-8",
         "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "CUDA_VISIBLE_DEVICES": "0", "HOROVOD_RANK": "3",
@@ -73,17 +73,17 @@ def test_which_variables_travel():
         "TF_PASSPHRASE": "x", "KERAS_PWD": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x",
         "AWS_REGION": "x", "MINE": "yes",
     }  # fmt: skip
-    found = environment.for_ranks(given, ["MINE", "NEW=a=b"])
+    rank_variables = environment.for_ranks(variables, ["MINE", "NEW=a=b"])
     travelling = {"TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG"}
-    assert travelling | {"PATH", "MINE", "NEW", "HVTRAIN_ENV"} == found.keys() - {"OPAL_PREFIX"}
-    assert found["NEW"] == "a=b"
-    launcher = environment.for_launcher(given, found)
-    assert launcher.keys() - found.keys() == {"HOME", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES"}
+    assert travelling | {"PATH", "MINE", "NEW", "HVTRAIN_ENV"} == rank_variables.keys() - {"OPAL_PREFIX"}
+    assert rank_variables["NEW"] == "a=b"
+    launcher = environment.for_launcher(variables, rank_variables)
+    assert launcher.keys() - rank_variables.keys() == {"HOME", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES"}
     with pytest.raises(ConfigError, match="--env NONE: no such variable is set here"):
-        environment.for_ranks(given, ["NONE"])
+        environment.for_ranks(variables, ["NONE"])
     with pytest.raises(ConfigError, match="--env A B=1: 'A B' is not a variable's name"):
-        environment.asked_for(given, ["A B=1"])
-    assert environment.asked_for(given, ["MINE"]) == {"MINE": "yes"}, "and none besides"
+        environment.asked_for(variables, ["A B=1"])
+    assert environment.asked_for(variables, ["MINE"]) == {"MINE": "yes"}, "and none besides"
 
 
 def test_settings_keep_their_type_and_texts_stay_texts():
@@ -170,7 +170,7 @@ def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
     text = " ".join(line)
     assert "-x MINE" in text and "secret" not in text
     assert "btl_tcp_if_include 10.0.0.0/24" in text and "oob_tcp_if_include 10.0.0.0/24" in text
-    assert any("-p 2222 -i key" in word for word in line)
+    assert any("-p 2222 -i key" in argument for argument in line)
     assert line[-1] == "x.py" and line[-2].endswith("/python")
     own = launcher_command(Job(("python", "x.py", "python"), 1, parse_hosts("s1")))
     assert own[-1] == "python" and own[-3].endswith("/python"), "the first word alone is the program"

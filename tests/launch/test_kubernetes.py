@@ -41,9 +41,9 @@ def pods(kind, job=JOB, settings=FULL):
     return [jobs[role]["template"]["spec"] for role in ("launcher", "node")]
 
 
-def as_kubernetes_reads(word):
+def as_kubernetes_reads(text):
     """What a container gets for a word of args, by Kubernetes' rule: $$ is a dollar, $(NAME) is replaced."""
-    return re.sub(r"\$\$|\$\(\w+\)", lambda found: "$" if found[0] == "$$" else "REPLACED", word)
+    return re.sub(r"\$\$|\$\(\w+\)", lambda match: "$" if match[0] == "$$" else "REPLACED", text)
 
 
 def check_mpijob(tree):
@@ -67,10 +67,10 @@ def test_the_operator_knows_every_field_of_the_mpijob(job, settings):
 def edited(path, value):
     (tree,) = copy.deepcopy(documents("mpijob"))
     *way, last = path.split("/")
-    place = tree
+    node = tree
     for key in way:
-        place = place[key]
-    place[last] = value
+        node = node[key]
+    node[last] = value
     return tree
 
 
@@ -123,7 +123,7 @@ def test_kubernetes_takes_the_pods(kind, settings):
 @pytest.mark.parametrize("kind", KINDS)
 def test_words_and_variables_arrive_as_they_were(kind):
     launcher, worker = (pod["containers"][0] for pod in pods(kind))
-    line = [as_kubernetes_reads(word) for word in launcher["args"]]
+    line = [as_kubernetes_reads(argument) for argument in launcher["args"]]
     assert line[:6] == ["horovodrun", "--gloo", "--ssh-port", "2222", "-np", "8"]
     assert tuple(line[line.index("python") :]) == WORDS
     assert {item["name"]: as_kubernetes_reads(item["value"]) for item in launcher["env"]} == {
@@ -191,8 +191,8 @@ def test_the_discovery_names_only_hosts_that_answer(tmp_path):
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        words = pods("mpijob", ELASTIC)[0]["containers"][0]["args"]
-        line = as_kubernetes_reads(words[words.index("--host-discovery-script") + 1])
+        arguments = pods("mpijob", ELASTIC)[0]["containers"][0]["args"]
+        line = as_kubernetes_reads(arguments[arguments.index("--host-discovery-script") + 1])
         assert "\n" not in line, "Horovod splits its options there"
         line = line.replace("/etc/mpi/discover_hosts.sh", shlex.quote(str(script))).replace("2222", str(port))
         open_port = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=True).stdout

@@ -80,9 +80,9 @@ def in_pod(command: str, writable: list[str]) -> tuple[int, str]:
     missing = [name for name in ("unshare", "setpriv", "ssh", "sshd") if not shutil.which(name, path=PATH)]
     if os.geteuid() or missing:
         pytest.skip(f"a pod of its own needs root and unshare, setpriv, ssh, sshd (missing: {missing})")
-    hidden = [Path(place) for place in ("/root", "/home", "/tmp")]
+    hidden = [Path(folder) for folder in ("/root", "/home", "/tmp")]
     parts = dict.fromkeys(map(Path, (ROOT, sys.prefix, sys.base_prefix)))
-    parts = [str(part) for part in parts if any(place in part.parents for place in hidden)]
+    parts = [str(part) for part in parts if any(folder in part.parents for folder in hidden)]
     enter = ["unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--propagation", "private"]
     work = f"COMMAND={command!r}\n{WORK.format(root=ROOT, prefix=sys.prefix)}"
     done = subprocess.run(
@@ -116,11 +116,13 @@ def test_a_worker_trains_on_a_read_only_root(start):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("place", "said"), [("/tmp", "mktemp: failed"), (HOME, "cannot be written: Read-only file")])
-def test_each_place_is_needed(place, said):
+@pytest.mark.parametrize(
+    ("folder", "message"), [("/tmp", "mktemp: failed"), (HOME, "cannot be written: Read-only file")]
+)
+def test_each_place_is_needed(folder, message):
     """The test above can fail: without the host key's folder no worker starts, and without a home no run."""
-    writable = [other for other in places() if other != place]
+    writable = [other for other in places() if other != folder]
     assert len(writable) == len(places()) - 1
     code, output = in_pod("python -m hvtrain model=mlp train.steps=2", writable)
     assert code != 0
-    assert said in output, output
+    assert message in output, output

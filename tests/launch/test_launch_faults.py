@@ -83,8 +83,8 @@ def test_sigterm_is_a_preemption(lab, tmp_path, how, hosts):
 @nightly
 def test_a_second_sigterm_ends_by_force(lab, tmp_path):
     """Ranks that do not hear are killed, and mpirun with them; the memory that they shared is given back."""
-    words = line("launch-mpi", "s1:2", *fate(tmp_path, "deaf", "0", "mpi"))
-    code, output = signalled(lab, words, tmp_path, "TERM", "TERM")
+    command = line("launch-mpi", "s1:2", *fate(tmp_path, "deaf", "0", "mpi"))
+    code, output = signalled(lab, command, tmp_path, "TERM", "TERM")
     assert (code, last_line(output)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), output
     assert not left(lab)
 
@@ -92,10 +92,10 @@ def test_a_second_sigterm_ends_by_force(lab, tmp_path):
 @release
 def test_some_time_after_sigterm_all_is_ended_by_force(lab, tmp_path):
     """Half a minute, here two seconds."""
-    words = line("horovodrun-gloo", "s1:1,s2:1", *fate(tmp_path, "deaf", "0"))
+    command = line("horovodrun-gloo", "s1:1,s2:1", *fate(tmp_path, "deaf", "0"))
     hasty = [PYTHON, str(HASTY / "module.py"), "hvtrain.launch.supervisor:SECONDS_TO_SAVE=2", "--"]
-    words = [*hasty, "hvtrain.launch.horovodrun:main", *words[1:]]
-    code, output = signalled(lab, words, tmp_path, "TERM")
+    command = [*hasty, "hvtrain.launch.horovodrun:main", *command[1:]]
+    code, output = signalled(lab, command, tmp_path, "TERM")
     assert (code, last_line(output)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), output
     assert not left(lab)
 

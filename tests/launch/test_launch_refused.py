@@ -36,7 +36,7 @@ def on(lab, host, command):
 @pytest.mark.parametrize("how", ["launch-gloo", pytest.param("launch-mpirun", marks=pytest.mark.release)])
 def test_another_version_of_python_or_of_a_package(lab, tmp_path, how):
     """s2 has another Python, then another Keras, at the same path: a start file of Python that is read there alone."""
-    for change, told in (
+    for change, version in (
         ("import platform; platform.python_version = lambda: '3.10.1'", r"python 3\.10\.1"),
         ("from importlib import metadata as m; real = m.version; "
          "m.version = lambda name: '3.4.0' if name == 'keras' else real(name)", r"keras 3\.4\.0"),
@@ -46,7 +46,7 @@ def test_another_version_of_python_or_of_a_package(lab, tmp_path, how):
         start_file.write_text(f"export PYTHONPATH={tmp_path}:$PYTHONPATH\n")
         output = refused(lab, tmp_path, how)
         start_file.unlink()
-        assert re.search(rf"host s2 has {told} in \S+ and host s1 has \S+; recreate the environment there", output)
+        assert re.search(rf"host s2 has {version} in \S+ and host s1 has \S+; recreate the environment there", output)
 
 
 def test_a_python_that_does_not_run(lab, tmp_path):

@@ -164,8 +164,8 @@ def test_an_error_has_a_verdict_where_a_launcher_reads_it(monkeypatch, capsys):
     monkeypatch.setenv(on_host.MARK, "/tmp/x")
     console.say_error("rank 1 on s2 failed: no leaf", 1, 0.0)
     console.say_error("stopped because all wait", 2, 0.0, culprit=None)
-    first, said, second, _ = capsys.readouterr().err.splitlines()
-    assert said == "hvtrain: rank 1 on s2 failed: no leaf"
+    first, message, second, _ = capsys.readouterr().err.splitlines()
+    assert message == "hvtrain: rank 1 on s2 failed: no leaf"
     assert (verdict.read(first), verdict.read(second)) == (
         Verdict(1, "no leaf"),
         Verdict(None, "stopped because all wait"),

@@ -122,8 +122,8 @@ def test_local_ranks_are_pinned_per_host(lab, how):
         "python", str(WORKERS / "fake_gpus.py"),
     )  # fmt: skip
     assert code == 0, output
-    found = re.findall(r"rank (\d) host (s\d) local (\d) device (GPU \d)", output)
-    assert sorted(found) == [
+    devices = re.findall(r"rank (\d) host (s\d) local (\d) device (GPU \d)", output)
+    assert sorted(devices) == [
         ("0", "s1", "0", "GPU 0"), ("1", "s1", "1", "GPU 1"), ("2", "s2", "0", "GPU 0"), ("3", "s2", "1", "GPU 1")
     ]  # fmt: skip
 
@@ -157,9 +157,9 @@ def test_words_arrive_as_they_were_and_the_code_of_a_rank_comes_back(lab, how):
     assert f"{ARGUMENTS} 1 2\n" in output
 
 
-def places(lab, *words, first="s1"):
+def places(lab, *options, first="s1"):
     """Starts a quick program on each rank; what each said."""
-    return lab.run(first, PYTHON, "-m", "hvtrain", "launch", *words, "--", "python", str(WORKERS / "places.py"))
+    return lab.run(first, PYTHON, "-m", "hvtrain", "launch", *options, "--", "python", str(WORKERS / "places.py"))
 
 
 PLACES = [("0", "1", "0", "s1"), ("1", "1", "0", "s2")]

@@ -129,8 +129,8 @@ def wait_until(is_so, what):
 
 def ranks_below(folder):
     """Processes of ranks whose launch is in that folder."""
-    found = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
-    return [words for words in found if words[1:3] == ["-m", "hvtrain.launch.rank_main"] and str(folder) in words[3]]
+    lines = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+    return [line for line in lines if line[1:3] == ["-m", "hvtrain.launch.rank_main"] and str(folder) in line[3]]
 
 
 def test_what_cannot_be_sent(tmp_path, monkeypatch):

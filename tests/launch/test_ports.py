@@ -36,12 +36,12 @@ def test_the_rendezvous_of_a_static_launch(tmp_path):
         launched = started(lab, line("horovodrun-gloo", "s1:1,s2:1", "python", "-c", worker))
         while not (tmp_path / "rank-1").exists():
             assert launched.poll() is None, launched.communicate()[0]
-        place = (tmp_path / "rank-1").read_text()
+        address = (tmp_path / "rank-1").read_text()
         _, listening = lab.run("s1", "ss", "-ltnH")
-        assert place.startswith("10.213.0.1:")
-        assert [text.split()[3] for text in listening.splitlines() if not text.split()[3].endswith(":22")] == [place]
-        code, output = lab.run("s3", PYTHON, str(ATTACKER), str(tmp_path / "executed"), "0", place)
-        assert code == 0 and place in output
+        assert address.startswith("10.213.0.1:")
+        assert [text.split()[3] for text in listening.splitlines() if not text.split()[3].endswith(":22")] == [address]
+        code, output = lab.run("s3", PYTHON, str(ATTACKER), str(tmp_path / "executed"), "0", address)
+        assert code == 0 and address in output
         (tmp_path / "attacked").touch()
         output = finish(launched)
     assert launched.returncode == 0, output
@@ -64,9 +64,10 @@ def test_the_rendezvous_of_an_elastic_job(tmp_path):
     )  # fmt: skip
     while not (tmp_path / "rank-1").exists():
         assert launched.poll() is None, launched.communicate()[0]
-    place = (tmp_path / "rank-1").read_text()
-    assert place.startswith("127.0.0.1:")
-    subprocess.run([sys.executable, ATTACKER, str(tmp_path / "executed"), "0", place], check=True, capture_output=True)
+    address = (tmp_path / "rank-1").read_text()
+    assert address.startswith("127.0.0.1:")
+    attack = [sys.executable, ATTACKER, str(tmp_path / "executed"), "0", address]
+    subprocess.run(attack, check=True, capture_output=True)
     (tmp_path / "attacked").touch()
     output = finish(launched)
     assert launched.returncode == 0, output
@@ -94,16 +95,16 @@ def test_a_training_under_attack(tmp_path, how):
                              stdout=subprocess.PIPE, text=True)
             for host in ("s1", "s2")
         ]  # fmt: skip
-        words = ["model=mlp", "train.epochs=5", f"run.dir={tmp_path}/run"]
-        code, output = lab.run("s1", *line(how, "s1:1,s2:1", *words))
+        settings = ["model=mlp", "train.epochs=5", f"run.dir={tmp_path}/run"]
+        code, output = lab.run("s1", *line(how, "s1:1,s2:1", *settings))
         (tmp_path / "executed.end").touch()
-        said = [attacker.communicate(timeout=200)[0] for attacker in attackers]
+        outputs = [attacker.communicate(timeout=200)[0] for attacker in attackers]
     if how == "launch-gloo" and code:
         assert code == 75 and "killed by SIGABRT" in last_line(output), output
     else:
         assert code == 0 and "weights equal on 2/2 ranks" in output, output
     # Where the attack on one host ends the run at once, the other may have had nothing to attack.
-    attacked = [bool(re.search(r"attacked .*\d+\.\d+:\d+", text)) for text in said]
-    assert (any if code else all)(attacked), said
+    attacked = [bool(re.search(r"attacked .*\d+\.\d+:\d+", text)) for text in outputs]
+    assert (any if code else all)(attacked), outputs
     assert not (tmp_path / "executed").exists()
     assert "Traceback" not in output

@@ -48,23 +48,23 @@ print(ending.code, ending.message)
 
 
 @pytest.mark.parametrize(
-    ("variables", "seconds", "said"),
+    ("variables", "seconds", "ending"),
     [
         ({}, 1000, r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; look there .*"),
         ({"HOROVOD_RANK": "0"}, 1, "0"),
     ],
     ids=["none begins", "one has begun"],
 )
-def test_a_launch_of_which_no_rank_begins_in_time_is_ended(variables, seconds, said, tmp_path):
+def test_a_launch_of_which_no_rank_begins_in_time_is_ended(variables, seconds, ending, tmp_path):
     """MPI waits for ever for a host that lets it in and starts nothing."""
     line = [sys.executable, "-c", SUPERVISES, str(tmp_path), "sleep", str(seconds)]
     variables = {**os.environ, **variables}
-    found = subprocess.run(line, env=variables, capture_output=True, text=True, check=False, timeout=60)
-    assert re.fullmatch(said, found.stdout.strip()), found
+    done = subprocess.run(line, env=variables, capture_output=True, text=True, check=False, timeout=60)
+    assert re.fullmatch(ending, done.stdout.strip()), done
 
 
 @pytest.mark.parametrize(
-    ("ranks", "least", "failed", "absent", "found"),
+    ("ranks", "least", "failed", "absent", "expected"),
     [
         (6, 6, {}, (), ("s1 s2 s3", 6)),
         (4, 4, {"s2": 2}, (), ("s1 s3", 4)),
@@ -76,10 +76,10 @@ def test_a_launch_of_which_no_rank_begins_in_time_is_ended(variables, seconds, s
         (6, 1, {}, ("s1", "s2", "s3"), None),
     ],
 )
-def test_the_hosts_to_go_on_with(ranks, least, failed, absent, found):
+def test_the_hosts_to_go_on_with(ranks, least, failed, absent, expected):
     """A bad host is left out where the others are enough, an absent one always."""
     hosts = choose_hosts(HOSTS, ranks, least, failed, absent)
-    assert (hosts and (" ".join(host.name for host in hosts[0]), hosts[1])) == found
+    assert (hosts and (" ".join(host.name for host in hosts[0]), hosts[1])) == expected
 
 
 @needs_lab
@@ -88,12 +88,12 @@ def test_a_killed_rank_is_started_again(lab, tmp_path, how):
     """Each attempt ends with what ended it, and has its own log of each rank."""
     (tmp_path / "ranks").mkdir()
     options = ("--max-restarts", "2", "--logs", str(tmp_path / "logs"))
-    words = line(how, "s1:1,s2:1", *fate(tmp_path / "ranks", "SIGKILL-once", "1"), options=options)
-    code, output = lab.run("s1", *words)
+    command = line(how, "s1:1,s2:1", *fate(tmp_path / "ranks", "SIGKILL-once", "1"), options=options)
+    code, output = lab.run("s1", *command)
     assert code == 0, output
-    said = [text for text in output.splitlines() if text.startswith("hvtrain: ")]
-    assert re.match("hvtrain: FIRST FAILURE rank 1 host s2: killed by SIGKILL", said[1]), output
-    assert said[2:] == ["hvtrain: restart 1 of 2 in 1 s, from the newest checkpoint, on s1:1,s2:1"], output
+    messages = [text for text in output.splitlines() if text.startswith("hvtrain: ")]
+    assert re.match("hvtrain: FIRST FAILURE rank 1 host s2: killed by SIGKILL", messages[1]), output
+    assert messages[2:] == ["hvtrain: restart 1 of 2 in 1 s, from the newest checkpoint, on s1:1,s2:1"], output
     logs = sorted(str(path.relative_to(tmp_path / "logs")) for path in (tmp_path / "logs").rglob("*.log"))
     names = ("rank-0000-s1.log", "rank-0001-s2.log")
     assert logs == [f"attempt-000{attempt}/{name}" for attempt in (1, 2) for name in names]
@@ -145,36 +145,36 @@ def test_too_few_hosts_use_up_the_restarts(tmp_path):
         lab("stop", "s2")
         output = finish(launched)
         assert launched.returncode == 75, output
-        told = "restart 2 of 2 is left out, for 2 ranks need more hosts: host s2 cannot be reached"
-        assert told in last_line(output), output
+        message = "restart 2 of 2 is left out, for 2 ranks need more hosts: host s2 cannot be reached"
+        assert message in last_line(output), output
 
 
 @release
 def test_ctrl_c_ends_a_pause(tmp_path):
     launched = start(None, 1, *LAUNCH, "-np", "2", "--gloo", "--max-restarts", "9", "--logs", str(tmp_path / "logs"),
                      "--", *fate(tmp_path, "SIGKILL", "1"), cwd=tmp_path)  # fmt: skip
-    said = ""
-    while "restart 3 of 9 in 4 s" not in said:
-        said += launched.stdout.readline()
+    output = ""
+    while "restart 3 of 9 in 4 s" not in output:
+        output += launched.stdout.readline()
     launched.send_signal(2)
-    said += finish(launched)
-    assert launched.returncode == 130 and "restart 4" not in said, said
+    output += finish(launched)
+    assert launched.returncode == 130 and "restart 4" not in output, output
 
 
-def training(tmp_path, name, how, struck, *words):
+def training(tmp_path, name, how, struck, *settings):
     """The newest checkpoint of a training whose rank `struck` is killed once, after 30 steps."""
     run_dir = tmp_path / name
-    strike = [f"+callbacks.strike.{word}" for word in (f"done={run_dir / 'struck'}", f"rank={struck}", "step=30")]
+    strike = [f"+callbacks.strike.{setting}" for setting in (f"done={run_dir / 'struck'}", f"rank={struck}", "step=30")]
     code, output = run(
         None, 1, *LAUNCH, "-np", "2", how, "--max-restarts", "1", "--", "train.epochs=3", "checkpoint.every_steps=7",
-        f"run.dir={run_dir}", "+callbacks.strike._target_=strike.Strike", *strike, *words, cwd=tmp_path, **STRIKES,
+        f"run.dir={run_dir}", "+callbacks.strike._target_=strike.Strike", *strike, *settings, cwd=tmp_path, **STRIKES,
     )  # fmt: skip
     assert code == 0, output
     if struck >= 0:
         assert f"FIRST FAILURE rank {struck} host localhost: killed by SIGKILL" in output
         restart = r"restart 1 of 1 in 1 s, from the newest checkpoint \(here: step-000000(22|28)\), on localhost:2"
-        found = re.search(restart, output)
-        assert found and re.search(rf"^resumed +step-000000{found[1]}", output, re.MULTILINE), output
+        match = re.search(restart, output)
+        assert match and re.search(rf"^resumed +step-000000{match[1]}", output, re.MULTILINE), output
     return sorted((run_dir / "checkpoints").glob("step-*"))[-1]
 
 
@@ -193,36 +193,37 @@ def test_a_training_that_is_started_again_ends_at_the_same_bits(tmp_path, how, r
 @release
 def test_a_training_goes_on_with_the_hosts_that_are_left(tmp_path):
     """On one rank instead of two: the weights of a run that nothing happened to, up to the order of additions."""
-    words = ["model=mlp", "train.epochs=60", "checkpoint.every_steps=7", "checkpoint.keep=500", "schedule=cosine"]
+    settings = ["model=mlp", "train.epochs=60", "checkpoint.every_steps=7", "checkpoint.keep=500", "schedule=cosine"]
     options = ("--max-restarts", "1", "--min-np", "1")
     with Lab(2) as lab:
-        code, output = lab.run("s1", *line("launch-gloo", "s1:1,s2:1", *words, f"run.dir={tmp_path / 'whole'}"))
+        code, output = lab.run("s1", *line("launch-gloo", "s1:1,s2:1", *settings, f"run.dir={tmp_path / 'whole'}"))
         assert code == 0, output
         struck = tmp_path / "struck"
-        launched = started(lab, line("launch-gloo", "s1:1,s2:1", *words, f"run.dir={struck}", options=options))
+        launched = started(lab, line("launch-gloo", "s1:1,s2:1", *settings, f"run.dir={struck}", options=options))
         wait_for(struck / "checkpoints" / "step-00000028")
         lab("stop", "s2")
         output = finish(launched)
     assert launched.returncode == 0, output
     assert re.search(r"restart 1 of 1 in 1 s, from the newest checkpoint \(here: step-\d+\), on s1:1\n", output), output
     assert "on 2 ranks; on 1 now: global batch 64 and learning rate as before" in output
-    ours, theirs = (load_file(run / "checkpoints" / "step-00001320" / "state.safetensors") for run in
-                    (struck, tmp_path / "whole"))  # fmt: skip
-    names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
-    assert max(np.max(np.abs(ours[n] - theirs[n])) / (np.max(np.abs(theirs[n])) or 1) for n in names) < 1e-3
+    last = "checkpoints/step-00001320/state.safetensors"
+    ours = load_file(struck / last)
+    whole = load_file(tmp_path / "whole" / last)
+    names = [name for name in whole if name.startswith(("model/", "optimizer/"))]
+    assert max(np.max(np.abs(ours[n] - whole[n])) / (np.max(np.abs(whole[n])) or 1) for n in names) < 1e-3
 
 
 @needs_lab
 @release
 def test_the_host_that_has_the_checkpoints_fails_twice():
     """Without it the run does not begin anew; with it, in whatever order, it goes on to the bits of a whole run."""
-    words = ["model=mlp", "train.epochs=3", "train.deterministic=true", "checkpoint.every_steps=7"]
-    strike = [f"+callbacks.strike.{word}" for word in ("_target_=strike.StrikeHost", "host=s1", "step=25")]
+    settings = ["model=mlp", "train.epochs=3", "train.deterministic=true", "checkpoint.every_steps=7"]
+    strike = [f"+callbacks.strike.{setting}" for setting in ("_target_=strike.StrikeHost", "host=s1", "step=25")]
     variables = f"PYTHONPATH={STRIKES['PYTHONPATH']}"
     with Lab(2) as lab:
 
         def launch(hosts, run, *more, options=()):
-            launched = line("launch-gloo", hosts, *words, f"run.dir={lab.home / run}", *more, options=options)
+            launched = line("launch-gloo", hosts, *settings, f"run.dir={lab.home / run}", *more, options=options)
             return lab.run("s1", "env", variables, *launched)
 
         code, output = launch("s1:1,s2:1", "whole")
@@ -245,13 +246,13 @@ def test_the_host_that_has_the_checkpoints_fails_twice():
 @nightly
 def test_no_row_of_the_history_is_lost(tmp_path):
     """Killed between an epoch's row and its checkpoint, whichever comes first."""
-    words = [
+    settings = [
         "model=mlp", "train.epochs=4", "checkpoint.every_steps=7", f"run.dir={tmp_path / 'run'}",
         "+callbacks.strike._target_=strike.StrikeAtHistory", "+callbacks.strike.epoch=2",
         f"+callbacks.strike.done={tmp_path / 'done'}",
     ]  # fmt: skip
     for expected in (-9, 0):
-        code, output = run(None, 1, "python", "-m", "hvtrain", *words, cwd=tmp_path, cold=True, **STRIKES)
+        code, output = run(None, 1, "python", "-m", "hvtrain", *settings, cwd=tmp_path, cold=True, **STRIKES)
         assert code == expected, output
     rows = [line.split(",") for line in (tmp_path / "run" / "history.csv").read_text().splitlines()]
     steps_of_an_epoch = int(rows[1][1])

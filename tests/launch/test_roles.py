@@ -47,9 +47,9 @@ def would_run(monkeypatch, tmp_path, capsys):
         (tmp_path / "conf" / "strategy" / f"{name}.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
 
-    def run(options, *words):
-        own = ["--config-dir", str(tmp_path / "conf")] if words and words[0].startswith("strategy=") else []
-        monkeypatch.setattr(sys, "argv", ["launch", *options.split(), "--", *own, *words])
+    def run(options, *arguments):
+        own = ["--config-dir", str(tmp_path / "conf")] if arguments and arguments[0].startswith("strategy=") else []
+        monkeypatch.setattr(sys, "argv", ["launch", *options.split(), "--", *own, *arguments])
         assert main() == 0
         return capsys.readouterr().out
 
@@ -58,9 +58,9 @@ def would_run(monkeypatch, tmp_path, capsys):
 
 def numbers(output):
     """-np and -H of the line that would run, and the strategy's settings in it."""
-    words = shlex.split(output.partition("would run: ")[2].partition("\nwritten")[0])
-    changed = [word for word in words if word.startswith("strategy.")]
-    return words[words.index("-np") + 1], words[words.index("-H") + 1], changed
+    arguments = shlex.split(output.partition("would run: ")[2].partition("\nwritten")[0])
+    changed = [argument for argument in arguments if argument.startswith("strategy.")]
+    return arguments[arguments.index("-np") + 1], arguments[arguments.index("-H") + 1], changed
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_restart_has_as_many_processes():
 
 
 @pytest.mark.parametrize(
-    ("options", "words", "message"),
+    ("options", "arguments", "message"),
     [
         ("--num-ps 1", ["strategy=horovod"], "--num-ps 1: .*HorovodStrategy has no parameter servers; choose"),
         ("-np 2 --min-np 1", ["strategy=servers"], "--min-np came with a strategy that needs a coordinator and 1"),
@@ -130,9 +130,9 @@ def test_a_restart_has_as_many_processes():
         ("-np 2 -H s1,s2", ["train.epoch=3"], r"unknown setting 'train.epoch'; did you mean 'train.epochs'\?"),
     ],
 )  # fmt: skip
-def test_what_cannot_start_is_one_line(would_run, options, words, message):
+def test_what_cannot_start_is_one_line(would_run, options, arguments, message):
     with pytest.raises(ConfigError, match=message) as error:
-        would_run(options, *words)
+        would_run(options, *arguments)
     assert "\n" not in str(error.value)
 
 
@@ -167,12 +167,12 @@ def test_ranks_by_job_and_index():
 
 
 def test_a_failure_names_the_role():
-    found = {1: Verdict(1, "out of room")}
+    verdicts = {1: Verdict(1, "out of room")}
     label = Roles(2, 1).label
-    assert judge(End("1", 2), found, ["s1", "s1", "s1", "s2"], label=label).message == (
+    assert judge(End("1", 2), verdicts, ["s1", "s1", "s1", "s2"], label=label).message == (
         "FIRST FAILURE ps 0 (rank 1) host s1: out of room"
     )
-    assert "FIRST FAILURE rank 1 host s2" in judge(End("1", 2), found, ["s1", "s2"], label=Roles(2).label).message
+    assert "FIRST FAILURE rank 1 host s2" in judge(End("1", 2), verdicts, ["s1", "s2"], label=Roles(2).label).message
 
 
 @needs_lab
@@ -187,8 +187,8 @@ def test_over_two_hosts(tmp_path, how):
     (tmp_path / "say.py").write_text(SAY)
     with Lab(2) as lab:
         program = ["python", str(tmp_path / "say.py"), str(there)]
-        words = [how, "-np", "2", "-H", "s1:1,s2:1", "--num-ps", "1", "--", *program]
-        code, output = lab.launch(*words)
+        arguments = [how, "-np", "2", "-H", "s1:1,s2:1", "--num-ps", "1", "--", *program]
+        code, output = lab.launch(*arguments)
     assert [(there / str(rank)).read_text() for rank in range(4)] == ["s1", "s1", "s1", "s2"], output
     assert code == 3 and re.search(r"FIRST FAILURE worker 1 \(rank 3\) host s2: ended with exit code 3", output), output
 
@@ -212,8 +212,8 @@ def test_a_lost_worker_is_named_and_all_start_again(tmp_path):
     there = tmp_path / "there"
     there.mkdir()
     (tmp_path / "dies.py").write_text(DIES_ONCE)
-    words = ["--gloo", "-np", "1", "--num-ps", "1", "--max-restarts", "1", "--", "python", "dies.py", str(there)]
-    code, output = launching.run(None, 1, "python", "-m", "hvtrain", "launch", *words, cwd=tmp_path)
+    arguments = ["--gloo", "-np", "1", "--num-ps", "1", "--max-restarts", "1", "--", "python", "dies.py", str(there)]
+    code, output = launching.run(None, 1, "python", "-m", "hvtrain", "launch", *arguments, cwd=tmp_path)
     assert code == 0, output
     assert "FIRST FAILURE worker 0 (rank 2) host localhost: killed by SIGKILL" in output
     assert [(there / rank).read_text() for rank in "012"] == ["33", "33", "33"]

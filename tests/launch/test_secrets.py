@@ -48,18 +48,18 @@ def test_no_secret_is_on_a_command_line_or_travels(lab, how):
     """Ranks of horovodrun's own host inherit what it has, those of launch the allowed ones; and what is asked for, and
     the addresses of notices."""
     asked = ("--env", "WANDB_API_KEY") if how.startswith("launch") else ()
-    words = line(how, "s1:1,s2:1", "python", "-c", LOOK, options=asked)
-    given = [
+    command = line(how, "s1:1,s2:1", "python", "-c", LOOK, options=asked)
+    variables = [
         "WANDB_API_KEY=hunter6",
         "HVTRAIN_ENV=WANDB_API_KEY",
         "HVTRAIN_NOTIFY=json://me:hunter7@host",
         "TF_NUM_INTRAOP_THREADS=1",
     ]
-    code, output = lab.run("s1", *SET, *given, *words)
+    code, output = lab.run("s1", *SET, *variables, *command)
     assert code == 0, output
-    said = [json.loads(text.partition("look ")[2]) for text in output.splitlines() if "look [" in text]
+    shown = [json.loads(text.partition("look ")[2]) for text in output.splitlines() if "look [" in text]
     travelling = ["HVTRAIN_NOTIFY", "WANDB_API_KEY"]
-    assert sorted(said) == [
+    assert sorted(shown) == [
         ["s1", "1", [], travelling if how.startswith("launch") else sorted([*SECRETS, *travelling])],
         ["s2", "1", [], travelling],
     ]
@@ -70,9 +70,9 @@ def test_no_secret_is_on_a_command_line_or_travels(lab, how):
     [pytest.param("launch-gloo", marks=pytest.mark.nightly), pytest.param("horovodrun-mpi", marks=pytest.mark.release)],
 )
 def test_no_secret_is_in_what_a_run_or_the_doctor_writes(lab, tmp_path, how):
-    words = line(how, "s1:1,s2:1", *([] if how.startswith("launch") else ["python", "-m", "hvtrain"]),
+    command = line(how, "s1:1,s2:1", *([] if how.startswith("launch") else ["python", "-m", "hvtrain"]),
                  "model=mlp", "train.epochs=2", f"run.dir={tmp_path}/run")  # fmt: skip
-    code, output = lab.run("s1", *SET, *words)
+    code, output = lab.run("s1", *SET, *command)
     assert code == 0 and "hunter" not in output, output
     code, output = lab.run("s1", *SET, PYTHON, "-m", "hvtrain", "doctor", "-H", "s1,s2", "--no-links", "--json")
     assert code in (0, 1) and "hunter" not in output, output
@@ -91,5 +91,5 @@ def test_no_secret_is_in_what_a_run_or_the_doctor_writes(lab, tmp_path, how):
     ]
     code, output = lab.run("s1", *SET, *dry, "--", "model=mlp")
     assert code == 0 and "hunter" not in output, output
-    found = subprocess.run(["grep", "-rl", "hunter", tmp_path, lab.state], capture_output=True, text=True, check=False)
-    assert found.stdout == "" and (tmp_path / "run" / "result.json").exists() and (tmp_path / "files").exists()
+    leaks = subprocess.run(["grep", "-rl", "hunter", tmp_path, lab.state], capture_output=True, text=True, check=False)
+    assert leaks.stdout == "" and (tmp_path / "run" / "result.json").exists() and (tmp_path / "files").exists()

@@ -57,9 +57,9 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
     cluster.start_again_soon(job_id)
     cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED")
     printed = cluster.printed(job_id)
-    given = ["-m", "hvtrain", "launch", "-np", "4", "-H", "s1:2,s2:2", "--gloo", "--env", "TF_FLAGS", "--", *WORDS]
-    given += [f"run.dir=runs/slurm-{job_id}", "resume=auto"]
-    assert printed.count("".join(f"<{word}>" for word in given)) == 2
+    arguments = ["-m", "hvtrain", "launch", "-np", "4", "-H", "s1:2,s2:2", "--gloo", "--env", "TF_FLAGS", "--", *WORDS]
+    arguments += [f"run.dir=runs/slurm-{job_id}", "resume=auto"]
+    assert printed.count("".join(f"<{argument}>" for argument in arguments)) == 2
     assert printed.count(f"in {cluster.folder}/work dir\n") == 2
     assert r"TF_FLAGS=$'a \'b\' $c `id`\nd' in" in printed
     assert printed.index("start 1") < printed.index("saved") < printed.index("start 2") < printed.index("went on")
@@ -96,15 +96,15 @@ def test_a_training_goes_on_in_its_second_start(cluster):
 
 
 def text(job, **settings):
-    (found,) = texts(typed(Slurm, {"time": "1:00:00", **settings}, "cluster."), job).values()
-    return found
+    (batch_file,) = texts(typed(Slurm, {"time": "1:00:00", **settings}, "cluster."), job).values()
+    return batch_file
 
 
 def test_what_is_not_asked_for_stays_out():
-    found = text(Job(RUN, 8), nodes=2, gpus_per_rank=0)
-    for word in ("gpus-per-node", "partition", "account", "qos", "export", "--env"):
-        assert word not in found
-    assert "--ntasks-per-node=4" in found and "--nodes=2" in found
+    batch_file = text(Job(RUN, 8), nodes=2, gpus_per_rank=0)
+    for option in ("gpus-per-node", "partition", "account", "qos", "export", "--env"):
+        assert option not in batch_file
+    assert "--ntasks-per-node=4" in batch_file and "--nodes=2" in batch_file
     assert "--gpus-per-node=4" in text(Job(RUN, 8), ranks_per_node=4)
     assert "--nodes=1\n" in text(Job(RUN, 8))
 
@@ -137,7 +137,7 @@ def test_a_job_that_saves_nothing_is_not_started_forever(saves, tmp_path):
         (tmp_path / "bin" / name).chmod(0o755)
     slurm_sets = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "s1", "SLURM_NTASKS": "2", "SAVES": saves}
     environment = {**os.environ, **slurm_sets, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    found = [
+    starts = [
         subprocess.run(
             [tmp_path / "bin/job"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
@@ -145,12 +145,12 @@ def test_a_job_that_saves_nothing_is_not_started_forever(saves, tmp_path):
     ]
     requeues = (tmp_path / "requeues").read_text().count("s1")
     if saves == "yes":
-        assert requeues == 4 and [done.returncode for done in found] == [75] * 4
-        assert "(it has saved step-100000001)" in found[3].stdout
+        assert requeues == 4 and [done.returncode for done in starts] == [75] * 4
+        assert "(it has saved step-100000001)" in starts[3].stdout
     else:
-        assert [done.returncode for done in found] == [75, 75, 1, 75] and requeues == 3
-        assert "continues when Slurm starts it again (no newer checkpoint, requeue 2 of 2)" in found[1].stdout
-        assert "is not started again: 3 starts in a row ended without a newer checkpoint" in found[2].stderr
+        assert [done.returncode for done in starts] == [75, 75, 1, 75] and requeues == 3
+        assert "continues when Slurm starts it again (no newer checkpoint, requeue 2 of 2)" in starts[1].stdout
+        assert "is not started again: 3 starts in a row ended without a newer checkpoint" in starts[2].stderr
 
 
 def test_shellcheck_finds_nothing(tmp_path):
@@ -158,10 +158,10 @@ def test_shellcheck_finds_nothing(tmp_path):
     (tmp_path / "job").write_text(text(Job((*RUN, *WORDS), 2, environment=VALUES), setup="true", workdir="a b"))
     (tmp_path / "own").write_text(text(Job(("python", "script.py"), 2)))
     # SC2016: words that hold a dollar are meant to.
-    found = subprocess.run(
+    checked = subprocess.run(
         [shellcheck, "-e", "SC2016", "job", "own"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0, found.stdout
+    assert checked.returncode == 0, checked.stdout
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
-    ("kills", "words"),
+    ("kills", "settings"),
     [
         pytest.param(1, ["--epochs", "6", "--launchers", "gloo"], marks=pytest.mark.nightly),
         # With 20 epochs a run outlasts several kills.
@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
     ],
     ids=["short", "full"],
 )
-def test_kills_lose_nothing(kills, words):
-    command = [sys.executable, "-m", "benchmarks.soak", "--kills", str(kills), *words]
+def test_kills_lose_nothing(kills, settings):
+    command = [sys.executable, "-m", "benchmarks.soak", "--kills", str(kills), *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stderr
     assert f"{kills} kills" in done.stderr and "the very bits of the uninterrupted run" in done.stderr

@@ -78,8 +78,8 @@ def said(output):
 @pytest.mark.distributed
 @pytest.mark.nightly
 def test_two_executors_train_together(tmp_path, spark_conf):
-    words = ["model=mlp", "model.hidden=[8]", "train.steps=20", "guard.every=5", "run.report=false", "run.dir=run"]
-    code, output = run("python", "-m", "hvtrain", "spark", "--np", "2", *words, cwd=tmp_path, conf=spark_conf)
+    settings = ["model=mlp", "model.hidden=[8]", "train.steps=20", "guard.every=5", "run.report=false", "run.dir=run"]
+    code, output = run("python", "-m", "hvtrain", "spark", "--np", "2", *settings, cwd=tmp_path, conf=spark_conf)
     assert code == 0, output
     assert "(Horovod on Gloo)" in output and "weights equal on 2/2 ranks" in output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -97,9 +97,9 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
     assert code == 0, output
     assert len(list((tmp_path / "data" / "train").glob("part-*.parquet"))) == 4
 
-    words = ["dataset=parquet", "dataset.dir=data", "dataset.image_shape=[8,8,1]", "dataset.num_classes=10"]
-    words += ["dataset.scale=16", "run.dir=run", "guard.every=20"]
-    job = Job(("python", "-m", "hvtrain", *words, "train.epochs=3"), 2)
+    settings = ["dataset=parquet", "dataset.dir=data", "dataset.image_shape=[8,8,1]", "dataset.num_classes=10"]
+    settings += ["dataset.scale=16", "run.dir=run", "guard.every=20"]
+    job = Job(("python", "-m", "hvtrain", *settings, "train.epochs=3"), 2)
     cluster = Spark(master=MASTER, cores_per_rank=1)
     write(cluster, job, tmp_path)
     code, output = run(*submission(cluster, tmp_path), cwd=tmp_path, conf=spark_conf)
@@ -111,7 +111,7 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*/SHA256SUMS"))) == 2
     assert len(list((tmp_path / "run" / "logs").glob("rank-000?.log"))) == 2
 
-    line = ["python", "-m", "hvtrain", "spark", "--np", "2", "--mpi", *words, "train.epochs=8"]
+    line = ["python", "-m", "hvtrain", "spark", "--np", "2", "--mpi", *settings, "train.epochs=8"]
     code, output = run(*line, cwd=tmp_path, conf=spark_conf)
     assert code == 0, output
     assert "(Horovod on MPI)" in output and "weights equal on 2/2 ranks" in output
@@ -125,17 +125,17 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
 @pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("words", "code", "first"),
+    ("settings", "code", "first"),
     [
         (["train.batch_size=5000"], 2, "hvtrain: train.batch_size=5000 exceeds the 718 examples of a rank "),
         (["model=tiny", "dataset=leaves", "model.fail_on_rank=1"], 1, "hvtrain: rank 1 on "),
     ],
 )
-def test_what_stops_a_rank_is_said_once_on_the_driver(words, code, first, tmp_path, spark_conf):
+def test_what_stops_a_rank_is_said_once_on_the_driver(settings, code, first, tmp_path, spark_conf):
     own = ROOT / "tests/support/own"
-    line = ["hvtrain.spark", "--np=2", "--config-dir", str(own / "conf"), *words, "run.dir=run"]
-    found, output = run("python", "-m", *line, cwd=tmp_path, conf=spark_conf, PYTHONPATH=str(own))
-    assert found == code, output
+    line = ["hvtrain.spark", "--np=2", "--config-dir", str(own / "conf"), *settings, "run.dir=run"]
+    exit_code, output = run("python", "-m", *line, cwd=tmp_path, conf=spark_conf, PYTHONPATH=str(own))
+    assert exit_code == code, output
     assert said(output)[0].startswith(first)
     assert re.fullmatch(rf"hvtrain spark: rank \d ended with exit code {code}", said(output)[-1])
     if code == 2:
@@ -146,7 +146,7 @@ def test_what_stops_a_rank_is_said_once_on_the_driver(words, code, first, tmp_pa
 @pytest.mark.distributed
 @pytest.mark.parametrize("program", [["-m", "hvtrain", "spark"], [str(ROOT / "hvtrain" / "spark.py")]])
 def test_a_bad_word_is_refused_before_spark_starts(program, tmp_path):
-    for words, message in [
+    for arguments, message in [
         (["train.epoch=3"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
         (
             ["--np", "two"],
@@ -154,7 +154,7 @@ def test_a_bad_word_is_refused_before_spark_starts(program, tmp_path):
             "see python -m hvtrain spark --help",
         ),
     ]:
-        code, output = run("python", *program, *words, cwd=tmp_path, conf=tmp_path)
+        code, output = run("python", *program, *arguments, cwd=tmp_path, conf=tmp_path)
         assert (code, output) == (2, f"hvtrain: {message}\n")
 
 
@@ -175,10 +175,10 @@ def test_ranks_get_no_secret_and_keep_their_own_paths(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/driver/only")
     monkeypatch.setenv("OMPI_MCA_plm", "^rsh")
     for mpi in (False, True):
-        found = rank_environment(mpi)
-        assert found["TF_NUM_INTRAOP_THREADS"] == "2"
-        assert "hidden" not in found.values() and not {"PYTHONPATH", "OMPI_MCA_plm", "HOME"} & set(found)
-        assert ("PATH" in found) == mpi, "mpirun is looked for"
+        variables = rank_environment(mpi)
+        assert variables["TF_NUM_INTRAOP_THREADS"] == "2"
+        assert "hidden" not in variables.values() and not {"PYTHONPATH", "OMPI_MCA_plm", "HOME"} & set(variables)
+        assert ("PATH" in variables) == mpi, "mpirun is looked for"
 
 
 WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]")

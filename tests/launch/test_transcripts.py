@@ -92,8 +92,8 @@ def replay(monkeypatch, tmp_path, capfd):
             )  # fmt: skip
             code = restart.run(job, tmp_path / "logs", run_dir, max_restarts)
         else:
-            words = [HOW[how][-1], "-np", "2", "-H", "s1:1,s2:1", "python", "fate.py"]
-            monkeypatch.setattr(sys, "argv", ["horovodrun", *options, *words])
+            arguments = [HOW[how][-1], "-np", "2", "-H", "s1:1,s2:1", "python", "fate.py"]
+            monkeypatch.setattr(sys, "argv", ["horovodrun", *options, *arguments])
             with pytest.raises(SystemExit) as ended:
                 horovodrun.main()
             code = ended.value.code
@@ -158,8 +158,8 @@ def test_what_can_heal_is_started_again_as_often_as_it_may(replay, tmp_path):
     for step in (7, 28, 21):
         (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     code, shown = replay("launch-mpi", "sigkill-of-rank-1", max_restarts=1, run_dir=str(tmp_path / "run"))
-    told = "hvtrain: restart 1 of 1 in 1 s, from the newest checkpoint (here: step-00000028), on s1:1,s2:1\n"
-    assert code == 75 and told in shown.err, shown
+    message = "hvtrain: restart 1 of 1 in 1 s, from the newest checkpoint (here: step-00000028), on s1:1,s2:1\n"
+    assert code == 75 and message in shown.err, shown
     notes = [variables.get("HVTRAIN_NEWEST_CHECKPOINT") for variables in Replayed.environments]
     assert notes == [None, f"28@{socket.gethostname()}"]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["attempt-0001", "attempt-0002"]

@@ -74,7 +74,7 @@ def test_the_launchers_logs_hold_no_drawings(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "own", "keeps"),
+    ("line", "own", "keeps"),
     [
         ("-np 2 python x.py", "-np 2 python x.py", False),
         ("-np 2 --prefix python x.py", "-np 2 python x.py", True),
@@ -83,9 +83,9 @@ def test_the_launchers_logs_hold_no_drawings(tmp_path, capsys):
         ("-np 2 --prefix-output-with-timestamp ./x", "-np 2 --prefix-output-with-timestamp ./x", True),
     ],
 )
-def test_prefix_is_for_horovodrun_only_before_the_program(words, own, keeps, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["horovodrun", *words.split()])
-    assert horovodrun._launcher_arguments(words.split()) == (own.split(), keeps)
+def test_prefix_is_for_horovodrun_only_before_the_program(line, own, keeps, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["horovodrun", *line.split()])
+    assert horovodrun._launcher_arguments(line.split()) == (own.split(), keeps)
 
 
 SPEAKS = """
@@ -106,8 +106,8 @@ def test_only_prefix_puts_marks_before_rank_0s_lines(launcher, tmp_path):
     """
     (tmp_path / "speaks.py").write_text(SPEAKS)
 
-    def lines(*words):
-        line = [str(BIN / "horovodrun"), *words]
+    def lines(*arguments):
+        line = [str(BIN / "horovodrun"), *arguments]
         done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
         return {*done.stdout.splitlines()}, {*done.stderr.splitlines()}
 

@@ -46,9 +46,9 @@ class Browser:
             os.dup2(ours[0], 3)
             os.dup2(ours[1], 4)
 
-        words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
         self._process = subprocess.Popen(
-            [CHROMIUM, *words, f"--user-data-dir={self._folder}", "about:blank"],
+            [CHROMIUM, *options, f"--user-data-dir={self._folder}", "about:blank"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -127,12 +127,13 @@ class Browser:
         return json.loads(message)
 
     def _note(self, event: dict[str, Any]) -> None:
-        method, found = event.get("method"), event.get("params", {})
+        method = event.get("method")
+        params = event.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.problems.append(str(found["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled" and found["type"] in ("error", "warning", "assert"):
-            self.problems.append(str(found["args"]))
-        elif method == "Log.entryAdded" and found["entry"]["level"] in ("error", "warning"):
-            self.problems.append(found["entry"]["text"])
-        elif method == "Network.requestWillBeSent" and found["request"]["url"].startswith("http"):
-            self.problems.append(f"it asks the network for {found['request']['url']}")
+            self.problems.append(str(params["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.problems.append(str(params["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.problems.append(params["entry"]["text"])
+        elif method == "Network.requestWillBeSent" and params["request"]["url"].startswith("http"):
+            self.problems.append(f"it asks the network for {params['request']['url']}")

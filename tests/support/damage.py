@@ -34,8 +34,8 @@ def broken(kind: str, folder: Path, num_examples: int, bad: set[int], split: str
                     flip(path, scan_records(path)[0][number // 2] + 30)
     else:
         pixels = [image.ravel().tolist() for image in images]
-        pixels = [[1] if number in bad else one for number, one in enumerate(pixels)]
-        encoded = [b"no" if number in bad else tf.io.encode_png(one).numpy() for number, one in enumerate(images)]
+        pixels = [[1] if number in bad else image for number, image in enumerate(pixels)]
+        encoded = [b"no" if number in bad else tf.io.encode_png(image).numpy() for number, image in enumerate(images)]
         column = pa.array(pixels, pa.list_(pa.uint8())) if kind == "parquet_pixels" else pa.array(encoded)
         pq.write_table(pa.table({"image": column, "label": labels}), folder / f"{split}.parquet", row_group_size=4)
 

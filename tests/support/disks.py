@@ -21,5 +21,5 @@ def small_disk(folder, options):
 
 def remounted(disk, options):
     """Mounts the disk anew with these options; False where the system refuses, as it does while it is in use."""
-    words = ["mount", "-o", f"remount,{options}", disk]
-    return subprocess.run(words, check=False, capture_output=True).returncode == 0
+    command = ["mount", "-o", f"remount,{options}", disk]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0

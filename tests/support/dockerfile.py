@@ -16,9 +16,9 @@ class Stage:
     base: str
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
-    def all(self, word: str) -> list[str]:
+    def all(self, instruction: str) -> list[str]:
         """The rest of each line that starts with the word, in order."""
-        return [rest for found, rest in self.instructions if found == word]
+        return [rest for name, rest in self.instructions if name == instruction]
 
 
 def stages(text: str) -> dict[str, Stage]:
@@ -29,19 +29,19 @@ def stages(text: str) -> dict[str, Stage]:
     >>> stages("ARG BASE=debian\\nFROM ${BASE} AS a")
     {'a': Stage(base='debian', instructions=[])}
     """
-    found: dict[str, Stage] = {}
+    by_name: dict[str, Stage] = {}
     arguments: dict[str, str] = {}
     uncommented = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     for line in filter(None, uncommented.replace("\\\n", "").splitlines()):
-        word, _, rest = line.partition(" ")
-        if word == "FROM":
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
             base, _, name = rest.partition(" AS ")
-            found[name] = Stage(_replaced(base, arguments))
-        elif word == "ARG" and not found:
+            by_name[name] = Stage(_replaced(base, arguments))
+        elif instruction == "ARG" and not by_name:
             arguments |= assignments(rest, {})
         else:
-            next(reversed(found.values())).instructions.append((word, rest))
-    return found
+            next(reversed(by_name.values())).instructions.append((instruction, rest))
+    return by_name
 
 
 def assignments(rest: str, known: dict[str, str]) -> dict[str, str]:
@@ -50,7 +50,7 @@ def assignments(rest: str, known: dict[str, str]) -> dict[str, str]:
     >>> assignments("A=1 PATH=/x:$PATH", {"PATH": "/bin"})
     {'A': '1', 'PATH': '/x:/bin'}
     """
-    pairs = (word.partition("=") for word in shlex.split(rest))
+    pairs = (assignment.partition("=") for assignment in shlex.split(rest))
     return {name: _replaced(value, known) for name, _, value in pairs}
 
 

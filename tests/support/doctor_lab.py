@@ -31,33 +31,33 @@ class DoctorLab(Lab):
                 self.shell(host, back)
 
     @contextmanager
-    def net(self, *words, back):
+    def net(self, *command, back):
         """`scripts/lab net WORDS` for a while; back: the words that end it."""
-        self("net", *words)
+        self("net", *command)
         try:
             yield
         finally:
-            self("net", words[0], back)
+            self("net", command[0], back)
 
-    def attempt(self, *words, cwd=ROOT, path="", packages=""):
+    def attempt(self, *options, cwd=ROOT, path="", packages=""):
         """The finished doctor on s1. path: a folder before all others in which s1 finds programs; packages: in which
         Python on all hosts finds packages, besides."""
         prefix = ["env", f"PATH={path}:/usr/bin:/bin"] if path else []
         prefix += ["env", f"PYTHONPATH={packages}"] if packages else []
-        return self("exec", "s1", *prefix, *DOCTOR, *words, check=False, cwd=cwd)
+        return self("exec", "s1", *prefix, *DOCTOR, *options, check=False, cwd=cwd)
 
-    def report(self, *words, **places):
+    def report(self, *options, **places):
         """The doctor's JSON object."""
-        done = self.attempt(*words, "--json", **places)
+        done = self.attempt(*options, "--json", **places)
         assert done.returncode in (0, 1), (done.stdout, done.stderr)
         report = json.loads(done.stdout)
         assert done.stdout.count("\n") == 1
         assert report["passed"] is (done.returncode == 0)
         return report
 
-    def failures(self, *words, **places):
+    def failures(self, *options, **places):
         """{(check, host): found} of the rows that failed. All of them name a fix."""
-        report = self.report(*HOSTS, "--no-links", *words, **places)
+        report = self.report(*HOSTS, "--no-links", *options, **places)
         assert all(row["fix"] for row in report["rows"] if row["status"] == "FAIL")
         return {(row["check"], row["host"]): row["found"] for row in report["rows"] if row["status"] == "FAIL"}
 

@@ -30,14 +30,14 @@ class Ended(NamedTuple):
     errors: str
 
 
-def run_command(module: str, *words: str, cwd: Path) -> Ended:
+def run_command(module: str, *arguments: str, cwd: Path) -> Ended:
     """`python -m MODULE WORDS` in the folder cwd. What it changes for its process is as before afterwards."""
     output, errors, code = io.StringIO(), io.StringIO(), 0
     with ExitStack() as stack:
         stack.callback(os.chdir, Path.cwd())
         os.chdir(cwd)
         stack.enter_context(mock.patch.dict(os.environ))
-        stack.enter_context(mock.patch.object(sys, "argv", [module, *map(str, words)]))
+        stack.enter_context(mock.patch.object(sys, "argv", [module, *map(str, arguments)]))
         stack.enter_context(mock.patch.object(console, "shows_tracebacks", False))
         for number in SIGNALS:
             stack.callback(signal.signal, number, signal.getsignal(number))

@@ -124,7 +124,7 @@ def wrong(folder, num_done):
 
 def main(root):
     points = sweeps = 0
-    found = []
+    faults = []
     for point in itertools.count(1):
         folder = root / f"{point:03d}"
         folder.mkdir()
@@ -141,8 +141,8 @@ def main(root):
             if not killed(partial(writer.sweep, folder), again):
                 break
             sweeps += 1
-        found += [f"point {point}: {text}" for text in wrong(folder, num_done)]
-    print(json.dumps({"points": points, "sweeps": sweeps, "found": found}))
+        faults += [f"point {point}: {text}" for text in wrong(folder, num_done)]
+    print(json.dumps({"points": points, "sweeps": sweeps, "found": faults}))
 
 
 if __name__ == "__main__":

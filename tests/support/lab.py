@@ -44,11 +44,11 @@ class Lab:
         return self.state / host / "home"
 
     def __call__(
-        self, *words: str, check: bool = True, timeout: float = 280, cwd: Path | None = None
+        self, *command: str, check: bool = True, timeout: float = 280, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """scripts/lab WORDS."""
         done = subprocess.run(
-            [SCRIPT, *words],
+            [SCRIPT, *command],
             cwd=cwd,
             env={**os.environ, "HVTRAIN_LAB": self.name},
             stdin=subprocess.DEVNULL,
@@ -58,7 +58,7 @@ class Lab:
             check=False,
         )
         if check and done.returncode:
-            raise AssertionError(f"lab {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}")
+            raise AssertionError(f"lab {' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}")
         return done
 
     def run(self, host: str, *command: str, timeout: float = 280, cwd: Path | None = None) -> tuple[int, str]:
@@ -66,6 +66,6 @@ class Lab:
         done = self("exec", host, *command, check=False, timeout=timeout, cwd=cwd or self.home)
         return done.returncode, done.stdout + done.stderr
 
-    def launch(self, *words: str) -> tuple[int, str]:
+    def launch(self, *arguments: str) -> tuple[int, str]:
         """python -m hvtrain launch on s1; nothing is exported or activated."""
-        return self.run("s1", PYTHON, "-m", "hvtrain", "launch", *words)
+        return self.run("s1", PYTHON, "-m", "hvtrain", "launch", *arguments)

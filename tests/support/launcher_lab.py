@@ -23,21 +23,21 @@ HOW = {
 }
 
 
-def line(how: str, hosts: str, *words: str, options: tuple[str, ...] = ()) -> list[str]:
+def line(how: str, hosts: str, *command: str, options: tuple[str, ...] = ()) -> list[str]:
     """A launch of two ranks that run the words."""
     between = ["--"] if how.startswith("launch") else []
-    return [*HOW[how], "-np", "2", "-H", hosts, *options, *between, *words]
+    return [*HOW[how], "-np", "2", "-H", hosts, *options, *between, *command]
 
 
-def fate(folder: Path, *words: str) -> list[str]:
-    return ["python", str(FATE), str(folder), *words]
+def fate(folder: Path, *options: str) -> list[str]:
+    return ["python", str(FATE), str(folder), *options]
 
 
-def signalled(lab: Lab, words: list[str], folder: Path, *signals: str) -> tuple[int, str]:
+def signalled(lab: Lab, command: list[str], folder: Path, *signals: str) -> tuple[int, str]:
     """Exit code and output of a launch on s1 whose own process gets the signals once both ranks are there."""
     kills = "; sleep 2; ".join(f"kill -{name} $launcher" for name in signals)
     script = (
-        f"{shlex.join(words)} >{folder}/said 2>&1 & launcher=$!; "
+        f"{shlex.join(command)} >{folder}/said 2>&1 & launcher=$!; "
         f"until [ -e {folder}/rank-0 -a -e {folder}/rank-1 ]; do sleep 0.1; kill -0 $launcher || break; done; "
         "sleep 0.3; "
         f"{kills}; wait $launcher; code=$?; cat {folder}/said; exit $code"  # Whatever still holds that file open.
@@ -45,10 +45,10 @@ def signalled(lab: Lab, words: list[str], folder: Path, *signals: str) -> tuple[
     return lab.run("s1", "bash", "-c", script)
 
 
-def started(lab: Lab, words: list[str]) -> subprocess.Popen[str]:
+def started(lab: Lab, command: list[str]) -> subprocess.Popen[str]:
     """The launch on s1, while it runs; its ssh knows at once that a host is gone."""
     return subprocess.Popen(
-        [SCRIPT, "exec", "s1", "env", SOON, *words],
+        [SCRIPT, "exec", "s1", "env", SOON, *command],
         cwd=lab.home,
         env={**os.environ, "HVTRAIN_LAB": lab.name},
         stdin=subprocess.DEVNULL,
@@ -74,8 +74,8 @@ def left(lab: Lab, hosts: tuple[str, ...] = ("s1", "s2")) -> str:
     """Processes of a launch and files in shared memory, on these hosts; all that may go is given 100 seconds."""
     look = "ps axo args | grep -E '[f]ate.py|[o]rted|[m]pirun|[h]orovodrun'; ls /dev/shm"
     deadline = time.monotonic() + 100
-    while found := "".join(lab.run(host, "bash", "-c", look)[1] for host in hosts):
+    while leftovers := "".join(lab.run(host, "bash", "-c", look)[1] for host in hosts):
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    return re.sub(r"\s+", " ", found)
+    return re.sub(r"\s+", " ", leftovers)

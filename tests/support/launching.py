@@ -104,13 +104,14 @@ def finish(process: subprocess.Popen[str], timeout: float = 280) -> str:
     try:
         return process.communicate(timeout=timeout)[0]
     except subprocess.TimeoutExpired:
-        found = left_over(process)
+        leftovers = left_over(process)
         kill(process)
         try:
             printed = process.communicate(timeout=30)[0]
         except subprocess.TimeoutExpired as held:  # Somebody else holds its output open.
             printed = (held.output or b"").decode(errors="replace")
-        raise AssertionError("\n".join([f"ranks did not end in {timeout} s:", *found, "printed:", printed])) from None
+        lines = [f"ranks did not end in {timeout} s:", *leftovers, "printed:", printed]
+        raise AssertionError("\n".join(lines)) from None
 
 
 def left_over(process: subprocess.Popen[str]) -> list[str]:
@@ -151,10 +152,10 @@ def run(
     return process.returncode, output
 
 
-def train(launcher: str | None, num_ranks: int, *words: str, cwd: Path, **extra: Any) -> tuple[int, str]:
+def train(launcher: str | None, num_ranks: int, *settings: str, cwd: Path, **extra: Any) -> tuple[int, str]:
     """`python -m hvtrain` with these words, without the report, which takes a second, unless they ask for it."""
-    more = () if any(word.startswith("run.report=") for word in words) else ("run.report=false",)
-    return run(launcher, num_ranks, "python", "-m", "hvtrain", *words, *more, cwd=cwd, **extra)
+    more = () if any(setting.startswith("run.report=") for setting in settings) else ("run.report=false",)
+    return run(launcher, num_ranks, "python", "-m", "hvtrain", *settings, *more, cwd=cwd, **extra)
 
 
 def many_runs(
@@ -168,8 +169,8 @@ def many_runs(
 ) -> tuple[list[dict[str, Any]], str]:
     """Runs of the runner in one start of the ranks, see workers/runs.py: what each rank saw, and all output."""
     (folder / "runs.json").write_text(json.dumps(runs))
-    words = [*through, "python", str(WORKERS / "runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
-    code, output = run(launcher, num_ranks, *words, cwd=folder, timeout=timeout, **extra)
+    command = [*through, "python", str(WORKERS / "runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
+    code, output = run(launcher, num_ranks, *command, cwd=folder, timeout=timeout, **extra)
     assert code == 0, output
     return json.loads((folder / "found.json").read_text()), output
 

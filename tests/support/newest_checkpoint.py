@@ -30,10 +30,11 @@ class Lines(logging.Handler):
 def newest(checkpoints):
     """The newest complete one of a run folder's `checkpoints`, or None, and a line for each damaged one."""
     assert checkpoints.name == "checkpoints"
-    log, said = logging.getLogger("hvtrain.training.find_checkpoint"), Lines()
-    log.addHandler(said)
+    log = logging.getLogger("hvtrain.training.find_checkpoint")
+    lines = Lines()
+    log.addHandler(lines)
     try:
-        found = find_checkpoint(checkpoints.parent, Comm(), RunState(0.0))
+        checkpoint = find_checkpoint(checkpoints.parent, Comm(), RunState(0.0))
     finally:
-        log.removeHandler(said)
-    return found and found.checkpoint, said.lines
+        log.removeHandler(lines)
+    return checkpoint and checkpoint.checkpoint, lines.lines

@@ -56,7 +56,7 @@ def commands(text: str) -> list[str]:
     >>> commands("```\\n3 steps; again by\\n  python \\\\\\n    a.py\\n```")
     ['python a.py']
     """
-    found = []
+    lines = []
     for language, block in FENCE.findall(text):
         block = re.sub(r"\\\n\s*", "", block)
         block = LOOP.sub(_in_one_line, block)
@@ -64,8 +64,8 @@ def commands(text: str) -> list[str]:
             looks_like_one = STARTS.match(block) or STARTS.match(line)
             if line.startswith("$ ") or (line and looks_like_one and not language):
                 command = re.split(r"\s+#\s", line.strip())[0]
-                found.append(command.removeprefix("$ ").removeprefix("./scripts/run "))
-    return found
+                lines.append(command.removeprefix("$ ").removeprefix("./scripts/run "))
+    return lines
 
 
 def _in_one_line(loop: re.Match[str]) -> str:
@@ -78,17 +78,17 @@ def sections(text: str) -> dict[str, str]:
     >>> sections("# Page\\n```python\\n# a.py\\n```\\n## Part\\nEnd.\\n")
     {'Page': '```python\\n# a.py\\n```\\n', 'Part': 'End.\\n'}
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     title = ""
     in_block = False
     for line in text.splitlines(keepends=True):
         in_block ^= line.startswith("```")
         if line.startswith("#") and not in_block:
             title = line.strip("# \n")
-            found[title] = ""
+            texts[title] = ""
         else:
-            found[title] = found.get(title, "") + line
-    return found
+            texts[title] = texts.get(title, "") + line
+    return texts
 
 
 def prose(text: str) -> str:

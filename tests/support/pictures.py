@@ -26,8 +26,8 @@ def pictures(number: int) -> list[bytes]:
 def write_images(folder: Path, number: int) -> list[Path]:
     """In the order in which ranks share them out: those of odd places are rank 1's of two."""
     paths = []
-    for place, data in enumerate(pictures(number)):
-        path = folder / f"class_{place * 2 // number}" / f"{place:04d}.png"
+    for index, data in enumerate(pictures(number)):
+        path = folder / f"class_{index * 2 // number}" / f"{index:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         paths.append(path)

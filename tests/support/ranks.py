@@ -14,22 +14,22 @@ _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 
 def processes(mark: str) -> dict[int, dict[str, str]]:
     """All live processes of the run, on any host of this machine, with their environment."""
-    found = {}
+    pids = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        variables = dict(word.split("=", 1) for word in words if "=" in word)
+        variables = dict(entry.split("=", 1) for entry in entries if "=" in entry)
         if variables.get(MARK) == mark and state != "Z":
-            found[int(folder.name)] = variables
-    return found
+            pids[int(folder.name)] = variables
+    return pids
 
 
 def rank_processes(mark: str) -> dict[int, int]:
     """Rank -> process id, of those that have started Python."""
-    found: dict[int, int] = {}
+    pids: dict[int, int] = {}
     for process, variables in processes(mark).items():
         rank = next((variables[name] for name in _RANKS if name in variables), None)
         try:
@@ -38,8 +38,8 @@ def rank_processes(mark: str) -> dict[int, int]:
         except OSError:
             continue
         if rank is not None and is_python and b"hvtrain" in line:
-            found[int(rank)] = process
-    return found
+            pids[int(rank)] = process
+    return pids
 
 
 def send(process: int, number: signal.Signals) -> bool:

@@ -29,11 +29,11 @@ class Received:
     def only_post(self, about: str, seconds: float = 20) -> tuple[str, str]:
         """Kind and body of the one notice to the webhook whose title is this, once it has come."""
         deadline = time.monotonic() + seconds
-        while not (found := [(kind, body) for kind, title, body in self.posts if title == about]):
+        while not (matches := [(kind, body) for kind, title, body in self.posts if title == about]):
             assert time.monotonic() < deadline, f"no notice {about!r}, but {self.posts}"
             time.sleep(0.05)
-        assert len(found) == 1
-        return found[0]
+        assert len(matches) == 1
+        return matches[0]
 
 
 @contextmanager
@@ -51,15 +51,15 @@ def receiving() -> Iterator[Received]:
             received.mails.append((message["Subject"], text))
             return "250 OK"
 
-    def login(server: Any, session: Any, envelope: Any, mechanism: str, given: Any) -> Any:
-        return AuthResult(success=(given.login, given.password) == (USER.encode(), SECRET.encode()))
+    def login(server: Any, session: Any, envelope: Any, mechanism: str, credentials: Any) -> Any:
+        return AuthResult(success=(credentials.login, credentials.password) == (USER.encode(), SECRET.encode()))
 
     class Posts(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            wanted = "Basic " + base64.b64encode(f"{USER}:{SECRET}".encode()).decode()
-            came = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if is_known := self.headers["Authorization"] == wanted:
-                received.posts.append((came["type"], came["title"], came["message"]))
+            expected = "Basic " + base64.b64encode(f"{USER}:{SECRET}".encode()).decode()
+            notice = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if is_known := self.headers["Authorization"] == expected:
+                received.posts.append((notice["type"], notice["title"], notice["message"]))
             self.send_response(200 if is_known else 401)
             self.end_headers()
 

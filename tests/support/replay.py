@@ -86,36 +86,36 @@ class Replay:
         image = copy.deepcopy(base)
         image.root = self.folder / name
         subprocess.run(["cp", "-a", base.root, image.root], check=True)
-        for word, rest in stage.instructions:
-            print(f"{name}: {word} {rest}", flush=True)
-            self._instruct(image, word, rest)
+        for instruction, rest in stage.instructions:
+            print(f"{name}: {instruction} {rest}", flush=True)
+            self._instruct(image, instruction, rest)
         return image
 
-    def _instruct(self, image: Image, word: str, rest: str) -> None:
-        if word == "RUN":
+    def _instruct(self, image: Image, instruction: str, rest: str) -> None:
+        if instruction == "RUN":
             self.step(image, [*image.shell, rest], self.lent_environment()).check_returncode()
-        elif word == "COPY":
+        elif instruction == "COPY":
             self._copy(image, shlex.split(rest))
-        elif word == "ENV":
+        elif instruction == "ENV":
             image.environment |= assignments(rest, image.environment)
-        elif word == "WORKDIR":
+        elif instruction == "WORKDIR":
             image.workdir = rest
             (image.root / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        elif word == "USER":
+        elif instruction == "USER":
             image.user = rest
         else:
-            attribute = {"SHELL": "shell", "ENTRYPOINT": "entrypoint", "CMD": "command"}[word]
+            attribute = {"SHELL": "shell", "ENTRYPOINT": "entrypoint", "CMD": "command"}[instruction]
             setattr(image, attribute, json.loads(rest))
 
-    def _copy(self, image: Image, words: list[str]) -> None:
+    def _copy(self, image: Image, arguments: list[str]) -> None:
         origin = self.context
-        if words[0].startswith("--"):
-            option, _, stage = words.pop(0).partition("=")
+        if arguments[0].startswith("--"):
+            option, _, stage = arguments.pop(0).partition("=")
             assert option == "--from", f"COPY {option} is not read here"
             origin = self.build(stage).root
-        *sources, target = words
+        *sources, target = arguments
         goal = image.root / os.path.normpath(f"{image.workdir}/{target}" if target[0] != "/" else target).lstrip("/")
-        for source in (origin / word.lstrip("/") for word in sources):
+        for source in (origin / source_name.lstrip("/") for source_name in sources):
             (goal if source.is_dir() or target.endswith("/") else goal.parent).mkdir(parents=True, exist_ok=True)
             what = f"{source}/." if source.is_dir() else str(source)
             subprocess.run(["cp", "-a", "--no-preserve=ownership", what, goal], check=True)
@@ -127,10 +127,10 @@ class Replay:
         uid, gid, home = image.account()
         variables = {**(lent or {}), "HOME": home, "HOSTNAME": HOST, **image.environment}
         enter = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--propagation", "private"]
-        words = [f"--userspec={uid}:{gid}", "--groups=", str(image.root)]
-        words += ["/usr/bin/env", "-i", f"--chdir={image.workdir}", *(f"{k}={v}" for k, v in variables.items())]
+        chroot = [f"--userspec={uid}:{gid}", "--groups=", str(image.root)]
+        chroot += ["/usr/bin/env", "-i", f"--chdir={image.workdir}", *(f"{k}={v}" for k, v in variables.items())]
         return subprocess.run(
-            [*enter, "bash", "-c", ENTER, "bash", str(image.root), str(self.lent), *words, *command],
+            [*enter, "bash", "-c", ENTER, "bash", str(image.root), str(self.lent), *chroot, *command],
             env={**os.environ, "HOST": HOST},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if lent is None else None,
@@ -140,9 +140,9 @@ class Replay:
             check=False,
         )
 
-    def container(self, image: Image, *words: str) -> tuple[int, str]:
+    def container(self, image: Image, *arguments: str) -> tuple[int, str]:
         """Exit code and output of `docker run IMAGE WORDS`: through the entry point, with nothing lent but names."""
-        done = self.step(image, [*image.entrypoint, *(words or image.command)])
+        done = self.step(image, [*image.entrypoint, *(arguments or image.command)])
         return done.returncode, done.stdout
 
     def _debian(self, name: str) -> Image:
@@ -165,12 +165,12 @@ class Replay:
         """This machine's way to its mirrors, as variables; the files that they name are lent too."""
         ours = ("PIP_INDEX", "PIP_EXTRA_INDEX", "PIP_TRUSTED", "PIP_DEFAULT_TIMEOUT", "UV_INDEX", "UV_DEFAULT_INDEX")
         kept = {k: v for k, v in os.environ.items() if k.startswith(ours) or k.lower().endswith("_proxy")}
-        found = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "pip", "config", "get", "global.index-url"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if found.stdout.strip():
-            kept = {"PIP_INDEX_URL": found.stdout.strip(), "UV_DEFAULT_INDEX": found.stdout.strip(), **kept}
+        if done.stdout.strip():
+            kept = {"PIP_INDEX_URL": done.stdout.strip(), "UV_DEFAULT_INDEX": done.stdout.strip(), **kept}
         certificates = dict.fromkeys(("SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE"), "/mnt/lent/certificates")
         return {**kept, **certificates, "APT_CONFIG": "/mnt/lent/apt.conf", "DEBIAN_FRONTEND": "noninteractive"}
 
@@ -181,8 +181,8 @@ def _lend(folder: Path) -> Path:
     (folder / "hosts").write_text(f"127.0.0.1 localhost {HOST}\n")
     shutil.copy(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"), folder / "certificates")
     settings = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True).stdout.splitlines()
-    wanted = ("Acquire::Check", "Acquire::http", "Acquire::Retries")
-    (folder / "apt.conf").write_text("".join(f"{line}\n" for line in settings if line.startswith(wanted)))
+    options = ("Acquire::Check", "Acquire::http", "Acquire::Retries")
+    (folder / "apt.conf").write_text("".join(f"{line}\n" for line in settings if line.startswith(options)))
     return folder
 
 

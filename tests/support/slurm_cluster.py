@@ -48,18 +48,18 @@ class SlurmCluster:
     folder: Path
     lab: Lab
 
-    def line(self, host, *words):
+    def line(self, host, *command):
         """The words on a host of the lab, with what a login has there."""
-        return [SCRIPT, "exec", host, "env", f"SLURM_CONF={self.folder}/slurm.conf", *words]
+        return [SCRIPT, "exec", host, "env", f"SLURM_CONF={self.folder}/slurm.conf", *command]
 
     @property
     def environment(self):
         return {**os.environ, "HVTRAIN_LAB": self.lab.name}
 
-    def ask(self, *words, check=True):
-        line = self.line("s1", *words)
+    def ask(self, *command, check=True):
+        line = self.line("s1", *command)
         ran = subprocess.run(line, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False)
-        assert ran.returncode == 0 or not check, f"{words}: {ran.stdout}{ran.stderr}"
+        assert ran.returncode == 0 or not check, f"{command}: {ran.stdout}{ran.stderr}"
         return ran.stdout + ran.stderr
 
     def submit(self, name, job, settings, change=("", "")):
@@ -74,7 +74,7 @@ class SlurmCluster:
 
     def field(self, job_id, name):
         shown = self.ask("scontrol", "--oneliner", "show", "job", job_id)
-        return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
+        return next(entry.partition("=")[2] for entry in shown.split() if entry.startswith(f"{name}="))
 
     def wait(self, job_id, what, seconds=400):
         """Waits until what() is true; a failure shows what the job printed."""
@@ -125,9 +125,9 @@ def cluster(tmp_path_factory):
 MUNGE_FILES = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
 
 
-def start(cluster, host, *words):
-    with (cluster.folder / f"{words[0]}-{host}.out").open("ab") as log:
+def start(cluster, host, *command):
+    with (cluster.folder / f"{command[0]}-{host}.out").open("ab") as log:
         subprocess.Popen(
-            cluster.line(host, *words), env=cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            cluster.line(host, *command), env=cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
     time.sleep(0.5)

@@ -38,11 +38,11 @@ class Screen:
         cut = re.search(r"\x1b(\[[\d;?]*)?$", text)
         self._rest = cut[0] if cut else ""
         text = text.removesuffix(self._rest) if self._rest else text
-        place = 0
-        while place < len(text):
-            token = _TOKEN.match(text, place)
-            assert token, f"unknown control sequence: {text[place : place + 20]!r}"
-            place = token.end()
+        position = 0
+        while position < len(text):
+            token = _TOKEN.match(text, position)
+            assert token, f"unknown control sequence: {text[position : position + 20]!r}"
+            position = token.end()
             numbers, letter, control, plain = token.groups()
             if plain:
                 self._print(plain)

@@ -99,8 +99,8 @@ class Recorded(supervisor.Launch):
 def without_places(text: str, folders: Iterable[str]) -> str:
     """The transcript without what differs from machine to machine and from run to run."""
     places = {str(ROOT): "/hvtrain", sys.base_prefix: "/python", **dict.fromkeys(folders, "/folder")}
-    for place, name in places.items():
-        text = text.replace(place, name)
+    for folder, name in places.items():
+        text = text.replace(folder, name)
     for pattern, replacement in _REPLACED.items():
         text = re.sub(pattern, replacement, text)
     return text
@@ -119,7 +119,7 @@ def said(transcript: str) -> set[tuple[str, str]]:
     # A process of Horovod's that is killed as it complains leaves the beginning of a line.
     texts = {source: text.replace("Exception in thread ", "") for source, text in texts.items()}
     lines = {(source, line) for source, text in texts.items() for line in text.splitlines() if line}
-    return {("", line) for line in head.splitlines()} | {found for found in lines if not _CHANCE.match(found[1])}
+    return {("", line) for line in head.splitlines()} | {entry for entry in lines if not _CHANCE.match(entry[1])}
 
 
 def record(lab: Any, how: str, name: str) -> str:
@@ -131,22 +131,22 @@ def record(lab: Any, how: str, name: str) -> str:
         folder = Path(made)
         # Else MPI's own farewell waits for the others.
         mpi = ["mpi"] if "mpi" in how and what in ("SIGKILL", "deaf") else []
-        words = line(how, "s1:1,s2:1", *fate(folder, what, rank, *mpi))
+        command = line(how, "s1:1,s2:1", *fate(folder, what, rank, *mpi))
         front = ["launch"] if how.startswith("launch") else ["horovodrun"]
-        own = words.index(HOW[how][-1])  # The option that chooses the launcher comes after the program's own words.
+        own = command.index(HOW[how][-1])  # The option that chooses the launcher comes after the program's own words.
         noted = folder / "transcript"
-        words = ["env", f"HVTRAIN_TRANSCRIPT={noted}", sys.executable, __file__, *front, *words[own:]]
+        command = ["env", f"HVTRAIN_TRANSCRIPT={noted}", sys.executable, __file__, *front, *command[own:]]
         if name.startswith("sigterm"):
-            signalled(lab, words, folder, *(["TERM"] * (1 + name.endswith("twice"))))
+            signalled(lab, command, folder, *(["TERM"] * (1 + name.endswith("twice"))))
         elif what == "wait":
-            launched = started(lab, words)
+            launched = started(lab, command)
             wait_for(folder / "rank-0")
             wait_for(folder / "rank-1")
             time.sleep(2)  # Until what they said has come.
             lab(*(["stop", "s2"] if name == "s2-stops" else ["net", "s2", "down"]))
             launched.communicate(timeout=300)
         else:
-            lab.run("s1", *words)
+            lab.run("s1", *command)
         return without_places(noted.read_text(), [made, str(lab.state)])
 
 

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-marker, seconds, *given = sys.argv[1:]
+marker, seconds, *addresses = sys.argv[1:]
 
 
 class Forged:
@@ -55,8 +55,8 @@ def listening():
             yield f"{'127.0.0.1' if name == '0.0.0.0' else name}:{int(port, 16)}"
 
 
-def attack(place):
-    address, port = place.split(":")
+def attack(target):
+    address, port = target.split(":")
     for payload in PAYLOADS:
         with suppress(OSError), socket.create_connection((address, int(port)), timeout=1) as connection:
             connection.settimeout(0.1)
@@ -67,11 +67,11 @@ def attack(place):
 deadline = time.monotonic() + float(seconds)
 seen = {}
 while True:
-    for place in given or sorted(set(listening())):
-        seen[place] = seen.get(place, 0) + 1
-        if seen[place] <= 3:
-            attack(place)
-    if given or time.monotonic() > deadline or Path(f"{marker}.end").exists():
+    for target in addresses or sorted(set(listening())):
+        seen[target] = seen.get(target, 0) + 1
+        if seen[target] <= 3:
+            attack(target)
+    if addresses or time.monotonic() > deadline or Path(f"{marker}.end").exists():
         break
     time.sleep(0.02)
 print("attacked", " ".join(seen))

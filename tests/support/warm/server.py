@@ -120,15 +120,15 @@ class Server:
     def _hear(self, sender: socket.socket) -> None:
         """A signal to pass on; or the sender is gone, and its process goes with it."""
         process = next(number for number, other in self._forks.items() if other is sender)
-        words = sender.recv(64)
-        if not words:
+        message = sender.recv(64)
+        if not message:
             self._selector.unregister(sender)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
             return
-        for word in words.split():
+        for pid in message.split():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, int(word))
+                os.kill(process, int(pid))
 
     def _reap(self, wakes: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -194,20 +194,20 @@ def prepare(job: dict[str, Any]) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def run(words: list[str]) -> None:
+def run(arguments: list[str]) -> None:
     """`python WORDS`: -m MODULE, -c CODE or a script."""
-    if words[0] == "-m":
-        sys.argv = words[1:]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
         sys.path.insert(0, "")
-        exec(compile(words[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
+        exec(compile(arguments[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
     else:
-        sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).resolve().parent))
-        runpy.run_path(words[0], run_name="__main__")
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

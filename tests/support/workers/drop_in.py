@@ -45,13 +45,13 @@ def refusal(action):
 
 def local_variables():
     shared, own = keras.Variable([0.0]), keras.Variable([0.0])
-    found = []
+    values = []
     for scale in (True, False):
         optimizer = hvd.DistributedOptimizer(SGD(1.0), scale_local_gradients=scale)
         optimizer.register_local_var(own)
         optimizer.build([shared, own])
         optimizer.apply([tf.constant([RANK + 1.0]), tf.constant([RANK + 1.0])], [shared, own])
-        found.append([float(shared.numpy()[0]), float(own.numpy()[0])])
+        values.append([float(shared.numpy()[0]), float(own.numpy()[0])])
         shared.assign([0.0])
         own.assign([0.0])
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="a"), keras.layers.Dense(2, name="b")])
@@ -64,7 +64,7 @@ def local_variables():
     model.fit(x, x, verbose=0, callbacks=[keep])
     weights = hvd.allgather_object([layer.get_weights()[0] for layer in model.layers])
     equal = [all(np.array_equal(rank[at], weights[0][at]) for rank in weights) for at in (0, 1)]
-    return {"scaled": found[0], "unscaled": found[1], "layers equal": equal}
+    return {"scaled": values[0], "unscaled": values[1], "layers equal": equal}
 
 
 def groups():
@@ -131,12 +131,12 @@ def tapes():
             loss = tf.reduce_sum(dense * float(RANK + 1)) + tf.reduce_sum(tf.gather(rows.value, [RANK]))
         with tf.GradientTape() as second:
             other = tf.reduce_sum(dense * float(10 * RANK))
-        one = hvd.DistributedGradientTape(first).gradient(loss, {"dense": dense, "rows": rows})
+        tape_result = hvd.DistributedGradientTape(first).gradient(loss, {"dense": dense, "rows": rows})
         two = hvd.DistributedGradientTape(second, op=hvd.Sum).gradient(other, [dense])
-        return one["dense"], tf.convert_to_tensor(one["rows"]), two[0]
+        return tape_result["dense"], tf.convert_to_tensor(tape_result["rows"]), two[0]
 
     before = hvd.num_tape_reductions()
-    found = [tensor.numpy().tolist() for tensor in step()]
+    results = [tensor.numpy().tolist() for tensor in step()]
     for _ in range(3):
         step()
     with tf.GradientTape() as tape:
@@ -147,7 +147,7 @@ def tapes():
     tape.register_local_source(dense)
     local, shared = tape.get_local_and_global_gradients(loss, [dense])
     return {
-        "found": found,
+        "found": results,
         "reductions": hvd.num_tape_reductions() - before,
         "local": [gradient.numpy().tolist() for _, gradient in local],
         "shared": len(shared),
@@ -164,16 +164,16 @@ def finite(waits=True):
     apply(tf.constant([1.0, 1.0]))
     try:
         apply(tf.constant([float("nan") if LAST else 1.0, 1.0]))
-        told = False
+        was_refused = False
     except tf.errors.InvalidArgumentError as error:
-        told = NOT_FINITE in str(error)
+        was_refused = NOT_FINITE in str(error)
     operations = apply.get_concrete_function(tf.TensorSpec([2])).graph.get_operations()
-    update = next(one for one in operations if one.type == "AssignSubVariableOp")
+    update = next(operation for operation in operations if operation.type == "AssignSubVariableOp")
     return {
-        "told": told,
+        "told": was_refused,
         "ranks": hvd.ranks_at_fault(optimizer),
         "weights": variable.numpy().tolist(),
-        "update waits": any(one.type == "If" for one in ancestors(update)),
+        "update waits": any(operation.type == "If" for operation in ancestors(update)),
     }
 
 
@@ -184,12 +184,13 @@ def finite_on_gpus():
 
 def ancestors(operation):
     """All operations that it waits for."""
-    found, new = set(), [operation]
+    seen = set()
+    new = [operation]
     while new:
-        one = new.pop()
-        found.add(one)
-        new += {*(tensor.op for tensor in one.inputs), *one.control_inputs} - found
-    return found
+        current = new.pop()
+        seen.add(current)
+        new += {*(tensor.op for tensor in current.inputs), *current.control_inputs} - seen
+    return seen
 
 
 def small_model(broadcast=True, **compiled):
@@ -265,13 +266,13 @@ def one_list_of_callbacks_for_two_models():
     rng = np.random.default_rng(RANK)
     x, y = rng.normal(size=(64, 3)).astype("float32"), rng.normal(size=(64, 2)).astype("float32")
     callbacks = [hvd.BroadcastGlobalVariablesCallback(0), hvd.StopTogetherCallback(), hvd.WeightCheckCallback(2)]
-    found = []
+    results = []
     for _ in range(2):
         model, stops = small_model(broadcast=False), StopsOnLastRank(batch=3)
         model.fit(x, y, batch_size=4, verbose=0, callbacks=[stops, *callbacks])
         weights = hvd.allgather_object([weight.numpy().tolist() for weight in model.trainable_weights])
-        found.append({"batches": stops.batches, "are equal": weights == [weights[0]] * SIZE})
-    return found
+        results.append({"batches": stops.batches, "are equal": weights == [weights[0]] * SIZE})
+    return results
 
 
 class Mine(keras.optimizers.RMSprop):
@@ -384,8 +385,8 @@ WORK = (
     local_variables, groups, copies, adasum, process_set, overflow_while_accumulating, tapes, finite, finite_on_gpus,
     stopping_and_drifting, one_list_of_callbacks_for_two_models, saving, refusals, a_script_for_horovod,
 )  # fmt: skip
-found = {work.__name__: work() for work in WORK}
-everyone = hvd.allgather_object(found)
+results = {work.__name__: work() for work in WORK}
+everyone = hvd.allgather_object(results)
 if RANK == 0:
     Path(sys.argv[1]).write_text(json.dumps(everyone))
 hvd.shutdown()

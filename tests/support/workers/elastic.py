@@ -264,7 +264,7 @@ def all_but_initial_epoch():
 
 
 def messages():
-    found = []
+    lines = []
     unbuilt = keras.Sequential([keras.layers.Dense(2)], name="unbuilt")
     unknown = tf.data.Dataset.from_generator(lambda: iter([(X[0, 0], Y[0, 0])]), (tf.float32, tf.int64))
     state = new_state(0)
@@ -275,8 +275,8 @@ def messages():
         try:
             attempt()
         except ValueError as error:
-            found.append(str(error))
-    return found
+            lines.append(str(error))
+    return lines
 
 
 def broken():
@@ -300,5 +300,5 @@ def broken():
 
 
 hvd.init()
-found = {"alone": alone, "static": static}.get(SCENARIO, lost_or_joined)()
-(FOLDER / f"end-{hvd.rank()}.json").write_text(json.dumps({**found, "size": hvd.size()}))
+results = {"alone": alone, "static": static}.get(SCENARIO, lost_or_joined)()
+(FOLDER / f"end-{hvd.rank()}.json").write_text(json.dumps({**results, "size": hvd.size()}))

@@ -46,15 +46,15 @@ class Alone(Strategy):
         pass
 
 
-def work(command, words):
+def work(command, arguments):
     if command == "train":
-        runner.run_to_end(from_dict(compose(words)[0]), Staying())
+        runner.run_to_end(from_dict(compose(arguments)[0]), Staying())
         return
     if command == "mark":
         if hvd.rank() == 0:
-            mark_best(Path(words[0]) / "checkpoints", int(words[1]), "val_accuracy", 1.0)
+            mark_best(Path(arguments[0]) / "checkpoints", int(arguments[1]), "val_accuracy", 1.0)
         return
-    sys.argv = [command, *words]
+    sys.argv = [command, *arguments]
     importlib.import_module(f"hvtrain.{COMMANDS[command].module}").main()
 
 
@@ -64,22 +64,22 @@ def main():
     os.chdir(Path(sys.argv[1]).parent)
     sys.path.insert(0, ".")  # Models of the tests' own.
     hvd.init()
-    found = {}
-    for name, command, *words in tasks:
+    results = {}
+    for name, command, *arguments in tasks:
         began, alone = time.monotonic(), command.startswith("alone:")
         finished_run.HorovodStrategy = Alone if alone else Staying
         printed, error = io.StringIO(), None
         if not alone or hvd.rank() == 0:
             try:
                 with contextlib.redirect_stdout(printed):
-                    work(command.removeprefix("alone:"), words)
+                    work(command.removeprefix("alone:"), arguments)
             except UserError as failed:
                 error = f"{type(failed).__name__}: {failed}"
         if hvd.rank() == 0:
             print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-        found[name] = {"printed": printed.getvalue(), "error": error}
+        results[name] = {"printed": printed.getvalue(), "error": error}
     if hvd.rank() == 0:
-        target.write_text(json.dumps(found))
+        target.write_text(json.dumps(results))
     hvd.shutdown()
 
 

@@ -30,8 +30,8 @@ def net(optimizer, *layers, seed=0, **compiled):
     return model
 
 
-def fit(model, *callbacks, batches=4, **words):
-    return model.fit(X[: 4 * batches], X[: 4 * batches, :3], batch_size=4, verbose=0, callbacks=callbacks, **words)
+def fit(model, *callbacks, batches=4, **options):
+    return model.fit(X[: 4 * batches], X[: 4 * batches, :3], batch_size=4, verbose=0, callbacks=callbacks, **options)
 
 
 def gap(arrays):
@@ -89,13 +89,13 @@ def loop_without_broadcast():
         time.sleep(0.1)
         return logged[:]
 
-    found = {
+    results = {
         "forgotten": loop(hvd.DistributedOptimizer(SGD(0.1)), 4),
         "after the first step": loop(hvd.DistributedOptimizer(SGD(0.1)), 4, broadcasts=True),
         "one step": loop(hvd.DistributedOptimizer(SGD(0.1)), 1),
     }
     logging.getLogger("hvtrain").removeHandler(handler)
-    return found
+    return results
 
 
 def copies():
@@ -201,20 +201,20 @@ def reduced_by_tape_and_optimizer():
 
 def float8():
     """The largest difference of the scales and histories, which Keras overwrites with their gradients."""
-    found = {}
+    results = {}
     for name, steps in {"each step": None, "accumulated": 2}.items():
         layers = [keras.Input((16,)), keras.layers.Dense(16, dtype="float8_from_float32")]
         model = net(SGD(0.1, gradient_accumulation_steps=steps), *layers)
         x = np.random.default_rng(RANK).normal(size=(32, 16)).astype("float32") * (RANK + 1)
         model.fit(x, x, batch_size=8, epochs=2, verbose=0)
         scales = [weight for weight in model.weights if weight.overwrite_with_gradient]
-        found[name] = [len(scales), gap(scales), max(float(np.max(scale.numpy())) for scale in scales)]
-    return found
+        results[name] = [len(scales), gap(scales), max(float(np.max(scale.numpy())) for scale in scales)]
+    return results
 
 
 def rows_with_the_same_index():
     """Whether ranks end alike if one rank adds rows in another order, as a GPU does."""
-    found = {}
+    results = {}
     for sums in (False, True):
         table, optimizer = keras.Variable(np.zeros((3, 1), "float32")), hvd.DistributedOptimizer(SGD(1.0))
         hook_of(optimizer).reducer.sums_duplicates = sums
@@ -227,8 +227,8 @@ def rows_with_the_same_index():
         total = 0.0
         for value in gradient.values.numpy()[:, 0]:
             total = np.float32(total + value)
-        found["summed" if sums else "as they are"] = gap([total])
-    return found
+        results["summed" if sums else "as they are"] = gap([total])
+    return results
 
 
 def loaded(folder):
@@ -275,9 +275,9 @@ def counters_of_old_graphs():
 
 def joined_after_rows():
     before, reduction.gathers_rows = reduction.gathers_rows, True
-    said = refused(hvd.join)
+    message = refused(hvd.join)
     reduction.gathers_rows = before
-    return [before, said]
+    return [before, message]
 
 
 def all_of_them(folder):

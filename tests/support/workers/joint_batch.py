@@ -99,7 +99,7 @@ CASES.update(OWN)
 ALL = {**{name: (case, hvd.DistributedOptimizer) for name, case in CASES.items()}, **WRAPPED}
 
 hvd.init()
-found = {
+results = {
     name: {
         **asdict(compare(case, STEPS, wrap=wrap)),
         "tolerance": case.tolerance,
@@ -108,5 +108,5 @@ found = {
     for name, (case, wrap) in ((name, ALL[name]) for name in sys.argv[2:])
 }
 if hvd.rank() == 0:
-    Path(sys.argv[1]).write_text(json.dumps({"size": hvd.size(), "cases": found}))
+    Path(sys.argv[1]).write_text(json.dumps({"size": hvd.size(), "cases": results}))
 hvd.shutdown()

@@ -148,7 +148,7 @@ def shards():
     }
 
 
-found = {
+results = {
     "size": SIZE,
     "shards": shards(),
     "collectives": collectives(),
@@ -161,7 +161,7 @@ found = {
     "unreduced": unreduced_training_stops(),
     "callbacks": callbacks(),
 }
-everything = hvd.allgather_object(found)
+everything = hvd.allgather_object(results)
 if RANK == 0:
     Path(sys.argv[1]).write_text(json.dumps(everything))
 hvd.shutdown()

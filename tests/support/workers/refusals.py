@@ -153,8 +153,8 @@ def losses_that_nobody_scales():
 
     everything = np.arange(8 * SIZE)
     ours = with_policy("mixed_float16", lambda: trained(hvd.DistributedOptimizer, everything[RANK::SIZE]))
-    theirs = with_policy("mixed_float16", lambda: trained(lambda optimizer: optimizer, everything))
-    return {"loop": variable.numpy().tolist(), "gap": float(np.max(np.abs(ours - theirs)))}
+    expected = with_policy("mixed_float16", lambda: trained(lambda optimizer: optimizer, everything))
+    return {"loop": variable.numpy().tolist(), "gap": float(np.max(np.abs(ours - expected)))}
 
 
 def tensors():

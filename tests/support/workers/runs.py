@@ -49,19 +49,19 @@ def staying(config):
     return strategy
 
 
-def composed(name, words):
+def composed(name, settings):
     # Each run would begin a watch of its own, which only the end of the ranks would end.
-    words = [
+    settings = [
         "model=tiny",
         "dataset=leaves",
         "watchdog.abort_seconds=0",
         "run.report=false",  # It takes a second of each run.
-        *(word.replace("{rank}", str(hvd.rank())) for word in words),
+        *(setting.replace("{rank}", str(hvd.rank())) for setting in settings),
     ]
-    if not any(word.startswith("run.dir=") for word in words):
-        words.append(f"run.dir={FOLDER / name.partition('/')[0]}")
+    if not any(setting.startswith("run.dir=") for setting in settings):
+        settings.append(f"run.dir={FOLDER / name.partition('/')[0]}")
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *quoted(words)])
+        tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *quoted(settings)])
     return from_dict(resolved(tree))
 
 
@@ -90,7 +90,7 @@ def against_the_joint_batches(config):
         open_augmentation(config, source, task)
     stream = training_batches(source, plan, topology, 1, 0)
     everyone = strategy.comm.gather(list(stream.take(plan.num_steps).as_numpy_iterator()))
-    found = {"sizes": [[len(tf.nest.flatten(batch)[0]) for batch in batches] for batches in everyone]}
+    results = {"sizes": [[len(tf.nest.flatten(batch)[0]) for batch in batches] for batches in everyone]}
     first = None
     for name in ("exact", "uncorrected"):
         exact = name == "exact"
@@ -111,42 +111,42 @@ def against_the_joint_batches(config):
             model.reset_metrics()
             tested = strategy.evaluate(model, source.evaluation("test", topology, 4))
             facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
-            one = build(config, "model", keras.Model, facts, source.name)
-            one.set_weights(first)
+            joint = build(config, "model", keras.Model, facts, source.name)
+            joint.set_weights(first)
             weighted, soft = len(source.element_spec) > 2, bool(source.augmentation and source.augmentation.mixes)
-            task.compile(one, build_optimizer(config, plan), weighted=weighted, soft_targets=soft)
-            prepare_step(one, source, [], harden=task.harden)
+            task.compile(joint, build_optimizer(config, plan), weighted=weighted, soft_targets=soft)
+            prepare_step(joint, source, [], harden=task.harden)
             by_class, train_one = (
                 class_weights(config, source, task),
-                tf.function(one.train_step, reduce_retracing=True),
+                tf.function(joint.train_step, reduce_retracing=True),
             )
             for parts in zip(*everyone):
                 whole = tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
                 if by_class:  # Keras turns them into weights of examples too, and weights no pixels.
                     whole = (*whole, weights_of(tf.constant(whole[1]), by_class).numpy())
                 metrics = train_one(whole)
-            found["metrics"] = {key: [ours[key], float(value)] for key, value in metrics.items()}
+            results["metrics"] = {key: [ours[key], float(value)] for key, value in metrics.items()}
             whole = next(iter(source.evaluation("test", Topology(), source.num_examples("test"))))
-            theirs = one.test_on_batch(*whole, return_dict=True) if one.reset_metrics() is None else {}
-            found["tested"] = {key: [tested[key], float(value)] for key, value in theirs.items()}
-        found[name] = largest_difference(model.get_weights(), one.get_weights())
-    return found
+            joint_metrics = joint.test_on_batch(*whole, return_dict=True) if joint.reset_metrics() is None else {}
+            results["tested"] = {key: [tested[key], float(value)] for key, value in joint_metrics.items()}
+        results[name] = largest_difference(model.get_weights(), joint.get_weights())
+    return results
 
 
 def main():
     ConfigStore.instance().store("hvtrain_schema", schema())
     runs = json.loads(Path(sys.argv[1]).read_text())
-    if any("comm.tune=true" in words for words in runs.values()):
+    if any("comm.tune=true" in settings for settings in runs.values()):
         keep_mpi_initialized()
     hvd.init()
-    found = {}
-    for name, words in runs.items():
+    results = {}
+    for name, settings in runs.items():
         began = time.monotonic()
-        config = composed(name, words)
-        found[name] = against_the_joint_batches(config) if name.startswith("joint") else one_run(config)
+        config = composed(name, settings)
+        results[name] = against_the_joint_batches(config) if name.startswith("joint") else one_run(config)
         if hvd.rank() == 0:
             print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-    everyone = hvd.allgather_object(found)
+    everyone = hvd.allgather_object(results)
     if hvd.rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(everyone, default=str))
     hvd.shutdown()

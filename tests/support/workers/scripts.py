@@ -21,9 +21,10 @@ def accuracy(names):
     if "weights" in names:
         return names["accuracy"]
     x, y = (names["images"], names["labels"]) if "images" in names else (names["x"], names["y"])
-    given, wanted = names["model"].predict(x, verbose=0), np.asarray(y)
-    classes = given.argmax(axis=-1) if given.shape[-1] > 1 else given[:, 0] > 0.5
-    return float(np.mean(classes == (wanted.argmax(axis=-1) if wanted.ndim > 1 else wanted)))
+    predictions = names["model"].predict(x, verbose=0)
+    labels = np.asarray(y)
+    classes = predictions.argmax(axis=-1) if predictions.shape[-1] > 1 else predictions[:, 0] > 0.5
+    return float(np.mean(classes == (labels.argmax(axis=-1) if labels.ndim > 1 else labels)))
 
 
 def run(script):
@@ -42,7 +43,7 @@ def run(script):
 
 hvd.init()
 _, results, *scripts = sys.argv
-found = {script: run(script) for script in scripts}
-everything = hvd.allgather_object(found)
+by_script = {script: run(script) for script in scripts}
+everything = hvd.allgather_object(by_script)
 if hvd.rank() == 0:
     Path(results).write_text(json.dumps(everything))

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "own"))
 FOLDER = Path(sys.argv[1]).parent
 
 
-def composed(name, words):
+def composed(name, settings):
     folder = name.partition("/")[0]
     own = [
         "~model",
@@ -37,7 +37,7 @@ def composed(name, words):
         "+dataset={_target_: kinds.data, kind: words}",
     ]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        return from_dict(resolved(compose("config", overrides=[*own, f"run.dir={FOLDER / folder}", *words])))
+        return from_dict(resolved(compose("config", overrides=[*own, f"run.dir={FOLDER / folder}", *settings])))
 
 
 def one_run(strategy, config):
@@ -53,20 +53,21 @@ def one_run(strategy, config):
 def main():
     base.refuse_several_processes = lambda *names: None  # A single process, beside the servers.
     ConfigStore.instance().store("hvtrain_schema", schema())
-    runs = {name: composed(name, words) for name, words in json.loads(Path(sys.argv[1]).read_text()).items()}
+    runs = {name: composed(name, settings) for name, settings in json.loads(Path(sys.argv[1]).read_text()).items()}
     first = next(iter(runs.values()))
     if console.launched_rank():
         build(first, "strategy", Strategy).start()
         raise AssertionError("a server came back")
-    found, last = {}, None
+    results = {}
+    last = None
     for name, config in runs.items():
         strategy = build(config, "strategy", Strategy)
         if type(strategy) is Strategy:
             strategy.num_replicas = 2
         else:
             last = strategy
-        found[name] = one_run(strategy, config)
-        Path(sys.argv[2]).write_text(json.dumps(found, default=str))
+        results[name] = one_run(strategy, config)
+        Path(sys.argv[2]).write_text(json.dumps(results, default=str))
     last.comm.watchdog.stop()
 
 

@@ -23,9 +23,9 @@ for _ in range(RANK):
     keras.Sequential([keras.Input((3,)), SyncBatchNormalization()])
 
 
-def difference(ours, theirs):
+def difference(ours, expected):
     """Largest, relative to the largest value of each array."""
-    return max(float(np.max(np.abs(a - b)) / (np.max(np.abs(b)) + 1e-12)) for a, b in zip(ours, theirs, strict=True))
+    return max(float(np.max(np.abs(a - b)) / (np.max(np.abs(b)) + 1e-12)) for a, b in zip(ours, expected, strict=True))
 
 
 def mine(sizes):
@@ -135,13 +135,13 @@ def training():
     together = fitted(SyncBatchNormalization, rows, 8)
     ours = together.get_weights()
     saved = saved_and_loaded(together, Path(sys.argv[1]).parent)
-    one = fitted(BatchNormalization, slice(None), 8 * SIZE, distributed=False).get_weights()
+    alone = fitted(BatchNormalization, slice(None), 8 * SIZE, distributed=False).get_weights()
     apart = fitted(BatchNormalization, rows, 8).get_weights()
     return {
         "name": together.layers[1].name,
         "xla": together.jit_compile,
-        "error": difference(ours, one),
-        "error_of_plain": difference(apart, one),
+        "error": difference(ours, alone),
+        "error_of_plain": difference(apart, alone),
         "ranks_differ": max(difference(ours, other) for other in hvd.allgather_object(ours)),
         "saved": saved,
     }
@@ -237,7 +237,7 @@ CASES = {
     "mixed_float16": {"shape": (5, 3), "policy": "mixed_float16"},
 }
 
-found = {
+results = {
     "cases": {name: against_joint_batch(**case) for name, case in CASES.items()},
     "large_mean": large_mean(),
     "training": training(),
@@ -245,7 +245,7 @@ found = {
     "second_derivative": second_derivative(),
     "joined": joined(),
 }
-everything = json.dumps(hvd.allgather_object(found))
+everything = json.dumps(hvd.allgather_object(results))
 if RANK == 0:
     Path(sys.argv[1]).write_text(everything)
 hvd.shutdown()

@@ -65,36 +65,36 @@ def step(watched, number):
 
 def act(watched, where, number):
     """What happens at this step; "data: hang" does so there."""
-    place, _, what = EVENTS.get(number, "").rpartition(": ")
-    if place != where or not what:
+    event_place, _, what = EVENTS.get(number, "").rpartition(": ")
+    if event_place != where or not what:
         return
     print(f"acts {what}", flush=True)
-    word, _, seconds = what.partition(" ")
+    action, _, seconds = what.partition(" ")
     seconds = float(seconds or FOREVER)
-    if word == "hang":
+    if action == "hang":
         time.sleep(seconds)
-    elif word == "grip":
+    elif action == "grip":
         ctypes.PyDLL(None).usleep(int(seconds * 1e6) % 2**31)  # Holds Python's lock.
-    elif word == "die":
+    elif action == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif word == "stop":
+    elif action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif word == "raise":
+    elif action == "raise":
         raise RuntimeError("a leaf fell off\nsecond line")
-    elif word == "memory":
+    elif action == "memory":
         raise MemoryError("no room for a leaf")
-    elif word == "ask":
+    elif action == "ask":
         verdict = watched.cause()
         print(f"cause: {verdict.text if verdict else None}", flush=True)
         time.sleep(1)
         sys.exit(verdict.code if verdict else 9)
-    elif word == "write":
+    elif action == "write":
         with watched.phase(CHECKPOINT):
             work(seconds, lambda: (FOLDER / "large").write_bytes(os.urandom(1 << 20)))
-    elif word == "validate":
+    elif action == "validate":
         with watched.phase(VALIDATION):
             work(seconds, watched.progress.beat)
-    elif word == "exchange":
+    elif action == "exchange":
         with watched.phase(EXCHANGE):
             time.sleep(seconds)
 

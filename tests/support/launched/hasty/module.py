@@ -8,15 +8,15 @@ import runpy
 import sys
 
 end = sys.argv.index("--")
-for word in sys.argv[1:end]:
-    place, _, seconds = word.partition("=")
-    module, _, name = place.partition(":")
+for setting in sys.argv[1:end]:
+    target_name, _, seconds = setting.partition("=")
+    module, _, name = target_name.partition(":")
     owner, _, method = name.rpartition(".")
-    found = importlib.import_module(module)
+    target = importlib.import_module(module)
     if owner:
-        getattr(getattr(found, owner), method).__defaults__ = (float(seconds),)
+        getattr(getattr(target, owner), method).__defaults__ = (float(seconds),)
     else:
-        setattr(found, name, float(seconds))
+        setattr(target, name, float(seconds))
 sys.argv = sys.argv[end + 1 :]
 module, _, function = sys.argv[0].partition(":")
 if function:

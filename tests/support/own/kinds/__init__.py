@@ -42,7 +42,7 @@ def data(kind, **_):
 
 
 def model(kind, input_spec, num_outputs=None, **_):
-    inputs = keras.tree.map_structure(lambda one: keras.Input(tuple(one.shape), dtype=one.dtype.name), input_spec)
+    inputs = keras.tree.map_structure(lambda spec: keras.Input(tuple(spec.shape), dtype=spec.dtype.name), input_spec)
     if kind == "language":
         features = keras.layers.Embedding(9, 8)(inputs)
     elif kind == "words":
