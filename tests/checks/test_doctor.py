@@ -233,10 +233,10 @@ def test_gpus(lab, tmp_path):
         return folder
 
     two = driver("two", "echo 'NVIDIA H200, 550.54.15'; echo 'NVIDIA H200, 550.54.15'")
-    one = driver("one", "echo 'NVIDIA H200, 550.54.15'")
+    single = driver("single", "echo 'NVIDIA H200, 550.54.15'")
     other = driver("other", "echo 'NVIDIA H200, 535.1'; echo 'NVIDIA H200, 535.1'")
     broken = driver("broken", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    with lab.changed(login("s2", f"PATH={one}:$PATH"), login("s3", f"PATH={other}:$PATH")):
+    with lab.changed(login("s2", f"PATH={single}:$PATH"), login("s3", f"PATH={other}:$PATH")):
         failures = lab.failures(path=two)
     # This environment's Horovod knows no NCCL.
     assert {(check, host) for check, host in failures if check != "horovod"} == {("gpus", "s2"), ("gpus", "s3")}

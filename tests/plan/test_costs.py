@@ -63,8 +63,8 @@ def test_hosts_reduced_first_beat_one_ring_over_a_slow_network():
 def test_the_fastest_algorithm_is_taken_and_the_start_added():
     for num_bytes in (4, 4e6, 4e9):
         seconds = {name: f(num_bytes, 96, SLOW_NETWORK) for name, f in ALGORITHMS.items()}
-        found, name = allreduce_seconds(num_bytes, 96, replace(SLOW_NETWORK, start_seconds=0.5))
-        assert found == pytest.approx(0.5 + min(seconds.values())) and seconds[name] == min(seconds.values())
+        fastest_seconds, name = allreduce_seconds(num_bytes, 96, replace(SLOW_NETWORK, start_seconds=0.5))
+        assert fastest_seconds == pytest.approx(0.5 + min(seconds.values())) and seconds[name] == min(seconds.values())
 
 
 def test_the_expected_maximum_is_that_of_a_simulation():
@@ -130,7 +130,7 @@ def test_interference_makes_computing_longer_by_its_share_of_the_time_that_bytes
 
 def test_a_fit_finds_the_link_through_noise():
     random = np.random.default_rng(0)
-    found = fit(
+    best = fit(
         [
             Measured(
                 ranks,
@@ -142,20 +142,20 @@ def test_a_fit_finds_the_link_through_noise():
             for _ in range(7)
         ]
     )
-    assert found.bytes_per_second == pytest.approx(2e9, rel=0.03)
-    assert found.start_seconds == pytest.approx(3e-4, rel=0.1)
-    assert found.latency_seconds == pytest.approx(2e-5, rel=0.2)
-    assert 0.01 < found.error < 0.05
+    assert best.bytes_per_second == pytest.approx(2e9, rel=0.03)
+    assert best.start_seconds == pytest.approx(3e-4, rel=0.1)
+    assert best.latency_seconds == pytest.approx(2e-5, rel=0.2)
+    assert 0.01 < best.error < 0.05
 
 
 def test_a_fit_makes_no_negative_times():
     """What falls with the ranks is noise, not latency."""
-    found = fit([Measured(ranks, size, 1e-3 / ranks + size / 1e9) for ranks in (2, 4) for size in (4, 1 << 24)])
-    assert found.start_seconds >= 0 and found.latency_seconds is not None and found.latency_seconds >= 0
+    best = fit([Measured(ranks, size, 1e-3 / ranks + size / 1e9) for ranks in (2, 4) for size in (4, 1 << 24)])
+    assert best.start_seconds >= 0 and best.latency_seconds is not None and best.latency_seconds >= 0
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("measurements", "message"),
     [
         (
             [Measured(2, 4, 1e-3)],
@@ -165,6 +165,6 @@ def test_a_fit_makes_no_negative_times():
         ([Measured(2, 4, 1.0), Measured(2, 1 << 20, 0.1)], "take no longer for larger messages"),
     ],
 )
-def test_what_cannot_be_fitted_is_said(found, said):
-    with pytest.raises(ConfigError, match=said):
-        fit(found)
+def test_what_cannot_be_fitted_is_said(measurements, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(measurements)

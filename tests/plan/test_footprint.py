@@ -28,19 +28,19 @@ def model():
 
 
 def test_gradients_come_last_layer_first_with_their_multiplications(model):
-    found = [(one.num_bytes, one.work) for one in gradients(model)]
+    sizes = [(gradient.num_bytes, gradient.work) for gradient in gradients(model)]
     dense, conv = 256 * 10 + 10, 3 * 3 * 3 * 4 + 4
-    assert found == [(4 * 10, dense), (4 * 2560, 0), (4 * 4, 64 * conv), (4 * 108, 0)]
+    assert sizes == [(4 * 10, dense), (4 * 2560, 0), (4 * 4, 64 * conv), (4 * 108, 0)]
 
 
 def test_bytes(model):
-    found = footprint(model, batch_size=5)
+    sizes = footprint(model, batch_size=5)
     trained = 3 * 3 * 3 * 4 + 4 + 2560 + 10
-    assert found.gradient_bytes == 4 * trained
-    assert found.weight_bytes == 4 * (trained + 22)
-    assert 8 * trained < found.slot_bytes < 8 * trained + 50, "two moments each, and two counters"
-    assert found.activation_bytes == 5 * 4 * (256 + 256 + 10 + 2), "convolution, ReLU and dense; no view"
-    assert found.checkpoint_bytes == found.weight_bytes + found.slot_bytes
+    assert sizes.gradient_bytes == 4 * trained
+    assert sizes.weight_bytes == 4 * (trained + 22)
+    assert 8 * trained < sizes.slot_bytes < 8 * trained + 50, "two moments each, and two counters"
+    assert sizes.activation_bytes == 5 * 4 * (256 + 256 + 10 + 2), "convolution, ReLU and dense; no view"
+    assert sizes.checkpoint_bytes == sizes.weight_bytes + sizes.slot_bytes
 
 
 def test_half_precision_halves_activations_alone(model):
@@ -49,8 +49,8 @@ def test_half_precision_halves_activations_alone(model):
     half = keras.Sequential([keras.Input((256,)), layers.Dense(10, **policy), layers.Dense(2, **policy)])
     half.compile("sgd")
     half.optimizer.build(half.trainable_variables)
-    found = footprint(half, 1)
-    assert found.activation_bytes == 2 * 12 and found.gradient_bytes == 4 * (2570 + 22)
+    sizes = footprint(half, 1)
+    assert sizes.activation_bytes == 2 * 12 and sizes.gradient_bytes == 4 * (2570 + 22)
     assert whole.activation_bytes == 4 * 524
 
 
@@ -68,4 +68,4 @@ def test_layers_that_do_not_say_their_shapes():
     own.compile("sgd")
     own.optimizer.build(own.trainable_variables)
     assert footprint(own, 8).activation_bytes is None
-    assert sum(one.num_bytes for one in gradients(own)) == 4 * 15
+    assert sum(gradient.num_bytes for gradient in gradients(own)) == 4 * 15

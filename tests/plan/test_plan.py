@@ -41,8 +41,8 @@ sys.exit(code or (3 if "horovod" in sys.modules else 0))
 """
 
 
-def python(*words, cwd):
-    line = [sys.executable, *words]
+def python(*arguments, cwd):
+    line = [sys.executable, *arguments]
     done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stdout, done.stderr
 
@@ -50,7 +50,7 @@ def python(*words, cwd):
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
-    words = [
+    arguments = [
         "-np",
         "256",
         "--ranks-per-host",
@@ -62,15 +62,15 @@ def planned(tmp_path_factory):
         "--output",
         "out",
     ]
-    words += [
+    arguments += [
         *RESNET20,
         "dataset.num_train=1000000",
         "train.batch_size=64",
         "train.epochs=9",
         "schedule=step",
     ]
-    words += ["schedule.at_epochs=[3,6]", "optimizer=momentum"]
-    code, output, errors = python("-c", ALONE, *words, cwd=folder)
+    arguments += ["schedule.at_epochs=[3,6]", "optimizer=momentum"]
+    code, output, errors = python("-c", ALONE, *arguments, cwd=folder)
     assert code == 0, output + errors
     return output, json.loads((folder / "out" / "plan.json").read_text()), folder / "out"
 
@@ -102,10 +102,10 @@ def test_bytes(planned):
 def test_launch_line_is_one_that_launch_takes(planned):
     output, content, folder = planned
     assert "hosts.txt: 32 lines like `s1 slots=8`" in output
-    words = content["launch"].split()
-    assert words[:5] == ["python", "-m", "hvtrain", "launch", "-np"]
+    launch = content["launch"].split()
+    assert launch[:5] == ["python", "-m", "hvtrain", "launch", "-np"]
     (folder / "hosts.txt").write_text("\n".join(f"s{number} slots=8" for number in range(32)))
-    code, output, errors = run_command(*words[2:6], "--dry-run", *words[6:8], "--", *RESNET20, cwd=folder)
+    code, output, errors = run_command(*launch[2:6], "--dry-run", *launch[6:8], "--", *RESNET20, cwd=folder)
     assert code == 0 and "-np 256" in output, output + errors
 
 
@@ -151,7 +151,7 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     """One file for the link inside, another for the one between hosts; data that are elsewhere; unlike batches."""
     measured(tmp_path / "inside.json", 2, 2e-4, 5e9)
     measured(tmp_path / "between.json", 4, 3e-4, 1e8)
-    words = [
+    arguments = [
         "-np",
         "4",
         "--ranks-per-host",
@@ -163,7 +163,7 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
         "--examples",
         "5000",
     ]
-    words += [
+    arguments += [
         "--latency-us",
         "0",
         "--inside-latency-us",
@@ -173,8 +173,8 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
         "--algorithm",
         "ring",
     ]
-    words += ["--classes", "10"]
-    words += [
+    arguments += ["--classes", "10"]
+    arguments += [
         "--calibrate",
         "inside.json",
         "--calibrate",
@@ -182,9 +182,9 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
         "model=mlp",
         "dataset=image_folder",
     ]
-    words += ["dataset.dir=/nowhere", "dataset.image_shape=[28,28,1]", "train.batch_size=[8,24]"]
+    arguments += ["dataset.dir=/nowhere", "dataset.image_shape=[28,28,1]", "train.batch_size=[8,24]"]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    monkeypatch.setattr(sys, "argv", ["plan", *arguments])
     assert main() == 0
     output = capsys.readouterr().out
     content = json.loads((tmp_path / "out" / "plan.json").read_text())
@@ -204,7 +204,7 @@ def test_measured_here():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ([], "the following arguments are required: -np; see python -m hvtrain plan --help"),
         (["-np", "0"], "0 came where a whole number of at least 1 was needed"),
@@ -226,9 +226,9 @@ def test_measured_here():
         ),
     ],
 )
-def test_wrong_words_are_one_line(words, said, tmp_path):
-    code, output, errors = run_command("hvtrain", "plan", *words, cwd=tmp_path)
-    assert (code, output) == (2, "") and said in errors and len(errors.splitlines()) == 1, errors
+def test_wrong_words_are_one_line(arguments, message, tmp_path):
+    code, output, errors = run_command("hvtrain", "plan", *arguments, cwd=tmp_path)
+    assert (code, output) == (2, "") and message in errors and len(errors.splitlines()) == 1, errors
 
 
 def test_libraries_add_nothing_to_that_line(tmp_path):

@@ -58,8 +58,8 @@ def test_the_constants_are_those_of_the_fit():
     ],
 )
 def test_networks_are_the_published_ones(network, parameters, multiplications):
-    assert sum(one.num_bytes for one in NETWORKS[network]) / 4 == pytest.approx(parameters, rel=0.002)
-    assert sum(one.work for one in NETWORKS[network]) == pytest.approx(multiplications, rel=0.02)
+    assert sum(gradient.num_bytes for gradient in NETWORKS[network]) / 4 == pytest.approx(parameters, rel=0.002)
+    assert sum(gradient.work for gradient in NETWORKS[network]) == pytest.approx(multiplications, rel=0.02)
 
 
 def test_networks_are_what_keras_builds():
@@ -67,5 +67,5 @@ def test_networks_are_what_keras_builds():
 
     from hvtrain.plan.forecast import gradients
 
-    found = gradients(keras.applications.VGG16(weights=None))
-    assert found == NETWORKS["VGG16"]
+    built = gradients(keras.applications.VGG16(weights=None))
+    assert built == NETWORKS["VGG16"]

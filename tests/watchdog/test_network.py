@@ -28,11 +28,11 @@ def lab():
 class Run:
     """python -m hvtrain launch on s1, one rank a host, with its lines as they come."""
 
-    def __init__(self, lab, how, name, *words):
+    def __init__(self, lab, how, name, *overrides):
         self.lab, self.name, self.lines = lab, name, []
         line = [PYTHON, "-m", "hvtrain", "launch", "-np", "2", "-H", "s1,s2", f"--{how}", "--"]
         self.process = subprocess.Popen(
-            [SCRIPT, "exec", "s1", "env", f"PYTHONPATH={ROOT}", *line, f"run.dir={lab.home}/{name}", *words],
+            [SCRIPT, "exec", "s1", "env", f"PYTHONPATH={ROOT}", *line, f"run.dir={lab.home}/{name}", *overrides],
             env={**os.environ, "HVTRAIN_LAB": lab.name},
             cwd=lab.home,
             stdin=subprocess.DEVNULL,
@@ -65,23 +65,23 @@ class Run:
 
 def left(lab):
     """What runs on either host besides the hosts' own processes."""
-    found = []
+    remaining = []
     for host in ("s1", "s2"):
         listed = lab("exec", host, "ps", "-eo", "args=").stdout.splitlines()
-        found += [
+        remaining += [
             f"{host}: {line}" for line in listed if any(name in line for name in ("-m hvtrain", "orted", "mpirun"))
         ]
-    return [line for line in found if " ps " not in line]
+    return [line for line in remaining if " ps " not in line]
 
 
 def on_a_bad_link(lab, how):
     """A training through a link that is down for 5 s, then loses 20%, then takes 200 ms, each for a while."""
     run = Run(lab, how, how, *STEPS)
     run.wait_for("Epoch 2/")
-    for words in (("down",), ("loss", "20%"), ("delay", "200ms")):
-        lab("net", "s2", *words)
+    for change in (("down",), ("loss", "20%"), ("delay", "200ms")):
+        lab("net", "s2", *change)
         time.sleep(5)
-        lab("net", "s2", *(("up",) if words == ("down",) else ("clear",)))
+        lab("net", "s2", *(("up",) if change == ("down",) else ("clear",)))
         assert run.process.poll() is None or run.process.returncode == 0, run.output
     assert run.end(400) == 0, run.output
     return run
@@ -100,8 +100,8 @@ def test_a_bad_link_is_survived_with_the_same_result(lab, how):
     quiet = Run(lab, "gloo", "quiet", *STEPS)
     assert quiet.end(400) == 0, quiet.output
     run = on_a_bad_link(lab, how)
-    (ours, state), (theirs, expected) = run.state(), quiet.state()
-    assert ours == theirs == "step-00000330"
+    (step, state), (expected_step, expected) = run.state(), quiet.state()
+    assert step == expected_step == "step-00000330"
     if how == "gloo":
         assert [key for key in expected if (state[key] != expected[key]).any()] == []
 
@@ -117,8 +117,8 @@ def test_a_network_that_is_cut_for_good(lab, how):
     began = time.monotonic()
     code = run.end(400)
     print(f"{how}: the launcher ended {time.monotonic() - began:.0f} s after the cut, with {code}")
-    told = "stopped because rank 1 on s2 cannot be reached any more (its host is down, or the network is cut)"
-    assert told in run.output
+    reason = "stopped because rank 1 on s2 cannot be reached any more (its host is down, or the network is cut)"
+    assert reason in run.output
     assert f"run the same command with run.dir={lab.home}/run to resume from step-000000" in run.output
     assert "Traceback" not in run.output
     assert code == 75 or how == "mpirun", run.output

@@ -91,9 +91,9 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path, event, phase):
     with Ranks(tmp_path, 3, 2, event) as ranks:
         assert ranks.codes() == [75, 75, 75], ranks.said()
     line = ranks.said()[-1]
-    wanted = r"hvtrain: no progress for [23] s \(watchdog.abort_seconds=2\): "
-    wanted += rf"rank {event[0]} on h{event[0]} hangs in {phase} \(\d\d:\d\d:\d\d\); "
-    assert re.match(wanted, line), line
+    pattern = r"hvtrain: no progress for [23] s \(watchdog.abort_seconds=2\): "
+    pattern += rf"rank {event[0]} on h{event[0]} hangs in {phase} \(\d\d:\d\d:\d\d\); "
+    assert re.match(pattern, line), line
     assert line.endswith(f"Python stacks are in {tmp_path}/stacks; {GOES_ON.format(folder=tmp_path)}")
     assert len(ranks.said()) == 1
     assert f"no progress for 0 s: rank {event[0]} on h{event[0]} hangs in {phase}" in ranks.out(0), "a warning before"
@@ -126,8 +126,8 @@ def test_a_rank_that_holds_pythons_lock(tmp_path):
 def test_a_rank_that_was_killed(tmp_path):
     with Ranks(tmp_path, 3, 60, [1, 30, "die"]) as ranks:
         assert ranks.codes() == [75, -9, 75]
-    wanted = f"hvtrain: stopped because rank 1 on h1 is gone (killed, or its host is lost); {GOES_ON}"
-    assert ranks.said()[0] == wanted.format(folder=tmp_path)
+    expected = f"hvtrain: stopped because rank 1 on h1 is gone (killed, or its host is lost); {GOES_ON}"
+    assert ranks.said()[0] == expected.format(folder=tmp_path)
 
 
 @pytest.mark.nightly
@@ -174,9 +174,9 @@ def test_ranks_that_wait_for_each_other_at_different_places(tmp_path):
     """Rank 1 never comes to the reduction of step 31: it exchanges something of which rank 0 knows nothing."""
     with Ranks(tmp_path, 2, 2, [1, 30, "data: exchange"]) as ranks:
         assert ranks.codes() == [75, 75]
-    wanted = r"ranks wait for each other at different places: rank 1 on h1 hangs in exchange since step 30 \(.*\), "
-    wanted += r"rank 0 on h0 hangs in reduction since step 31 \(.*\); do all run the same program\?"
-    assert re.search(wanted, ranks.said()[-1]), ranks.said()
+    pattern = r"ranks wait for each other at different places: rank 1 on h1 hangs in exchange since step 30 \(.*\), "
+    pattern += r"rank 0 on h0 hangs in reduction since step 31 \(.*\); do all run the same program\?"
+    assert re.search(pattern, ranks.said()[-1]), ranks.said()
 
 
 @pytest.mark.nightly
@@ -270,17 +270,17 @@ def test_strangers_at_the_port(tmp_path):
 
 def test_idle_connections_do_not_keep_a_rank_out():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        found = connections.Connections(listener, "token", 1, {})
+        hub_side = connections.Connections(listener, "token", 1, {})
         idle = []
         for _ in range(connections.MAX_STRANGERS + 1):
             idle.append(socket.create_connection(listener.getsockname()))
-            assert list(found.messages(5)) == []
+            assert list(hub_side.messages(5)) == []
         with socket.create_connection(listener.getsockname()) as rank:
-            assert list(found.messages(5)) == []
+            assert list(hub_side.messages(5)) == []
             assert b"challenge" in rank.recv(1000)
         assert [len(connection.recv(1000)) > 0 for connection in idle] == [True] * len(idle)
         assert idle[0].recv(1000) == b"", "the oldest made room"
-        found.close()
+        hub_side.close()
         for connection in idle:
             connection.close()
 
@@ -289,8 +289,8 @@ def listening(pid):
     """Addresses at which a process listens, from /proc."""
     inodes = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        found = re.match(r"socket:\[(\d+)\]", str(path.readlink()))
-        inodes |= {found[1]} if found else set()
+        match = re.match(r"socket:\[(\d+)\]", str(path.readlink()))
+        inodes |= {match[1]} if match else set()
     rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     local = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
     return [(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in local]

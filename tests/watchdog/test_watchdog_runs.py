@@ -22,7 +22,7 @@ GOES_ON = "run the same command with run.dir={run} to resume from step-00000022"
 HANGS = "+callbacks.acts={_target_: stuck.Acts, rank: %d, step: 30, what: %s}"
 
 
-def begin(launcher, tmp_path, *words, size=2, options=(), **extra):
+def begin(launcher, tmp_path, *overrides, size=2, options=(), **extra):
     line = [
         *options,
         "python",
@@ -31,7 +31,7 @@ def begin(launcher, tmp_path, *words, size=2, options=(), **extra):
         "--config-dir",
         str(OWN / "conf"),
         f"run.dir={tmp_path / 'run'}",
-        *words,
+        *overrides,
     ]
     # Fresh processes: ranks are found by their command lines, and signals go to single ones.
     return start(launcher, size, *line, cwd=tmp_path, cold=True, PYTHONPATH=f"{ROOT}:{OWN}", **extra)
@@ -45,13 +45,13 @@ def done(process, timeout=150):
 
 def ranks_of(tmp_path):
     """The run's ranks, by their command lines."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            words = path.read_bytes().decode(errors="replace").split("\0")
-            if words[1:3] == ["-m", "hvtrain"] and f"run.dir={tmp_path / 'run'}" in words:
-                found.append(int(path.parent.name))
-    return found
+            arguments = path.read_bytes().decode(errors="replace").split("\0")
+            if arguments[1:3] == ["-m", "hvtrain"] and f"run.dir={tmp_path / 'run'}" in arguments:
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def none_left(tmp_path, seconds=10):
@@ -73,9 +73,9 @@ def test_a_rank_that_hangs_in_its_data(tmp_path):
     )
     code, output, lines = done(process)
     assert code == 75, output
-    wanted = r"hvtrain: no progress for [567] s \(watchdog.abort_seconds=5\): "
-    wanted += r"rank 1 on \S+ hangs in data since step 27 \(\d\d:\d\d:\d\d\); "
-    assert re.match(wanted, lines[-1]), output
+    pattern = r"hvtrain: no progress for [567] s \(watchdog.abort_seconds=5\): "
+    pattern += r"rank 1 on \S+ hangs in data since step 27 \(\d\d:\d\d:\d\d\); "
+    assert re.match(pattern, lines[-1]), output
     assert lines[-1].endswith(f"Python stacks are in {tmp_path}/run/stacks; {GOES_ON.format(run=tmp_path / 'run')}")
     assert len(lines) == 1 and "Traceback" not in output
     assert "in wait" in stacks(tmp_path, 1) and "hvtrain/strategies/loop.py" in stacks(tmp_path, 0)
@@ -88,8 +88,8 @@ def test_gloo_gives_up_before_the_watchdog(tmp_path):
     process = begin("gloo", tmp_path, HANGS % (1, "stop"))
     code, output, lines = done(process)
     assert code == 75, output
-    told = [line for line in lines if re.search(r"rank 1 on \S+ has not answered since .* it is stopped by a", line)]
-    assert told and GOES_ON.format(run=tmp_path / "run") in told[0], output
+    naming = [line for line in lines if re.search(r"rank 1 on \S+ has not answered since .* it is stopped by a", line)]
+    assert naming and GOES_ON.format(run=tmp_path / "run") in naming[0], output
     assert "on_train_batch_end" in stacks(tmp_path, 1)
     assert none_left(tmp_path)
 
@@ -109,8 +109,8 @@ def test_an_error_of_nccl_is_a_lost_connection(tmp_path):
     """All ranks are there: a restart may help."""
     code, output, lines = done(begin("gloo", tmp_path, HANGS % (1, "nccl")))
     assert code == 75, output
-    said = r"NCCL lost the connection between ranks \(ncclAllReduce failed: unhandled system error\); "
-    assert re.search(said + GOES_ON.format(run=tmp_path / "run"), lines[0]), output
+    cause = r"NCCL lost the connection between ranks \(ncclAllReduce failed: unhandled system error\); "
+    assert re.search(cause + GOES_ON.format(run=tmp_path / "run"), lines[0]), output
     assert "Traceback" not in output
     assert none_left(tmp_path)
 
@@ -118,8 +118,8 @@ def test_an_error_of_nccl_is_a_lost_connection(tmp_path):
 @pytest.mark.release
 def test_what_takes_longer_than_the_limit_is_no_hang(tmp_path):
     """A validation of 9 batches of a second each on a rank, and the start of it all."""
-    words = ["dataset=stuck", "dataset.evaluation_seconds=1", "train.evaluation_batch_size=20", "train.epochs=1"]
-    code, output, lines = done(begin("mpirun", tmp_path, *words, "watchdog.abort_seconds=5"))
+    overrides = ["dataset=stuck", "dataset.evaluation_seconds=1", "train.evaluation_batch_size=20", "train.epochs=1"]
+    code, output, lines = done(begin("mpirun", tmp_path, *overrides, "watchdog.abort_seconds=5"))
     assert code == 0, output
     assert lines == []
 
