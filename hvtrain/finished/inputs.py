@@ -1,27 +1,33 @@
 """The examples to predict, from a split or from files. Each example is on one rank."""
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import keras
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 import tensorflow as tf
 
+from hvtrain.data.formats.columns import Column
+from hvtrain.data.formats.schema import read_cells
+from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import check_names
+from hvtrain.data.pipeline.features import filled
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
-from hvtrain.data.sources.table import refuse_gaps, text_options
+from hvtrain.data.sources.table import NewRows, Table
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
+
+log = logging.getLogger(__name__)
 
 # Inputs as the model takes them, and further columns of the output by name, such as targets.
 Batch = tuple[Any, dict[str, np.ndarray]]
 IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".bmp")
 NEEDED = "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
+# The share of rows with an unknown name from which their predictions need a warning.
+MANY_UNKNOWN = 0.1
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,14 @@ class Examples:
         batches: iterates over this rank's batches.
         is_interleaved: True if a row of each rank comes in turn (rank 0's first row, rank 1's first
             row, ...), False for whole batches.
+        note: what the user should know of them, after the last line of predict.
     """
 
     name: str
     total: int
     batches: Callable[[], Iterator[Batch]]
     is_interleaved: bool = False
+    note: str = ""
 
 
 def of_split(run: FinishedRun, split: str) -> Examples:
@@ -68,10 +76,17 @@ def of_split(run: FinishedRun, split: str) -> Examples:
         # Whole batches in turn, so that the order over all ranks is that of the examples.
         data = data.shard(topology.size, topology.rank)
 
+    # The examples of this rank's shard come in the order of its batches.
+    ids = source.ids(split, topology) if isinstance(source, Table) and opens_single_examples else {}
+
     def batches() -> Iterator[Batch]:
+        num_before = 0
         for batch in data:
-            columns = {}
+            columns: dict[str, np.ndarray] = {}
             elements = list(batch)
+            num_rows = len(tf.nest.flatten(batch)[0])
+            columns |= {name: values[num_before : num_before + num_rows] for name, values in ids.items()}
+            num_before += num_rows
             if len(elements) > len(source.element_spec):  # Numbers of examples, where some may be skipped.
                 columns["example"] = elements.pop(0).numpy()
             inputs, targets = elements[:2]
@@ -92,7 +107,7 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
     """
     if not path.exists():
         raise ConfigError(f"input={path} is not there; give {NEEDED}")
-    if path.suffix in (".csv", ".parquet"):
+    if is_table(path) or (path.is_dir() and any(map(is_table, path.rglob("*")))):
         return _of_table(run, path)
     if path.suffix == ".npy":
         return _of_array(run, path)
@@ -172,7 +187,12 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
 
     def batches() -> Iterator[Batch]:
         for part in _parts(run, len(array)):
-            yield preprocessing(tf.constant(np.asarray(array[part]).astype(dtype))), {}
+            values = np.asarray(array[part])
+            converted = values.astype(dtype)
+            if np.issubdtype(converted.dtype, np.integer) and not np.array_equal(converted, values):
+                wrong = values[converted != values][0]
+                raise DataError(f"input={path} has {wrong}, which is not {dtype}; fix the file")
+            yield preprocessing(tf.constant(converted)), {}
 
     return Examples(str(path), len(array), batches)
 
@@ -182,50 +202,66 @@ def _refuse_shape(path: Path, array: np.ndarray, needed: str) -> NoReturn:
 
 
 def _of_table(run: FinishedRun, path: Path) -> Examples:
+    """Returns the rows of a table whose columns are those that the run was trained on, or that its model takes."""
     preprocessing = run.source.preprocessing()
     spec = preprocessing.shape
-    if not isinstance(spec, dict):
+    if isinstance(run.source, Table):
+        rows = run.source.new_rows(path, "input")
+    elif isinstance(spec, dict):
+        rows = _rows_of_spec(spec, path)
+    else:
         raise ConfigError(f"input={path} is a table, and the model takes no columns by name; give {NEEDED}")
-
-    texts = [name for name, column in spec.items() if column.dtype == tf.string]
-
-    try:
-        # In a CSV file only its spelling tells a name from a number, so the model's columns say which is which.
-        if path.suffix == ".csv":
-            table = pa.csv.read_csv(path, convert_options=text_options(texts))
-        else:
-            table = pa.parquet.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"input={path} cannot be read: {in_one_line(error)}; fix the file") from error
-
-    missing = [name for name in spec if name not in table.column_names]
-    if missing:
-        raise DataError(f"input={path} lacks the column {', '.join(missing)}; it has {', '.join(table.column_names)}")
-    # Training refuses them too: a gap would become NaN, and so would the prediction.
-    refuse_gaps(table, spec, f"input={path}")
+    _warn_of_unknown(run, path, rows.unknown)
 
     def batches() -> Iterator[Batch]:
-        for part in _parts(run, table.num_rows):
-            rows = table.slice(part.start, part.stop - part.start)
-            columns = {name: _column(rows, name, column, path) for name, column in spec.items()}
-            yield preprocessing(columns), {}
+        for part in _parts(run, rows.num_rows):
+            raw = rows.raw(np.arange(part.start, part.stop))
+            columns = {name: tf.constant(array, spec[name].dtype) for name, array in raw.items()}
+            yield preprocessing(columns), {name: values[part] for name, values in rows.ids.items()}
 
-    return Examples(str(path), table.num_rows, batches)
+    return Examples(str(path), rows.num_rows, batches, note=_unknown_note(rows.unknown))
 
 
-def _column(rows: pa.Table, name: str, spec: tf.TensorSpec, path: Path) -> tf.Tensor:
-    """Converts a column of some rows. Raises DataError if it is of another type."""
-    dtype = spec.dtype
-    values = rows[name].to_pylist()
-    if dtype == tf.string and not isinstance(values[0], str | bytes | list):
-        values = rows[name].to_numpy().astype(str).tolist()  # As dataset=table makes names of numbers.
-    try:
-        array = np.array(values, object if dtype == tf.string else dtype.as_numpy_dtype)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"input={path}: column {name} is not all {dtype.name}: {error}; fix the file") from error
+def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
+    """Reads a table for a model that takes columns by name, and is not of dataset=table."""
+    columns = [_column_of(name, part) for name, part in spec.items()]
+    table = read_table(path, "input")
+    cells = read_cells(columns, table, f"input={path}")
+    arrays = {}
+    for column, part in zip(columns, spec.values()):
+        array = np.asarray(filled(column, cells[column.name], f"input={path}"))
+        dtype = object if part.dtype == tf.string else part.dtype.as_numpy_dtype
+        converted = array.astype(dtype)
+        if part.dtype.is_integer and not np.array_equal(converted, array):
+            wrong = array[converted != array][0]
+            raise DataError(f"input={path}: column {column.name} has {wrong}, which is not {part.dtype.name}; fix it")
+        arrays[column.name] = converted.reshape(-1, *part.shape)
+    return NewRows(table.num_rows, lambda rows: {name: array[rows] for name, array in arrays.items()}, {}, {})
 
-    # NumPy cuts fractions off without a word.
-    if dtype.is_integer and not np.array_equal(array, values):
-        raise DataError(f"input={path}: column {name} is not all {dtype.name}; it has fractions; fix the file")
 
-    return tf.constant(array.reshape(-1, *spec.shape), dtype)
+def _column_of(name: str, part: tf.TensorSpec) -> Column:
+    length = int(np.prod(part.shape))
+    if part.dtype == tf.string:
+        return Column(name, name, "name", "string")
+    if length > 1:
+        return Column(name, name, "vector", part.dtype.name, length=length)
+    return Column(name, name, "integer" if part.dtype.is_integer else "number", part.dtype.name)
+
+
+def _unknown_note(unknown: Mapping[str, float]) -> str:
+    """Returns how many cells are names that training did not have, for the last line of predict."""
+    if not unknown:
+        return ""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in unknown.items())
+    return f"; rows with names that training did not have: {shares}"
+
+
+def _warn_of_unknown(run: FinishedRun, path: Path, unknown: Mapping[str, float]) -> None:
+    for name, share in unknown.items():
+        if share >= MANY_UNKNOWN and run.strategy.topology.is_chief:
+            log.warning(
+                "input=%s: %.0f%% of the rows have a %s that training did not have; the model knows nothing of them",
+                path,
+                100 * share,
+                name,
+            )

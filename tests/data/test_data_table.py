@@ -93,8 +93,8 @@ def test_an_embedded_table():
         ({"target": "pay"}, r"dataset.target=pay is no column of people; it has age, city, income, plan"),
         ({"features": {"size": "float"}}, r"dataset.features.size is no column of people; it has age, city, income"),
         ({"features": {"age": "number"}}, r"dataset.features.age=number is not one of float, float_normalized"),
-        ({"features": {"income": "integer_categorical"}}, r"people: row 0 has \S+ as income, which is integer_cat"),
-        ({"features": {"city": "float"}}, r"people: the column city holds '\w+' and is to be float"),
+        ({"features": {"income": "integer_categorical"}}, r"people.\w+: row 0 has \S+ as income, which takes int"),
+        ({"features": {"city": "float"}}, r"people.\w+: the column city holds '\w+' and is to be float"),
         ({"crosses": [["city", "age"]]}, r"dataset.crosses names age, which is no categorical feature"),
         ({"num_test": 60}, r"dataset.num_test=60 and num_validation=0 leave nothing of 60 rows"),
         ({"target_is": "number"}, r"dataset.target_is=number and the column plan holds"),
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused(file, options, said):
 
 def test_gaps_and_missing_files_are_named(tmp_path):
     with pytest.raises(
-        DataError, match=r"dataset.file=nowhere.csv is no file; give a .csv or .parquet file, or one of d"
+        DataError, match=r"dataset.file=nowhere.csv is no file; give a .csv or .parquet file, or a folder of them"
     ):
         Table("nowhere.csv").num_examples("train")
     csv.write_csv(pa.table({"a": [1.0, None, 3.0], "b": [1.0, 2.0, float("nan")], "c": [1, 0, 1]}), tmp_path / "t.csv")

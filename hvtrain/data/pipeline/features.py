@@ -100,11 +100,15 @@ def filled(column: Column, cells: Cells, where: str, rows: np.ndarray | None = N
     Raises:
         DataError: There are gaps, and nothing to fill them with.
     """
-    if not cells.is_gap.any() or (rows is not None and not cells.is_gap[rows].any()):
+    if not cells.is_gap.any():
         return cells.values
-    if not len(column.fill):
+    is_used = rows is None or cells.is_gap[rows].any()
+    if is_used and not len(column.fill):
         raise refused_gaps(column, cells, where)
-    return pc.fill_null(cells.values, column.fill[0]) if column.is_category else cells.values
+    if not column.is_category:
+        return cells.values
+    unused = "" if column.kind == "name" else 0
+    return pc.fill_null(cells.values, column.fill[0] if is_used else unused)
 
 
 def refused_gaps(column: Column, cells: Cells, where: str) -> DataError:
@@ -131,7 +135,7 @@ class TableFeatures:
         # Sorted, as FeatureSpace has them.
         self.columns = sorted(columns, key=lambda column: column.name)
         self._crosses = sorted(crosses, key="_X_".join)
-        self._numbers = [column for column in self.columns if not column.is_category and not column.bins]
+        self._numbers = [column for column in self.columns if not _is_looked_up(column)]
         self.has_block = len(self._numbers) > MAX_INPUTS
         is_wide = self.has_block and any(column.is_wide for column in self._numbers)
         self._groups: dict[str, list[Column]] = {"float32": [], "float64": []}
@@ -139,7 +143,7 @@ class TableFeatures:
             self._groups["float64" if is_wide or column.is_wide else "float32"].append(column)
 
         self._layer_numbers = itertools.count()
-        self._lookups = {column.name: self._lookup(column) for column in self.columns if column not in self._numbers}
+        self._lookups = {column.name: self._lookup(column) for column in self.columns if _is_looked_up(column)}
         self._encoders = {
             column.name: self._one_hot(_num_categories(column))
             for column in self.columns
@@ -201,9 +205,7 @@ class TableFeatures:
         """The type of an input that has these columns."""
         if columns[0].is_category:
             return "string" if columns[0].kind == "name" else "int64"
-        if columns[0].name in self._lookups:
-            return "float64" if columns[0].is_wide else "float32"
-        return "float64" if columns[0] in self._groups["float64"] else "float32"
+        return "float64" if any(column.is_wide for column in columns) else "float32"
 
     def spec(self) -> dict[str, tf.TensorSpec]:
         """One example as the model takes it, by the names of its inputs."""
@@ -279,7 +281,8 @@ class TableFeatures:
 
     def _look_up(self, column: Column, cells: Any) -> Any:
         if column.bins and len(column.fill):
-            cells = keras.ops.where(keras.ops.isnan(cells), np.asarray(column.fill, cells.dtype), cells)
+            fill = np.asarray(column.fill, self.dtype([column]))
+            cells = keras.ops.where(keras.ops.isnan(cells), fill, cells)
         return self._lookups[column.name](cells)
 
     def _look_up_all(self, column: Column, values: Any) -> np.ndarray:
@@ -341,6 +344,10 @@ class TableFeatures:
         return self._layer(keras.layers.Concatenate, dtype=dtype)(pieces)
 
 
+def _is_looked_up(column: Column) -> bool:
+    return column.is_category or bool(column.bins)
+
+
 def _num_categories(column: Column) -> int:
     if column.bins:
         return len(column.bins) + 1
@@ -349,7 +356,7 @@ def _num_categories(column: Column) -> int:
 
 
 def _num_features(column: Column) -> int:
-    if column.is_category or column.bins:
+    if _is_looked_up(column):
         return _num_categories(column)
     return column.length * (2 if column.missing == "indicator" else 1)
 

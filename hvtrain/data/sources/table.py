@@ -1,36 +1,53 @@
-"""Tables: columns of a CSV or Parquet file, turned into features by keras.utils.FeatureSpace."""
+"""Tables: columns of CSV and Parquet files as features, in the same way for every file that comes later."""
 
-import json
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.formats.columns import Cells
+from hvtrain.data.formats.schema import (
+    Schema,
+    Settings,
+    describe,
+    describe_target,
+    infer_schema,
+    read_cells,
+    unknown_share,
+)
+from hvtrain.data.formats.tables import TextFormat, read_table
+from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Preprocessing
-from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource
+from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource, Part
 from hvtrain.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
 
 EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
 """Tables that are part of scikit-learn."""
-FEATURES = (
-    "float",
-    "float_normalized",
-    "float_discretized",
-    "integer_categorical",
-    "string_categorical",
-)
-# Rows that are encoded at once, so that the columns of a large table are not in memory twice.
-ENCODED_ROWS = 65_536
-
-ENCODER_FILE = "features.keras"
 TABLE_FILE = "table.json"
+SECONDS_BETWEEN = 5.0
 
-Columns = dict[str, np.ndarray]
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows of another table, as the run's model takes them."""
+
+    num_rows: int
+    raw: Callable[[np.ndarray], dict[str, np.ndarray]]
+    """Returns the rows of these numbers by the names of the model's inputs."""
+    ids: Mapping[str, np.ndarray]
+    """The column dataset.id, if the run has one."""
+    unknown: Mapping[str, float]
+    """Columns of names, with the share of rows whose name training did not have."""
 
 
 class Table(MemorySource):
@@ -38,15 +55,15 @@ class Table(MemorySource):
 
     The inputs are float32 [features]; the targets are int32 classes or float32 numbers.
 
-    The features are fitted to the rows of the training part, the same on every rank, and are part
-    of the saved model, which takes the columns by name.
+    What each column is, and its statistics, are found once, on the training rows, the same on every
+    rank. They are part of the saved model, which takes the columns by name, and of the run folder.
 
     Example:
         python -m hvtrain dataset=table dataset.file=houses.csv dataset.target=price task=regression
             model=mlp
 
     Args:
-        file: a .csv or .parquet file, or one of EMBEDDED.
+        file: a CSV or Parquet file, a folder of them, or a list; or one of EMBEDDED.
         target: the column to predict. Names, and whole numbers, are classes; other numbers stay
             numbers.
         features: columns to use, and how: {age: float_normalized, city: string_categorical}, in
@@ -55,25 +72,39 @@ class Table(MemorySource):
         crosses: pairs of categorical columns whose combinations are features too.
         target_is: "class" or "number"; null: by the column's type.
         num_test, num_validation: rows taken out of the training part at random, with a fixed seed.
+        test_file, validation_file: instead of rows taken out.
+        missing: one of MISSING for all gaps, or by column: {age: median, city: indicator}. All but
+            "refuse" leave out rows without a target.
+        drop: columns to leave out.
+        id: a column that is no feature, and stands beside each prediction.
+        dates: one of DATES: days since 1970-01-01; year, month, day, weekday and hour; or left out.
+        delimiter, decimal, thousands, encoding: of CSV files; null: as the file shows them.
 
     Raises:
         ConfigError: if a setting does not fit the table.
-        DataError: once loaded, if the file cannot be read or has gaps.
+        DataError: once loaded, if the file cannot be read or has gaps that nothing fills.
     """
 
     def __init__(
         self,
-        file: str = "diabetes",
+        file: str | Sequence[str] = "diabetes",
         target: str = "target",
         features: Mapping[str, str] | None = None,
         crosses: Sequence[Sequence[str]] = (),
         target_is: str | None = None,
         num_test: int = 100,
         num_validation: int = 0,
+        test_file: str | None = None,
+        validation_file: str | None = None,
+        missing: str | Mapping[str, str] = "refuse",
+        drop: Sequence[str] = (),
+        id: str | None = None,
+        dates: str = "number",
+        delimiter: str | None = None,
+        decimal: str | None = None,
+        thousands: str | None = None,
+        encoding: str | None = None,
     ) -> None:
-        if target_is not in (None, "class", "number"):
-            raise ConfigError(f"dataset.target_is={target_is} is not one of class, number, null")
-
         for name, count in {
             "num_test": num_test,
             "num_validation": num_validation,
@@ -81,306 +112,271 @@ class Table(MemorySource):
             if count < 0:
                 raise ConfigError(f"dataset.{name}={count} is negative; 0 means none")
 
-        if file in EMBEDDED:
-            super().__init__(file, self._load_encoded, "inside scikit-learn")
-        else:
-            super().__init__(Path(file).stem, self._load_encoded, str(Path(file).absolute()))
+        files = [file] if isinstance(file, str) else list(file)
+        origin = "inside scikit-learn" if file in EMBEDDED else ", ".join(str(Path(name).absolute()) for name in files)
+        super().__init__(Path(files[0]).name.split(".")[0], self._load_encoded, origin)
 
-        self._file = file
-        self._target = target
-        self._target_is = target_is
-        self._features = features
-        self._crosses = [tuple(pair) for pair in crosses]
-        self._num_test = num_test
+        self._files: dict[str, Any] = {"train": file, "validation": validation_file, "test": test_file}
         # Not MemorySource's num_validation, which would divide the rows after the features are
         # fitted to them.
-        self._num_held_out = num_validation
-        self._encoder: keras.Model | None = None
-        # Columns by split, as the saved model takes them.
-        self._raw: dict[str, Columns] = {}
+        self._num_held_out = {"validation": num_validation, "test": num_test}
+        self._text_format = TextFormat(delimiter, encoding)
+        self._settings = Settings(
+            target,
+            target_is,
+            features,
+            [tuple(pair) for pair in crosses],
+            missing,
+            list(drop),
+            id,
+            dates,
+            decimal,
+            thousands,
+        )
+        self._schema: Schema | None = None
+        self._features: TableFeatures | None = None
+        # By split, what raw_examples() needs: all columns, and the split's rows in them.
+        self._loaded: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
+        self._ids: dict[str, np.ndarray] = {}
+        self._description: dict[str, list[str]] = {}
+
+    @property
+    def element_spec(self) -> tuple[Any, ...]:
+        # A finished run's is known, also where its data are gone.
+        if self._features is None:
+            self.num_examples("train")
+        return (
+            tf.TensorSpec((self._features.size,), tf.float32),  # type: ignore[union-attr]
+            tf.TensorSpec((), tf.int32 if self.class_names else tf.float32),
+        )
 
     def _load_encoded(self) -> Elements:
         """Reads the table, and returns features and targets by split.
 
         The features are fitted to the training rows, unless fit_as() gave those of an earlier run.
         """
-        columns = read_columns(self._file)
-        if self._target not in columns:
-            raise self._no_column(f"target={self._target}", columns)
-
-        targets = self._model_targets(columns.pop(self._target))
-
-        defaults = {name: _default_feature(values) for name, values in columns.items()}
-        # Sorted, since Keras warns if a model gets its inputs in another order.
-        features = dict(sorted((self._features or defaults).items()))
-        self._features = features
-        self._check_features(features, columns)
-        columns = self._typed_columns(features, columns)
-
-        # The encoder is fitted to training rows alone, and then used for all splits.
-        splits = self._split(len(targets))
-        self._raw = {split: _take(columns, rows) for split, rows in splits.items()}
-        if self._encoder is None:
-            self._encoder = self._fit_encoder(self._raw["train"])
+        tables = {split: self._read(self._files[split], split) for split in self._files if self._files[split]}
+        schema = self._schema or infer_schema(tables["train"], self._settings, self.name)
 
         elements = {}
-        for split, rows in splits.items():
-            elements[split] = self._encode(self._raw[split]), targets[rows]
+        for split, table in tables.items():
+            where = str(self._files[split])
+            cells = read_cells(schema.columns, table, where)
+            targets, has_target = self._targets(schema, table, where)
+            rows = self._kept_rows(schema, cells, has_target)
+            if split == "train":
+                parts = self._split(rows)
+                schema = self._fitted(schema, cells, parts["train"])
+                self._describe(schema, cells, targets[parts["train"]], table.num_rows - len(rows))
+            else:
+                parts = {split: rows}
+
+            values = {column.name: filled(column, cells[column.name], where, rows) for column in schema.columns}
+            for part, numbers in parts.items():
+                elements[part] = self._encode(values, numbers), targets[numbers]
+                self._loaded[part] = values, numbers
+                if schema.id is not None:
+                    self._ids[part] = _ids(table, schema.id)[numbers]
         return elements
 
-    def _typed_columns(self, features: Mapping[str, str], columns: Columns) -> Columns:
-        """Returns the columns of the features in the types that these take."""
-        # Categories that look like numbers or booleans are read again, as text.
-        categories = [
-            name
-            for name, feature in features.items()
-            if feature == "string_categorical" and columns[name].dtype != object
-        ]
-        columns = {**columns, **text_columns(self._file, categories)}
+    def _read(self, file: Any, split: str) -> pa.Table:
+        if file in EMBEDDED:
+            return _embedded_table(file)
+        setting = "dataset.file" if split == "train" else f"dataset.{split}_file"
+        table = read_table(file, setting, self._text_format)
+        if not table.num_rows:
+            raise DataError(f"{setting}={file} holds no rows; give a table that has some")
+        return table
 
-        typed = {}
-        for name, feature in features.items():
-            typed[name] = _feature_values(columns[name], feature, name, self.name)
-        return typed
+    def _targets(self, schema: Schema, table: pa.Table, where: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the targets as indices of classes, int32, or as numbers, float32; and where there are any."""
+        column = schema.target
+        cells = read_cells([column], table, where)[column.name]
+        if cells.is_gap.any() and column.missing == "refuse":
+            raise refused_gaps(column, cells, where)
+        if not schema.classes:
+            return cells.values[:, 0].astype(np.float32), ~cells.is_gap
 
-    def _fit_encoder(self, train: Columns) -> keras.Model:
-        """Returns a model from columns by name to features, float32 [rows, features]."""
-        space = keras.utils.FeatureSpace(
-            self._features,
-            crosses=self._crosses or None,
-            output_mode="concat",
-        )
-        space.adapt(tf.data.Dataset.from_tensor_slices(train))
-        return keras.Model(
-            dict(space.get_inputs()),
-            space.get_encoded_features(),
-            name="features",
-        )
-
-    def _encode(self, columns: Columns) -> np.ndarray:
-        """Returns the features of some rows, float32 [rows, features]."""
-        pieces = []
-        for start in range(0, _num_rows(columns), ENCODED_ROWS):
-            rows = _take(columns, slice(start, start + ENCODED_ROWS))
-            # A feature is one value of an example: [rows, 1].
-            batch = {name: tf.constant(values[:, None]) for name, values in rows.items()}
-            pieces.append(self._encoder(batch).numpy())  # type: ignore[misc]
-
-        return np.concatenate(pieces)
-
-    def fitted(self) -> dict[str, bytes]:
-        self.num_examples("train")  # The features are fitted when the table is loaded.
-        table = {"features": self._features, "classes": self.class_names}
-
-        # Keras saves a model to a path, not to bytes.
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / ENCODER_FILE
-            self._encoder.save(path)  # type: ignore[union-attr]
-            return {
-                ENCODER_FILE: path.read_bytes(),
-                TABLE_FILE: json.dumps(table, indent=1).encode(),
-            }
-
-    def fit_as(self, files: Mapping[str, bytes]) -> None:
-        if ENCODER_FILE not in files:
-            return
-
-        table = json.loads(files[TABLE_FILE])
-        # The file may have other columns than when the run began, and so other default features.
-        self._features = table["features"]
-        self.class_names = table["classes"]
-        self._target_is = "class" if self.class_names else "number"
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / ENCODER_FILE
-            path.write_bytes(files[ENCODER_FILE])
-            self._encoder = keras.models.load_model(path, compile=False)
-
-    def _model_targets(self, values: np.ndarray) -> np.ndarray:
-        """Returns the target column as indices of classes, int32, or as numbers, float32."""
-        # Fractions are numbers; names and whole numbers are classes.
-        is_class = not np.issubdtype(values.dtype, np.floating)
-        if self._target_is:
-            is_class = self._target_is == "class"
-        if not is_class:
-            if values.dtype.kind not in "iufb":
-                raise ConfigError(f"dataset.target_is=number and the column {self._target} holds {values[0]!r}")
-            return values.astype(np.float32)
-
-        distinct, indices = np.unique(values, return_inverse=True)
-        names = [str(value) for value in distinct]
-        self.class_names = self.class_names or names
-        self.num_classes = len(self.class_names)
         # Classes that the model knows keep their numbers; it has no output for others.
-        unknown = [name for name in names if name not in self.class_names]
+        indices = pc.index_in(cells.values, pa.array(schema.classes, pa.string()))
+        unknown = pc.unique(cells.values.filter(indices.is_null())).drop_null().to_pylist()
         if unknown:
             raise DataError(
-                f"{self.name}: the column {self._target} holds {unknown[0]}, which is none of "
-                f"the run's classes ({', '.join(self.class_names)}); drop those rows"
+                f"{self.name}: the column {column.name} holds {unknown[0]}, which is none of "
+                f"the run's classes ({', '.join(schema.classes)}); drop those rows"
             )
+        return pc.fill_null(indices, 0).to_numpy().astype(np.int32), ~cells.is_gap
 
-        return np.array([self.class_names.index(name) for name in names], np.int32)[indices]
+    def _kept_rows(self, schema: Schema, cells: Mapping[str, Cells], has_target: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the rows that are used."""
+        is_kept = has_target.copy()
+        for column in schema.columns:
+            if column.missing == "drop":
+                is_kept &= ~cells[column.name].is_gap
+        return np.flatnonzero(is_kept)
 
-    def _check_features(self, features: Mapping[str, str], columns: Columns) -> None:
-        """Raises ConfigError for unknown columns and kinds of features."""
-        for name, feature in features.items():
-            if name not in columns:
-                raise self._no_column(f"features.{name}", columns)
-            if feature not in FEATURES:
-                raise ConfigError(f"dataset.features.{name}={feature} is not one of {', '.join(FEATURES)}")
-
-        for name in (name for pair in self._crosses for name in pair):
-            if not features.get(name, "").endswith("categorical"):
-                raise ConfigError(f"dataset.crosses names {name}, which is no categorical feature; make it one")
-
-    def _no_column(self, setting: str, columns: Columns) -> ConfigError:
-        return ConfigError(f"dataset.{setting} is no column of {self.name}; it has {', '.join(columns)}")
-
-    def _split(self, num_rows: int) -> dict[str, np.ndarray]:
+    def _split(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the row numbers of each split, without empty splits."""
-        num_train = num_rows - self._num_test - self._num_held_out
+        counts = {split: 0 if self._files[split] else count for split, count in self._num_held_out.items()}
+        num_train = len(rows) - sum(counts.values())
         if num_train < 1:
             raise ConfigError(
-                f"dataset.num_test={self._num_test} and num_validation={self._num_held_out} "
-                f"leave nothing of {num_rows} rows; take fewer"
+                f"dataset.num_test={counts['test']} and num_validation={counts['validation']} "
+                f"leave nothing of {len(rows)} rows; take fewer"
             )
 
-        order = np.random.default_rng(SPLIT_SEED).permutation(num_rows)
+        order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
         # Rows are sorted below, so that each split keeps the order of the table.
-        train, validation, test = np.split(order, [num_train, num_train + self._num_held_out])
+        train, validation, test = np.split(order, [num_train, num_train + counts["validation"]])
         splits = {"train": train, "validation": validation, "test": test}
-        return {split: np.sort(rows) for split, rows in splits.items() if len(rows)}
+        return {split: rows[np.sort(numbers)] for split, numbers in splits.items() if len(numbers)}
+
+    def _fitted(self, schema: Schema, cells: Mapping[str, Cells], rows: np.ndarray) -> Schema:
+        """Returns the schema with statistics of the training rows, unless it has those of an earlier run."""
+        if self._schema is None:
+            progress = _Progress(f"{self.name}: statistics", len(schema.columns))
+            columns = []
+            for number, column in enumerate(schema.columns):
+                whole = cells[column.name]
+                values = whole.values.take(pa.array(rows)) if column.is_category else whole.values[rows]
+                columns.append(fit(column, Cells(values, whole.is_gap[rows], whole.odd)))
+                progress.update(number)
+            self._take_schema(replace(schema, columns=columns))
+        return self._schema  # type: ignore[return-value]
+
+    def _take_schema(self, schema: Schema) -> None:
+        self._schema = schema
+        self._features = TableFeatures(schema.columns, [tuple(pair) for pair in schema.crosses])
+        if schema.classes:
+            self.class_names = list(schema.classes)
+            self.num_classes = len(schema.classes)
+
+    def _encode(self, values: Mapping[str, Any], rows: np.ndarray) -> np.ndarray:
+        progress = _Progress(f"{self.name}: features", len(rows))
+        return self._features.encode(values, rows, progress.update)  # type: ignore[union-attr]
+
+    def _describe(
+        self,
+        schema: Schema,
+        cells: Mapping[str, Cells],
+        targets: np.ndarray,
+        num_dropped: int,
+    ) -> None:
+        warnings = []
+        for column in schema.columns:
+            odd = cells[column.name].odd
+            if len(odd):
+                texts = ", ".join(map(repr, odd[:3]))
+                warnings.append(f"{column.name} holds {texts}, which is no {column.kind} and counts as a gap")
+        if num_dropped:
+            warnings.append(f"rows left out because of gaps: {num_dropped:,}")
+        self._description = {
+            "features": describe(schema, cells),
+            "target": [describe_target(schema, targets)],
+        }
+        if warnings:
+            self._description["warnings"] = warnings
+
+    def description(self) -> dict[str, list[str]]:
+        return {**super().description(), **self._description}
+
+    def fitted(self) -> dict[str, bytes]:
+        if self._schema is None:
+            self.num_examples("train")  # The features are fitted when the table is loaded.
+        return {TABLE_FILE: self._schema.to_json()}  # type: ignore[union-attr]
+
+    def fit_as(self, files: Mapping[str, bytes]) -> None:
+        # The file may have other columns than when the run began, or columns of another type.
+        if TABLE_FILE in files:
+            self._take_schema(Schema.from_json(files[TABLE_FILE]))
+
+    def assets(self) -> dict[str, bytes]:
+        # Only the schema says which columns stand where in a single input.
+        return self.fitted() if self._features is not None and self._features.has_block else {}
+
+    def fit(self, train: Part) -> None:
+        # Shards are cut next, and then need the memory.
+        self._loaded = {}
 
     def preprocessing(self) -> Preprocessing:
-        self.parts()
-        spec = {}
-        for name, values in self._raw["train"].items():
-            spec[name] = tf.TensorSpec((1,), values.dtype, name)
-
-        layers: Any = [self._encoder]
-        return Preprocessing(spec, layers, "columns of the table, by name")
+        if self._features is None:
+            self.num_examples("train")
+        layers: Any = [self._features.model()]  # type: ignore[union-attr]
+        return Preprocessing(self._features.spec(), layers, "columns of the table, by name")  # type: ignore[union-attr]
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[Any]:
-        self.parts()
-        columns = self._raw[split]
+        if split not in self._loaded:
+            self.parts()
+        values, rows = self._loaded[split]
         # The first rows of the shard, since evaluation() gives these first.
-        local = list(topology.share(_num_rows(columns)))[:number]
-        return [_take(columns, slice(row, row + 1)) for row in local]
+        local = np.asarray(topology.share(len(rows))[:number], np.int64)
+        raw = self._features.raw(values, rows[local])  # type: ignore[union-attr]
+        return [{name: array[row] for name, array in raw.items()} for row in range(len(local))]
+
+    def ids(self, split: str, topology: Topology) -> dict[str, np.ndarray]:
+        """The column dataset.id of this rank's rows of a split; empty if there is none."""
+        name = self._settings.id
+        if name is None or not self.num_examples(split):
+            return {}
+        rows = np.asarray(topology.share(self.num_examples(split)), np.int64)
+        return {name: self._ids[split][rows]}
+
+    def new_rows(self, file: str | Path, setting: str) -> NewRows:
+        """Reads another table as the training table was read.
+
+        Args:
+            file: as dataset.file.
+            setting: which names it, for messages.
+
+        Raises:
+            DataError: It lacks a column, or one that is of another type, or has gaps that nothing fills.
+        """
+        if self._schema is None:
+            self.num_examples("train")
+        schema: Schema = self._schema  # type: ignore[assignment]
+        table = read_table(file, setting, self._text_format)
+        where = f"{setting}={file}"
+        cells = read_cells(schema.columns, table, where)
+        values = {}
+        unknown = {}
+        for column in schema.columns:
+            values[column.name] = filled(column, cells[column.name], where)
+            share = unknown_share(column, values[column.name])
+            if share:
+                unknown[column.name] = share
+        ids = {}
+        if schema.id is not None and schema.id in table.column_names:
+            ids[schema.id] = _ids(table, schema.id)
+        features: TableFeatures = self._features  # type: ignore[assignment]
+        return NewRows(table.num_rows, lambda rows: features.raw(values, rows), ids, unknown)
 
 
-def read_columns(file: str) -> Columns:
-    """Reads the columns of a CSV or Parquet file, or of one of EMBEDDED.
-
-    Raises:
-        DataError: if the file cannot be read, or has gaps.
-    """
-    if file in EMBEDDED:
-        return _embedded_columns(file)
-
-    path = Path(file)
-    if not path.is_file():
-        raise DataError(
-            f"dataset.file={file} is no file; give a .csv or .parquet file, or one of {', '.join(EMBEDDED)}"
-        )
-
-    # Imported here: the tables inside scikit-learn do without it.
-    import pyarrow as pa
-    from pyarrow import csv, parquet
-
-    read = parquet.read_table if path.suffix == ".parquet" else csv.read_csv
-    try:
-        table = read(path)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}; fix the file") from error
-
-    refuse_gaps(table, table.column_names, file)
-    return {name: table[name].to_numpy() for name in table.column_names}
+def _ids(table: pa.Table, name: str) -> np.ndarray:
+    return table[name].to_numpy()
 
 
-def _embedded_columns(name: str) -> Columns:
+def _embedded_table(name: str) -> pa.Table:
     """Reads a table that is part of scikit-learn."""
     from sklearn import datasets
 
     options = {}
     if name == "diabetes":
         options["scaled"] = False  # It alone comes standardized, over all its rows.
-    table = getattr(datasets, f"load_{name}")(**options)
-    columns = dict(zip(table.feature_names, table.data.T.astype(np.float32)))
-    return {**columns, "target": table.target}
+    bunch = getattr(datasets, f"load_{name}")(**options)
+    columns = dict(zip(map(str, bunch.feature_names), bunch.data.T.astype(np.float32)))
+    return pa.table({**columns, "target": bunch.target})
 
 
-def text_columns(file: str, names: Sequence[str]) -> Columns:
-    """Reads columns of a CSV file as the text that stands there; empty for other files.
+class _Progress:
+    """Logs how much of some work is done, every few seconds; nothing for short work."""
 
-    As numbers or booleans, 00501 would become 501 and true True, and only where all rows of a file
-    are such.
-    """
-    if not names or Path(file).suffix != ".csv":
-        return {}
+    def __init__(self, label: str, total: int) -> None:
+        self._label = label
+        self._total = total
+        self._logged_at = time.monotonic()
 
-    from pyarrow import csv
-
-    table = csv.read_csv(file, convert_options=text_options(names))
-    return {name: table[name].to_numpy() for name in names}
-
-
-def text_options(names: Iterable[str]) -> Any:
-    """Returns options of pyarrow.csv.read_csv that leave these columns as text."""
-    import pyarrow as pa
-    from pyarrow import csv
-
-    return csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
-
-
-def refuse_gaps(table: Any, names: Iterable[str], where: str) -> None:
-    """Raises DataError if a column of a pyarrow.Table has a gap, which NumPy would turn into nan.
-
-    Args:
-        table: the table.
-        names: of the columns to check.
-        where: the file, which begins the message.
-    """
-    for name in names:
-        num_gaps = table[name].null_count
-        if num_gaps:
-            row = next(row for row, value in enumerate(table[name]) if not value.is_valid)
-            raise DataError(f"{where}: row {row} has no {name} (rows without it: {num_gaps}); fill or drop them")
-
-
-def _default_feature(values: np.ndarray) -> str:
-    return "float_normalized" if values.dtype.kind in "iuf" else "string_categorical"
-
-
-def _feature_values(values: np.ndarray, feature: str, name: str, table: str) -> np.ndarray:
-    """Returns a column in the type that its feature takes. Raises DataError for other values."""
-    if feature == "string_categorical":
-        return values.astype(str)
-    if values.dtype.kind not in "iufb":
-        raise DataError(
-            f"{table}: the column {name} holds {values[0]!r} and is to be {feature}; string_categorical takes names"
-        )
-
-    # refuse_gaps() has refused empty cells; a file may also hold nan as a number.
-    is_finite = np.isfinite(values)
-    if not is_finite.all():
-        row = int(np.argmin(is_finite))
-        raise DataError(f"{table}: row {row} has {values[row]} as {name}; fill such gaps or drop these rows")
-
-    if feature != "integer_categorical":
-        return values.astype(np.float32)
-
-    # Categories are looked up by number, so 1.5 would become 1.
-    integers = values.astype(np.int64)
-    if not np.array_equal(integers, values):
-        row = int(np.argmax(integers != values))
-        raise DataError(f"{table}: row {row} has {values[row]} as {name}, which is {feature}; choose float_discretized")
-
-    return integers
-
-
-def _take(columns: Columns, rows: Any) -> Columns:
-    """Returns some rows, by number or as a slice."""
-    return {name: values[rows] for name, values in columns.items()}
-
-
-def _num_rows(columns: Columns) -> int:
-    return len(next(iter(columns.values())))
+    def update(self, num_done: int) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= SECONDS_BETWEEN:
+            self._logged_at = now
+            log.info("%s, %s of %s", self._label, f"{num_done:,}", f"{self._total:,}")

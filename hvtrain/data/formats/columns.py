@@ -1,0 +1,394 @@
+"""What each column of a table is, told by all its cells, and kept for the tables that come later.
+
+A column is a number, a name (a category), a date, or a vector of numbers. infer() decides once, on
+the training table. read() then reads that column of any table in the same way, or refuses it.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hvtrain.errors import DataError
+
+# Those of pandas.read_csv.
+GAPS = pa.array(
+    [
+        *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
+        *("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
+    ]
+)
+MOSTLY = 0.9
+"""The share of cells that have to be numbers or dates, for the others to count as gaps."""
+SAMPLE_ROWS = 1000
+MAX_EXACT = 2**53
+"""Above it, whole numbers are not exact in float64: they name something."""
+UNITS = ("%", "$", "€", "£", "¥")
+SPACES = "\N{NO-BREAK SPACE}|\N{NARROW NO-BREAK SPACE}|\N{THIN SPACE}"
+# Decimal sign and separator of thousands, the more usual ones first.
+FORMATS = ((".", ""), (".", ","), (",", ""), (",", "."), (",", " "), (".", " "), (".", "'"))
+DATE_FORMATS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d", "%d-%m-%Y", "%d %b %Y", "%b %d, %Y")
+TIME_FORMATS = ("", " %H:%M", " %H:%M:%S")
+DATE_PARTS = ("year", "month", "day", "weekday", "hour")
+DAY_SECONDS = 86_400
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a column is read, and what was fitted to its training rows. Everything in it is JSON."""
+
+    name: str
+    """The name of the feature: the column's, or with the part of a date after it."""
+    source: str
+    """The name of the column in the file."""
+    kind: str
+    """number, integer, name, date or vector."""
+    feature: str = ""
+    """The term of FeatureSpace for what the model takes."""
+    missing: str = "refuse"
+    """What happens to gaps."""
+    decimal: str = "."
+    thousands: str = ""
+    unit: str = ""
+    date_format: str = ""
+    """For strptime; empty: ISO 8601."""
+    part: str = ""
+    """One of DATE_PARTS; empty: the days since 1970-01-01."""
+    length: int = 1
+    """Numbers in a cell."""
+
+    fill: Sequence[Any] = ()
+    """In place of a gap: a name, or numbers [length]."""
+    mean: Sequence[float] = ()
+    variance: Sequence[float] = ()
+    bins: Sequence[float] = ()
+    names: Sequence[Any] = ()
+    """All categories, in the order of their numbers in the model."""
+    is_wide: bool = False
+    """True if float32 would make values equal that differ."""
+
+    @property
+    def is_category(self) -> bool:
+        return self.kind in ("name", "integer")
+
+
+class Cells(NamedTuple):
+    """The cells of a column as the model takes them."""
+
+    values: Any
+    """Numbers [rows, length], NaN in gaps; or an Arrow array of names or integers, null in gaps."""
+    is_gap: np.ndarray
+    odd: Sequence[str]
+    """Texts where a number or a date was expected. They are gaps too."""
+
+
+def plain(values: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """Returns one array of a plain type: text without gaps' spellings, numbers, dates or lists."""
+    array = values
+    if isinstance(values, pa.ChunkedArray):
+        # One chunk needs no copy.
+        array = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    types = pa.types
+    if types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if types.is_null(array.type) or types.is_large_string(array.type) or types.is_string_view(array.type):
+        array = array.cast(pa.string())
+    elif types.is_binary(array.type) or types.is_large_binary(array.type) or types.is_fixed_size_binary(array.type):
+        array = array.cast(pa.binary()).cast(pa.string())
+    elif types.is_decimal(array.type) or types.is_float16(array.type):
+        array = array.cast(pa.float64())
+    elif types.is_time(array.type) or types.is_duration(array.type):
+        unit = pa.time64("us") if types.is_time(array.type) else pa.duration("us")
+        array = pc.divide(array.cast(unit, safe=False).cast(pa.int64()).cast(pa.float64()), 1e6)
+    if not types.is_string(array.type):
+        return array
+
+    array = pc.utf8_trim_whitespace(array)
+    return pc.if_else(pc.is_in(array, GAPS), pa.scalar(None, pa.string()), array)
+
+
+def infer(name: str, values: pa.Array, decimal: str | None, thousands: str | None, is_typed: bool) -> Column | str:
+    """Returns what a column is, by all its cells; or, in words, why it cannot be used.
+
+    Args:
+        name: of the column.
+        values: as plain() gives them.
+        decimal: the sign that the user has set, or that other columns of the file have.
+        thousands: likewise.
+        is_typed: True for a file whose columns have types, where text is meant to be text.
+    """
+    column = Column(name, name, "name")
+    types = pa.types
+    if values.null_count == len(values):
+        return "empty"
+    if types.is_string(values.type):
+        numbers = _infer_text(column, values, decimal, thousands)
+        is_short = is_typed and len(pc.unique(values)) <= max(20, len(values) // 10)
+        return column if is_short and numbers.kind == "number" else numbers
+    if types.is_boolean(values.type):
+        return column
+    if types.is_integer(values.type):
+        bounds = pc.min_max(values).as_py()
+        is_exact = max(abs(bounds["min"]), abs(bounds["max"])) <= MAX_EXACT
+        return replace(column, kind="number" if is_exact else "name")
+    if types.is_floating(values.type):
+        return replace(column, kind="number")
+    if types.is_temporal(values.type):
+        return replace(column, kind="date")
+    if types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
+        lengths = pc.unique(pc.list_value_length(values).drop_null()).to_pylist()
+        if len(lengths) != 1:
+            return f"lists of {min(lengths)} to {max(lengths)} numbers"
+        if types.is_integer(values.type.value_type) or types.is_floating(values.type.value_type):
+            return replace(column, kind="vector", length=lengths[0])
+    return f"of the type {values.type}"
+
+
+def _infer_text(column: Column, text: pa.Array, decimal: str | None, thousands: str | None) -> Column:
+    filled = text.drop_null()
+    # 007 is a code, and as a number it would be 7.
+    if pc.any(pc.match_substring_regex(filled, r"^0\d+$")).as_py():
+        return column
+
+    sample = filled[:: max(1, len(filled) // SAMPLE_ROWS)]
+    unit = next((unit for unit in UNITS if _share(pc.match_substring(sample, unit)) >= MOSTLY), "")
+    candidates = [replace(column, kind="number", unit=unit, decimal=sign, thousands=mark) for sign, mark in FORMATS]
+    candidates = [
+        candidate
+        for candidate in candidates
+        if decimal in (None, candidate.decimal) and thousands in (None, candidate.thousands)
+    ]
+    for date_format in ("", *(date + time for date in DATE_FORMATS for time in TIME_FORMATS)):
+        candidates.append(replace(column, kind="date", date_format=date_format))
+
+    best = column
+    best_share = MOSTLY
+    for candidate in candidates:
+        if best.kind == "number" and candidate.kind == "date":
+            break
+        # Most formats fail on a few cells already.
+        if _share_read(sample, candidate) < MOSTLY / 2:
+            continue
+        share = _share_read(filled, candidate)
+        if share > best_share or (share == best_share and best is column):
+            best = candidate
+            best_share = share
+        if share == 1:
+            break
+    return best
+
+
+def _share(mask: pa.Array) -> float:
+    return pc.mean(mask.cast(pa.float64())).as_py() or 0.0
+
+
+def _share_read(text: pa.Array, column: Column) -> float:
+    return 1 - _parsed(text, column).null_count / max(len(text), 1)
+
+
+def _parsed(text: pa.Array, column: Column) -> pa.Array:
+    return times_in(text, column) if column.kind == "date" else numbers_in(text, column)
+
+
+def decimal_sign(columns: Sequence[pa.Array]) -> str | None:
+    """Returns "," if a column of text can only be read with decimal commas, such as 3,14."""
+    for text in columns:
+        sample = text.drop_null()[:SAMPLE_ROWS]
+        marks = pc.match_substring_regex(sample, r"^[+-]?(\d{1,3}(\.\d{3})*|\d+),(\d{1,2}|\d{4,})$")
+        if len(sample) and _share(marks) >= MOSTLY / 2:
+            return ","
+    return None
+
+
+def numbers_in(text: pa.Array, column: Column) -> pa.Array:
+    """Numbers in the column's format, float64; null for other texts.
+
+    >>> numbers_in(pa.array(["$1,234.50", "$?"]), Column("pay", "pay", "number", thousands=",", unit="$")).to_pylist()
+    [1234.5, None]
+    """
+    if (column.decimal, column.thousands, column.unit) == (".", "", ""):
+        try:
+            return text.cast(pa.float64())
+        except pa.ArrowInvalid:
+            pass  # Arrow reads all cells or none.
+
+    decimal = re.escape(column.decimal)
+    digits = r"\d+"
+    if column.thousands:
+        digits = rf"\d{{1,3}}(?:{re.escape(column.thousands)}\d{{3}})+|\d+"
+    pattern = rf"^[+-]?(?:(?:{digits})(?:{decimal}\d*)?|{decimal}\d+)(?:[eE][+-]?\d+)?$"
+
+    text = pc.replace_substring_regex(text, SPACES, " ")
+    if column.unit:
+        has_unit = pc.match_substring(text, column.unit)
+        text = pc.if_else(has_unit, text, None)
+        text = pc.replace_substring(text, column.unit, "")
+        text = pc.replace_substring_regex(text, r"^([+-]?)\s+|\s+$", r"\1")
+    text = pc.if_else(pc.match_substring_regex(text, pattern), text, pa.scalar(None, pa.string()))
+    if column.thousands:
+        text = pc.replace_substring(text, column.thousands, "")
+    text = pc.replace_substring(text, column.decimal, ".")
+    # Arrow reads no plus sign.
+    return pc.utf8_ltrim(text, "+").cast(pa.float64())
+
+
+def times_in(text: pa.Array, column: Column) -> pa.Array:
+    """Timestamps in the column's format, in UTC; null for other texts."""
+    if column.date_format:
+        return pc.strptime(text, format=column.date_format, unit="us", error_is_null=True)
+
+    # Arrow reads all or none, so what is no date goes first; the offset of a zone is for another type.
+    date = r"^\d{4}-\d\d-\d\d"
+    is_date = pc.match_substring_regex(text, date + r"([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?)?$")
+    text = pc.if_else(is_date, text, pa.scalar(None, pa.string()))
+    has_zone = pc.match_substring_regex(text, r"\d(Z|[+-]\d\d:?\d\d)$")
+    has_zone = pc.and_(has_zone, pc.match_substring(text, ":"))
+    try:
+        zoned = pc.if_else(has_zone, text, pa.scalar(None, pa.string())).cast(pa.timestamp("us", "UTC"))
+        local = pc.if_else(has_zone, pa.scalar(None, pa.string()), text).cast(pa.timestamp("us"))
+    except pa.ArrowInvalid:
+        # A thirteenth month, for instance.
+        return pa.nulls(len(text), pa.timestamp("us"))
+    return pc.coalesce(zoned.cast(pa.timestamp("us")), local)
+
+
+def read(column: Column, values: pa.Array, where: str) -> Cells:
+    """Reads the cells of a column as the training table's were.
+
+    Args:
+        column: as infer() has described it.
+        values: as plain() gives them.
+        where: the file, which begins the message.
+
+    Raises:
+        DataError: The column holds something else.
+    """
+    if column.kind == "name":
+        names = _names_in(values, column.names)
+        return Cells(names, _mask(names.is_null()), ())
+    if column.kind == "vector":
+        vectors = _vectors_in(values, column, where)
+        return Cells(vectors, _gaps(~np.isfinite(vectors).all(axis=1)), ())
+
+    odd: Sequence[str] = ()
+    parsed = values
+    if pa.types.is_string(values.type):
+        parsed = _parsed(values, column)
+        odd = pc.unique(values.filter(pc.and_(values.is_valid(), parsed.is_null()))).to_pylist()
+    is_time = pa.types.is_temporal(parsed.type)
+    is_number = pa.types.is_integer(parsed.type) or pa.types.is_floating(parsed.type)
+    # A column without any cell has no type of its own.
+    is_empty = parsed.null_count == len(parsed)
+    if not is_empty and (is_time if column.kind != "date" else not is_time or is_number):
+        raise _other_kind(column, values, where)
+    if not is_empty and not is_time and not is_number and not pa.types.is_boolean(parsed.type):
+        raise _other_kind(column, values, where)
+    if len(odd) and len(odd) == len(pc.unique(values.drop_null())):
+        raise _other_kind(column, values, where)
+
+    if column.kind == "integer" and pa.types.is_integer(parsed.type):
+        return Cells(parsed.cast(pa.int64()), _mask(parsed.is_null()), odd)
+    if is_time:
+        parsed = _date_part(parsed.cast(pa.timestamp("us"), safe=False), column.part)
+    if not pa.types.is_float32(parsed.type):
+        parsed = parsed.cast(pa.float64(), safe=False)
+    numbers = parsed.to_numpy(zero_copy_only=False)
+    is_gap = ~np.isfinite(numbers)
+    if column.kind == "integer":
+        return Cells(_integers_in(numbers, is_gap, column, where), _gaps(is_gap), odd)
+    if is_gap.any():
+        # Infinite numbers have no mean either.
+        odd = [*odd, *map(str, np.unique(numbers[np.isinf(numbers)]))]
+        numbers = np.where(is_gap, np.nan, numbers)
+    return Cells(numbers[:, np.newaxis], _gaps(is_gap), odd)
+
+
+def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
+    example = next(iter(values.drop_null()[:1].to_pylist()), None)
+    return DataError(
+        f"{where}: the column {column.source} holds {example!r} and is to be {column.feature}; "
+        f"string_categorical takes names"
+    )
+
+
+def _mask(array: pa.Array) -> np.ndarray:
+    return _gaps(array.to_numpy(zero_copy_only=False))
+
+
+def _gaps(is_gap: np.ndarray) -> np.ndarray:
+    # Thousands of columns without gaps need no memory for them.
+    return is_gap if is_gap.any() else np.broadcast_to(np.False_, is_gap.shape)
+
+
+def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
+    """Returns text, spelled as the known names where it is the same number or truth value."""
+    if pa.types.is_boolean(values.type):
+        values = pc.utf8_capitalize(values.cast(pa.string()))
+    elif pa.types.is_floating(values.type):
+        values = pc.if_else(pc.is_finite(values), values, None)
+        # Whole numbers become floats where a column has gaps.
+        is_whole = pc.all(pc.equal(values, pc.floor(values))).as_py()
+        values = values.cast(pa.int64() if is_whole else values.type).cast(pa.string())
+    else:
+        values = values.cast(pa.string())
+    if not known or not len(values):
+        return values
+
+    spellings = {_key(name): name for name in known}
+    exact = {*known}
+    encoded = values.dictionary_encode()
+    names = encoded.dictionary.to_pylist()
+    names = [name if name in exact else spellings.get(_key(name), name) for name in names]
+    return pa.array(names, pa.string()).take(encoded.indices)
+
+
+def _key(name: str) -> str:
+    """Returns what names have in common that another program has written anew.
+
+    >>> _key("7.0") == _key("7"), _key("TRUE") == _key("True"), _key("Yes") == _key("yes")
+    (True, True, False)
+    """
+    if name.lower() in ("true", "false"):
+        return name.lower()
+    return re.sub(r"^([+-]?\d+)\.0+$", r"\1", name)
+
+
+def _vectors_in(values: pa.Array, column: Column, where: str) -> np.ndarray:
+    numbers = np.full((len(values), column.length), np.nan)
+    if values.null_count == len(values):
+        return numbers
+    if not hasattr(values, "flatten") or not pa.types.is_nested(values.type):
+        raise DataError(f"{where}: the column {column.source} holds {values.type}, and lists of numbers are needed")
+    lengths = pc.unique(pc.list_value_length(values.drop_null())).to_pylist()
+    if lengths != [column.length]:
+        raise DataError(f"{where}: the column {column.source} holds lists of {lengths} numbers, not {column.length}")
+    flat = values.drop_null().flatten().cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    numbers[~_mask(values.is_null())] = flat.reshape(-1, column.length)
+    return numbers
+
+
+def _date_part(times: pa.Array, part: str) -> pa.Array:
+    if part == "weekday":
+        return pc.day_of_week(times)
+    if part:
+        return getattr(pc, part)(times)
+    return pc.divide(times.cast(pa.int64()).cast(pa.float64()), DAY_SECONDS * 1e6)
+
+
+def _integers_in(numbers: np.ndarray, is_gap: np.ndarray, column: Column, where: str) -> pa.Array:
+    """Categories are looked up by number, so 1.5 would become 1."""
+    whole = np.where(is_gap, 0, np.round(numbers))
+    wrong = ~is_gap & ((whole != numbers) | (np.abs(whole) > MAX_EXACT))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise DataError(
+            f"{where}: row {row} has {numbers[row]:g} as {column.source}, which takes integers; fix it, or choose "
+            "float_discretized"
+        )
+    return pa.array(whole.astype(np.int64), mask=is_gap)
