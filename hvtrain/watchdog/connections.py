@@ -42,31 +42,29 @@ class Kind(str, Enum):
 
     # From a rank to the hub.
     BEAT = "beat"  # status
-    FAILED = "failed"  # text, code: of this rank's error
-    LOST = "lost"  # text, rank: one that this rank misses, or None if it is the launcher
     SIGNAL = "signal"  # number: for rank 0
     ASK = "ask"  # this rank's main thread is in an error, and asks for the cause
 
     # From the hub to ranks.
     HEARD = "heard"  # the answer to each message
-    VERDICT = "verdict"  # verdict: a StopReason
     END = "end"  # end this process now
 
-    # Both ways. The hub asks for stacks with "wake", a rank answers with the others.
+    # Both ways. A rank proposes a reason to stop, and the hub tells all ranks the first one. The hub
+    # asks for stacks with "wake", a rank answers with the others.
+    STOP = "stop"  # reason: a StopReason
     STACKS = "stacks"  # wake: ranks and processes; rank, text, state
     BYE = "bye"
 
     # What the connection's end becomes: closed by the other side, or by the kernel for a lost host
     # or network.
-    GONE = "gone"
-    CUT = "cut"
+    GONE = "gone"  # is_cut
 
 
-# The end of a message about a rank whose connection ended so.
-LOSS = {
-    Kind.GONE: "is gone (killed, or its host is lost)",
-    Kind.CUT: "cannot be reached any more (its host is down, or the network is cut)",
-}
+def loss(rank_name: str, is_cut: bool) -> str:
+    """Describes the loss of a rank whose connection ended so."""
+    if is_cut:
+        return f"{rank_name} cannot be reached any more (its host is down, or the network is cut)"
+    return f"{rank_name} is gone (killed, or its host is lost)"
 
 
 class WireError(Exception):
@@ -106,13 +104,15 @@ def proof(token: str, challenge: str, rank: int) -> str:
     return hmac.new(token.encode(), f"{challenge} {rank}".encode(), hashlib.sha256).hexdigest()
 
 
-def end_of(error: Exception) -> Kind:
-    """CUT if the kernel gave up on the network; GONE if the other end closed the connection, or sent nonsense."""
-    if isinstance(error, TimeoutError):
-        return Kind.CUT
+def end_of(error: Exception | None) -> Message:
+    """The last message of a connection: cut if the kernel gave up on the network.
+
+    Else the other end closed it (None), or sent nonsense.
+    """
+    is_cut = isinstance(error, TimeoutError)
     if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return Kind.CUT
-    return Kind.GONE
+        is_cut = True
+    return {"kind": Kind.GONE, "is_cut": is_cut}
 
 
 def notice_cuts(connection: socket.socket) -> None:
@@ -174,7 +174,7 @@ class Connections:
     def messages(self, seconds: float) -> Iterator[tuple[Connection, Message]]:
         """Yields messages of ranks within that time.
 
-        The last message of a lost one is GONE or CUT.
+        The last message of a lost one is GONE.
         """
         for key, _ in self._selector.select(seconds):
             if key.data is None:
@@ -231,7 +231,7 @@ class Connections:
             data = connection.socket.recv(1 << 16)
             messages = connection.lines.feed(data)
             if not data:
-                end = Kind.GONE
+                end = end_of(None)
         except BlockingIOError:
             return
         except (OSError, WireError) as error:
@@ -247,7 +247,7 @@ class Connections:
         if end and connection.is_open:
             self.close_one(connection)
             if connection.state:
-                yield connection, {"kind": end}
+                yield connection, end
 
     def _joins(self, connection: Connection, message: Message) -> bool:
         """Makes the connection a rank's if the message proves it. Returns False if it does not."""

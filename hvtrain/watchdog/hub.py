@@ -12,7 +12,7 @@ from hvtrain.errors import RESTART_HELPS
 from hvtrain.system import console
 from hvtrain.system.host_facts import raise_file_limit
 from hvtrain.watchdog import ending, judge
-from hvtrain.watchdog.connections import LOSS, Connection, Connections, Kind, Message
+from hvtrain.watchdog.connections import Connection, Connections, Kind, Message, loss
 from hvtrain.watchdog.judge import RankState, StopReason
 from hvtrain.watchdog.member import Member
 from hvtrain.watchdog.progress import Status, SuspensionClock
@@ -83,8 +83,8 @@ class Hub:
         state = connection.state
         assert state
         kind = message["kind"]
-        if kind in (Kind.GONE, Kind.CUT):
-            self._note_loss(state, Kind(kind))
+        if kind == Kind.GONE:
+            self._note_loss(state, message["is_cut"])
             return
         if kind == Kind.BYE:
             self._connections.close_one(connection)
@@ -94,10 +94,8 @@ class Hub:
         if kind == Kind.BEAT:
             state.status = Status(**message["status"])
             state.heard = time.monotonic()
-        elif kind == Kind.FAILED:
-            self._note_failure(state, str(message["text"]), int(message["code"]))
-        elif kind == Kind.LOST:
-            self._stop(StopReason(str(message["text"]), RESTART_HELPS, message["rank"]))
+        elif kind == Kind.STOP:
+            self._stop(StopReason(**message["reason"]))
         elif kind == Kind.SIGNAL:
             self._pass_signal(int(message["number"]))
         elif kind == Kind.STACKS:
@@ -106,24 +104,15 @@ class Hub:
             self._look_for_silence()
         connection.send(Kind.HEARD)
 
-    def _note_loss(self, state: RankState, kind: Kind) -> None:
+    def _note_loss(self, state: RankState, is_cut: bool) -> None:
         """Remembers a lost rank.
 
         The reason to stop waits for those that are lost together with it.
         """
         if self._rules.survives_loss:
             return
-        text = f"{state.name} {LOSS[kind]}"
-        self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=kind == Kind.CUT))
+        self._lost.append(StopReason(loss(state.name, is_cut), RESTART_HELPS, state.rank, is_cut=is_cut))
         self._lost_at = self._lost_at or time.monotonic()
-
-    def _note_failure(self, state: RankState, text: str, code: int) -> None:
-        """Stops the run for a rank's own error."""
-        if self._rules.survives_loss:
-            return
-        # An error in the data may name its rank itself.
-        text = text.removeprefix(f"{state.name}: ")
-        self._stop(StopReason(f"{state.name} failed: {text}", code, state.rank, is_failure=True))
 
     def _pass_signal(self, number: int) -> None:
         """Sends this process the first signal that another rank received, unless one arrives here too."""
@@ -194,7 +183,7 @@ class Hub:
         if not reason.is_failure:
             reason = replace(reason, text=f"{reason.text}; {ending.resume_advice(self._member.folder)}")
         self._reason = reason
-        self._connections.send_all(Kind.VERDICT, verdict=vars(reason))
+        self._connections.send_all(Kind.STOP, reason=vars(reason))
 
     def _collect_stacks(self, now: float) -> None:
         """Asks every rank for its stacks. A silent one is woken by another rank of its machine."""

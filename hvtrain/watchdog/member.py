@@ -14,7 +14,6 @@ from hvtrain.errors import RESTART_HELPS, UserError, in_one_line
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
 from hvtrain.watchdog import ending
 from hvtrain.watchdog.connections import (
-    LOSS,
     SECONDS_TO_JOIN,
     Kind,
     Lines,
@@ -22,6 +21,7 @@ from hvtrain.watchdog.connections import (
     WireError,
     encode,
     end_of,
+    loss,
     notice_cuts,
     proof,
 )
@@ -171,9 +171,13 @@ class Member(Watchdog):
             code = error.code
 
         self._is_leaving = True
-        if self._reason is None and not self._closed.is_set():
+        # An elastic job goes on without this rank.
+        if self._reason is None and not self._closed.is_set() and not self.rules.survives_loss:
+            name = f"rank {self._rank} on {self._host}"
+            # An error in the data may name its rank itself.
+            text = text.removeprefix(f"{name}: ")
             self._heard.clear()
-            self._send(Kind.FAILED, text=text, code=code)
+            self._propose(StopReason(f"{name} failed: {text}", code, self._rank, is_failure=True))
             self._heard.wait(1.0)
 
     def cause(self, seconds: float = 3.0) -> StopReason | None:
@@ -227,6 +231,9 @@ class Member(Watchdog):
     def _send(self, kind: Kind, **values: Any) -> None:
         self._send_message({"kind": kind, **values})
 
+    def _propose(self, reason: StopReason) -> None:
+        self._send(Kind.STOP, reason=vars(reason))
+
     def _send_message(self, message: Message) -> None:
         with self._lock:
             try:
@@ -271,9 +278,9 @@ class Member(Watchdog):
     def _read(self, connection: socket.socket) -> None:
         try:
             data = connection.recv(1 << 16)
-            messages = self._lines.feed(data) if data else [{"kind": Kind.GONE}]
+            messages = self._lines.feed(data) if data else [end_of(None)]
         except (OSError, WireError) as error:
-            messages = [{"kind": end_of(error)}]
+            messages = [end_of(error)]
         for message in messages:
             self._take(message)
 
@@ -283,8 +290,8 @@ class Member(Watchdog):
         if kind == Kind.HEARD:
             self._waits_since = None
             self._heard.set()
-        elif kind == Kind.VERDICT:
-            self._stop(StopReason(**message["verdict"]))
+        elif kind == Kind.STOP:
+            self._stop(StopReason(**message["reason"]))
         elif kind == Kind.STACKS:
             self._is_ending = True
             self._send(Kind.STACKS, rank=self._rank, text=self.stacks.text(), state="")
@@ -296,9 +303,10 @@ class Member(Watchdog):
             self._connection = None
             if self._reason is None:
                 self._closed.set()
-        elif kind in (Kind.GONE, Kind.CUT):
+        elif kind == Kind.GONE:
+            is_cut = message["is_cut"]
             self._connection = None
-            self._stop(self._loss(f"rank 0 {LOSS[Kind(kind)]}", 0, is_cut=kind == Kind.CUT))
+            self._stop(self._loss(loss("rank 0", is_cut), 0, is_cut))
 
     def _wake(self, rank: int, process: Process) -> None:
         """Wakes a silent rank of this machine, and sends rank 0 its stacks."""
@@ -337,7 +345,7 @@ class Member(Watchdog):
         if self._launcher.is_gone():
             text = "the launcher of the ranks is gone"
             self._patience = SECONDS_FOR_THE_MAIN_THREAD
-            self._send(Kind.LOST, text=text, rank=None)
+            self._propose(StopReason(text, RESTART_HELPS))
             self._stop(self._loss(text, None))
         elif self._waits_since is None:
             self._waits_since = now
@@ -369,7 +377,7 @@ class Member(Watchdog):
             if state:
                 text = f"{text}, it is {state}"
         # The first message that it reads when it wakes up.
-        self._send(Kind.LOST, text=text, rank=0)
+        self._propose(StopReason(text, RESTART_HELPS, 0))
 
         stacks = {self._rank: self.stacks.text()}
         if hub and is_here and state != ENDED:

@@ -376,8 +376,8 @@ def test_rank_0_serves_512_ranks_and_names_the_one_that_dies():
         assert json.loads(lines.readline())["kind"] == "heard"
     ranks.pop(300).close()
     for lines in ranks.values():
-        verdict = json.loads(lines.readline())["verdict"]
-        assert verdict["rank"] == 300 and verdict["text"].startswith("rank 300 on h300 is gone")
+        reason = json.loads(lines.readline())["reason"]
+        assert reason["rank"] == 300 and reason["text"].startswith("rank 300 on h300 is gone")
     assert member.wait().rank == 300
     member.stop()
     hub.thread.join(10)
