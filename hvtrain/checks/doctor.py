@@ -113,9 +113,8 @@ def examine(
     table.add(rows)
     # A host that failed has no endpoint, and is left out of the calls.
     if len(endpoints) > 1:
-        ports = {host: cluster[host]["port"] for host in cluster}
-        facts["ports"], silent = _try_ports(endpoints, ports, ssh)
-        table.add(judge_ports(facts["ports"], silent, endpoints, ports))
+        facts["ports"], silent = _try_ports(endpoints, ssh)
+        table.add(judge_ports(facts["ports"], silent, endpoints))
         # The other clocks against the first host's.
         first = next(iter(cluster))
         facts["clocks"] = facts["ports"].get(first, {}).get("clocks", {})
@@ -153,26 +152,22 @@ def _judge_ssh(names: Sequence[str], troubles: Mapping[str, str]) -> list[Row]:
     return rows or [passed("ssh", f"reached: {', '.join(names)}")]
 
 
-def _try_ports(
-    endpoints: Mapping[str, Endpoint],
-    ports: Mapping[str, int],
-    ssh: Ssh,
-) -> tuple[dict[str, Facts], dict[str, str]]:
+def _try_ports(endpoints: Mapping[str, Endpoint], ssh: Ssh) -> tuple[dict[str, Facts], dict[str, str]]:
     """Has all hosts listen and connect at once. Returns their results, and why others have none."""
     # A port may be reached by another program; only these hosts know the token.
     token = secrets.token_hex(8)
-    addresses = {host: [endpoint.address, ports[host]] for host, endpoint in endpoints.items()}
+    addresses = {host: [endpoint.address, endpoint.port] for host, endpoint in endpoints.items()}
 
     requests: dict[str, Facts] = {
         host: {
             "work": "ports",
             "me": host,
-            "port": ports[host],
+            "port": endpoint.port,
             "token": token,
             "others": {other: address for other, address in addresses.items() if other != host},
             "seconds": PORTS_SECONDS,
         }
-        for host in endpoints
+        for host, endpoint in endpoints.items()
     }
     # The other seconds are for ssh and for starting Python.
     return ask(requests, ssh, PORTS_SECONDS + 10)

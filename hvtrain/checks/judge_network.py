@@ -12,10 +12,11 @@ _INTERFACE_FIX = "give hosts in -H by their addresses in one network, or choose:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where other hosts reach a host: one of its interfaces, and that interface's address."""
+    """Where other hosts reach a host: one of its interfaces, that interface's address, and a free port."""
 
     interface: str
     address: str
+    port: int
 
 
 def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
@@ -127,7 +128,7 @@ def judge_interfaces(
         return [fail("interface", first, f"{finding}; it has {_listed(cluster[first])}", _INTERFACE_FIX)], {}
 
     network = ipaddress.ip_network(start["network"])
-    endpoints = {first: Endpoint(start["name"], start["address"])}
+    endpoints = {first: Endpoint(start["name"], start["address"], cluster[first]["port"])}
     rows = []
     for host in others:
         inside = [
@@ -149,7 +150,7 @@ def judge_interfaces(
             finding = f"{item['name']} has {item['address']} here and on {twins[0]}, so it cannot join the hosts"
             rows.append(fail("interface", host, finding, _INTERFACE_FIX))
         else:
-            endpoints[host] = Endpoint(best[0]["name"], best[0]["address"])
+            endpoints[host] = Endpoint(best[0]["name"], best[0]["address"], cluster[host]["port"])
 
     shown = ", ".join(sorted({endpoint.interface for endpoint in endpoints.values()}))
     return rows or [passed("interface", f"{shown} in {network}")], endpoints
@@ -174,7 +175,6 @@ def judge_ports(
     answers: Mapping[str, Facts],
     silent: Iterable[str],
     endpoints: Mapping[str, Endpoint],
-    ports: Mapping[str, int],
 ) -> list[Row]:
     """Checks that each host reaches a free port of each other host.
 
@@ -185,7 +185,6 @@ def judge_ports(
         answers: The hosts' results of probe.Exchange.
         silent: Hosts that did not answer.
         endpoints: Where each host is reached.
-        ports: The port on which each host listened.
     """
     rows = [skip("ports", "did not answer", host) for host in silent]
 
@@ -205,7 +204,7 @@ def judge_ports(
         listeners = [listener for caller, listener in missing if caller == host]
         findings = []
         if callers:
-            findings.append(f"{', '.join(callers)} cannot reach its port {ports[host]}")
+            findings.append(f"{', '.join(callers)} cannot reach its port {endpoints[host].port}")
         if listeners:
             findings.append(f"it cannot reach high ports of {', '.join(listeners)}")
 

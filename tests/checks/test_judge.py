@@ -31,6 +31,7 @@ def healthy():
         "horovod": {"library": "/env/mpi_lib.so", "built_with": ["MPI", "Gloo", "NCCL"]},
         "cuda": {"nvidia-nccl-cu12": "2.32.3"},
         "addresses": {f"s{n}": f"10.0.0.{n}" for n in (1, 2, 3)},
+        "port": 40000,
         "shared_memory": {"free": GIB, "total": GIB},
         "open_files": {"soft": 1024, "hard": 4096},
         "disk": {"folder": "/home/me/work/runs", "free": 50 * GIB, "writable": True},
@@ -137,7 +138,7 @@ def test_interfaces():
     wrong = failures(judge_interfaces(healthy(), NAMES, "ib0")[0])
     assert "has no interface ib0; it has eth1 10.0.0.1" in wrong["interface", "s1"].finding
     rows, endpoints = judge_interfaces(healthy(), NAMES, "eth1,eth2,eth3")
-    assert not failures(rows) and endpoints["s3"] == Endpoint("eth3", "10.0.0.3")
+    assert not failures(rows) and endpoints["s3"] == Endpoint("eth3", "10.0.0.3", 40000)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +150,9 @@ def test_interfaces():
     ],
 )
 def test_closed_ports_name_the_host_that_failed_calls_share(missing, hosts):
-    endpoints = {name: Endpoint("eth0", f"10.0.0.{name[1]}") for name in NAMES}
+    endpoints = {name: Endpoint("eth0", f"10.0.0.{name[1]}", 40000) for name in NAMES}
     answers = {host: {"missing": reasons} for host, reasons in missing.items()}
-    rows = judge_ports(answers, ["s4"], endpoints, dict.fromkeys(NAMES, 40000))
+    rows = judge_ports(answers, ["s4"], endpoints)
     assert [host for _, host in failures(rows)] == hosts
     assert [row.host for row in rows if row.status == "SKIP"] == ["s4"]
 
