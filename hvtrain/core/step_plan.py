@@ -2,7 +2,6 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -33,15 +32,18 @@ class Share:
         """True if every step has a full batch."""
         return self.num_examples == self.steps * self.batch_size
 
-    def begin(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> Any:
-        """Number of examples before a step of the epoch, 0 ... steps. Pass tf.minimum for tensors of steps.
+    def begin(self, step: Any) -> Any:
+        """Number of examples before a step of the epoch, 0 ... steps; also for a tensor of steps.
 
         >>> [Share(32, 3, 66).begin(step) for step in range(4)]
         [0, 32, 64, 66]
         >>> [Share(32, 3, 64).begin(step) for step in range(4)]
         [0, 32, 63, 64]
         """
-        return minimum(step * self.batch_size, self.num_examples - (self.steps - step))
+        full = step * self.batch_size
+        most = self.num_examples - (self.steps - step)
+        # The smaller of the two: min is not for tensors, and tf.minimum not for this module.
+        return (full + most - abs(full - most)) // 2
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,9 @@ class StepPlan:
         """True if all ranks have batches of one size in all steps, so that means over ranks are plain means."""
         return len(set(self.batch_sizes)) == 1 and self.is_full
 
-    def parts(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> list[tuple[Any, Any]]:
+    def parts(self, step: Any) -> list[tuple[Any, Any]]:
         """Each rank's slice (begin, end) of the joint batch of a step of the epoch: all shares' batches together."""
-        offsets = self.share_offsets(step, minimum)
+        offsets = self.share_offsets(step)
         return list(pairwise(self._even_cuts(offsets[-1]) if self.is_resized else offsets))
 
     def shares_of(self, rank: int) -> range:
@@ -150,18 +152,18 @@ class StepPlan:
         shift = step - epoch * self.steps_per_epoch - step_in_epoch
         return replace(self, num_steps=max(step, self.scheduled_steps + shift), shift=shift)
 
-    def weight(self, rank: int, step: Any, minimum: Callable[[Any, Any], Any] = min) -> Any:
+    def weight(self, rank: int, step: Any) -> Any:
         """Weight of a rank's mean gradient: its number of examples in a step of the epoch over the ranks' mean number.
 
         With it the mean over the ranks is the mean over all examples of the step.
         """
-        parts = self.parts(step, minimum)
+        parts = self.parts(step)
         begin, end = parts[rank]
         return self.size * (end - begin) / parts[-1][1]
 
-    def share_offsets(self, step: Any, minimum: Callable[[Any, Any], Any] = min) -> list[Any]:
+    def share_offsets(self, step: Any) -> list[Any]:
         """Offsets of the shares' batches in the joint batch of a step of the epoch, and its end."""
-        sizes = [share.begin(step + 1, minimum) - share.begin(step, minimum) for share in self.shares]
+        sizes = [share.begin(step + 1) - share.begin(step) for share in self.shares]
         return list(accumulate(sizes, initial=0))
 
     def _even_cuts(self, total: Any) -> list[Any]:

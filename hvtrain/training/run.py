@@ -170,7 +170,7 @@ def with_rank_weights(
 
     def add(step: tf.Tensor, batch: Any) -> tuple[Any, tf.Tensor]:
         step_in_epoch = (step - plan.shift) % plan.steps_per_epoch
-        return batch, tf.cast(plan.weight(rank, step_in_epoch, tf.minimum), tf.float32)
+        return batch, tf.cast(plan.weight(rank, step_in_epoch), tf.float32)
 
     return tf.data.Dataset.zip(steps, batches).map(add)
 

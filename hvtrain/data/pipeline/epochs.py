@@ -107,10 +107,10 @@ def cut_epoch(
     @unconverted
     def check(step: tf.Tensor, batch: Any) -> Any:
         size = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
-        begin = share.begin(step, tf.minimum)
+        begin = share.begin(step)
         # With `ends`, one more step follows the share, in which nothing may come.
         is_in_share = step < share.steps
-        needed_size = tf.where(is_in_share, share.begin(step + 1, tf.minimum) - begin, 0)
+        needed_size = tf.where(is_in_share, share.begin(step + 1) - begin, 0)
 
         num_read = tf.minimum(begin, share.num_examples) + size
         message = tf.strings.format(

@@ -107,8 +107,8 @@ def regrouped(
             offsets = plan.share_offsets(0)
         else:
             step %= plan.steps_per_epoch
-            parts = plan.parts(step, tf.minimum)
-            offsets = plan.share_offsets(step, tf.minimum)
+            parts = plan.parts(step)
+            offsets = plan.share_offsets(step)
 
         first = offsets[shares[0]]
         begin, end = parts[topology.rank]
@@ -228,7 +228,7 @@ class IndexedSource(StreamedSource):
                 return tf.data.Dataset.from_tensor_slices(rows)
 
             def batch_of(step: tf.Tensor) -> tf.Tensor:
-                return order[share.begin(step, tf.minimum) : share.begin(step + 1, tf.minimum)]
+                return order[share.begin(step) : share.begin(step + 1)]
 
             return tf.data.Dataset.range(share.steps).map(batch_of)
 

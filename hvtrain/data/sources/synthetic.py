@@ -67,7 +67,7 @@ class Synthetic(Source):
 
         # Steps with fewer examples get the first ones of the batch.
         def cut(step):
-            size = share.begin(step + 1, tf.minimum) - share.begin(step, tf.minimum)
+            size = share.begin(step + 1) - share.begin(step)
             return images[:size], labels[:size]
 
         steps = tf.data.Dataset.range(request.start_step, FOREVER)

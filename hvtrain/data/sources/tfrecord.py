@@ -213,7 +213,7 @@ class TFRecords(DealtSource):
             # Only the first epoch of a resumed run begins in the middle. Records are skipped
             # before they are decoded.
             first_step = tf.where(epoch == first_epoch, steps_done, 0)
-            records = records.skip(tf.cast(share.begin(first_step, tf.minimum), tf.int64))
+            records = records.skip(tf.cast(share.begin(first_step), tf.int64))
             batches = records.batch(share.batch_size, drop_remainder=share.is_full)
             return batches if share.is_full else batches.rebatch(sizes[first_step:])
 
