@@ -136,7 +136,8 @@ def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> DataError | None:
     """Keeps the kinds of a batch, or compares them; returns the error of a change (chief only)."""
     source = run.source
     if source.raw_batches:
-        inputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), source.finish(inputs))
+        finished = source.finish(tf.nest.map_structure(tf.constant, inputs))
+        inputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), finished)
     kept = kinds.read(run.folder) if is_resumed else {}
     if not kept:
         kinds.keep(run.folder, inputs, run.described)
