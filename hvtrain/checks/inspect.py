@@ -94,10 +94,10 @@ def _print(findings: "Findings") -> None:
     output = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     counts = ", ".join(f"{facts.num_examples:,} {facts.name}" for facts in findings.splits)
     lines = {
-        "dataset": f"{findings.name}: {counts}",
+        "dataset": f"{findings.name}: {counts or 'no examples'}",
         "from": findings.origin,
         **findings.described.header(),
-        "read": scope(findings).removeprefix("Read: "),
+        "read": scope(findings).removeprefix("Read: ") if findings.splits else "",
     }
     lines.pop("warnings", None)
     output.print(summary({name: text for name, text in lines.items() if text}))

@@ -1,0 +1,202 @@
+"""python -m hvtrain inspect: what it says of real files and of a user's own data, in this process, without ranks."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import hvtrain
+from hvtrain.checks import inspect
+from hvtrain.data import from_arrays, from_dataset, write_tfrecords
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.finished import evaluate, predict
+from tiny_data import random_images, write_folder
+
+HERE = Path(__file__).stem
+
+
+def inspected(monkeypatch, capsys, folder, *arguments):
+    """The exit code, what was printed, and the page."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["inspect", *map(str, arguments)])
+    code = inspect.main()
+    return code, capsys.readouterr().out, (folder / "inspect.html").read_text()
+
+
+def write_leaves(folder):
+    """Twelve training images of three classes; test lacks a class, repeats one of train, and has a damaged file."""
+    images, labels = random_images(12)
+    write_folder(folder / "train", images, labels)
+    write_folder(folder / "test", images[:1], labels[:1])
+    write_folder(folder / "test", *random_images(2, seed=1))
+    damaged = folder / "test" / "class_1" / "0001.png"
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    return damaged
+
+
+def test_damaged_repeated_and_missing_images_are_named(tmp_path, monkeypatch, capsys):
+    write_folder(tmp_path / "leaves" / "test", *random_images(3, seed=2))
+    damaged = write_leaves(tmp_path / "leaves")
+    words = ["dataset=image_folder", "dataset.dir=leaves", "dataset.image_shape=[6,6,1]"]
+    code, output, page = inspected(monkeypatch, capsys, tmp_path, *words)
+    assert code == 2
+    assert re.search(rf"refused: {damaged.relative_to(tmp_path)}: .+", output)
+    assert re.search(r"class_2 +4 \(33%\) +1 \(\d+%\)", output)
+    assert page.count("data:image/png;base64,") == 12 and "class_1" in page and "http" not in page.split("</style>")[1]
+
+    code, output, _ = inspected(monkeypatch, capsys, tmp_path, *words, "data.on_error=skip")
+    assert code == 0 and f"look at: {damaged.relative_to(tmp_path)}" in output
+
+
+def test_examples_in_train_and_test_and_repeats_with_another_target(tmp_path, monkeypatch, capsys):
+    images, labels = random_images(40)
+    images[7] = images[2]
+    images[9] = images[3]
+    labels[labels == 2] = 1
+    labels[7] = 0
+    labels[20] = 2
+    arrays = {"x": images, "y": labels, "x_test": images[[5, 30]], "y_test": labels[[5, 30]]}
+    np.savez(tmp_path / "own.npz", **arrays)
+    (tmp_path / "conf" / "dataset").mkdir(parents=True)
+    (tmp_path / "conf" / "dataset" / "own.yaml").write_text(f"_target_: {HERE}.own_arrays\npath: own.npz\n")
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+    code, output, _ = inspected(monkeypatch, capsys, tmp_path, "--config-dir", "conf", "dataset=own")
+    assert code == 0, output
+    assert "look at: train: repeated 2 of 40 examples, with another target 1; example 7 is example 2\n" in output
+    assert "look at: test: also in train 2 of 2 examples; example 0 is example 5 of train\n" in output
+    assert "look at: test has no 2\n" in output
+
+    code, output, _ = inspected(monkeypatch, capsys, tmp_path, "--config-dir", "conf", "dataset=own", "limit=10")
+    assert "read     10 of 40 train, 2 of 2 test examples." in output
+
+
+def own_arrays(path):
+    data = np.load(path)
+    return from_arrays(data["x"], data["y"], data["x_test"], data["y_test"], name="own", num_classes=3)
+
+
+def pipeline(shard, num_shards, split="train"):
+    import tensorflow as tf
+
+    inputs = {"age": np.arange(12, dtype=np.float32)[:, None], "note": np.array([f"note {i}" for i in range(12)])}
+    targets = np.arange(12, dtype=np.int32) % 4
+    if split != "train":
+        return None
+    return tf.data.Dataset.from_tensor_slices((inputs, targets)).shard(num_shards, shard)
+
+
+def own_pipeline():
+    return from_dataset(pipeline, num_classes=3)
+
+
+def write_table(folder):
+    rows = [f"{20 + number},{'Rome' if number % 3 else 'Oslo'},{number % 2}" for number in range(40)]
+    (folder / "people.csv").write_text("\n".join(["age,city,buys", *rows]) + "\n")
+
+
+def write_masks(folder):
+    for number in range(3):
+        for kind in ("images", "masks"):
+            (folder / "scenes" / "train" / kind).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"scenes/train/images/{number}.png")
+        Image.fromarray((pixels[..., 0] % 3).astype(np.uint8)).save(folder / f"scenes/train/masks/{number}.png")
+
+
+def write_records(folder):
+    write_tfrecords(folder / "records", "train", *random_images(9), num_files=2)
+
+
+def write_text(folder):
+    (folder / "tales.txt").write_text("Once upon a time there was a sentence. " * 300)
+
+
+def write_pipeline(folder):
+    (folder / "conf" / "dataset").mkdir(parents=True)
+    (folder / "conf" / "dataset" / "own.yaml").write_text(f"_target_: {HERE}.own_pipeline\n")
+
+
+SCENES = ["dataset=segmentation_folder", "dataset.dir=scenes", "dataset.image_shape=[8,8,3]", "dataset.num_classes=3"]
+RECORDS = ["dataset=tfrecord", "dataset.dir=records", "dataset.image_shape=[6,6,1]", "dataset.num_classes=3"]
+TEXT = ["dataset=text", "dataset.file=tales.txt", "dataset.vocabulary_size=300", "dataset.length=16"]
+TABLE = ["dataset=table", "dataset.file=people.csv", "dataset.target=buys", "dataset.num_test=10"]
+OWN = ["--config-dir", "conf", "dataset=own"]
+# What writes the files, the settings, the exit code, what is printed, and what is on the page.
+CASES = {
+    "table": (write_table, TABLE, 0, r"people: 30 train, 10 test\n", "Rome"),
+    "masks": (write_masks, SCENES, 0, r"train +targets +whole numbers, 8 x 8 +0 +2", "Pictures and masks"),
+    "records": (write_records, RECORDS, 0, r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ", 'alt="0: 0"'),
+    "text": (write_text, TEXT, 0, r"tales: \d+ train", "Once upon a time"),
+    "own function": (write_pipeline, OWN, 2, r"inputs.age +numbers, 1 +0 +11", "note 2"),
+    "wrong task": (write_table, [*TABLE, "task=segmentation"], 2, "refused: task=segmentation needs as ", "Rome"),
+    "too few rows": (write_table, [*TABLE, "dataset.num_test=50"], 2, "refused: .*num_test=50", "Refused"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_data_set(name, tmp_path, monkeypatch, capsys):
+    write, words, expected_code, printed, on_page = CASES[name]
+    write(tmp_path)
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+    code, output, page = inspected(monkeypatch, capsys, tmp_path, *words)
+    assert code == expected_code, output
+    assert re.search(printed, output), output
+    assert re.search(on_page, page)
+    if name == "own function":
+        assert "refused: train: 3 labels are outside 0 ... 2; fix the targets\n" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["limit=0"], "limit=0 came where a whole number of at least 1 was needed"),
+        (["limit=many"], "limit=many came where a whole number"),
+        (["--output", "nowhere/page.html"], "--output nowhere/page.html: there is no folder nowhere"),
+        (["dataset=image_folder", "dataset.dir=nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_inspected_is_one_line(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["inspect", *words])
+    with pytest.raises((ConfigError, DataError), match=re.escape(message)) as caught:
+        inspect.main()
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kinds") / "run"
+    words = ["model=mlp", "strategy=single", "train.steps=2", f"run.dir={folder}"]
+    hvtrain.train(hvtrain.compose(words))
+    return folder
+
+
+def test_a_run_keeps_what_its_data_were(digits_run):
+    result = json.loads((digits_run / "result.json").read_text())
+    assert result["data"]["splits"] == ["train 1,437", "test 360"] and result["data"]["classes"] == ["10, 10% each"]
+    kinds = json.loads((digits_run / "kinds.json").read_text())
+    assert kinds["inputs"] == {"": {"type": "numbers", "shape": [8, 8, 1], "low": 0.0, "high": 1.0}}
+    assert sum(kinds["class_counts"]["test"]) == 360
+    page = (digits_run / "report.html").read_text()
+    assert "<h2>The data</h2>" in page and page.count("10, 10% each") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (predict, ["input=dark.npy"], "dark.npy is of another kind than the run was trained on: values are "),
+        (evaluate, ["dataset=shapes"], "shapes is of another kind than the run was trained on: images have 3 channels"),
+        (evaluate, ["dataset=synthetic", "dataset.image_shape=[9,9,1]"], "images of synthetic are 9 x 9, were 8 x 8"),
+    ],
+    ids=["range", "channels", "size"],
+)
+def test_other_data_of_another_kind_are_refused(command, words, message, digits_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save(tmp_path / "dark.npy", np.random.default_rng(0).random((5, 8, 8)))
+    monkeypatch.setattr(sys, "argv", ["x", f"run={digits_run}", *words])
+    with pytest.raises(Exception, match=re.escape(message)):
+        command.main()
