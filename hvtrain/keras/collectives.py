@@ -4,6 +4,7 @@ Every rank, or every rank of the process set, must enter each of them. Values tr
 Only shapes and types of variables are pickled, by Horovod, between ranks of one job.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -84,61 +85,38 @@ def reducescatter(
     return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name, process_set=process_set)
 
 
-def grouped_allreduce(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Horovod's grouped_allreduce, after a comparison.
-
-    Raises:
-        RankError: if the ranks' tensors differ in number, type or shape.
-    """
-    return _compare_and_call(hvd.grouped_allreduce, tensors, args, kwargs)
-
-
-def grouped_allgather(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Horovod's grouped_allgather, after a comparison.
-
-    Raises:
-        RankError: if the ranks' tensors differ in number, type, or a dimension other than the
-            first.
-    """
-    return _compare_and_call(hvd.grouped_allgather, tensors, args, kwargs, any_length=True)
-
-
-def grouped_reducescatter(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Horovod's grouped_reducescatter, after a comparison.
-
-    Raises:
-        RankError: if the ranks' tensors differ in number, type or shape.
-    """
-    return _compare_and_call(hvd.grouped_reducescatter, tensors, args, kwargs)
-
-
-def _compare_and_call(
-    collective: Callable[..., Any],
-    tensors: Sequence[Any],
-    args: Any,
-    kwargs: Any,
-    any_length: bool = False,
-) -> Any:
-    """Calls Horovod's collective, after the ranks have compared their tensors' types and shapes.
+def _compared(collective: Callable[..., Any], any_length: bool = False) -> Callable[..., Any]:
+    """Returns Horovod's collective, before which the ranks compare their tensors' types and shapes.
 
     Horovod compares tensors that travel alone, but not those of a group, and would read foreign
-    memory.
+    memory. The collective raises RankError if the ranks' tensors differ in number, type or shape.
 
     Args:
         any_length: True if the first dimension may differ.
     """
-    tensors = [value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value) for value in tensors]
-    # Horovod's three functions take process_set and op at different positions.
-    arguments = inspect.signature(collective).bind(tensors, *args, **kwargs).arguments
-    process_set = arguments.get("process_set", hvd.global_process_set)
-    if process_set.size() > 1:
-        specs = tensors
-        if any_length:
-            specs = [tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype) for tensor in tensors]
-        settings = f"{collective.__name__}, op={arguments.get('op')}"
-        no_variables = [None] * len(specs)
-        compare_structure(collective.__name__, settings, specs, no_variables, process_set, "tensor")
-    return collective(tensors, *args, **kwargs)
+    signature = inspect.signature(collective)
+
+    @functools.wraps(collective)
+    def compare_and_call(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = [value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value) for value in tensors]
+        # Horovod's three functions take process_set and op at different positions.
+        arguments = signature.bind(tensors, *args, **kwargs).arguments
+        process_set = arguments.get("process_set", hvd.global_process_set)
+        if process_set.size() > 1:
+            specs = tensors
+            if any_length:
+                specs = [tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype) for tensor in tensors]
+            settings = f"{collective.__name__}, op={arguments.get('op')}"
+            no_variables = [None] * len(specs)
+            compare_structure(collective.__name__, settings, specs, no_variables, process_set, "tensor")
+        return collective(tensors, *args, **kwargs)
+
+    return compare_and_call
+
+
+grouped_allreduce = _compared(hvd.grouped_allreduce)
+grouped_allgather = _compared(hvd.grouped_allgather, any_length=True)
+grouped_reducescatter = _compared(hvd.grouped_reducescatter)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
