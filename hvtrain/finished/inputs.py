@@ -11,9 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.formats.columns import Column
+from hvtrain.data.formats.folders import is_junk
+from hvtrain.data.formats.image_files import SUFFIXES
 from hvtrain.data.formats.schema import read_cells
 from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import check_names
+from hvtrain.data.pipeline.decoding import decode_whole
 from hvtrain.data.pipeline.features import filled
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
 from hvtrain.data.sources.table import NewRows, Table
@@ -24,7 +27,6 @@ log = logging.getLogger(__name__)
 
 # Inputs as the model takes them, and further columns of the output by name, such as targets.
 Batch = tuple[Any, dict[str, np.ndarray]]
-IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".bmp")
 NEEDED = "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
 # The share of rows with an unknown name from which their predictions need a warning.
 MANY_UNKNOWN = 0.1
@@ -113,9 +115,9 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
         return _of_array(run, path)
 
     paths = sorted(path.rglob("*")) if path.is_dir() else [path]
-    images = [file for file in paths if file.suffix.lower() in IMAGES]
+    images = [file for file in paths if file.suffix.lower() in SUFFIXES and not is_junk(file.name)]
     if not images:
-        raise ConfigError(f"input={path} has no images ({', '.join(IMAGES)}); give {NEEDED}")
+        raise ConfigError(f"input={path} has no images ({', '.join(SUFFIXES)}); give {NEEDED}")
     shape = run.source.preprocessing().shape
     if not isinstance(shape, tuple) or len(shape) not in (2, 3) or not hasattr(run.source, "image_shape"):
         raise ConfigError(f"input={path} has images, and the model does not take images; give {NEEDED}")
@@ -142,7 +144,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
     def preprocessed(file: Path) -> np.ndarray:
         """Reads one image and preprocesses it by itself, since images may differ in size."""
         try:
-            pixels = tf.io.decode_image(tf.io.read_file(str(file)), channels, expand_animations=False)
+            pixels = decode_whole(tf.io.read_file(str(file)), channels, run.source.exif)
             batch = tf.cast(pixels, tf.float32)[tf.newaxis]
             if not has_channels:
                 batch = batch[..., 0]

@@ -86,31 +86,39 @@ class Cells(NamedTuple):
     """Texts where a number or a date was expected. They are gaps too."""
 
 
-def plain(values: pa.ChunkedArray | pa.Array) -> pa.Array:
+def plain(values: pa.ChunkedArray) -> pa.Array:
     """Returns one array of a plain type: text without gaps' spellings, numbers, dates or lists."""
-    array = values
-    if isinstance(values, pa.ChunkedArray):
-        # One chunk needs no copy.
-        array = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
+    # One chunk needs no copy.
+    array = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     types = pa.types
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if types.is_null(array.type) or types.is_large_string(array.type) or types.is_string_view(array.type):
+
+    kind = array.type
+    if types.is_null(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         array = array.cast(pa.string())
-    elif types.is_binary(array.type) or types.is_large_binary(array.type) or types.is_fixed_size_binary(array.type):
-        array = array.cast(pa.binary()).cast(pa.string())
-    elif types.is_decimal(array.type) or types.is_float16(array.type):
+    elif types.is_decimal(kind) or types.is_float16(kind):
         array = array.cast(pa.float64())
-    elif types.is_time(array.type) or types.is_duration(array.type):
-        unit = pa.time64("us") if types.is_time(array.type) else pa.duration("us")
-        array = pc.divide(array.cast(unit, safe=False).cast(pa.int64()).cast(pa.float64()), 1e6)
+    elif types.is_time(kind):
+        array = _seconds(array.cast(pa.time64("us"), safe=False))
+    elif types.is_duration(kind):
+        array = _seconds(array.cast(pa.duration("us"), safe=False))
     if not types.is_string(array.type):
         return array
 
     array = pc.utf8_trim_whitespace(array)
-    return pc.if_else(pc.is_in(array, GAPS), pa.scalar(None, pa.string()), array)
+    return _only(array, pc.invert(pc.is_in(array, GAPS)))
+
+
+def _seconds(microseconds: pa.Array) -> pa.Array:
+    return pc.divide(microseconds.cast(pa.int64()).cast(pa.float64()), 1e6)
+
+
+def _only(text: pa.Array, mask: pa.Array) -> pa.Array:
+    """Returns text where the mask is true, and null elsewhere."""
+    return pc.if_else(mask, text, pa.scalar(None, pa.string()))
 
 
 def infer(name: str, values: pa.Array, decimal: str | None, thousands: str | None, is_typed: bool) -> Column | str:
@@ -138,7 +146,7 @@ def infer(name: str, values: pa.Array, decimal: str | None, thousands: str | Non
         is_exact = max(abs(bounds["min"]), abs(bounds["max"])) <= MAX_EXACT
         return replace(column, kind="number" if is_exact else "name")
     if types.is_floating(values.type):
-        return replace(column, kind="number")
+        return "empty" if pc.all(pc.is_nan(values)).as_py() else replace(column, kind="number")
     if types.is_temporal(values.type):
         return replace(column, kind="date")
     if types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
@@ -226,11 +234,10 @@ def numbers_in(text: pa.Array, column: Column) -> pa.Array:
 
     text = pc.replace_substring_regex(text, SPACES, " ")
     if column.unit:
-        has_unit = pc.match_substring(text, column.unit)
-        text = pc.if_else(has_unit, text, None)
+        text = _only(text, pc.match_substring(text, column.unit))
         text = pc.replace_substring(text, column.unit, "")
         text = pc.replace_substring_regex(text, r"^([+-]?)\s+|\s+$", r"\1")
-    text = pc.if_else(pc.match_substring_regex(text, pattern), text, pa.scalar(None, pa.string()))
+    text = _only(text, pc.match_substring_regex(text, pattern))
     if column.thousands:
         text = pc.replace_substring(text, column.thousands, "")
     text = pc.replace_substring(text, column.decimal, ".")
@@ -243,18 +250,17 @@ def times_in(text: pa.Array, column: Column) -> pa.Array:
     if column.date_format:
         return pc.strptime(text, format=column.date_format, unit="us", error_is_null=True)
 
-    # Arrow reads all or none, so what is no date goes first; the offset of a zone is for another type.
-    date = r"^\d{4}-\d\d-\d\d"
-    is_date = pc.match_substring_regex(text, date + r"([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d)?)?$")
-    text = pc.if_else(is_date, text, pa.scalar(None, pa.string()))
-    has_zone = pc.match_substring_regex(text, r"\d(Z|[+-]\d\d:?\d\d)$")
-    has_zone = pc.and_(has_zone, pc.match_substring(text, ":"))
-    try:
-        zoned = pc.if_else(has_zone, text, pa.scalar(None, pa.string())).cast(pa.timestamp("us", "UTC"))
-        local = pc.if_else(has_zone, pa.scalar(None, pa.string()), text).cast(pa.timestamp("us"))
-    except pa.ArrowInvalid:
-        # A thirteenth month, for instance.
-        return pa.nulls(len(text), pa.timestamp("us"))
+    # Arrow reads all cells or none, so what is no date goes first.
+    time = r"[T ]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?"
+    is_date = pc.match_substring_regex(text, rf"^\d{{4}}-\d\d-\d\d({time}(Z|[+-]\d\d:?\d\d)?)?$")
+    day = pc.utf8_slice_codeunits(text, 0, 10)
+    # Written again, the thirtieth of February is the first of March.
+    again = pc.strftime(pc.strptime(day, format="%Y-%m-%d", unit="s", error_is_null=True), format="%Y-%m-%d")
+    text = _only(text, pc.and_(is_date, pc.equal(day, again)))
+    has_zone = pc.match_substring_regex(text, r":.*(Z|[+-]\d\d:?\d\d)$")
+    # Times with and without a zone are of two types.
+    zoned = _only(text, has_zone).cast(pa.timestamp("us", "UTC"))
+    local = _only(text, pc.invert(has_zone)).cast(pa.timestamp("us"))
     return pc.coalesce(zoned.cast(pa.timestamp("us")), local)
 
 
@@ -269,27 +275,25 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     Raises:
         DataError: The column holds something else.
     """
-    if column.kind == "name":
-        names = _names_in(values, column.names)
-        return Cells(names, _mask(names.is_null()), ())
+    types = pa.types
     if column.kind == "vector":
         vectors = _vectors_in(values, column, where)
         return Cells(vectors, _gaps(~np.isfinite(vectors).all(axis=1)), ())
+    if types.is_nested(values.type) or types.is_binary(values.type):
+        raise _other_kind(column, values, where)
+    if column.kind == "name":
+        names = _names_in(values, column.names)
+        return Cells(names, _mask(names.is_null()), ())
 
     odd: Sequence[str] = ()
     parsed = values
-    if pa.types.is_string(values.type):
+    if types.is_string(values.type):
         parsed = _parsed(values, column)
         odd = pc.unique(values.filter(pc.and_(values.is_valid(), parsed.is_null()))).to_pylist()
-    is_time = pa.types.is_temporal(parsed.type)
-    is_number = pa.types.is_integer(parsed.type) or pa.types.is_floating(parsed.type)
-    # A column without any cell has no type of its own.
-    is_empty = parsed.null_count == len(parsed)
-    if not is_empty and (is_time if column.kind != "date" else not is_time or is_number):
-        raise _other_kind(column, values, where)
-    if not is_empty and not is_time and not is_number and not pa.types.is_boolean(parsed.type):
-        raise _other_kind(column, values, where)
-    if len(odd) and len(odd) == len(pc.unique(values.drop_null())):
+    is_time = types.is_temporal(parsed.type)
+    # A column without any cell has no type of its own; one with odd cells alone is something else.
+    is_empty = values.null_count == len(values)
+    if not is_empty and (parsed.null_count == len(parsed) or is_time != (column.kind == "date")):
         raise _other_kind(column, values, where)
 
     if column.kind == "integer" and pa.types.is_integer(parsed.type):

@@ -178,9 +178,9 @@ def _as_set(name: str, inferred: Column | str, settings: Settings, table: str) -
     kind = KINDS[feature]
     if isinstance(inferred, str):
         raise DataError(f"{table}: the column {name} is {inferred}; leave it out of dataset.features")
+    if inferred.kind == "vector" and feature not in ("float", "float_normalized"):
+        raise ConfigError(f"dataset.features.{name}={feature} takes no vectors; choose float or float_normalized")
     if kind == "number" and inferred.kind in ("date", "vector"):
-        if inferred.kind == "vector" and feature == "float_discretized":
-            raise ConfigError(f"dataset.features.{name}={feature} takes one number; the column holds vectors")
         kind = inferred.kind
     return replace(inferred, kind=kind, feature=feature)
 
@@ -292,8 +292,16 @@ def read_cells(columns: Sequence[Column], table: pa.Table, where: str) -> dict[s
     missing = sorted({column.source for column in columns} - {*table.column_names})
     if missing:
         raise DataError(f"{where} lacks the column {', '.join(missing)}; it has {', '.join(table.column_names)}")
+    cells = {}
+    # The parts of a date share a column of the file.
     arrays = {source: plain(table[source]) for source in {column.source for column in columns}}
-    return {column.name: read(column, arrays[column.source], where) for column in columns}
+    for column in columns:
+        try:
+            cells[column.name] = read(column, arrays[column.source], where)
+        except pa.ArrowException as error:
+            problem = str(error).splitlines()[0]
+            raise DataError(f"{where}: the column {column.source} cannot be read: {problem}; fix the file") from error
+    return cells
 
 
 def unknown_share(column: Column, values: Any) -> float:

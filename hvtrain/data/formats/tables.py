@@ -43,6 +43,8 @@ MARKS = {
 }
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
+# A row that is too long is an error of the file, and not of its delimiter.
+MOSTLY = 0.9
 # A row has to fit into a block; a text of a whole book is a row too.
 BLOCK_BYTES = 2**26
 
@@ -293,7 +295,8 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], 
         rows = rows[:-1]
     width, count = Counter(map(len, rows)).most_common(1)[0] if rows else (len(names), 1)
     # 1,5;2,5 under a;b has as many commas in each row, but not in the header.
-    fit = (count / max(len(rows), 1), width > 1, width == len(names), width)
+    share = count / max(len(rows), 1)
+    fit = (width > 1 and share >= MOSTLY, width == len(names), share, width)
 
     if width == len(names) + 1:
         # A comma ends each row, or the rows have names, as R writes them.

@@ -31,6 +31,8 @@ MAX_INPUTS = 200
 for each copy of the model."""
 BLOCK_BYTES = 2**26
 NUMBERS = "numbers"
+# Not Keras's [UNK]: no name that a table may have.
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # Names that Keras gives to what stands beside the inputs in a model.
 TAKEN = re.compile(r"(features|where|isnan|take|cast|logical_not|layer|mlp|numbers)(_\d+)?$")
 
@@ -175,8 +177,11 @@ class TableFeatures:
             return self._layer(keras.layers.Discretization, bin_boundaries=list(column.bins))
         if column.feature == "string_hashed":
             return self._layer(keras.layers.Hashing, num_bins=HASH_BINS)
-        kind = keras.layers.StringLookup if column.kind == "name" else keras.layers.IntegerLookup
-        return self._layer(kind, vocabulary=list(column.names))
+        if column.kind == "name":
+            return self._layer(keras.layers.StringLookup, vocabulary=list(column.names), oov_token=UNKNOWN)
+        # Keras takes -1 for unknown integers, which may be a category.
+        unknown = min(column.names, default=0) - 1
+        return self._layer(keras.layers.IntegerLookup, vocabulary=list(column.names), oov_token=unknown)
 
     def _normalization(self, dtype: str) -> Any:
         columns = self._groups[dtype]

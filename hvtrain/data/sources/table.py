@@ -114,7 +114,7 @@ class Table(MemorySource):
 
         files = [file] if isinstance(file, str) else list(file)
         origin = "inside scikit-learn" if file in EMBEDDED else ", ".join(str(Path(name).absolute()) for name in files)
-        super().__init__(Path(files[0]).name.split(".")[0], self._load_encoded, origin)
+        super().__init__(Path(files[0]).stem, self._load_encoded, origin)
 
         self._files: dict[str, Any] = {"train": file, "validation": validation_file, "test": test_file}
         # Not MemorySource's num_validation, which would divide the rows after the features are

@@ -1,0 +1,310 @@
+"""Tables as people have them: a row for each kind of file, what its column x must become, and where that is from.
+
+Training and predict share each case. The expected numbers are those that the file was written from; where pandas is
+installed, it reads the file too, with the words that a user would have to find out.
+"""
+
+# ruff: noqa: E501 (a case is a line)
+
+from __future__ import annotations
+
+import bz2
+import datetime
+import decimal
+import gzip
+import importlib.util
+import io
+import lzma
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pyarrow as pa
+import pytest
+import tensorflow as tf
+from pyarrow import parquet
+
+from hvtrain.core.topology import Topology
+from hvtrain.data.sources.table import Table
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.training.saved_model import check_preprocessing
+
+ROWS = 60
+# Two decimals, and each value once.
+NUMBERS = [round(1000 + 37.25 * number, 2) for number in range(ROWS)]
+LABELS = ["yes" if number % 3 else "no" for number in range(ROWS)]
+DAYS = [datetime.date(2024, 1, 1) + datetime.timedelta(days=number) for number in range(ROWS)]
+DAY_NUMBERS = [(day - datetime.date(1970, 1, 1)).days for day in DAYS]
+NAMES = ["Bonn", "Köln", "Ulm"] * (ROWS // 3)
+
+
+def text(cells: Any, delimiter: str = ",", name: str = "x") -> str:
+    rows = [f"{cell}{delimiter}{label}" for cell, label in zip(cells, LABELS)]
+    return "\n".join([f"{name}{delimiter}y", *rows]) + "\n"
+
+
+def comma(number: float) -> str:
+    return f"{number:.2f}".replace(".", ",")
+
+
+def zipped(content: str) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("t.csv", content)
+    return data.getvalue()
+
+
+def columns(**arrays: Any) -> bytes:
+    """A Parquet file."""
+    data = io.BytesIO()
+    parquet.write_table(pa.table({**arrays, "y": LABELS}), data)
+    return data.getvalue()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    content: str | bytes
+    becomes: str
+    """The phrase of description()."""
+    expected: Any
+    file: str = "t.csv"
+    options: dict[str, Any] = field(default_factory=dict)
+    pandas: dict[str, Any] | None = None
+    """Words for pandas.read_csv, which then has to read the same numbers."""
+    columns: tuple[str, ...] = ("x",)
+    """Of the model's inputs; others are left out."""
+
+
+PLAIN = text(NUMBERS)
+MEDIAN = {"missing": "median"}
+GAP = [np.nan, *NUMBERS[1:]]
+FILLED = "filled with the median 2117.5"
+FIRST_GONE = float(np.median(NUMBERS[1:]))
+CASES = [
+    Case("plain numbers", PLAIN, "x: number", NUMBERS, pandas={}),
+    Case("a question mark", text(["?", *NUMBERS[1:]]), f"x: number (1 gap, among them '?', {FILLED})", GAP, options=MEDIAN, pandas={"na_values": ["?"]}),
+    Case("a dash", text(["-", *NUMBERS[1:]]), f"x: number (1 gap, among them '-', {FILLED})", GAP, options=MEDIAN, pandas={"na_values": ["-"]}),
+    Case("the text unknown", text(["unknown", *NUMBERS[1:]]), f"x: number (1 gap, among them 'unknown', {FILLED})", GAP, options=MEDIAN, pandas={"na_values": ["unknown"]}),
+    Case("an empty cell", text(["", *NUMBERS[1:]]), f"x: number (1 gap, {FILLED})", GAP, options=MEDIAN, pandas={}),
+    Case("NA", text(["NA", *NUMBERS[1:]]), f"x: number (1 gap, {FILLED})", GAP, options=MEDIAN, pandas={}),
+    Case("an infinite number", text(["inf", *NUMBERS[1:]]), f"x: number (1 gap, among them 'inf', {FILLED})", GAP, options=MEDIAN),
+    Case("a gap by column", text(["", *NUMBERS[1:]]), f"x: number (1 gap, {FILLED})", GAP, options={"missing": {"x": "median"}}),
+    Case("decimal commas in quotes", text(f'"{comma(number)}"' for number in NUMBERS), "x: number (written as 1234,5)", NUMBERS, pandas={"decimal": ","}),
+    Case("semicolons and decimal commas", text(map(comma, NUMBERS), ";"), "x: number (written as 1234,5)", NUMBERS, pandas={"sep": ";", "decimal": ","}),
+    Case("thousands", text(f'"{number:,.2f}"' for number in NUMBERS), "x: number (written as 1,234.5)", NUMBERS, pandas={"thousands": ","}),
+    Case("thousands with dots", text((f"{number:,.2f}".translate({44: 46, 46: 44}) for number in NUMBERS), ";"), "x: number (written as 1.234,5)", NUMBERS, pandas={"sep": ";", "thousands": ".", "decimal": ","}),
+    Case("thousands with spaces", text(f"{number:,.2f}".replace(",", "\N{NO-BREAK SPACE}") for number in NUMBERS), "x: number (written as 1 234.5)", NUMBERS),
+    Case("dollars", text(f"${number}" for number in NUMBERS), "x: number (in $)", NUMBERS),
+    Case("euros", text(f"{number} €" for number in NUMBERS).encode("cp1252"), "x: number (in €)", NUMBERS),
+    Case("percent", text(f"{number}%" for number in NUMBERS), "x: number (in %)", NUMBERS),
+    Case("signs and exponents", text(f"+{number}e-3" for number in NUMBERS), "x: number", np.array(NUMBERS) / 1000, pandas={}),
+    Case("dates", text(DAYS), "x: date (days since 1970-01-01)", DAY_NUMBERS),
+    Case("German dates", text(day.strftime("%d.%m.%Y") for day in DAYS), "x: date (days since 1970-01-01, read as %d.%m.%Y)", DAY_NUMBERS),
+    Case("American dates", text(day.strftime("%m/%d/%Y") for day in DAYS), "x: date (days since 1970-01-01, read as %m/%d/%Y)", DAY_NUMBERS),
+    Case("times with a zone", text(f"{day}T12:00:00Z" for day in DAYS), "x: date (days since 1970-01-01)", np.array(DAY_NUMBERS) + 0.5),
+    Case("decimals", columns(x=[decimal.Decimal(str(number)) for number in NUMBERS]), "x: number", NUMBERS),
+    Case("typed dates", columns(x=DAYS), "x: date (days since 1970-01-01)", DAY_NUMBERS),
+    Case("timestamps", columns(x=[datetime.datetime(day.year, day.month, day.day, 6) for day in DAYS]), "x: date (days since 1970-01-01)", np.array(DAY_NUMBERS) + 0.25),
+    Case("numbers as text in Parquet", columns(x=list(map(str, NUMBERS))), "x: number", NUMBERS),
+    Case("milliseconds of an hour", columns(x=[1_700_000_000_000 + 18_000 * number for number in range(ROWS)]), "x: number", 1_700_000_000_000 + 18_000 * np.arange(ROWS)),
+    Case("a large mean", columns(x=1e6 + np.arange(ROWS) / 64), "x: number", 1e6 + np.arange(ROWS) / 64),
+    Case("lists", columns(x=[[number, 2.0, number % 7] for number in NUMBERS]), "x: vector of 3 numbers", [[number, 2.0, number % 7] for number in NUMBERS]),
+    Case("lists of a fixed size", columns(x=pa.array([[number, 2.0] for number in NUMBERS], pa.list_(pa.float32(), 2))), "x: vector of 2 numbers", [[number, 2.0] for number in NUMBERS]),
+    Case("names", text(NAMES), "x: 3 names", NAMES, pandas={}),
+    Case("names with gaps", text(["", "NA", *NAMES[2:]]), "x: 3 names (2 gaps, filled with the most frequent value Ulm)", ["Ulm", "Ulm", *NAMES[2:]], options=MEDIAN),
+    Case("names with gaps in Parquet", columns(x=[None, "NA", *NAMES[2:]]), "x: 3 names (2 gaps, a name of their own)", ["", "", *NAMES[2:]], options={"missing": "indicator"}),
+    Case("categories of Arrow", columns(x=pa.array(NAMES).dictionary_encode()), "x: 3 names", NAMES),
+    Case("codes with leading zeros", text(f"{number % 7:03d}" for number in range(ROWS)), "x: 7 names", [f"{number % 7:03d}" for number in range(ROWS)], pandas={"dtype": {"x": str}}),
+    Case("truth values", text(["true", "false"] * 30), "x: 2 names", ["true", "false"] * 30),
+    Case("integers as categories", columns(x=[3_000_000_000 + number % 5 for number in range(ROWS)]), "x: 5 codes", [3_000_000_000 + number % 5 for number in range(ROWS)], options={"features": {"x": "integer_categorical"}}),
+    Case("categories that Keras has taken", text(["[UNK]", "b", "c"] * 20), "x: 3 names", ["[UNK]", "b", "c"] * 20, pandas={}),
+    Case("-1 as a category", columns(x=[number % 3 - 1 for number in range(ROWS)]), "x: 3 codes", [number % 3 - 1 for number in range(ROWS)], options={"features": {"x": "integer_categorical"}}),
+    Case("one wrong date", text(["2024-02-31", *DAYS[1:]]), "x: date (days since 1970-01-01, 1 gap, among them '2024-02-31', filled with the median 19753)", [np.nan, *DAY_NUMBERS[1:]], options=MEDIAN),
+    Case("tabs", text(NUMBERS, "\t"), "x: number", NUMBERS, "t.tsv", pandas={"sep": "\t"}),
+    Case("bars", text(NUMBERS, "|"), "x: number", NUMBERS, pandas={"sep": "|"}),
+    Case("Excel's first line", "sep=;\n" + text(NUMBERS, ";"), "x: number", NUMBERS, pandas={"sep": ";", "skiprows": 1}),
+    Case("lines of Windows", PLAIN.replace("\n", "\r\n"), "x: number", NUMBERS, pandas={}),
+    Case("a byte order mark", PLAIN.encode("utf-8-sig"), "x: number", NUMBERS, pandas={"encoding": "utf-8-sig"}),
+    Case("UTF-16", PLAIN.encode("utf-16"), "x: number", NUMBERS, pandas={"encoding": "utf-16"}),
+    Case("UTF-16 without a mark", PLAIN.encode("utf-16-le"), "x: number", NUMBERS, pandas={"encoding": "utf-16-le"}),
+    Case("Latin-1", text(NAMES).encode("latin-1"), "x: 3 names", NAMES, pandas={"encoding": "latin-1"}),
+    Case("gzip", gzip.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.gz", pandas={}),
+    Case("bzip2", bz2.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.bz2", pandas={}),
+    Case("xz", lzma.compress(PLAIN.encode()), "x: number", NUMBERS, "t.csv.xz", pandas={}),
+    Case("zip", zipped(PLAIN), "x: number", NUMBERS, "t.csv.zip", pandas={}),
+    Case("gzip without its suffix", gzip.compress(PLAIN.encode()), "x: number", NUMBERS, pandas={"compression": "gzip"}),
+    Case("Parquet in capitals", columns(x=NUMBERS), "x: number", NUMBERS, "t.PARQUET"),
+    Case("an index", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name=",x"), "x: number", NUMBERS, pandas={}),
+    Case("row names of R", text(f"{row},{number}" for row, number in enumerate(NUMBERS)), "x: number", NUMBERS),
+    Case("a comma at each end", PLAIN.replace("\n", ",\n"), "x: number", NUMBERS, pandas={}),
+    Case("a comma at each end but the first", PLAIN.replace("\n", ",\n").replace("x,y,", "x,y"), "x: number", NUMBERS),
+    Case("pandas's index", columns(x=NUMBERS, __index_level_0__=list(range(ROWS))), "x: number", NUMBERS, "t.parquet"),
+    Case("a name for each row", text((f"u{row},{number}" for row, number in enumerate(NUMBERS)), name="who,x"), "x: number", NUMBERS, pandas={}),
+    Case("an id", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name="id,x"), "x: number", NUMBERS, pandas={}),
+    Case("a column to drop", text((f"{row % 3},{number}" for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, options={"drop": ["z"]}, pandas={}),
+    Case("texts of several lines", text((f'"a\nb{row % 3}",{number}' for row, number in enumerate(NUMBERS)), name="z,x"), "x: number", NUMBERS, pandas={}, columns=("x", "z")),
+    Case("a slash in a name", text(NUMBERS, name="a/b"), "a/b: number", NUMBERS, pandas={}, columns=("a_b",)),
+    Case("a name that Keras has", text(NUMBERS, name="features"), "features: number", NUMBERS, pandas={}, columns=("features_",)),
+]  # fmt: skip
+
+
+def written(case: Case, folder: Path) -> Path:
+    path = folder / case.file
+    content = case.content
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
+    path = written(case, tmp_path)
+    source = Table(str(path), "y", num_test=0, **case.options)
+    assert case.becomes in source.description()["features"]
+
+    # Another process, which has the run folder's files and no training data.
+    later = Table(str(tmp_path / "gone.csv"), "y", num_test=0, **case.options)
+    later.fit_as(source.fitted())
+    rows = later.new_rows(path, "input")
+    assert not rows.unknown
+    raw = rows.raw(np.arange(ROWS))
+    assert tuple(sorted(raw)) == case.columns
+    values = raw[case.columns[0]]
+    is_text = values.dtype == object
+    expected = np.array(case.expected, object if is_text else values.dtype).reshape(ROWS, -1)
+    if is_text:
+        assert values.tolist() == expected.tolist()
+    else:
+        np.testing.assert_allclose(values, expected, rtol=1e-15 if values.dtype == "float64" else 1e-6)
+
+    features = source.parts()["train"].elements[0]
+    spec = later.preprocessing().shape
+    again = later.preprocessing()({name: tf.constant(array, spec[name].dtype) for name, array in raw.items()})
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(again), features)
+    assert check_preprocessing(source.preprocessing(), source, Topology()) is None
+    if values.dtype.kind == "f" and values.shape[1] == 1 and np.isfinite(values).all():
+        assert len(np.unique(features[:, 0])) == ROWS, "float32 has made different numbers equal"
+    if case.pandas is not None and importlib.util.find_spec("pandas"):
+        import pandas
+
+        frame = pandas.read_csv(path, **case.pandas)
+        name = case.becomes.partition(":")[0]
+        if is_text:
+            assert frame[name].tolist() == [value for (value,) in expected.tolist()]
+        else:
+            np.testing.assert_allclose(frame[name].to_numpy(float), expected[:, 0], rtol=1e-6)
+
+
+REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
+    ("a gap", text(["", *NUMBERS[1:]]), {}, r"t.csv: row 0 has no x \(rows without it: 1\); fill or drop them, or train with dataset.missing=median"),
+    ("an odd cell", text(["?", *NUMBERS[1:]]), {}, r"row 0 has no x \(rows without it: 1, among them '\?'\)"),
+    ("no target in a row", text(NUMBERS).replace("1000,no", "1000,").replace("1000.0,no", "1000.0,"), {}, r"row 0 has no y"),
+    ("whole numbers as classes", text(range(ROWS)).replace("x,y", "y,x"), {}, r"dataset.target=y has 60 values in 60 rows, too many for classes; set dataset.target_is=number with task=regression"),
+    ("two columns of a name", text((f"1,{number}" for number in NUMBERS), name="x,x"), {}, r"t.csv has 2 columns of the name x; rename them"),
+    ("a longer row", PLAIN + "1,2,3\n", {}, r"t.csv cannot be read: .*Expected 2 columns, got 3.*; fix the file"),
+    ("damaged UTF-8", text(NAMES).encode() + b"\xff,no\n", {}, r"t.csv cannot be read: 1 bytes are not UTF-8, and 20 other"),
+    ("no rows", "x,y\n", {}, r"dataset.file=.*t.csv holds no rows"),
+    ("nothing", "", {}, r"t.csv cannot be read: it is empty"),
+    ("nothing to learn from", text(f"u{row}" for row in range(ROWS)), {}, r"t has no column to learn from but y; left out: x \(unique in every row\)"),
+    ("an unknown treatment", PLAIN, {"missing": "mean"}, r"dataset.missing=mean is not one of refuse, drop, median"),
+    ("gaps of another column", PLAIN, {"missing": {"z": "median"}}, r"dataset.missing.z is no column of t; it has x, y"),
+    ("a zip file of two tables", b"", {}, r"it is a zip file with 2 tables instead of one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
+)
+def test_what_cannot_be_read_is_refused(content: str | bytes, options: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    if "zip" in message:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a.csv", PLAIN)
+            archive.writestr("b.csv", PLAIN)
+    with pytest.raises((ConfigError, DataError), match=message):
+        Table(str(path), "y", num_test=0, **options).num_examples("train")
+
+
+LATER: list[tuple[str, str, str, dict[str, Any], Callable[[Any], bool] | str]] = [
+    ("only two of three truth values", text(["true", "false", "unknown"] * 20), "x\ntrue\nfalse\n", {}, lambda rows: not rows.unknown),
+    ("codes that look like numbers", text(["007", "X01", "012"] * 20), "x\n007\n012\n", {}, lambda rows: not rows.unknown),
+    ("codes with a fraction", text(["1", "2", "3"] * 20), "x\n1.0\n2.0\n", {"features": {"x": "string_categorical"}}, lambda rows: not rows.unknown),
+    ("a name that is new", text(NAMES), "x\nUlm\nBerlin\n", {}, lambda rows: rows.unknown == {"x": 0.5}),
+    ("names for numbers", PLAIN, "x\na\nb\n", MEDIAN, r"the column x holds 'a' and is to be float_normalized"),
+    ("a gap", PLAIN, "x,z\n1,1\n,1\n", {}, r"row 1 has no x"),
+    ("a gap that is filled", PLAIN, "x,z\n1,1\n,1\n", MEDIAN, lambda rows: np.isnan(rows.raw(np.arange(2))["x"][1, 0])),
+    ("another decimal sign", text(map(comma, NUMBERS), ";"), "x,z\n50.25,3\n", {}, r"holds '50.25' and is to be float_normalized"),
+    ("another column", PLAIN, "z\n1\n", {}, r"lacks the column x; it has z"),
+    ("an id", text((f"{row},{number}" for row, number in enumerate(NUMBERS)), name="k,x"), "k,x\na7,3\n", {"id": "k"}, lambda rows: rows.ids["k"].tolist() == ["a7"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("train", "new", "options", "becomes"), [row[1:] for row in LATER], ids=[row[0] for row in LATER]
+)
+def test_a_later_file_is_read_as_the_training_table_was(
+    train: str, new: str, options: Any, becomes: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text(train)
+    (tmp_path / "new.csv").write_text(new)
+    source = Table(str(tmp_path / "t.csv"), "y", num_test=0, **options)
+    if isinstance(becomes, str):
+        with pytest.raises(DataError, match=becomes):
+            source.new_rows(tmp_path / "new.csv", "input")
+    else:
+        assert becomes(source.new_rows(tmp_path / "new.csv", "input"))
+
+
+def test_folders_lists_and_files_of_their_own_are_tables(tmp_path: Path) -> None:
+    for year in (2023, 2024):
+        (tmp_path / f"all/year={year}").mkdir(parents=True)
+        (tmp_path / f"all/year={year}/a.csv").write_text(PLAIN)
+    (tmp_path / "all/_SUCCESS").touch()
+    partitioned = Table(str(tmp_path / "all"), "y", num_test=0)
+    assert partitioned.num_examples("train") == 2 * ROWS
+    assert partitioned.description()["features"] == ["x: number", "year: number"]
+
+    path = str(tmp_path / "all/year=2023/a.csv")
+    source = Table([path, path], "y", test_file=path, validation_file=path)
+    assert [source.num_examples(split) for split in ("train", "validation", "test")] == [2 * ROWS, ROWS, ROWS]
+
+
+def test_rows_with_gaps_are_dropped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(text(["", *NAMES[1:]]))
+    source = Table(str(tmp_path / "t.csv"), "y", num_test=0, missing="drop")
+    assert source.num_examples("train") == ROWS - 1
+    assert source.description()["warnings"] == ["rows left out because of gaps: 1"]
+
+
+def test_parts_of_dates_are_columns(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(text(f"{day} 06:30:00" for day in DAYS))
+    source = Table(str(tmp_path / "t.csv"), "y", num_test=0, dates="parts")
+    (row,) = source.raw_examples("train", Topology(), 1)
+    assert {name: array.tolist() for name, array in row.items()} == {
+        "x.year": [2024], "x.month": [1], "x.day": [1], "x.weekday": [0], "x.hour": [6],
+    }  # fmt: skip
+
+
+def test_many_columns_are_one_input_of_the_model(tmp_path: Path) -> None:
+    """Keras takes milliseconds for each input, so thousands of columns took longer than training."""
+    numbers = np.random.default_rng(0).normal(size=(300, ROWS)).astype(np.float32)
+    path = tmp_path / "t.parquet"
+    path.write_bytes(columns(**{f"c{index:03d}": column for index, column in enumerate(numbers)}, city=NAMES))
+    source = Table(str(path), "y", num_test=0)
+    assert {name: tuple(part.shape) for name, part in source.preprocessing().shape.items()} == {
+        "city": (1,),
+        "numbers": (300,),
+    }
+    assert source.element_spec[0].shape == (304,) and "table.json" in source.assets()
+    assert check_preprocessing(source.preprocessing(), source, Topology()) is None
+
+
+def test_every_embedded_table_loads() -> None:
+    for name in ("wine", "iris", "breast_cancer"):
+        source = Table(name)
+        assert check_preprocessing(source.preprocessing(), source, Topology()) is None
