@@ -126,6 +126,7 @@ TABLE = {
         Row("python prepare.py"),
         trains("dataset=huggingface", "test_accuracy", 0.9, 1),
     ],
+    "tables": [trains("dataset.file=wine", "test_accuracy", 0.9, 1)],
     "debugging": runs("", "debug=overfit"),
     "docker": held(
         "needs Docker; tests/scripts/test_image_steps.py runs the steps of the image",
