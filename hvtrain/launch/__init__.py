@@ -6,6 +6,7 @@ the launcher under a `supervisor`, which passes signals to the ranks (`on_host`)
 write (`output`) and names the `first_failure`.
 
 The launcher is mpirun, or Horovod's with our changes (`horovod_launcher`, `horovod_changes`).
-`horovodrun` is the same without a job. `by_hand` starts one process, and all of them meet at a
-`rendezvous`. `notebook` runs the launcher with a function for each rank (`rank_main`).
+`horovodrun` is the same without a job. `by_hand` starts one process. Gloo's ranks find each other in
+the store of `rendezvous`, where processes by hand meet first. `notebook` runs the launcher with a
+function for each rank (`rank_main`).
 """

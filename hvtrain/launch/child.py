@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ _LIBC = ctypes.CDLL(None)
 @contextmanager
 def started(
     command: Sequence[str],
-    log: Path | None,
+    log: Path,
     cores: set[int] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
@@ -31,8 +31,7 @@ def started(
 
     Args:
         command: the words of its command line.
-        log: the file for both of its outputs; None: a pipe, the process's `stdout`, which the block
-            has to read.
+        log: the file for both of its outputs.
         cores: the CPU cores that it may use; None: this process's.
         environment: its variables; None: this process's.
     """
@@ -42,8 +41,7 @@ def started(
         set_parent()
         os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
 
-    output_file = log.open("wb") if log else nullcontext(subprocess.PIPE)
-    with output_file as output, signals_held() as release:
+    with log.open("wb") as output, signals_held() as release:
         # Signals are held: Python drops what a handler raises while it forks, a Ctrl-C too.
         process = subprocess.Popen(
             command,

@@ -266,7 +266,7 @@ def _write_script(path: Path, job: Job, line: list[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         # Nobody else can read it at any moment.
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as file:
-            file.write(f"#!/usr/bin/env bash\nexec env -i {references} {values} \\\n  {shlex.join(line)}\n")
+        path.touch(mode=0o700, exist_ok=False)
+        path.write_text(f"#!/usr/bin/env bash\nexec env -i {references} {values} \\\n  {shlex.join(line)}\n", "utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another place with --output") from error

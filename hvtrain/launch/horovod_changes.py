@@ -32,7 +32,7 @@ from horovod.runner import gloo_run, mpi_run
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.common.util import safe_shell_exec
 from horovod.runner.elastic import discovery, rendezvous
-from horovod.runner.util import network, remote
+from horovod.runner.util import remote
 
 from hvtrain.launch.environment import MORE, NOTIFY, travels
 from hvtrain.launch.job import HOST_NAME
@@ -46,6 +46,8 @@ GLOO_REQUESTS_A_SECOND = 8000
 SECONDS_WITH_HOROVODS_LIMIT = 15
 SECONDS_WORTH_A_LINE = 60
 
+_find_hosts = discovery.HostDiscoveryScript.find_available_hosts_and_slots
+
 
 def make() -> None:
     """Makes all changes that do not depend on the hosts."""
@@ -58,25 +60,16 @@ def make() -> None:
         gloo_run._slot_info_to_command_fn = _command_without_variables
         gloo_run.get_remote_command = _command_by_ssh
 
-    gloo_run.RendezvousServer = _Server
+    gloo_run.RendezvousServer = Server
     gloo_run.create_rendezvous_handler = lambda driver: driver
     launch_gloo = gloo_run.launch_gloo
-    launch_gloo_elastic = gloo_run.launch_gloo_elastic
 
     def launch(*arguments: Any) -> None:
-        _Server.address = arguments[-1]
+        Server.address = arguments[-1]
         launch_gloo(*arguments)
 
-    def launch_elastic(command: Any, execute: Any, settings: Any, *arguments: Any) -> None:
-        # An elastic job listens before it knows its hosts and the way to them.
-        if settings.nics:
-            _Server.address = network.get_driver_ip(settings.nics)
-        launch_gloo_elastic(command, execute, settings, *arguments)
-
     gloo_run.launch_gloo = launch
-    gloo_run.launch_gloo_elastic = launch_elastic
-    script = discovery.HostDiscoveryScript
-    script.find_available_hosts_and_slots = _with_plain_names(script.find_available_hosts_and_slots)
+    discovery.HostDiscoveryScript.find_available_hosts_and_slots = _find_plain_hosts
 
 
 def make_in_every_process() -> None:
@@ -109,20 +102,14 @@ def give_gloo_time(args: argparse.Namespace) -> None:
         )
 
 
-def _with_plain_names(find: Callable[[Any], dict[str, int]]) -> Callable[[Any], dict[str, int]]:
+def _find_plain_hosts(script: Any) -> dict[str, int]:
     """The hosts of a script without those whose names Horovod's shell lines or ssh would take for something else."""
-
-    def find_hosts(script: Any) -> dict[str, int]:
-        slots = find(script)
-        for name in list(slots):
-            if not re.fullmatch(HOST_NAME, name):
-                sys.stderr.write(
-                    f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name\n"
-                )
-                del slots[name]
-        return slots
-
-    return find_hosts
+    slots: dict[str, int] = _find_hosts(script)
+    for name in list(slots):
+        if not re.fullmatch(HOST_NAME, name):
+            sys.stderr.write(f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name\n")
+            del slots[name]
+    return slots
 
 
 def _command_without_variables(run_command: str, environment: Mapping[str, str]) -> Callable[[Any], str]:
@@ -174,39 +161,29 @@ def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> N
     sys.exit(code)
 
 
-class _Server:
-    """Our store in place of Horovod's RendezvousServer.
+class Server(Store):
+    """Our store in place of Horovod's RendezvousServer, as Horovod calls it.
 
-    It listens on one address alone, if there is one.
+    In an elastic job, some names stand for what the driver decides when it is asked.
     """
 
-    address = ""
+    address = ""  # Where all servers listen; "": everywhere.
 
     def __init__(self, verbose: int = 0) -> None:
-        self._store: Store | None = None
+        super().__init__(self.address, 0)
+        self._driver: Any = None
 
     def start(self, driver: Any = None) -> int:
-        self._store = _ElasticStore(driver) if driver else Store(self.address, 0)
-        self._store.serve()
-        return self._store.server_port
+        self._driver = driver
+        self.get_waits = driver is not None
+        self.serve()
+        return self.server_port
 
     def init(self, host_alloc_plan: Any) -> None:
-        assert self._store
-        self._store.clear()
+        self.clear()
 
     def stop(self) -> None:
-        assert self._store
-        self._store.close()
-
-
-class _ElasticStore(Store):
-    """The store of an elastic job, where some names stand for what the driver decides when it is asked."""
-
-    get_waits = True
-
-    def __init__(self, driver: Any) -> None:
-        super().__init__(_Server.address, 0)
-        self._driver = driver
+        self.close()
 
     def get(self, scope: str, rank: str) -> bytes | None:
         if scope != rendezvous.GET_RANK_AND_SIZE:

@@ -21,8 +21,6 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.driver import driver_service
 from horovod.runner.elastic import discovery, driver
-from horovod.runner.util import remote
+from horovod.runner.util import network, remote
 
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.launch import horovod_changes as changes
@@ -48,7 +46,6 @@ from hvtrain.launch.job import (
 )
 from hvtrain.launch.remote_hosts import URI_FILE, HostCalls
 from hvtrain.launch.ssh import Ssh
-from hvtrain.system import interfaces
 from hvtrain.system.verdict import Verdict
 
 ELASTIC_TIMEOUT_SECONDS = 600  # Horovod's default for --elastic-timeout.
@@ -58,6 +55,8 @@ GLOO_TIMEOUT_SECONDS = 120
 SECONDS_BEFORE_A_LINE = 2.0
 SECONDS_BETWEEN_LINES = 60.0
 
+_parse_args = launch.parse_args
+
 
 def main() -> None:
     """Runs horovodrun with this process's arguments; exits with the code of the first rank that failed."""
@@ -65,7 +64,7 @@ def main() -> None:
     launch.mpi_built = lambda verbose=False: b"MPI_Allreduce" in library
     launch.gloo_built = lambda verbose=False: b"GlooContext" in library
     # run_commandline calls it first, so that everything is prepared before Horovod acts.
-    launch.parse_args = _prepared(launch.parse_args)
+    launch.parse_args = _prepare
     changes.make()
     os.environ.update(of_this_environment(os.environ.get("PATH", "")))
     supervisor = os.getppid()
@@ -86,44 +85,40 @@ def main() -> None:
         sys.stderr.write(Verdict(rank or "?", code=code).line())
         sys.exit(shell_code(code))
     finally:
-        if os.getppid() != supervisor and on_host.MARK in os.environ:
+        if os.getppid() != supervisor:
             # The supervisor was killed, so nothing else will end the ranks of other hosts.
-            folder = Path(os.environ[on_host.MARK])
+            folder = _folder()
             HostCalls.read(folder).clear(str(folder), remote_hosts.mpirun_job(folder))
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prepared(parse: Callable[[], argparse.Namespace]) -> Callable[[], argparse.Namespace]:
+def _prepare() -> argparse.Namespace:
     """Horovod's parse_args, followed by the check of the hosts."""
+    args = _parse_args()
+    if args.hostfile and not args.hosts:
+        args.hosts = hosts_option(parse_hostfile(Path(args.hostfile)))
 
-    def parse_args() -> argparse.Namespace:
-        args = parse()
-        if args.hostfile and not args.hosts:
-            args.hosts = hosts_option(parse_hostfile(Path(args.hostfile)))
+    is_elastic = launch._is_elastic(args)
+    if is_elastic:
+        prepare_elastic(args)
+    by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
+    if by_gloo and args.num_proc:
+        changes.give_gloo_time(args)
 
-        is_elastic = launch._is_elastic(args)
-        if is_elastic:
-            prepare_elastic(args)
-        by_gloo = launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun)
-        if by_gloo and args.num_proc:
-            changes.give_gloo_time(args)
+    # In an elastic job hosts come and go; Kubernetes may replace ssh by a command of its own.
+    if args.num_proc and not is_elastic and not horovod_env.is_kubeflow_mpi():
+        calls = HostCalls((socket.gethostname(),) * args.num_proc)
+        if args.hosts:
+            calls = _check_hosts(args, by_gloo)
+        calls.write(_folder())
+    if not by_gloo:
+        args.mpi_args = f"--report-uri {shlex.quote(str(_folder() / URI_FILE))} {args.mpi_args or ''}"
+    return args
 
-        # Without a supervisor there is no folder, and nobody who needs what would be written there.
-        folder = None
-        if on_host.MARK in os.environ:
-            folder = Path(os.environ[on_host.MARK])
-        # In an elastic job hosts come and go; Kubernetes may replace ssh by a command of its own.
-        if args.num_proc and not is_elastic and not horovod_env.is_kubeflow_mpi():
-            calls = HostCalls((socket.gethostname(),) * args.num_proc)
-            if args.hosts:
-                calls = _check_hosts(args, by_gloo)
-            if folder:
-                calls.write(folder)
-        if folder and not by_gloo:
-            args.mpi_args = f"--report-uri {shlex.quote(str(folder / URI_FILE))} {args.mpi_args or ''}"
-        return args
 
-    return parse_args
+def _folder() -> Path:
+    """The launch's folder, which the supervisor made."""
+    return Path(os.environ[on_host.MARK])
 
 
 def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
@@ -165,7 +160,12 @@ def prepare_elastic(args: argparse.Namespace) -> None:
     wait_seconds = args.gloo_timeout_seconds or os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", GLOO_TIMEOUT_SECONDS)
     args.gloo_timeout_seconds = int(wait_seconds)
     hosts = [host.name for host in parse_hosts(args.hosts)] if args.hosts else _wait_for_hosts(args)
-    args.nics = args.nics or {_interface_towards(hosts)}
+    if not args.nics:
+        # One other host is enough to choose the network; more may come later.
+        first = min(hosts, key=remote_hosts.is_local)
+        args.nics = {remote_hosts.common_interface([first])}
+    # It listens before Horovod knows the job's hosts and the way to them.
+    changes.Server.address = network.get_driver_ip(args.nics)
 
     # Ranks that run already wait for those that start now, and Horovod prints nothing about it.
     start = driver.ElasticDriver._start_worker_processes
@@ -210,16 +210,6 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
             next_line += SECONDS_BETWEEN_LINES
             _report(f"waiting for {shortage}; gives up after {limit} s (--elastic-timeout)")
         time.sleep(1)
-
-
-def _interface_towards(hosts: list[str]) -> str:
-    """This host's interface that leads to the first of the other hosts, or that holds the address of this one."""
-    for host in sorted(hosts, key=remote_hosts.is_local):
-        with suppress(OSError):
-            name = interfaces.interface_of(interfaces.address_towards(socket.gethostbyname(host)))
-            if name:
-                return name
-    raise ConfigError(f"no interface leads to {', '.join(hosts)}; give the one that does with --network-interfaces")
 
 
 def _report(text: str) -> None:

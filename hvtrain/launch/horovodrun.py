@@ -19,12 +19,14 @@ from hvtrain.system import console, drawing
 
 def main() -> None:
     """Runs horovodrun with this process's arguments and exits: 0, 75 where a restart can help, or another code."""
+    # Before the launcher starts: a signal without a handler would end this process alone.
+    signals = Signals()
     arguments, keeps_marks = _launcher_arguments(sys.argv[1:])
     variables = {**os.environ, **drawing.request(not keeps_marks and drawing.can_draw(sys.stdout))}
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         # This interpreter, though nothing may be activated.
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]
-        ending = Launch(line, variables, PlainOutput(keeps_marks), Path(folder)).run(Signals())
+        ending = Launch(line, variables, PlainOutput(keeps_marks), Path(folder)).run(signals)
 
     if ending.message and not ending.is_shown:
         console.say_error(ending.message, 0)

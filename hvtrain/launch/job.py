@@ -22,7 +22,7 @@ HOST_NAME = r"\w[\w.-]*"  # ssh would take a leading dash for an option.
 COORDINATOR, SERVER, WORKER = "coordinator", "ps", "worker"
 # Until a rank runs on any host. --start-timeout sets it.
 SECONDS_TO_BEGIN = 300.0
-_ALIASES = {"chief": COORDINATOR}  # TensorFlow's name for it in TF_CONFIG.
+CHIEF = "chief"  # TensorFlow's name for the coordinator in TF_CONFIG.
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,10 @@ class Roles:
 
         Raises ConfigError if there is no such process.
         """
-        role = _ALIASES.get(role, role)
+        if role == CHIEF:
+            role = COORDINATOR
         if role not in self.counts:
-            aliases = [alias for alias, name in _ALIASES.items() if name in self.counts]
-            jobs = ", ".join([*self.counts, *aliases])
-            raise ConfigError(f"--job-name {role} is not a job of this run; it has {jobs}")
+            raise ConfigError(f"--job-name {role} is not a job of this run; it has {', '.join(self.counts)}")
 
         count = self.counts[role]
         if index >= count:

@@ -3,14 +3,12 @@
 `%%ranks N` does so with a cell. IPython itself is not imported.
 """
 
-import io
 import linecache
 import os
 import re
 import sys
 import tempfile
-import threading
-from collections import deque
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime
@@ -22,8 +20,9 @@ from hvtrain.launch.child import failure, started
 from hvtrain.launch.rank_main import FUNCTION_FILE, read_object, value_file, write_object
 
 CELL_NAME = "%%ranks cell"  # In tracebacks.
-SECONDS_FOR_LAST_LINES = 5.0
-LINES_KEPT = 200
+LAUNCHER_LOG = "launcher.log"
+SECONDS_BETWEEN_LOOKS = 0.1
+LINES_OF_A_FAILURE = 200
 # What the launcher shows of other ranks, and what the error will say.
 _NOT_SHOWN = re.compile(r"\[rank [1-9]\d* \S+\] |hvtrain: (what each rank said|FIRST FAILURE)")
 
@@ -56,8 +55,8 @@ def run_ranks(
         _launch(line, folder)
         return [_value(folder, rank) for rank in range(num_ranks)]
     finally:
-        for path in folder.glob("*.pickle"):
-            path.unlink()
+        for path in (*folder.glob("*.pickle"), folder / LAUNCHER_LOG):
+            path.unlink(missing_ok=True)
         with suppress(OSError):  # Nothing is left of a launch that was refused.
             folder.rmdir()
 
@@ -103,35 +102,31 @@ def _launch(line: list[str], folder: Path) -> None:
     """Runs the launcher to its end; Ctrl-C ends it and all ranks. Raises RankError with the first failure."""
     # Ranks import what this process can; "" is the folder that it is in, and theirs.
     paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    last_lines: deque[str] = deque(maxlen=LINES_KEPT)
-    reader = None
-    try:
-        with started(line, None, environment={**os.environ, "PYTHONPATH": paths}) as process:
-            assert process.stdout
-            output = io.TextIOWrapper(process.stdout, errors="replace")
-            reader = threading.Thread(target=_show, args=[output, last_lines], daemon=True)
-            reader.start()
-            process.wait()
-    finally:
-        if reader:
-            reader.join(SECONDS_FOR_LAST_LINES)
+    log = folder / LAUNCHER_LOG
+    with log.open("w+", errors="replace") as text:
+        try:
+            with started(line, log, environment={**os.environ, "PYTHONPATH": paths}) as process:
+                while process.poll() is None:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+                    _show(text)
+        finally:
+            # The last lines, and what ranks print as they are ended.
+            _show(text)
 
     if process.returncode:
-        cause = failure("".join(last_lines), process.returncode).removeprefix("FIRST FAILURE ")
+        lines = log.read_text(errors="replace").splitlines(keepends=True)
+        cause = failure("".join(lines), process.returncode).removeprefix("FIRST FAILURE ")
         rank = re.match(r"rank \d+ ", cause)
-        sys.stderr.writelines(line for line in last_lines if rank and line.startswith(f"[{rank[0]}"))
-        if any(folder.glob("*.log")):
+        sys.stderr.writelines(line for line in lines[-LINES_OF_A_FAILURE:] if rank and line.startswith(f"[{rank[0]}"))
+        if any(folder.glob("rank-*.log")):
             cause = f"{cause}; what each rank said is in {folder}"
         raise RankError(cause)
 
 
-def _show(lines: Iterable[str], last_lines: deque[str]) -> None:
-    """Shows rank 0's lines as they arrive, and keeps the last lines of all ranks."""
-    for line in lines:
-        last_lines.append(line)
-        if not _NOT_SHOWN.match(line):
-            sys.stdout.write(line)
-            sys.stdout.flush()
+def _show(lines: Iterable[str]) -> None:
+    """Shows rank 0's lines."""
+    sys.stdout.writelines(line for line in lines if not _NOT_SHOWN.match(line))
+    sys.stdout.flush()
 
 
 def _value(folder: Path, rank: int) -> Any:

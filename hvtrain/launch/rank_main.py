@@ -67,8 +67,8 @@ def write_object(path: Path, value: Any) -> None:
             f"it cannot be sent to another process ({type(error).__name__}: {error}); send numbers, arrays or paths"
         ) from error
 
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_bytes(data)
 
 
 def read_object(path: Path) -> Any:

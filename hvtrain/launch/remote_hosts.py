@@ -164,7 +164,7 @@ def check(hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
         facts = dict(zip(others, pool.map(lambda host: _look(host, ssh), others)))
 
     _check_versions(hosts, facts)
-    interface = _common_interface(others)
+    interface = common_interface(others)
     names = {interface, *(fact["interface"] for fact in facts.values())}
     subnet = next(item["network"] for item in interfaces.all_interfaces() if item["name"] == interface)
     kills = {host: fact["oom_kills"] for host, fact in facts.items()}
@@ -188,12 +188,12 @@ def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]
                 )
 
 
-def _common_interface(others: Sequence[str]) -> str:
-    """This host's interface towards all the others.
+def common_interface(hosts: Sequence[str]) -> str:
+    """This host's interface towards all of the hosts; towards itself, the one that holds its address.
 
     Raises RankError if there are several or none.
     """
-    names = {interfaces.interface_of(address_towards(host)) for host in others}
+    names = {interfaces.interface_of(address_towards(host)) for host in hosts}
     if len(names) != 1 or None in names:
         listed = ", ".join(sorted(str(name) for name in names))
         raise RankError(

@@ -84,9 +84,9 @@ class Driver:
 
 def test_an_elastic_jobs_store_asks_the_driver_and_runs_no_pickled_code(monkeypatch, tmp_path, capfd):
     """Horovod's own unpickles whatever is sent as a worker's address (CVE-2024-10190)."""
-    monkeypatch.setattr(changes._Server, "address", "127.0.0.1")
+    monkeypatch.setattr(changes.Server, "address", "127.0.0.1")
     driver = Driver()
-    server = changes._Server()
+    server = changes.Server()
     send = asking(server.start(driver))
     assert send("GET", "rank_and_size", "s1:1") == (200, "slot 1 of s1")
     sent = base64.b64encode(pickle.dumps(({"eth0": [("10.0.0.1", 2222)]}, b"a key")))
