@@ -169,6 +169,7 @@ def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
     # Another process, which has the run folder's files and no training data.
     later = Table(str(tmp_path / "gone.csv"), "y", num_test=0, **case.options)
     later.fit_as(source.fitted())
+    assert later.element_spec == source.element_spec and later.whole_targets() == {}
     rows = later.new_rows(path, "input")
     assert not rows.unknown
     raw = rows.raw(np.arange(ROWS))
