@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import keras
@@ -23,8 +22,8 @@ from hvtrain.search.batch_sizes import (
     fastest,
     lacking_host,
     predicted_peak,
-    write_json,
     write_png,
+    write_sizes,
 )
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
@@ -64,8 +63,10 @@ class Stopwatch(keras.callbacks.Callback):
         self.step_seconds.append(seconds / (batch + 1 - self._first))
 
 
-def search(
+def try_sizes(
     config: RunConfig,
+    strategy: Strategy,
+    state: RunState,
     largest: int | None,
     limit_bytes: int | None,
     overrides: Sequence[str],
@@ -74,6 +75,8 @@ def search(
 
     Args:
         config: the run, as find_batch.as_search makes it.
+        strategy: of the ranks.
+        state: of the run.
         largest: the last size to try; None: until one does not fit.
         limit_bytes: memory of all ranks of a host; None: what is free.
         overrides: of the command line, for the command that uses the result.
@@ -82,19 +85,6 @@ def search(
         ConfigError: the strategy has steps of another kind.
         TrainingError: not even the first size fits.
     """
-    attempt = partial(_attempt, largest=largest, limit_bytes=limit_bytes, overrides=overrides)
-    trials: list[Trial] = runner.on_all_ranks(config, attempt)
-    return trials
-
-
-def _attempt(
-    config: RunConfig,
-    strategy: Strategy,
-    state: RunState,
-    largest: int | None,
-    limit_bytes: int | None,
-    overrides: Sequence[str],
-) -> list[Trial]:
     # Others run the step elsewhere, on servers or replicas, where its memory is not this process's.
     if not strategy.is_plain:
         raise ConfigError(
@@ -125,7 +115,7 @@ def _attempt(
         if not reason:
             log.info("%s", trials[-1])
             # After each size: the kernel may end the ranks in the next.
-            on_chief(lambda: write_json(run.folder, trials))
+            on_chief(lambda: write_sizes(run.folder, trials))
             size *= 2
 
     log.info("ended: %s", reason)
@@ -133,7 +123,7 @@ def _attempt(
         raise TrainingError(f"no batch was tried: {reason}; choose a smaller --first, or a smaller model")
 
     def write_results() -> None:
-        write_json(run.folder, trials, reason)
+        write_sizes(run.folder, trials, reason)
         write_png(run.folder, trials)
 
     on_chief(write_results)

@@ -1,12 +1,11 @@
 """The sizes that find_batch tries: which is fastest, whether a larger one would fit, and the files of the results."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hvtrain.core.files import write_atomic
+from hvtrain.core.files import write_json
 from hvtrain.report.charts import picture
 
 MIB = 2**20
@@ -134,7 +133,7 @@ def lacking_host(ranks: Sequence[RankMemory], limit_bytes: int | None = None) ->
     return None
 
 
-def write_json(folder: Path, trials: Sequence[Trial], ended: str | None = None) -> None:
+def write_sizes(folder: Path, trials: Sequence[Trial], ended: str | None = None) -> None:
     """Writes batch.json after each size (chief only).
 
     Args:
@@ -149,7 +148,7 @@ def write_json(folder: Path, trials: Sequence[Trial], ended: str | None = None) 
         "largest": trials[-1].batch_size,
         "fastest": fastest(trials).batch_size,
     }
-    write_atomic(folder / "batch.json", json.dumps(content, indent=2) + "\n")
+    write_json(folder / "batch.json", content)
 
 
 def write_png(folder: Path, trials: Sequence[Trial]) -> None:

@@ -7,6 +7,7 @@ batch_sizes judges.
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
@@ -36,9 +37,11 @@ def main() -> int:
     for tree in compose(options.overrides):
         config = as_search(from_dict(tree), options.first, options.steps)
         with console.quiet_import(config.verbose):
-            from hvtrain.search.batch_search import search
-        limit_bytes = None if options.memory is None else int(options.memory * 2**30)
-        search(config, options.largest, limit_bytes, options.overrides)
+            from hvtrain import runner
+            from hvtrain.search.batch_search import try_sizes
+        limit_bytes = options.memory and int(options.memory * 2**30)
+        attempt = partial(try_sizes, largest=options.largest, limit_bytes=limit_bytes, overrides=options.overrides)
+        runner.on_all_ranks(config, attempt)
 
     return 0
 

@@ -31,8 +31,9 @@ def main() -> int:
     for tree in compose(options.overrides):
         config = from_dict(tree)
         with console.quiet_import(config.verbose):
+            from hvtrain import runner
             from hvtrain.search.range_test import try_rates
-        try_rates(as_range_test(config, options.steps, options.lowest, options.highest))
+        runner.on_all_ranks(as_range_test(config, options.steps, options.lowest, options.highest), try_rates)
 
     return 0
 

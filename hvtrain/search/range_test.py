@@ -4,10 +4,12 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvtrain import runner
 from hvtrain.config.schema import RunConfig
@@ -36,12 +38,12 @@ class Suggestion:
     """A learning rate of all ranks together.
 
     Attributes:
-        rate: where the smoothed loss falls fastest over the logarithm of the rate; None if it never falls.
-        lowest_at: the rate where it is lowest; None if it never falls.
+        rate: where the smoothed loss falls fastest over the logarithm of the rate.
+        lowest_at: the rate where it is lowest.
     """
 
-    rate: float | None
-    lowest_at: float | None
+    rate: float
+    lowest_at: float
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
@@ -71,8 +73,8 @@ def has_diverged(losses: Sequence[float]) -> bool:
     return len(averages) > LEFT_OUT and averages[-1] > DIVERGED * min(averages)
 
 
-def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
-    """Returns the suggestion of a test.
+def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | None:
+    """Returns the suggestion of a test; None if the loss never falls.
 
     Args:
         rates: the learning rate of each step.
@@ -83,27 +85,21 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
     >>> 0.01 < suggest(rates, losses).rate < 0.04
     True
     """
-    nothing = Suggestion(None, None)
-    num_finite = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-    averages = smoothed(losses[:num_finite])
+    averages = np.array(smoothed(list(takewhile(math.isfinite, losses))))
+    steps_rates = np.array(rates[: len(averages)])
     # A slope takes a step on each side.
     if len(averages) <= LEFT_OUT + 2:
-        return nothing
+        return None
 
+    # Over the steps on both sides, by the logarithm, on which the rates are even; the first one is that of step 1.
+    slopes = (averages[2:] - averages[:-2]) / np.log(steps_rates[2:] / steps_rates[:-2])
     # Beyond the lowest loss the rate is too high, whatever the slope is there.
-    lowest = min(range(LEFT_OUT, len(averages)), key=averages.__getitem__)
+    lowest = LEFT_OUT + int(averages[LEFT_OUT:].argmin())
+    falling = slopes[LEFT_OUT - 1 : lowest]
+    if falling.min() >= 0:
+        return None
 
-    slopes = {}
-    for step in range(LEFT_OUT, min(lowest + 1, len(averages) - 1)):
-        # Over the steps on both sides, by the logarithm, on which the rates are even.
-        rise = averages[step + 1] - averages[step - 1]
-        slopes[step] = rise / math.log(rates[step + 1] / rates[step - 1])
-
-    if not slopes or min(slopes.values()) >= 0:
-        return nothing
-    steepest = min(slopes, key=slopes.__getitem__)
-
-    return Suggestion(rates[steepest], rates[lowest])
+    return Suggestion(rates[LEFT_OUT + int(falling.argmin())], rates[lowest])
 
 
 class Recorder(RunCallback):
@@ -126,13 +122,8 @@ class Recorder(RunCallback):
             self.model.stop_training = True
 
 
-def try_rates(config: RunConfig) -> Suggestion:
+def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggestion:
     """Runs the test; returns the suggestion on every rank. Raises TrainingError if there is none."""
-    suggestion: Suggestion = runner.on_all_ranks(config, _attempt)
-    return suggestion
-
-
-def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggestion:
     run, _ = runner.open_run(config, strategy, state, "find_lr")
     model, start = runner.restore(run, None)
     context = RunContext.begin(run, model, start.step)
@@ -151,29 +142,29 @@ def _attempt(config: RunConfig, strategy: Strategy, state: RunState) -> Suggesti
     suggestion = suggest(recorder.rates, recorder.losses)
     strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, suggestion))
     strategy.stop()  # All ranks are done; what follows raises the same error on each of them.
-    if suggestion.rate is None:
+    if suggestion is None:
         raise TrainingError(
             f"the loss never fell in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
             "take more --steps, or another range"
         )
 
-    _log_suggestion(suggestion.rate, suggestion.lowest_at or 0.0, run.plan.learning_rate_factor, run.folder)
+    _log_suggestion(suggestion, run.plan.learning_rate_factor, run.folder)
 
     return suggestion
 
 
-def _log_suggestion(rate: float, lowest_at: float, factor: float, folder: Path) -> None:
+def _log_suggestion(suggestion: Suggestion, factor: float, folder: Path) -> None:
     """Logs the rate as the setting, which the run multiplies by the factor of its ranks."""
-    note = "" if factor == 1 else f" (x {factor:g} = {rate:.3g} for all ranks together)"
+    note = "" if factor == 1 else f" (x {factor:g} = {suggestion.rate:.3g} for all ranks together)"
     log.info(
         "the loss fell fastest, and is suggested, at optimizer.learning_rate=%.2g%s",
-        rate / factor,
+        suggestion.rate / factor,
         note,
     )
-    log.info("it was lowest at %.2g; picture and losses in %s", lowest_at / factor, folder)
+    log.info("it was lowest at %.2g; picture and losses in %s", suggestion.lowest_at / factor, folder)
 
 
-def write(folder: Path, rates: Sequence[float], losses: Sequence[float], suggestion: Suggestion) -> None:
+def write(folder: Path, rates: Sequence[float], losses: Sequence[float], suggestion: Suggestion | None) -> None:
     """Writes range.csv and range.png (chief only)."""
     averages = smoothed(losses)
     header = ("learning_rate", "loss", "smoothed_loss")
@@ -182,7 +173,7 @@ def write(folder: Path, rates: Sequence[float], losses: Sequence[float], suggest
     with picture(folder / "range.png", 7, 4) as (_, axes):
         axes.plot(rates, losses, color="0.75", linewidth=1, label="loss of a step")
         axes.plot(rates, averages, color="tab:blue", label="smoothed")
-        if suggestion.rate:
+        if suggestion:
             label = f"falls fastest: {suggestion.rate:.2g}"
             axes.axvline(suggestion.rate, color="tab:orange", linestyle="--", label=label)
 

@@ -63,8 +63,7 @@ def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
 
 def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
     """Returns the best finished trial, if there is one."""
-    finished = [trial for trial in ranked(trials, direction) if trial["state"] == FINISHED]
-    return finished[0] if finished else None
+    return next((trial for trial in ranked(trials, direction) if trial["state"] == FINISHED), None)
 
 
 def train_command(launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]) -> str:

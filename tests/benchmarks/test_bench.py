@@ -28,7 +28,7 @@ BENCH = [sys.executable, "-m", "benchmarks"]
     ids=["some", "all"],
 )
 def test_contenders_do_the_same_work(names, tmp_path):
-    words = [
+    arguments = [
         "steps",
         "--workload",
         "tiny",
@@ -39,21 +39,23 @@ def test_contenders_do_the_same_work(names, tmp_path):
         "--output",
         str(tmp_path / "bench"),
     ]
-    process = start(None, 1, *BENCH, *words, "--contenders", ",".join(names), cwd=tmp_path)
+    process = start(None, 1, *BENCH, *arguments, "--contenders", ",".join(names), cwd=tmp_path)
     output = finish(process, timeout=800)
     assert process.returncode == 0, output
-    found = json.loads((tmp_path / "bench" / "bench.json").read_text())
-    runs = {row["contender"]: row for row in found["runs"]}
+    session = json.loads((tmp_path / "bench" / "bench.json").read_text())
+    runs = {row["contender"]: row for row in session["runs"]}
     assert set(runs) - {"hvtrain-mpi again"} == set(names)
     joint = [runs[name]["loss"] for name in names if CONTENDERS[name].is_one_job]
     assert len(joint) >= 2 and max(joint) - min(joint) < 1e-4 * min(joint), "the same samples, weights and steps"
     assert abs(runs["keras"]["loss"] - joint[0]) > 1e-3, "one rank takes other steps"
     assert all(row["step_seconds"] > 0 and row["peak_bytes"] > 1e8 for row in runs.values())
-    assert any(line.startswith("examples_per_second of hvtrain-mpi / multi-worker >= 6.00") for line in of_steps(found))
+    assert any(
+        line.startswith("examples_per_second of hvtrain-mpi / multi-worker >= 6.00") for line in of_steps(session)
+    )
 
 
 @pytest.mark.parametrize(
-    ("words", "file", "said"),
+    ("arguments", "file", "text"),
     [
         pytest.param(*(["scaling", "-np", "2"], "scaling.json", "against jobs apart"), marks=release),
         pytest.param(
@@ -82,9 +84,9 @@ def test_contenders_do_the_same_work(names, tmp_path):
         ),
     ],
 )
-def test_other_kinds(words, file, said, tmp_path):
-    words = [
-        *words,
+def test_other_kinds(arguments, file, text, tmp_path):
+    arguments = [
+        *arguments,
         "--workload",
         "tiny",
         "--steps",
@@ -94,14 +96,14 @@ def test_other_kinds(words, file, said, tmp_path):
         "--output",
         str(tmp_path / "bench"),
     ]
-    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
-    assert code == 0 and said in output, output
+    code, output = run(None, 1, *BENCH, *arguments, cwd=tmp_path)
+    assert code == 0 and text in output, output
     assert {file, "bench.png"} <= {path.name for path in (tmp_path / "bench").iterdir()}
 
 
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=nightly), pytest.param("gloo", marks=release)])
 def test_allreduce(transport, tmp_path):
-    words = [
+    arguments = [
         "--transport",
         transport,
         "--rounds",
@@ -111,35 +113,35 @@ def test_allreduce(transport, tmp_path):
         "--output",
         str(tmp_path / "bench"),
     ]
-    code, output = run(None, 1, sys.executable, "-m", "hvtrain", "allreduce", *words, cwd=tmp_path)
+    code, output = run(None, 1, sys.executable, "-m", "hvtrain", "allreduce", *arguments, cwd=tmp_path)
     assert code == 0, output
     assert "160 tensors of 64 KiB" in output and ("mpi4py us" in output) is (transport == "mpi")
-    found = json.loads((tmp_path / "bench" / "allreduce.json").read_text())
-    assert found["seconds"]["hvtrain"]["4194304"][0] > found["seconds"]["hvtrain"]["4"][0] > 0
+    seconds = json.loads((tmp_path / "bench" / "allreduce.json").read_text())["seconds"]["hvtrain"]
+    assert seconds["4194304"][0] > seconds["4"][0] > 0
 
 
 @pytest.mark.timeout(600)
 @release
 def test_input_compares_all_pipelines(tmp_path):
-    words = ["--images", "64", "--steps", "3", "--rounds", "1", "--sizes", "30x40"]
-    code, output = run(None, 1, *BENCH, "input", *words, "--output", str(tmp_path / "bench"), cwd=tmp_path)
+    arguments = ["--images", "64", "--steps", "3", "--rounds", "1", "--sizes", "30x40"]
+    code, output = run(None, 1, *BENCH, "input", *arguments, "--output", str(tmp_path / "bench"), cwd=tmp_path)
     assert code == 0 and "CPU time, hvtrain / it" in output, output
     runs = json.loads((tmp_path / "bench" / "input.json").read_text())["runs"]
-    found = [(row["size"], row["format"], row["contender"]) for row in runs]
-    assert sorted(found) == sorted(Inputs(tmp_path, 2, [(30, 40)], 64, 3).cases())
+    cases = [(row["size"], row["format"], row["contender"]) for row in runs]
+    assert sorted(cases) == sorted(Inputs(tmp_path, 2, [(30, 40)], 64, 3).cases())
     for row in runs:
         assert row["examples_per_second"] > 0 and 0 < row["cpu_ms_per_example"] < 1000 and row["peak_bytes"] > 1e8
     assert (tmp_path / "bench" / "bench.png").exists()
 
 
 def test_input_resizes_by_hand_what_does_not_fit(tmp_path):
-    found = {kind: set() for kind in ("224x224", "30x40")}
+    contenders = {kind: set() for kind in ("224x224", "30x40")}
     for size, kind, name in Inputs(tmp_path, 2, [(224, 224), (30, 40)], 64, 3).cases():
-        found[size].add((kind, name))
-    assert found["30x40"] - found["224x224"] == {
+        contenders[size].add((kind, name))
+    assert contenders["30x40"] - contenders["224x224"] == {
         (kind, "by-hand-antialiased") for kind in ("image_folder", "tfrecord", "parquet")
     }
-    assert found["224x224"] >= {
+    assert contenders["224x224"] >= {
         ("image_folder", "keras"),
         ("tfrecord", "hvtrain"),
         ("parquet", "by-hand"),
@@ -147,7 +149,7 @@ def test_input_resizes_by_hand_what_does_not_fit(tmp_path):
 
 
 def test_bad_input_is_one_line(tmp_path):
-    for words, said in (
+    for arguments, text in (
         (["steps", "--contenders", "loop"], "--contenders loop is not one of hvtrain-mpi, "),
         (["steps", "--contenders", "keras@A"], "keras@A: A has no value; write keras@A=VALUE"),
         (["steps", "--rounds", "0"], "0 came where a whole number of at least 1 was needed"),
@@ -168,19 +170,19 @@ def test_bad_input_is_one_line(tmp_path):
         (["scaling", "-np", "2,2"], "--ranks 2,2 names a number twice"),
         ([], "required: KIND"),
     ):
-        code, output, errors = run_command("benchmarks", *words, cwd=tmp_path)
-        assert (code, output) == (2, "") and said in errors and len(errors.splitlines()) == 1, errors
+        code, output, errors = run_command("benchmarks", *arguments, cwd=tmp_path)
+        assert (code, output) == (2, "") and text in errors and len(errors.splitlines()) == 1, errors
 
 
 @nightly
 def test_a_contender_that_fails_is_told_with_its_last_line(tmp_path):
-    words = [
+    arguments = [
         "steps",
         "--contenders",
         "hvtrain-1@train.epoch=3",
         "--output",
         str(tmp_path / "bench"),
     ]
-    code, output = run(None, 1, *BENCH, *words, cwd=tmp_path)
+    code, output = run(None, 1, *BENCH, *arguments, cwd=tmp_path)
     assert code == 75 and "hvtrain ended with [2] and 0 of 1 reports; its output is in " in output, output
     assert "train.epoch" in output.splitlines()[-1]

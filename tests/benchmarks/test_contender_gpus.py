@@ -23,11 +23,11 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(2)]
-told = []
+calls = []
 
 def tell(*what):
     assert context.context()._context_handle is None, "TensorFlow has started its devices"
-    told.append(what)
+    calls.append(what)
 
 class Asked(BaseException):
     pass
@@ -36,7 +36,7 @@ def ask(*_, **__):
     raise Asked
 
 tf.config.list_physical_devices = lambda kind=None: list(gpus)
-tf.config.set_visible_devices = lambda devices, kind: tell("visible", [gpus.index(one) for one in devices])
+tf.config.set_visible_devices = lambda devices, kind: tell("visible", [gpus.index(gpu) for gpu in devices])
 tf.config.experimental.set_memory_growth = lambda gpu, on: tell("grows", gpus.index(gpu), on)
 tf.distribute.Server = tf.distribute.MultiWorkerMirroredStrategy = ask
 
@@ -48,15 +48,15 @@ common.make_setup = ask
 from hvtrain.system import cores
 cores.pin = lambda *_: tell("cores")
 
-found = {}
+calls_of = {}
 for name, (module, task) in json.loads(sys.argv[1]).items():
-    told.clear()
+    calls.clear()
     os.environ["TF_CONFIG"] = json.dumps(task)
     try:
         runpy.run_module(module, run_name="__main__")
     except Asked:
-        found[name] = list(told)
-print(json.dumps(found))
+        calls_of[name] = list(calls)
+print(json.dumps(calls_of))
 """
 BY_HAND = "benchmarks.by_hand"
 MODULES = sorted({contender.module for contender in CONTENDERS.values() if contender.module != RUNNER})
@@ -72,7 +72,7 @@ def task(role, index):
 
 
 @pytest.fixture(scope="module")
-def told():
+def calls():
     """What each contender's second process tells TensorFlow, and the coordinator and the server of one of them."""
     runs = {module: (module, task("worker", 1)) for module in MODULES}
     runs |= {role: (f"{BY_HAND}.parameter_server", task(role, 0)) for role in ("chief", "ps")}
@@ -89,12 +89,12 @@ def told():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_the_second_process_of_a_host_takes_its_second_gpu(told, module):
+def test_the_second_process_of_a_host_takes_its_second_gpu(calls, module):
     """And the cores are left to TensorFlow there, as by the runner."""
-    assert told[module] == [["visible", [1]], ["grows", 1, True]]
+    assert calls[module] == [["visible", [1]], ["grows", 1, True]]
 
 
 @pytest.mark.parametrize("role", ["chief", "ps"])
-def test_coordinator_and_parameter_server_take_no_gpu(told, role):
+def test_coordinator_and_parameter_server_take_no_gpu(calls, role):
     """Or each would hold memory of the workers' GPUs."""
-    assert told[role] == [["visible", []]]
+    assert calls[role] == [["visible", []]]

@@ -58,7 +58,9 @@ def test_the_command_prints_a_table_of_noise_or_real_images(settings, monkeypatc
     assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
 
 
-@pytest.mark.parametrize(("setting", "complaint"), [("model.hiden=[8]", "hiden"), ("model.dropout=2", "between 0 and 1")])
+@pytest.mark.parametrize(
+    ("setting", "complaint"), [("model.hiden=[8]", "hiden"), ("model.dropout=2", "between 0 and 1")]
+)
 def test_the_command_refuses_what_the_network_does_not_take(setting, complaint, monkeypatch):
     with pytest.raises(ConfigError, match=complaint):
         run_command(monkeypatch, setting)

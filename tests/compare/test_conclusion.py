@@ -102,16 +102,16 @@ def test_time_to_the_target_is_that_of_the_first_epoch_which_reaches_it() -> Non
 
 
 def test_the_summary_joins_rounds_and_whole_runs() -> None:
-    found = compared()
-    single, horovod, mirrored = found["strategies"]
-    assert found["target"] == {"metric": "val_accuracy", "value": 0.85}
+    comparison = compared()
+    single, horovod, mirrored = comparison["strategies"]
+    assert comparison["target"] == {"metric": "val_accuracy", "value": 0.85}
     assert (single["target_seconds"], horovod["target_epoch"], mirrored["target_seconds"]) == (4.0, 3, None)
     assert single["differences"] == [ORDER] and horovod["differences"] == ["stale"]
     assert horovod["against_single"]["median"] == pytest.approx(1.34) and single["against_single"] is None
     assert [point["examples"] for point in horovod["curve"]] == [640, 1280, 1920]
     assert mirrored["error"] and mirrored["examples_per_second"] == pytest.approx(0.89 * 103.5)
-    assert "mirrored failed: the whole run: no GPU <here>" in found["conclusion"]
-    assert any("not the same number of examples" in line for line in found["conclusion"]), "1280 against 1920"
+    assert "mirrored failed: the whole run: no GPU <here>" in comparison["conclusion"]
+    assert any("not the same number of examples" in line for line in comparison["conclusion"]), "1280 against 1920"
 
 
 def test_a_target_that_no_run_has_is_named() -> None:
@@ -144,8 +144,8 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path) -> None:
 def test_without_any_measurement_the_page_says_so(tmp_path) -> None:
     facts = {"command": "x", "date": "d", "machine": {}, "num_rounds": 6, "speed_steps": 9, "versions": {}}
     secret = replace(HOROVOD, overrides=("dataset.api_key=hunter2",))
-    found = {**facts, "interrupted": True, **summary(Contest([SINGLE, secret], Launcher(2), tmp_path, 6, 9), None)}
-    write(found, tmp_path)
+    comparison = {**facts, "interrupted": True, **summary(Contest([SINGLE, secret], Launcher(2), tmp_path, 6, 9), None)}
+    write(comparison, tmp_path)
     assert "hunter2" not in (tmp_path / "compare.json").read_text()
     page = (tmp_path / "compare.html").read_text()
     assert "interrupted" in page and "did not train" in page and not (tmp_path / "compare.png").exists()
@@ -153,7 +153,7 @@ def test_without_any_measurement_the_page_says_so(tmp_path) -> None:
 
 def test_rounds_are_interleaved_and_whole_runs_follow(tmp_path) -> None:
     contest = Contest([SINGLE, HOROVOD], Launcher(2), tmp_path, 2, 100)
-    order = [(one.name, number) for one, number in contest.schedule()]
+    order = [(contestant.name, number) for contestant, number in contest.schedule()]
     assert order == [
         *(("single", 1), ("horovod", 1), ("horovod", 2), ("single", 2)),
         *(("single", WHOLE), ("horovod", WHOLE)),
@@ -177,34 +177,34 @@ def test_commands_are_the_launchers_and_one_process_needs_none(tmp_path) -> None
     assert len(launcher.cores(SINGLE)) == 1 and launcher.cores(HOROVOD) == Launcher(2).cores(SINGLE)
 
 
-def words_of(one: Contestant) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in one.overrides)
+def settings_of(contestant: Contestant) -> dict[str, str]:
+    return dict(setting.split("=", 1) for setting in contestant.overrides)
 
 
 def test_one_process_trains_as_the_ranks_together_do() -> None:
     common = ["strategy=single,horovod", "model=mlp", "train.batch_size=16", "optimizer.learning_rate=0.001"]
     common += ["train.steps=100", "train.divide_steps_by_size=true", "schedule.warmup_epochs=0"]
     single, horovod = contestants(common, 4)
-    mine = words_of(single)
+    mine = settings_of(single)
     assert (mine["train.batch_size"], mine["train.steps"]) == ("64", "25")
     assert float(mine["optimizer.learning_rate"]) == pytest.approx(0.004)
     assert single.differences == (ORDER,) and horovod.differences == ()
-    assert words_of(horovod)["train.batch_size"] == "16"
+    assert settings_of(horovod)["train.batch_size"] == "16"
     by_root = contestants([*common, "train.learning_rate_scale=sqrt", "schedule.warmup_epochs=1"], 4)[0]
-    assert float(words_of(by_root)["optimizer.learning_rate"]) == pytest.approx(0.002)
+    assert float(settings_of(by_root)["optimizer.learning_rate"]) == pytest.approx(0.002)
     assert any("warm-up" in text for text in by_root.differences)
     of_rank = contestants(common, 4, "rank")[0]
-    assert words_of(of_rank)["train.batch_size"] == "16" and len(of_rank.differences) == 2
+    assert settings_of(of_rank)["train.batch_size"] == "16" and len(of_rank.differences) == 2
 
 
 def test_a_strategy_may_have_settings_of_its_own() -> None:
     plain, small = contestants(["strategy=horovod,horovod@compression=fp16@train.accumulate=4", "model=mlp"], 2)
-    assert words_of(small)["strategy.compression"] == "fp16" and "strategy.compression" not in words_of(plain)
+    assert settings_of(small)["strategy.compression"] == "fp16" and "strategy.compression" not in settings_of(plain)
     assert "train.steps=12" in small.speed_overrides(10), "whole accumulations"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ([], "no strategy=A,B came where at least two strategies were needed"),
         (["strategy=single"], "strategy=single came where at least two"),
@@ -216,7 +216,7 @@ def test_a_strategy_may_have_settings_of_its_own() -> None:
         (["strategy=single,horovod", "train.batch_size=[2,4]"], "compare needs one number for all"),
     ],
 )
-def test_bad_words_are_refused_before_anything_starts(words: list[str], said: str) -> None:
+def test_bad_arguments_are_refused_before_anything_starts(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        contestants(words, 2)
-    assert said in str(error.value) and "\n" not in str(error.value)
+        contestants(arguments, 2)
+    assert message in str(error.value) and "\n" not in str(error.value)

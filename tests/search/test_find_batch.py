@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.search import batch_search as search
+from hvtrain.search import batch_search
 from hvtrain.search.batch_sizes import RankMemory, Trial, lacking_host, predicted_peak
 from hvtrain.search.find_batch import main
 from hvtrain.strategies.mirrored import MirroredStrategy
@@ -20,31 +20,31 @@ OWN = ROOT / "tests/support/own"
 
 
 def content(folder):
-    found = json.loads((folder / "batch.json").read_text())
-    return [size["batch_size"] for size in found["sizes"]], found
+    results = json.loads((folder / "batch.json").read_text())
+    return [size["batch_size"] for size in results["sizes"]], results
 
 
 @pytest.mark.distributed
 @pytest.mark.nightly
 def test_what_one_of_two_ranks_has_no_memory_for_ends_the_search_on_both(tmp_path):
     """A tensor of a million gigabytes on rank 1 from batches of 32 on: TensorFlow's own error, in its step alone."""
-    words = ("--config-dir", str(OWN / "conf"), "model=tiny", "dataset=leaves", "model.huge_on_rank=1")
+    arguments = ("--config-dir", str(OWN / "conf"), "model=tiny", "dataset=leaves", "model.huge_on_rank=1")
     path = f"{ROOT}:{OWN}"
     code, output = run(
-        "gloo", 2, *MODULE, *words, "--first", "8", "--steps", "2", "run.dir=test", cwd=tmp_path, PYTHONPATH=path
+        "gloo", 2, *MODULE, *arguments, "--first", "8", "--steps", "2", "run.dir=test", cwd=tmp_path, PYTHONPATH=path
     )
     assert code == 0, output
     assert "ended: train.batch_size=32 exceeds the memory of rank 1\n" in output
     assert "largest that fits, of those tried: train.batch_size=16\n" in output
-    sizes, found = content(tmp_path / "test")
-    assert (sizes, found["largest"]) == ([8, 16], 16)
-    for size in found["sizes"]:
+    sizes, results = content(tmp_path / "test")
+    assert (sizes, results["largest"]) == ([8, 16], 16)
+    for size in results["sizes"]:
         assert size["global_batch"] == 2 * size["batch_size"]
         assert size["examples_per_second"] == pytest.approx(size["global_batch"] / size["step_seconds"], abs=0.1)
         assert len(size["memory_bytes"]) == 2 and min(size["memory_bytes"]) > 10**8
     assert (tmp_path / "test/batch.png").stat().st_size > 5000
-    best = f"train.batch_size={found['fastest']}"
-    kept = shlex.join(word for word in (*words, best))
+    best = f"train.batch_size={results['fastest']}"
+    kept = shlex.join(argument for argument in (*arguments, best))
     for command in ("hvtrain", "hvtrain find_lr"):
         assert f"  horovodrun -np 2 python -m {command} {kept}\n" in output
 
@@ -52,8 +52,8 @@ def test_what_one_of_two_ranks_has_no_memory_for_ends_the_search_on_both(tmp_pat
 @pytest.mark.distributed
 @pytest.mark.nightly
 def test_the_search_ends_with_the_data(tmp_path):
-    words = ("model=mlp", "--first", "128", "--steps", "1", "train.accumulate=2", "run.dir=test")
-    code, output = run("mpi", 2, *MODULE, *words, cwd=tmp_path)
+    arguments = ("model=mlp", "--first", "128", "--steps", "1", "train.accumulate=2", "run.dir=test")
+    code, output = run("mpi", 2, *MODULE, *arguments, cwd=tmp_path)
     assert code == 0, output
     assert "ended: train.accumulate=2 exceeds the 1 batches of a rank in an epoch" in output
     assert content(tmp_path / "test")[0] == [128, 256]
@@ -61,8 +61,8 @@ def test_the_search_ends_with_the_data(tmp_path):
 
 @pytest.mark.nightly
 def test_a_size_that_exceeds_the_memory_is_not_begun(tmp_path):
-    words = ("model=cnn", "dataset=synthetic", "dataset.image_shape=[64,64,3]", "dataset.num_train=200000")
-    code, output = run(None, 1, *MODULE, *words, "--memory", "2", "--first", "64", "--steps", "1", cwd=tmp_path)
+    arguments = ("model=cnn", "dataset=synthetic", "dataset.image_shape=[64,64,3]", "dataset.num_train=200000")
+    code, output = run(None, 1, *MODULE, *arguments, "--memory", "2", "--first", "64", "--steps", "1", cwd=tmp_path)
     assert code == 0, output
     assert re.search(
         r"ended: train.batch_size=\d+ would take about \S+ GiB more on \S+, where \S+ GiB are left", output
@@ -97,19 +97,19 @@ def test_ranks_of_a_host_share_its_memory():
 def test_the_line_that_uses_the_result_has_no_secrets(tmp_path, monkeypatch):
     """It goes to the log file, too."""
     lines = []
-    monkeypatch.setattr(search.log, "info", lambda text, *more: lines.append(text % more))
+    monkeypatch.setattr(batch_search.log, "info", lambda text, *more: lines.append(text % more))
     run = SimpleNamespace(plan=SimpleNamespace(size=2), folder=tmp_path)
-    search._report([Trial(8, 16, 0.1, [0, 0])], run, ["model=cnn", "dataset.api_key=hunter2"])
+    batch_search._report([Trial(8, 16, 0.1, [0, 0])], run, ["model=cnn", "dataset.api_key=hunter2"])
     assert "  horovodrun -np 2 python -m hvtrain model=cnn 'dataset.api_key=***' train.batch_size=8" in lines
 
 
 def test_ranks_that_take_no_steps_of_their_own_are_refused():
     with pytest.raises(ConfigError, match="this strategy has other steps; choose strategy=horovod, elastic or single"):
-        search._attempt(None, MirroredStrategy(), None, None, None, ())
+        batch_search.try_sizes(None, MirroredStrategy(), None, None, None, ())
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--first", "8", "--largest", "4"], "--first 8 exceeds --largest 4; lower it, or raise the other"),
         (["--largest", "0"], "argument --largest: 0 came where a whole number of at least 1 was needed"),
@@ -117,9 +117,9 @@ def test_ranks_that_take_no_steps_of_their_own_are_refused():
         (["modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(words, message, tmp_path, monkeypatch):
+def test_bad_input_is_refused_in_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["find_batch", *words])
+    monkeypatch.setattr(sys, "argv", ["find_batch", *arguments])
     with pytest.raises(ConfigError) as caught:
         main()
     assert message in str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.search.find_lr import main
-from hvtrain.search.range_test import Suggestion, has_diverged, suggest
+from hvtrain.search.range_test import has_diverged, suggest
 from tests.support import launching
 
 
@@ -37,8 +37,8 @@ def test_two_ranks_find_a_rate_and_stop_where_the_loss_diverges(tmp_path):
 
 def test_no_suggestion_where_the_loss_never_falls():
     rates = [10.0 ** (step - 9) for step in range(9)]
-    assert suggest(rates, [1.0 + step for step in range(9)]) == Suggestion(None, None)
-    assert suggest(rates[:4], [3.0, 2.0, 1.0, math.nan]) == Suggestion(None, None), "too few"
+    assert suggest(rates, [1.0 + step for step in range(9)]) is None
+    assert suggest(rates[:4], [3.0, 2.0, 1.0, math.nan]) is None, "too few"
 
 
 def test_it_diverges_at_a_loss_that_is_not_finite_or_has_grown():
@@ -49,7 +49,7 @@ def test_it_diverges_at_a_loss_that_is_not_finite_or_has_grown():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--lowest", "1", "--highest", "1"], "--lowest 1 is not below --highest 1; widen the range"),
         (["--steps", "5"], "argument --steps: 5 came where a whole number of at least 10 was needed"),
@@ -57,9 +57,9 @@ def test_it_diverges_at_a_loss_that_is_not_finite_or_has_grown():
         (["--foo"], "unknown option --foo"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(words, message, tmp_path, monkeypatch):
+def test_bad_input_is_refused_in_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["find_lr", *words])
+    monkeypatch.setattr(sys, "argv", ["find_lr", *arguments])
     with pytest.raises(ConfigError) as caught:
         main()
     assert message in str(caught.value)

@@ -58,8 +58,8 @@ def test_the_ready_space_fits_every_optimizer(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sweep"])
     for optimizer in ("adam", "momentum"):
         for example in read_space("optimizer", []).examples():
-            words = [override(name, value) for name, value in example.items()]
-            config = from_dict(compose([f"optimizer={optimizer}", *words])[0])
+            arguments = [override(name, value) for name, value in example.items()]
+            config = from_dict(compose([f"optimizer={optimizer}", *arguments])[0])
             assert config.optimizer["learning_rate"] == example["optimizer.learning_rate"]
             assert config.train.batch_size == example["train.batch_size"]
 
@@ -74,7 +74,7 @@ def test_hydra_reads_a_word_as_the_value_it_was_made_of(value):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([DATA], "sweep=SPACE is missing; name a search space, such as sweep=optimizer"),
         (["sweep=optimiser"], "sweep=optimiser is not a search space; did you mean 'optimizer'?"),
@@ -92,7 +92,7 @@ def test_hydra_reads_a_word_as_the_value_it_was_made_of(value):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_refused_in_one_line_before_anything_starts(words, message, tmp_path, monkeypatch):
+def test_bad_input_is_refused_in_one_line_before_anything_starts(arguments, message, tmp_path, monkeypatch):
     pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pytest does it")
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text("train.epoch: {low: 1, high: 3}\n")
@@ -100,7 +100,7 @@ def test_bad_input_is_refused_in_one_line_before_anything_starts(words, message,
     for name in ("used/mine", "broken/sweep.db"):
         Path(name).parent.mkdir()
         Path(name).write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["sweep", *words])
+    monkeypatch.setattr(sys, "argv", ["sweep", *arguments])
     with pytest.raises(ConfigError) as caught:
         main()
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -123,8 +123,8 @@ def test_without_optuna_it_says_what_to_install(monkeypatch):
         main()
 
 
-def goal(*words: str, **options) -> Goal:
-    return goal_of(from_dict(compose(["model=mlp", *words])[0]), **options)
+def goal(*arguments: str, **options) -> Goal:
+    return goal_of(from_dict(compose(["model=mlp", *arguments])[0]), **options)
 
 
 def test_the_goal_is_that_of_the_task_unless_another_is_given(monkeypatch):
@@ -149,9 +149,9 @@ def test_the_values_of_a_goal_are_those_of_epochs_that_have_it():
         EpochRecord(2, 2, 0.1, 1, 1, {"loss": 1.0, "val_accuracy": 0.5}),
         EpochRecord(3, 3, 0.1, 1, 1, {"loss": 1.0, "val_accuracy": float("nan")}),
     ]
-    found = Goal("val_accuracy", "max", first_epoch=2)
-    assert found.values([]) == found.values(history[:1]) == {}, "not yet"
-    assert found.values(history) == {2: 0.5}
+    validated = Goal("val_accuracy", "max", first_epoch=2)
+    assert validated.values([]) == validated.values(history[:1]) == {}, "not yet"
+    assert validated.values(history) == {2: 0.5}
     with pytest.raises(
         ConfigError, match=r"has no val_accuracy in its history\.csv, which has loss; give the data set"
     ):
@@ -174,8 +174,8 @@ def test_the_table_has_the_best_first_and_failures_last():
         {"number": 2, "state": "pruned", "value": 0.9},
         {"number": 3, "state": "finished", "value": 0.2},
     ]
-    assert [one["number"] for one in ranked(trials, "max")] == [3, 1, 2, 0]
-    assert [one["number"] for one in ranked(trials, "min")] == [1, 3, 2, 0]
+    assert [trial["number"] for trial in ranked(trials, "max")] == [3, 1, 2, 0]
+    assert [trial["number"] for trial in ranked(trials, "min")] == [1, 3, 2, 0]
 
 
 def test_the_line_that_repeats_the_best_has_no_secret():

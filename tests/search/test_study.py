@@ -32,13 +32,13 @@ def test_it_finds_the_best_and_goes_on_after_an_end(tmp_path):
     for _ in range(10):
         first.try_next(worth)
     then = study(tmp_path)
-    assert [one.params for one in then.trials()] == [one.params for one in first.trials()]
+    assert [trial.params for trial in then.trials()] == [trial.params for trial in first.trials()]
     for _ in range(20):
         then.try_next(worth)
     trials = then.trials()
-    assert len(trials) == 30 and max(one.value for one in trials) > -0.01
-    drawn = [tuple(one.params.values()) for one in trials]
-    assert len({one[0] for one in drawn}) == 30, "the seed does not repeat the first ones"
+    assert len(trials) == 30 and max(trial.value for trial in trials) > -0.01
+    drawn = [tuple(trial.params.values()) for trial in trials]
+    assert len({values[0] for values in drawn}) == 30, "the seed does not repeat the first ones"
     shares = then.importances()
     assert next(iter(shares)) == "x" and shares["x"] > 0.8 and sum(shares.values()) == pytest.approx(1)
 
@@ -47,19 +47,19 @@ def test_a_failed_trial_counts_and_an_interrupted_one_is_tried_again(tmp_path):
     def fails(number, settings, is_hopeless):
         raise LostRankError("no memory")
 
-    one = study(tmp_path)
-    failed = one.try_next(fails)
+    sweep = study(tmp_path)
+    failed = sweep.try_next(fails)
     assert failed.user_attrs == {"error": "no memory"}
     with pytest.raises(KeyboardInterrupt):
-        one.try_next(interrupted)
-    assert [trial.number for trial in one.trials()] == [0]
-    again = one.try_next(worth)
-    assert again.number == 2 and again.params == one._study.trials[1].params
+        sweep.try_next(interrupted)
+    assert [trial.number for trial in sweep.trials()] == [0]
+    again = sweep.try_next(worth)
+    assert again.number == 2 and again.params == sweep._study.trials[1].params
 
 
 def test_a_trial_that_ran_when_the_sweep_was_killed_is_tried_again(tmp_path):
-    one = study(tmp_path)
-    running = one._study.ask(one._distributions)
+    sweep = study(tmp_path)
+    running = sweep._study.ask(sweep._distributions)
     then = study(tmp_path, seed=5)
     assert then.trials() == [] and then._study.trials[0].state.name == "FAIL"
     assert then.try_next(worth).params == running.params
@@ -68,18 +68,18 @@ def test_a_trial_that_ran_when_the_sweep_was_killed_is_tried_again(tmp_path):
 def test_a_trial_below_the_median_is_pruned_from_the_second_epoch_on(tmp_path):
     def trains(values):
         def run(number, settings, is_hopeless):
-            told = [is_hopeless(epoch, value) for epoch, value in enumerate(values, 1)]
-            seen.append(told)
-            return None if any(told) else max(values)
+            verdicts = [is_hopeless(epoch, value) for epoch, value in enumerate(values, 1)]
+            seen.append(verdicts)
+            return None if any(verdicts) else max(values)
 
         return run
 
     seen: list = []
-    one = study(tmp_path, prune_after=2)
+    sweep = study(tmp_path, prune_after=2)
     for values in ([0.5, 0.8], [0.1, 0.2], [0.4, 0.3], [0.2, 0.9]):
-        one.try_next(trains(values))
+        sweep.try_next(trains(values))
     assert seen == [[False, False], [False, False], [False, True], [False, False]]
-    pruned = one.trials()[2]
+    pruned = sweep.trials()[2]
     assert pruned.state.name == "PRUNED" and pruned.value == 0.3
 
 

@@ -42,27 +42,27 @@ def test_a_trial_that_fails_does_not_end_the_sweep(tmp_path):
     assert code == 0, output
     out = tmp_path / "out"
     assert {"sweep.csv", "sweep.json", "sweep.png", "trial-0.txt", "trial-1"} <= {path.name for path in out.iterdir()}
-    found = json.loads((out / "sweep.json").read_text())
-    failed, best = found["trials"]
+    results = json.loads((out / "sweep.json").read_text())
+    failed, best = results["trials"]
     assert failed["state"] == "failed" and "train.batch_size=4096 exceeds the 668 examples of a rank" in failed["error"]
     assert f"trial 0 failed: {failed['error']}" in output and "2 of 2: trial 1 finished, val_accuracy 0." in output
     history = {str(row.epoch): row.metrics["val_accuracy"] for row in read_run(out / "trial-1").history}
     assert best["epochs"] == history and len(history) == 2 and best["value"] == max(history.values())
-    assert (found["metric"], found["direction"], found["best"]["number"]) == ("val_accuracy", "max", 1)
+    assert (results["metric"], results["direction"], results["best"]["number"]) == ("val_accuracy", "max", 1)
     line = shlex.join(["python", "-m", "hvtrain", "launch", "-np", "2", "--", *command[-6:], "train.batch_size=32"])
-    assert found["best"]["line"] == line and line in output
+    assert results["best"]["line"] == line and line in output
     rows = list(csv.DictReader((out / "sweep.csv").open()))
     assert [row["state"] for row in rows] == ["failed", "finished"] and rows[1]["train.batch_size"] == "32"
     code, again = run(None, 1, *command, cwd=tmp_path)
     assert code == 0 and "2 trials of 2 ranks; 2 of them are there" in again, again
-    assert found["best"]["line"] in again and not (out / "trial-2").exists(), "nothing is left to do"
+    assert results["best"]["line"] in again and not (out / "trial-2").exists(), "nothing is left to do"
 
 
 @pytest.mark.nightly
 def test_a_trial_that_lags_behind_is_pruned(tmp_path):
     seed = searches(tmp_path, "optimizer.learning_rate", [0.01, 1.0e-9])
-    words = [*SWEEP, *seed, "--prune-after", "1", "trials=2", *RUN, "train.epochs=200"]
-    code, output = run(None, 1, *words, cwd=tmp_path, timeout=580)
+    command = [*SWEEP, *seed, "--prune-after", "1", "trials=2", *RUN, "train.epochs=200"]
+    code, output = run(None, 1, *command, cwd=tmp_path, timeout=580)
     assert code == 0, output
     good, pruned = json.loads((tmp_path / "out/sweep.json").read_text())["trials"]
     assert (good["state"], pruned["state"]) == ("finished", "pruned") and len(good["epochs"]) == 200
@@ -77,8 +77,8 @@ def test_a_trial_that_lags_behind_is_pruned(tmp_path):
 )
 def test_the_same_command_goes_on_after_an_end(number, tmp_path):
     seed = searches(tmp_path, "optimizer.learning_rate", [0.01, 0.02])
-    words = [*SWEEP, *seed, "trials=2", *RUN, "train.epochs=40"]
-    process = start(None, 1, *words, cwd=tmp_path)
+    command = [*SWEEP, *seed, "trials=2", *RUN, "train.epochs=40"]
+    process = start(None, 1, *command, cwd=tmp_path)
     lines = iter(process.stdout.readline, "")
     seen = [next(line for line in lines if line.startswith("1 of 2: trial 0 finished"))]
     while not (tmp_path / "out/trial-1/history.csv").exists():
@@ -89,12 +89,14 @@ def test_the_same_command_goes_on_after_an_end(number, tmp_path):
         assert process.returncode == 130 and "interrupted; all trials so far are kept" in output, output
         assert "best: trial 0 with val_accuracy" in output
     until_ended(tmp_path)
-    code, output = run(None, 1, *words, cwd=tmp_path, timeout=580)
+    code, output = run(None, 1, *command, cwd=tmp_path, timeout=580)
     assert code == 0, output
     assert "2 trials of 2 ranks; 1 of them are there" in output and "2 of 2: trial 2 finished" in output
-    found = json.loads((tmp_path / "out/sweep.json").read_text())
-    assert [one["number"] for one in found["trials"]] == [0, 2]
-    assert [one["settings"]["optimizer.learning_rate"] for one in found["trials"]] == [0.01, 0.02], "it is tried again"
+    results = json.loads((tmp_path / "out/sweep.json").read_text())
+    assert [trial["number"] for trial in results["trials"]] == [0, 2]
+    assert [trial["settings"]["optimizer.learning_rate"] for trial in results["trials"]] == [0.01, 0.02], (
+        "it is tried again"
+    )
     with sqlite3.connect(tmp_path / "out/sweep.db") as study:
         states = study.execute("select number, state from trials order by number").fetchall()
     assert states == [(0, "COMPLETE"), (1, "FAIL"), (2, "COMPLETE")]
@@ -102,11 +104,11 @@ def test_the_same_command_goes_on_after_an_end(number, tmp_path):
 
 def children_of(folder):
     """Processes that work in the folder."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            found += [process.pid] if process.cwd() == str(folder) else []
-    return found
+            pids += [process.pid] if process.cwd() == str(folder) else []
+    return pids
 
 
 def until_ended(folder):
