@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hvtrain.data.formats.cell_texts import DATE_FORMATS, NUMBER_FORMATS, numbers_in, only, times_in, unit_in
 from hvtrain.errors import DataError
 
 # Those of pandas.read_csv.
@@ -25,14 +26,10 @@ GAPS = pa.array(
 MOSTLY = 0.9
 """The share of cells that have to be numbers or dates, for the others to count as gaps."""
 SAMPLE_ROWS = 1000
+FEW_TEXTS = 20
+"""So many different texts in a file with types are names, also if they look like numbers."""
 MAX_EXACT = 2**53
 """Above it, whole numbers are not exact in float64: they name something."""
-UNITS = ("%", "$", "€", "£", "¥")
-SPACES = "\N{NO-BREAK SPACE}|\N{NARROW NO-BREAK SPACE}|\N{THIN SPACE}"
-# Decimal sign and separator of thousands, the more usual ones first.
-FORMATS = ((".", ""), (".", ","), (",", ""), (",", "."), (",", " "), (".", " "), (".", "'"))
-DATE_FORMATS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d", "%d-%m-%Y", "%d %b %Y", "%b %d, %Y")
-TIME_FORMATS = ("", " %H:%M", " %H:%M:%S")
 DATE_PARTS = ("year", "month", "day", "weekday", "hour")
 DAY_SECONDS = 86_400
 
@@ -109,16 +106,11 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
         return array
 
     array = pc.utf8_trim_whitespace(array)
-    return _only(array, pc.invert(pc.is_in(array, GAPS)))
+    return only(array, pc.invert(pc.is_in(array, GAPS)))
 
 
 def _seconds(microseconds: pa.Array) -> pa.Array:
     return pc.divide(microseconds.cast(pa.int64()).cast(pa.float64()), 1e6)
-
-
-def _only(text: pa.Array, mask: pa.Array) -> pa.Array:
-    """Returns text where the mask is true, and null elsewhere."""
-    return pc.if_else(mask, text, pa.scalar(None, pa.string()))
 
 
 def infer(name: str, values: pa.Array, decimal: str | None, thousands: str | None, is_typed: bool) -> Column | str:
@@ -136,17 +128,20 @@ def infer(name: str, values: pa.Array, decimal: str | None, thousands: str | Non
     if values.null_count == len(values):
         return "empty"
     if types.is_string(values.type):
-        numbers = _infer_text(column, values, decimal, thousands)
-        is_short = is_typed and len(pc.unique(values)) <= max(20, len(values) // 10)
-        return column if is_short and numbers.kind == "number" else numbers
+        if is_typed and len(pc.unique(values)) <= max(FEW_TEXTS, len(values) // 10):
+            return column
+        return _infer_text(column, values, decimal, thousands)
     if types.is_boolean(values.type):
         return column
     if types.is_integer(values.type):
         bounds = pc.min_max(values).as_py()
-        is_exact = max(abs(bounds["min"]), abs(bounds["max"])) <= MAX_EXACT
-        return replace(column, kind="number" if is_exact else "name")
+        if max(abs(bounds["min"]), abs(bounds["max"])) > MAX_EXACT:
+            return column
+        return replace(column, kind="number")
     if types.is_floating(values.type):
-        return "empty" if pc.all(pc.is_nan(values)).as_py() else replace(column, kind="number")
+        if pc.all(pc.is_nan(values)).as_py():
+            return "empty"
+        return replace(column, kind="number")
     if types.is_temporal(values.type):
         return replace(column, kind="date")
     if types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
@@ -165,35 +160,35 @@ def _infer_text(column: Column, text: pa.Array, decimal: str | None, thousands: 
         return column
 
     sample = filled[:: max(1, len(filled) // SAMPLE_ROWS)]
-    unit = next((unit for unit in UNITS if _share(pc.match_substring(sample, unit)) >= MOSTLY), "")
-    candidates = [replace(column, kind="number", unit=unit, decimal=sign, thousands=mark) for sign, mark in FORMATS]
-    candidates = [
-        candidate
-        for candidate in candidates
-        if decimal in (None, candidate.decimal) and thousands in (None, candidate.thousands)
+    number = replace(column, kind="number", unit=unit_in(sample, MOSTLY))
+    numbers = [
+        replace(number, decimal=sign, thousands=separator)
+        for sign, separator in NUMBER_FORMATS
+        if decimal in (None, sign) and thousands in (None, separator)
     ]
-    for date_format in ("", *(date + time for date in DATE_FORMATS for time in TIME_FORMATS)):
-        candidates.append(replace(column, kind="date", date_format=date_format))
+    dates = [replace(column, kind="date", date_format=date_format) for date_format in DATE_FORMATS]
+    for candidates in (numbers, dates):
+        best = _best_format(candidates, sample, filled)
+        if best is not None:
+            return best
+    return column
 
-    best = column
+
+def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array) -> Column | None:
+    """Returns the first of the formats that read most cells; None if none reads MOSTLY all."""
+    best = None
     best_share = MOSTLY
     for candidate in candidates:
-        if best.kind == "number" and candidate.kind == "date":
-            break
         # Most formats fail on a few cells already.
         if _share_read(sample, candidate) < MOSTLY / 2:
             continue
-        share = _share_read(filled, candidate)
-        if share > best_share or (share == best_share and best is column):
+        share_read = _share_read(text, candidate)
+        if share_read > best_share or (best is None and share_read == best_share):
             best = candidate
-            best_share = share
-        if share == 1:
+            best_share = share_read
+        if share_read == 1:
             break
     return best
-
-
-def _share(mask: pa.Array) -> float:
-    return pc.mean(mask.cast(pa.float64())).as_py() or 0.0
 
 
 def _share_read(text: pa.Array, column: Column) -> float:
@@ -201,67 +196,10 @@ def _share_read(text: pa.Array, column: Column) -> float:
 
 
 def _parsed(text: pa.Array, column: Column) -> pa.Array:
-    return times_in(text, column) if column.kind == "date" else numbers_in(text, column)
-
-
-def decimal_sign(columns: Sequence[pa.Array]) -> str | None:
-    """Returns "," if a column of text can only be read with decimal commas, such as 3,14."""
-    for text in columns:
-        sample = text.drop_null()[:SAMPLE_ROWS]
-        marks = pc.match_substring_regex(sample, r"^[+-]?(\d{1,3}(\.\d{3})*|\d+),(\d{1,2}|\d{4,})$")
-        if len(sample) and _share(marks) >= MOSTLY / 2:
-            return ","
-    return None
-
-
-def numbers_in(text: pa.Array, column: Column) -> pa.Array:
-    """Numbers in the column's format, float64; null for other texts.
-
-    >>> numbers_in(pa.array(["$1,234.50", "$?"]), Column("pay", "pay", "number", thousands=",", unit="$")).to_pylist()
-    [1234.5, None]
-    """
-    if (column.decimal, column.thousands, column.unit) == (".", "", ""):
-        try:
-            return text.cast(pa.float64())
-        except pa.ArrowInvalid:
-            pass  # Arrow reads all cells or none.
-
-    decimal = re.escape(column.decimal)
-    digits = r"\d+"
-    if column.thousands:
-        digits = rf"\d{{1,3}}(?:{re.escape(column.thousands)}\d{{3}})+|\d+"
-    pattern = rf"^[+-]?(?:(?:{digits})(?:{decimal}\d*)?|{decimal}\d+)(?:[eE][+-]?\d+)?$"
-
-    text = pc.replace_substring_regex(text, SPACES, " ")
-    if column.unit:
-        text = _only(text, pc.match_substring(text, column.unit))
-        text = pc.replace_substring(text, column.unit, "")
-        text = pc.replace_substring_regex(text, r"^([+-]?)\s+|\s+$", r"\1")
-    text = _only(text, pc.match_substring_regex(text, pattern))
-    if column.thousands:
-        text = pc.replace_substring(text, column.thousands, "")
-    text = pc.replace_substring(text, column.decimal, ".")
-    # Arrow reads no plus sign.
-    return pc.utf8_ltrim(text, "+").cast(pa.float64())
-
-
-def times_in(text: pa.Array, column: Column) -> pa.Array:
-    """Timestamps in the column's format, in UTC; null for other texts."""
-    if column.date_format:
-        return pc.strptime(text, format=column.date_format, unit="us", error_is_null=True)
-
-    # Arrow reads all cells or none, so what is no date goes first.
-    time = r"[T ]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?"
-    is_date = pc.match_substring_regex(text, rf"^\d{{4}}-\d\d-\d\d({time}(Z|[+-]\d\d:?\d\d)?)?$")
-    day = pc.utf8_slice_codeunits(text, 0, 10)
-    # Written again, the thirtieth of February is the first of March.
-    again = pc.strftime(pc.strptime(day, format="%Y-%m-%d", unit="s", error_is_null=True), format="%Y-%m-%d")
-    text = _only(text, pc.and_(is_date, pc.equal(day, again)))
-    has_zone = pc.match_substring_regex(text, r":.*(Z|[+-]\d\d:?\d\d)$")
-    # Times with and without a zone are of two types.
-    zoned = _only(text, has_zone).cast(pa.timestamp("us", "UTC"))
-    local = _only(text, pc.invert(has_zone)).cast(pa.timestamp("us"))
-    return pc.coalesce(zoned.cast(pa.timestamp("us")), local)
+    """Returns the numbers or times that the column's format finds in text."""
+    if column.kind == "date":
+        return times_in(text, column.date_format)
+    return numbers_in(text, column.decimal, column.thousands, column.unit)
 
 
 def read(column: Column, values: pa.Array, where: str) -> Cells:
@@ -327,7 +265,9 @@ def _mask(array: pa.Array) -> np.ndarray:
 
 def _gaps(is_gap: np.ndarray) -> np.ndarray:
     # Thousands of columns without gaps need no memory for them.
-    return is_gap if is_gap.any() else np.broadcast_to(np.False_, is_gap.shape)
+    if is_gap.any():
+        return is_gap
+    return np.broadcast_to(np.False_, is_gap.shape)
 
 
 def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
@@ -337,8 +277,9 @@ def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
     elif pa.types.is_floating(values.type):
         values = pc.if_else(pc.is_finite(values), values, None)
         # Whole numbers become floats where a column has gaps.
-        is_whole = pc.all(pc.equal(values, pc.floor(values))).as_py()
-        values = values.cast(pa.int64() if is_whole else values.type).cast(pa.string())
+        if pc.all(pc.equal(values, pc.floor(values))).as_py():
+            values = values.cast(pa.int64())
+        values = values.cast(pa.string())
     else:
         values = values.cast(pa.string())
     if not known or not len(values):

@@ -5,7 +5,6 @@ It is inferred from the training table, kept in the run folder, and holds for ev
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -14,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hvtrain.data.formats.columns import DATE_PARTS, Cells, Column, decimal_sign, infer, plain, read
+from hvtrain.data.formats.cell_texts import has_decimal_commas
+from hvtrain.data.formats.columns import DATE_PARTS, SAMPLE_ROWS, Cells, Column, infer, plain, read
 from hvtrain.errors import ConfigError, DataError
 
 KINDS = {
@@ -41,9 +41,6 @@ MAX_WHOLE_CLASSES = 100
 """More whole numbers than that are hardly classes."""
 ROWS_PER_CLASS = 10
 """With fewer rows for each class, the target is hardly a class."""
-MAX_PHRASES = 20
-"""More columns are counted by kind, and only the odd ones described."""
-MAX_CLASS_PHRASES = 5
 
 
 @dataclass(frozen=True)
@@ -66,13 +63,15 @@ class Settings:
             raise ConfigError(f"dataset.target_is={self.target_is} is not one of class, number, null")
         if self.dates not in DATES:
             raise ConfigError(f"dataset.dates={self.dates} is not one of {', '.join(DATES)}")
-        actions = self.missing.values() if isinstance(self.missing, Mapping) else [self.missing]
-        for action in actions:
+        by_column = self.missing if isinstance(self.missing, Mapping) else {"": self.missing}
+        for action in by_column.values():
             if action not in MISSING:
                 raise ConfigError(f"dataset.missing={action} is not one of {', '.join(MISSING)}")
 
     def missing_of(self, name: str) -> str:
-        return self.missing if isinstance(self.missing, str) else self.missing.get(name, "refuse")
+        if isinstance(self.missing, str):
+            return self.missing
+        return self.missing.get(name, "refuse")
 
 
 @dataclass(frozen=True)
@@ -111,17 +110,7 @@ def infer_schema(table: pa.Table, settings: Settings, name: str) -> Schema:
         DataError: No column is left, or one that the user wants cannot be used.
     """
     arrays = {column: plain(table[column]) for column in _checked_names(table, settings, name)}
-    texts = {column: array for column, array in arrays.items() if pa.types.is_string(array.type)}
-    # A file with types means its text to be text.
-    is_typed = len(texts) < len(arrays)
-    decimal = settings.decimal or decimal_sign(list(texts.values()))
-
-    inferred: dict[str, Column | str] = {}
-    for column, array in arrays.items():
-        result = infer(column, array, decimal, settings.thousands, is_typed)
-        if isinstance(result, Column) and result.kind == "name" and decimal != settings.decimal:
-            result = infer(column, array, settings.decimal, settings.thousands, is_typed)
-        inferred[column] = result
+    inferred = _inferred(arrays, settings)
 
     target, classes = _infer_target(inferred.pop(settings.target), arrays.pop(settings.target), settings)
     columns: list[Column] = []
@@ -143,6 +132,25 @@ def infer_schema(table: pa.Table, settings: Settings, name: str) -> Schema:
         raise DataError(f"{name} has no column to learn from but {settings.target}; left out: {reasons or 'none'}")
     _check_crosses(columns, settings)
     return Schema(columns, target, classes, [list(pair) for pair in settings.crosses], settings.id, left_out)
+
+
+def _inferred(arrays: Mapping[str, pa.Array], settings: Settings) -> dict[str, Column | str]:
+    """Returns infer() of each column, with the decimal sign of the file."""
+    texts = [array for array in arrays.values() if pa.types.is_string(array.type)]
+    # A file with types means its text to be text.
+    is_typed = len(texts) < len(arrays)
+    decimal = settings.decimal
+    if decimal is None and has_decimal_commas(texts, SAMPLE_ROWS):
+        decimal = ","
+
+    results: dict[str, Column | str] = {}
+    for name, array in arrays.items():
+        result = infer(name, array, decimal, settings.thousands, is_typed)
+        # A column may be written unlike the others of its file.
+        if isinstance(result, Column) and result.kind == "name" and decimal != settings.decimal:
+            result = infer(name, array, settings.decimal, settings.thousands, is_typed)
+        results[name] = result
+    return results
 
 
 def _checked_names(table: pa.Table, settings: Settings, name: str) -> Iterator[str]:
@@ -211,8 +219,9 @@ def _reason_against(inferred: Column | str, name: str, values: pa.Array, setting
 def _by_default(column: Column, values: pa.Array) -> Column:
     if column.kind != "name":
         return replace(column, feature="float_normalized")
-    is_many = pc.count_distinct(values, mode="only_valid").as_py() > MAX_NAMES
-    return replace(column, feature="string_hashed" if is_many else "string_categorical")
+    if pc.count_distinct(values, mode="only_valid").as_py() > MAX_NAMES:
+        return replace(column, feature="string_hashed")
+    return replace(column, feature="string_categorical")
 
 
 def _parts(column: Column, values: pa.Array, settings: Settings) -> list[Column]:
@@ -223,7 +232,9 @@ def _parts(column: Column, values: pa.Array, settings: Settings) -> list[Column]
     parts = [replace(column, name=f"{column.name}.{part}", part=part) for part in DATE_PARTS]
     # Dates without times have no hour.
     hours = read(parts[-1], values, column.name).values
-    return parts if np.nan_to_num(hours).any() else parts[:-1]
+    if not np.nan_to_num(hours).any():
+        parts.pop()
+    return parts
 
 
 def _check_crosses(columns: Sequence[Column], settings: Settings) -> None:
@@ -236,9 +247,10 @@ def _check_crosses(columns: Sequence[Column], settings: Settings) -> None:
 def _infer_target(inferred: Column | str, values: pa.Array, settings: Settings) -> tuple[Column, list[str]]:
     """Returns the target, and the names of its classes; none if it is a number."""
     name = settings.target
-    if isinstance(inferred, str) or inferred.kind == "vector":
-        problem = inferred if isinstance(inferred, str) else "a vector"
-        raise ConfigError(f"dataset.target={name} is {problem}; a column of names or numbers is needed")
+    if isinstance(inferred, str):
+        raise ConfigError(f"dataset.target={name} is {inferred}; a column of names or numbers is needed")
+    if inferred.kind == "vector":
+        raise ConfigError(f"dataset.target={name} is a vector; a column of names or numbers is needed")
 
     is_whole = inferred.kind == "number" and _is_whole(inferred, values)
     # Fractions are numbers; names and whole numbers are classes.
@@ -269,8 +281,8 @@ def _infer_target(inferred: Column | str, values: pa.Array, settings: Settings) 
 
 def _target_missing(settings: Settings) -> str:
     # Nobody learns from a row without a target.
-    action = settings.missing if isinstance(settings.missing, str) else settings.missing.get(settings.target, "refuse")
-    return "refuse" if action == "refuse" else "drop"
+    is_refused = settings.missing_of(settings.target) == "refuse"
+    return "refuse" if is_refused else "drop"
 
 
 def _is_whole(column: Column, values: pa.Array) -> bool:
@@ -310,89 +322,3 @@ def unknown_share(column: Column, values: Any) -> float:
         return 0.0
     known = pc.is_in(values, pa.array(column.names, values.type))
     return 1 - pc.mean(pc.or_(known, values.is_null()).cast(pa.float64())).as_py()
-
-
-def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
-    """Phrases of what each column became and what is odd in it, then what is left out.
-
-    Args:
-        schema: fitted.
-        cells: of the columns, by name.
-    """
-    phrases = {column.name: _phrase(column, cells[column.name]) for column in schema.columns}
-    if len(phrases) > MAX_PHRASES:
-        # What is ordinary is counted, so that what is odd can be seen.
-        ordinary = [column for column in schema.columns if "(" not in phrases[column.name]]
-        counts = Counter(column.kind for column in ordinary)
-        phrases = {name: phrase for name, phrase in phrases.items() if "(" in phrase}
-        phrases |= {kind: f"{count:,} columns: {kind}" for kind, count in counts.items()}
-    result = list(phrases.values())
-    hidden = len(result) - 2 * MAX_PHRASES
-    if hidden > 0:
-        result = [*result[: 2 * MAX_PHRASES], f"and {hidden:,} more"]
-    if schema.left_out:
-        result.append("left out: " + ", ".join(f"{name} ({reason})" for name, reason in schema.left_out.items()))
-    return result
-
-
-def _phrase(column: Column, cells: Cells) -> str:
-    details = []
-    if column.feature == "string_hashed":
-        details.append("hashed")
-    if column.unit:
-        details.append(f"in {column.unit}")
-    if column.decimal == "," or column.thousands:
-        details.append(f"written as 1{column.thousands}234{column.decimal}5")
-    if column.kind == "date":
-        details.append(column.part or "days since 1970-01-01")
-        if column.date_format:
-            details.append(f"read as {column.date_format}")
-    if column.mean and not np.ptp(np.nan_to_num(cells.values, nan=column.mean[0])):
-        details.append("always the same")
-
-    num_gaps = int(cells.is_gap.sum())
-    if num_gaps:
-        noun = "gap" if num_gaps == 1 else "gaps"
-        details.append(f"{num_gaps:,} {noun}{_odd(cells)}, {_treatment(column)}")
-    if column.kind == "vector":
-        text = f"{column.name}: vector of {column.length} numbers"
-    elif column.is_category:
-        num_names = pc.count_distinct(cells.values).as_py()
-        text = f"{column.name}: {num_names:,} {'names' if column.kind == 'name' else 'codes'}"
-    else:
-        text = f"{column.name}: {column.kind}"
-    return f"{text} ({', '.join(details)})" if details else text
-
-
-def _odd(cells: Cells) -> str:
-    if not len(cells.odd):
-        return ""
-    return ", among them " + " and ".join(repr(text) for text in cells.odd[:3])
-
-
-def _treatment(column: Column) -> str:
-    if not len(column.fill):
-        return "rows left out"
-    if column.missing == "indicator" and column.is_category:
-        return "a name of their own"
-    value = column.fill[0] if column.is_category else f"{column.fill[0]:g}"
-    label = "median" if column.missing != "most_frequent" and not column.is_category else "most frequent value"
-    flag = " and flagged" if column.missing == "indicator" else ""
-    return f"filled with the {label} {value}{flag}"
-
-
-def describe_target(schema: Schema, targets: np.ndarray) -> str:
-    """What the target became: its classes with their shares, or the range of its numbers.
-
-    Args:
-        schema: inferred.
-        targets: of the training rows, as the model takes them.
-    """
-    name = schema.target.name
-    if not schema.classes:
-        return f"{name}: number ({targets.min():g} to {targets.max():g})"
-    counts = np.bincount(targets, minlength=len(schema.classes))
-    order = np.argsort(-counts, kind="stable")[:MAX_CLASS_PHRASES]
-    shares = [f"{schema.classes[index]} {counts[index] / len(targets):.0%}" for index in order]
-    more = ", ..." if len(schema.classes) > len(shares) else ""
-    return f"{name}: {len(schema.classes):,} classes ({', '.join(shares)}{more})"

@@ -17,12 +17,11 @@ from hvtrain.data.formats.columns import Cells
 from hvtrain.data.formats.schema import (
     Schema,
     Settings,
-    describe,
-    describe_target,
     infer_schema,
     read_cells,
     unknown_share,
 )
+from hvtrain.data.formats.table_phrases import describe, describe_target
 from hvtrain.data.formats.tables import TextFormat, read_table
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Preprocessing
