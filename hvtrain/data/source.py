@@ -154,6 +154,8 @@ class Source(ABC):
     raw_batches: bool = False
     """True if training streams leave `finish` to the step, where a GPU does it. Images are then sent
     as bytes, a quarter of the size. Set before streams are opened."""
+    exif: bool = True
+    """True if encoded photographs are turned upright, as their EXIF orientation says."""
     end_token: int | None = None
     """The token that ends a text, if there is one."""
     augmentation: Any = None

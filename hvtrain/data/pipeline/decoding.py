@@ -1,7 +1,8 @@
 """Decodes encoded images to pixels of one size, upright, inside the input pipeline.
 
 TensorFlow decodes JPEG, PNG, GIF, WebP and BMP. Pillow decodes what TensorFlow cannot, or would read
-wrongly: TIFF, BMP with a palette, grey images from formats in which TensorFlow knows only colours.
+wrongly: turned photographs, TIFF, BMP with a palette, grey images from formats in which TensorFlow
+knows only colours.
 """
 
 import io
@@ -18,22 +19,22 @@ from hvtrain.data.formats.image_files import MAX_PIXELS
 # bytes. A profile of colours before it takes up to 3 KB.
 HEAD_BYTES = 4096
 
-# RE2's \C is any byte. EXIF is a TIFF, of either byte order, whose entry 0x0112 has the orientation.
-_BIG_ENDIAN = r"MM\x00\*\C*?\x01\x12\x00\x03\x00\x00\x00\x01\x00([\x02-\x08])"
-_LITTLE_ENDIAN = r"II\*\x00\C*?\x12\x01\x03\x00\x01\x00\x00\x00([\x02-\x08])\x00"
-# "Exif" is the mark in a JPEG, "eXIf" the chunk of a PNG.
-TURNED = rf"\C*?(?:Exif\x00\x00|eXIf)(?:{_BIG_ENDIAN}|{_LITTLE_ENDIAN})\C*"
-
-TIFF = r"II\*\x00|MM\x00\*"
-# A WebP has its EXIF behind the pixels; a flag at byte 20 announces it.
-WEBP_WITH_EXIF = r"RIFF\C{4}WEBPVP8X\C{4}[\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f]"
+# RE2's \C is any byte. EXIF is a TIFF, of either byte order, whose entry 0x0112 has the orientation:
+# 2 ... 8 are turned or mirrored.
+_BIG_ENDIAN = r"MM\x00\*\C*?\x01\x12\x00\x03\x00\x00\x00\x01\x00[\x02-\x08]"
+_LITTLE_ENDIAN = r"II\*\x00\C*?\x12\x01\x03\x00\x01\x00\x00\x00[\x02-\x08]\x00"
+# "Exif" is the mark in a JPEG, "eXIf" the chunk of a PNG. A WebP has its EXIF behind the pixels, and
+# a flag at byte 20 announces it.
+_TURNED = (
+    rf"\C*?(?:Exif\x00\x00|eXIf)(?:{_BIG_ENDIAN}|{_LITTLE_ENDIAN})",
+    r"RIFF\C{4}WEBPVP8X\C{4}[\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f]",
+)
+_TIFF = (r"II\*\x00", r"MM\x00\*")
 # By the bits of a pixel, at byte 28 of a BMP. TensorFlow takes the indices of a palette for grey.
-BMP_OTHER_THAN_24_BITS = r"BM\C{26}[^\x18]"
-BMP_OTHER_THAN_32_BITS = r"BM\C{26}[^\x20]"
-FOR_PILLOW = {
-    1: rf"(?:{TIFF}|BM|GIF8|RIFF\C{{4}}WEBP)\C*",
-    3: rf"(?:{TIFF}|{BMP_OTHER_THAN_24_BITS}|{WEBP_WITH_EXIF})\C*",
-    4: rf"(?:{TIFF}|{BMP_OTHER_THAN_32_BITS}|GIF8|{WEBP_WITH_EXIF})\C*",
+_FOR_PILLOW = {
+    1: (*_TIFF, "BM", "GIF8", r"RIFF\C{4}WEBP"),
+    3: (*_TIFF, r"BM\C{26}[^\x18]"),
+    4: (*_TIFF, r"BM\C{26}[^\x20]", "GIF8"),
 }
 """Begins of files that Pillow reads, by the number of channels that are asked for."""
 
@@ -52,49 +53,36 @@ def decode_whole(encoded: Any, channels: int, exif: bool = True) -> tf.Tensor:
         exif: Turn the image upright, as its EXIF orientation says.
     """
     head = tf.strings.substr(encoded, 0, tf.minimum(HEAD_BYTES, tf.strings.length(encoded)))
+    begins = "|".join(_FOR_PILLOW[channels] + (_TURNED if exif else ()))
 
-    def plain() -> tf.Tensor:
+    def by_tensorflow() -> tf.Tensor:
         return tf.io.decode_image(encoded, channels=channels, expand_animations=False)
 
-    def turned() -> tf.Tensor:
-        orientation = tf.strings.regex_replace(head, TURNED, r"\1\2", replace_global=False)
-        return upright(plain(), tf.cast(tf.io.decode_raw(orientation, tf.uint8)[0], tf.int32))
-
     def by_pillow() -> tf.Tensor:
-        # Not numpy_function, whose strings lose the zeros at their end.
+        # NumPy's strings lose the zeros at their end, so another byte follows.
+        data = tf.strings.join([encoded, "."])
         read = partial(decode_by_pillow, channels=channels, exif=exif)
-        pixels = tf.py_function(read, [encoded], tf.uint8)
+        pixels = tf.numpy_function(read, [data], tf.uint8, stateful=False)
         return tf.ensure_shape(pixels, [None, None, channels])
 
-    is_for_pillow = tf.strings.regex_full_match(head, FOR_PILLOW[channels])
-    if not exif:
-        return tf.cond(is_for_pillow, by_pillow, plain)
-    is_turned = tf.strings.regex_full_match(head, TURNED)
-    kind = tf.where(is_for_pillow, 2, tf.cast(is_turned, tf.int32))
-    return tf.switch_case(kind, [plain, turned, by_pillow])
-
-
-def upright(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
-    """Turns and mirrors an image [h, w, c] as its EXIF orientation 1 ... 8 says."""
-
-    def among(*orientations: int) -> tf.Tensor:
-        return tf.reduce_any(orientation == tf.constant(orientations))
-
-    image = tf.cond(orientation >= 5, lambda: tf.transpose(image, [1, 0, 2]), lambda: image)
-    mirrored = tf.cond(among(2, 3, 6, 7), lambda: tf.reverse(image, [1]), lambda: image)
-    return tf.cond(among(3, 4, 7, 8), lambda: tf.reverse(mirrored, [0]), lambda: mirrored)
+    # A single condition: this costs 0.02 to 0.05 of 0.7 ms for a JPEG of 224x224, and a switch of
+    # three cases, with TensorFlow's own operations for the orientation, up to 0.1 ms.
+    return tf.cond(tf.strings.regex_full_match(head, rf"(?:{begins})\C*"), by_pillow, by_tensorflow)
 
 
 @tf.autograph.experimental.do_not_convert
-def decode_by_pillow(encoded: tf.Tensor, channels: int, exif: bool) -> np.ndarray:
+def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     """Decodes an image to uint8 [h, w, channels].
+
+    Args:
+        data: The bytes of the image, and one more.
 
     Raises:
         tf.errors.InvalidArgumentError: It cannot be decoded.
     """
     problem = "Image cannot be decoded: it is damaged"
     try:
-        with Image.open(io.BytesIO(encoded.numpy())) as image:
+        with Image.open(io.BytesIO(np.asarray(data).item()[:-1])) as image:
             if image.mode not in DEEP_MODES:
                 picture = ImageOps.exif_transpose(image) if exif else image
                 pixels = np.asarray(picture.convert(MODES[channels]))

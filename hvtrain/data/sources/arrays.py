@@ -289,9 +289,8 @@ def class_indices(labels: np.ndarray, where: str) -> np.ndarray:
         labels = labels[:, 0]
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise DataError(
-            f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer per "
-            "image (for one-hot rows: labels.argmax(axis=1); for names: np.unique(labels, "
-            "return_inverse=True)[1])"
+            f"{where}: labels are {labels.dtype} of shape {labels.shape}; give one integer for each "
+            "example (for rows of scores: labels.argmax(axis=1))"
         )
 
     return labels

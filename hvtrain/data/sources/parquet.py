@@ -164,8 +164,8 @@ class Parquet(DealtSource):
         return super().facts()
 
     def description(self) -> dict[str, list[str]]:
-        warnings = list(self._warnings)
         description = super().description()
+        warnings = list(self._warnings)
         if self._encoded:
             group = next(iter(self.counts["train"]))
             images = [image for image in self._read_group(group)[0][:MAX_SAMPLE] if image]

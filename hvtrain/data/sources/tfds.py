@@ -84,7 +84,7 @@ class PreparedDataset(FunctionSource):
 
         self._builder = builder
         self._shuffle_buffer = shuffle_buffer
-        self._exif = exif
+        self.exif = exif
 
         # A feature of the type ClassLabel knows its classes.
         label = features[self._keys[1]]
@@ -146,7 +146,7 @@ class PreparedDataset(FunctionSource):
         def decoded(key, value):
             if key not in self._images:
                 return value
-            return tf.cast(decode(value, shape, self._exif), tf.float32) / 255.0
+            return tf.cast(decode(value, shape, self.exif), tf.float32) / 255.0
 
         return tuple(map(decoded, self._keys, values))
 

@@ -83,6 +83,9 @@ def from_arrays(
     elif isinstance(y, np.ndarray) and num_classes is not None:
         arrays = {split: _with_numbers(parts, num_classes) for split, parts in arrays.items()}
     x, y = arrays["train"][:2]
+    if num_classes is not None and isinstance(y, np.ndarray) and y.dtype.kind == "f" and y.ndim == 1:
+        # Raises an error that says what classes are.
+        class_indices(y, f"{name}, y_train")
     has_integers = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
     has_labels = has_integers and y.shape[1:] in ((), (1,))
     has_masks = has_integers and y.ndim == 3 and num_classes is not None and images is not False
