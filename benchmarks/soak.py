@@ -20,12 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
 
+from hvtrain.launch.child import ends_within
 from launching import environment
 from ranks import MARK, left_files, rank_processes, say, send, wait_until_gone
 
@@ -43,29 +43,6 @@ LAUNCHERS = {
     "mpi": ["horovodrun", "--mpi", "-np", "2", sys.executable, "-m", "hvtrain"],
     "launch": [sys.executable, "-m", "hvtrain", "launch", "-np", "2", "--"],
 }
-
-
-def command(launcher: str, epochs: int, run: Path) -> list[str]:
-    return [*LAUNCHERS[launcher], *OVERRIDES, f"train.epochs={epochs}", f"run.dir={run}"]
-
-
-def temporary(folder: Path) -> Path:
-    """TMPDIR of the soak's starts."""
-    (folder / "tmp").mkdir(exist_ok=True)
-    return folder / "tmp"
-
-
-def start(launcher: str, epochs: int, run: Path, mark: str, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            command(launcher, epochs, run),
-            cwd=run.parent,
-            env=environment(**{MARK: mark, "TMPDIR": str(temporary(run.parent))}),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 def steps(run: Path) -> list[int]:
@@ -98,7 +75,7 @@ def metrics(run: Path) -> list[list[str]]:
 
 
 class Soak:
-    """Kills ranks until enough are killed, or until something goes wrong.
+    """Kills ranks until enough are killed; SystemExit says what went wrong.
 
     Attributes:
         seconds: Of each kill, until nothing was left.
@@ -108,6 +85,8 @@ class Soak:
 
     def __init__(self, folder: Path, launchers: list[str], epochs: int, seed: int) -> None:
         self.folder = folder
+        self.temporary = folder / "tmp"  # TMPDIR of all starts.
+        self.temporary.mkdir()
         self.launchers = launchers
         self.epochs = epochs
         self.random = random.Random(seed)
@@ -115,72 +94,83 @@ class Soak:
         self.num_starts = 0
         self.num_runs = 0
 
-    def soak(self, kills: int) -> list[str]:
-        """Returns what went wrong; empty when nothing did."""
+    def soak(self, kills: int) -> None:
         whole = self.folder / "uninterrupted"
         say("an uninterrupted run, to compare with")
         self.run_to_its_end(whole)
 
-        problems: list[str] = []
-        while len(self.seconds) < kills and not problems:
+        while len(self.seconds) < kills:
             run = self.folder / f"round-{self.num_runs}"
             self.num_runs += 1
-            while len(self.seconds) < kills and not problems and not (run / "result.json").exists():
-                problems = self.kill_once(run, kills)
-
-            if problems:
-                break
+            while len(self.seconds) < kills and not (run / "result.json").exists():
+                self.kill_once(run, kills)
             # Enough kills: the last run may go on to its end.
             if not (run / "result.json").exists():
                 self.run_to_its_end(run)
 
             different = differences(run, whole)
             if different:
-                problems = [f"{run.name} ended with other bits in {len(different)} places: {different[:5]}"]
-            say(f"{run.name}: {problems[0] if problems else 'the very bits of the uninterrupted run'}")
+                raise SystemExit(f"{run.name} ended with other bits in {len(different)} places: {different[:5]}")
+            say(f"{run.name}: the very bits of the uninterrupted run")
 
-        return problems
+    def start(self, launcher: str, run: Path) -> tuple[subprocess.Popen[bytes], str, Path]:
+        """Starts the command; returns its process, the mark of all processes of the run, and its log."""
+        self.num_starts += 1
+        mark = f"soak-{os.getpid()}-{self.num_starts}"
+        log = self.folder / f"start-{self.num_starts:04d}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*LAUNCHERS[launcher], *OVERRIDES, f"train.epochs={self.epochs}", f"run.dir={run}"],
+                cwd=self.folder,
+                env=environment(**{MARK: mark, "TMPDIR": str(self.temporary)}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+        return process, mark, log
 
     def run_to_its_end(self, run: Path) -> None:
-        mark, log = self._next()
-        process = start(self.launchers[0], self.epochs, run, mark, log)
+        process, _, log = self.start(self.launchers[0], run)
         if process.wait(600):
             raise SystemExit(f"a run that nobody killed ended with {process.returncode}:\n{log.read_text()}")
 
-    def kill_once(self, run: Path, kills: int) -> list[str]:
-        """Starts the command and kills a rank at a random moment. Returns what went wrong."""
-        mark, log = self._next()
+    def kill_once(self, run: Path, kills: int) -> None:
+        """Starts the command and kills a rank at a random moment."""
         # Files of other programs are no problem of this run.
-        old_files = left_files(temporary(self.folder))
+        old_files = left_files(self.temporary)
         launcher = self.random.choice(self.launchers)
         victim = self.random.randrange(2)
         # Mostly while it trains and saves, sometimes while it starts.
         is_early = self.random.random() < 0.25
         last_step = steps(run)[-1:]
-        process = start(launcher, self.epochs, run, mark, log)
+        process, mark, log = self.start(launcher, run)
         began = time.monotonic()
         if is_early:
-            self._wait(process, self.random.uniform(0.3, 8.0), lambda: False)
+            ends_within(process, self.random.uniform(0.3, 8.0))
         else:
-            self._wait(process, 120.0, lambda: steps(run)[-1:] != last_step)
-            self._wait(process, self.random.uniform(0.0, 2.0), lambda: False)
+            while steps(run)[-1:] == last_step and time.monotonic() < began + 120:
+                if ends_within(process, 0.02):
+                    break
+            ends_within(process, self.random.uniform(0.0, 2.0))
 
         # The run may be over, or the rank not there yet.
         ranks = rank_processes(mark)
         if process.poll() is not None or victim not in ranks:
-            # A run may end before its rank is killed.
-            code = process.wait(600)
-            return [] if code == 0 else [f"{launcher} ended by itself with code {code}:\n{log.read_text()}"]
+            if process.wait(600):
+                raise SystemExit(f"{launcher} ended by itself with code {process.returncode}:\n{log.read_text()}")
+            return
 
         killed = time.monotonic()
         send(ranks[victim], signal.SIGKILL)
-
-        try:
-            code = process.wait(60)
-        except subprocess.TimeoutExpired:
+        if not ends_within(process, 60):
             os.killpg(process.pid, signal.SIGKILL)
-            return [f"{launcher}: the launcher was still there 60 s after rank {victim} was killed:\n{log.read_text()}"]
+            raise SystemExit(
+                f"{launcher}: the launcher was still there 60 s after rank {victim} was killed:\n{log.read_text()}"
+            )
 
+        code = process.returncode
         processes_left = wait_until_gone(mark, 30)
         seconds = time.monotonic() - killed
         self.seconds.append(seconds)
@@ -206,31 +196,15 @@ class Soak:
         elif code and f"rank {victim}" not in output.strip().rpartition("\n")[2]:
             problems.append(f"the last line does not name rank {victim}")
 
-        return [f"{launcher}, rank {victim}: {'; '.join(problems)}\n{output}"] if problems else []
+        if problems:
+            raise SystemExit(f"{launcher}, rank {victim}: {'; '.join(problems)}\n{output}")
 
     def _files_left(self, before: set[str]) -> list[str]:
         """The files that the start left for good: those of another killed job go away in a moment."""
         deadline = time.monotonic() + 10
-        left = left_files(temporary(self.folder)) - before
-        while left and time.monotonic() < deadline:
+        while time.monotonic() < deadline and left_files(self.temporary) - before:
             time.sleep(0.1)
-            left = left_files(temporary(self.folder)) - before
-        return sorted(left)
-
-    def _next(self) -> tuple[str, Path]:
-        """The mark and the log of the next start."""
-        self.num_starts += 1
-        return (
-            f"soak-{os.getpid()}-{self.num_starts}",
-            self.folder / f"start-{self.num_starts:04d}.log",
-        )
-
-    @staticmethod
-    def _wait(process: subprocess.Popen[bytes], timeout: float, until: Callable[[], bool]) -> None:
-        """Waits until the condition holds, the process has ended, or time is up."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and process.poll() is None and not until():
-            time.sleep(0.02)
+        return sorted(left_files(self.temporary) - before)
 
 
 def main() -> None:
@@ -253,20 +227,19 @@ def main() -> None:
     say(f"seed {seed}, in {folder}")
     soak = Soak(folder, options.launchers.split(","), options.epochs, seed)
     began = time.monotonic()
-    problems = soak.soak(options.kills)
-    if soak.seconds:
-        say(
-            f"{len(soak.seconds)} kills in {soak.num_runs} run(s), {time.monotonic() - began:,.0f} s; from the kill "
-            f"until nothing was left: median {statistics.median(soak.seconds):.1f} s, "
-            f"longest {max(soak.seconds):.1f} s"
-        )
+    try:
+        soak.soak(options.kills)
+    finally:
+        if soak.seconds:
+            say(
+                f"{len(soak.seconds)} kills in {soak.num_runs} run(s), {time.monotonic() - began:,.0f} s; from the "
+                f"kill until nothing was left: median {statistics.median(soak.seconds):.1f} s, "
+                f"longest {max(soak.seconds):.1f} s"
+            )
 
-    for problem in problems:
-        say(problem)
-
-    if not (problems or options.keep):
+    # After a problem they stay.
+    if not options.keep:
         shutil.rmtree(folder)
-    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":
