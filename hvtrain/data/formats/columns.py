@@ -82,6 +82,12 @@ class Cells(NamedTuple):
     odd: Sequence[str]
     """Texts where a number or a date was expected. They are gaps too."""
 
+    def take(self, rows: np.ndarray) -> "Cells":
+        """Returns the cells of some rows, by number."""
+        if isinstance(self.values, pa.Array):
+            return Cells(self.values.take(pa.array(rows)), self.is_gap[rows], self.odd)
+        return Cells(self.values[rows], self.is_gap[rows], self.odd)
+
 
 def plain(values: pa.ChunkedArray) -> pa.Array:
     """Returns one array of a plain type: text without gaps' spellings, numbers, dates or lists."""

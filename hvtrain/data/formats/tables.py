@@ -83,21 +83,19 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
         return [(path, {})]
 
     if path.is_dir():
-        root = path
-        pattern = "**/*"
+        files = [file for file in path.rglob("*") if _is_part(file, path)]
+    elif {*str(path)} & {*"*?["}:
+        files = [file for file in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if file.is_file()]
     else:
-        root = Path(path.anchor)
-        pattern = str(path.relative_to(path.anchor))
-    files = sorted(file for file in root.glob(pattern) if file.is_file()) if {*pattern} & {*"*?["} else []
-    files = [file for file in files if not path.is_dir() or _is_part(file, path)]
+        files = []
     if not files:
         raise DataError(f"{setting}={location} is no file; give a .csv or .parquet file, or a folder of them")
-    return [(file, dict(_partitions(file.relative_to(root)))) for file in files]
+    return [(file, dict(_partitions(file))) for file in sorted(files)]
 
 
 def _is_part(file: Path, folder: Path) -> bool:
     # Spark and others leave _SUCCESS and .part.crc files among the tables.
-    return is_table(file) and not any(part[0] in "._" for part in file.relative_to(folder).parts)
+    return file.is_file() and is_table(file) and not any(part[0] in "._" for part in file.relative_to(folder).parts)
 
 
 def _partitions(file: Path) -> Iterator[tuple[str, str]]:
@@ -176,8 +174,10 @@ def _read(path: Path, text_format: TextFormat, column: str | None) -> pa.Table:
     names = file.schema_arrow.names
     if column is None:
         return file.read()
-    # Documents are told which columns there are, if theirs is not among them.
-    return file.read([column]) if column in names else file.schema_arrow.empty_table()
+    if column in names:
+        return file.read([column])
+    # Its names say which columns there are.
+    return file.schema_arrow.empty_table()
 
 
 def _decompressed(data: pa.Buffer) -> pa.Buffer:
@@ -293,15 +293,18 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], 
     if is_cut and len(rows) < SAMPLE_ROWS:
         # The last row ends with the sample.
         rows = rows[:-1]
-    width, count = Counter(map(len, rows)).most_common(1)[0] if rows else (len(names), 1)
+    # A header alone fits itself.
+    width, count = Counter(map(len, rows or [names])).most_common(1)[0]
     # 1,5;2,5 under a;b has as many commas in each row, but not in the header.
     share = count / max(len(rows), 1)
     fit = (width > 1 and share >= MOSTLY, width == len(names), share, width)
 
-    if width == len(names) + 1:
-        # A comma ends each row, or the rows have names, as R writes them.
-        has_trailing = all(not row[-1].strip() for row in rows)
-        names = [*names, ""] if has_trailing else ["", *names]
+    if width == len(names) + 1 and all(not row[-1].strip() for row in rows):
+        # A comma ends each row.
+        names = [*names, ""]
+    elif width == len(names) + 1:
+        # The rows have names, as R writes them.
+        names = ["", *names]
     elif width == len(names) - 1 and not names[-1].strip():
         names = names[:-1]
     return fit, names, num_lines, delimiter

@@ -48,7 +48,9 @@ def fit(column: Column, cells: Cells) -> Column:
         known = numbers[~cells.is_gap]
         if not len(known):
             known = np.zeros((1, column.length))
-        fill = _most_frequent(known) if column.missing == "most_frequent" else np.median(known, axis=0).tolist()
+        fill = np.median(known, axis=0).tolist()
+        if column.missing == "most_frequent":
+            fill = _most_frequent(known)
         numbers = np.where(np.isnan(numbers), fill, numbers)
 
     # Of a constant the mean can be rounded; a new value is then as far from it as it is.
@@ -75,11 +77,11 @@ def _most_frequent(numbers: np.ndarray) -> list[float]:
 
 def _fit_categories(column: Column, values: pa.Array) -> Column:
     counted = pc.value_counts(values.drop_null())
-    names = counted.field("values").to_numpy(zero_copy_only=False)
+    names = counted.field("values").to_pylist()
     counts = counted.field("counts").to_numpy()
     # As Keras orders a vocabulary: the most frequent first, and of equal ones the last by name.
-    order = np.lexsort((names.astype(str) if column.kind == "name" else names, counts))[::-1]
-    ordered = names[order].tolist()
+    order = np.lexsort((np.array(names), counts))[::-1]
+    ordered = [names[index] for index in order]
     fill: list[Any] = []
     if column.missing == "indicator":
         # A gap is a category like the others.
@@ -109,8 +111,10 @@ def filled(column: Column, cells: Cells, where: str, rows: np.ndarray | None = N
         raise refused_gaps(column, cells, where)
     if not column.is_category:
         return cells.values
-    unused = "" if column.kind == "name" else 0
-    return pc.fill_null(cells.values, column.fill[0] if is_used else unused)
+    if is_used:
+        return pc.fill_null(cells.values, column.fill[0])
+    # Nobody looks at the rows that are left out.
+    return pc.fill_null(cells.values, pa.scalar("0").cast(cells.values.type))
 
 
 def refused_gaps(column: Column, cells: Cells, where: str) -> DataError:

@@ -112,7 +112,9 @@ class Table(MemorySource):
                 raise ConfigError(f"dataset.{name}={count} is negative; 0 means none")
 
         files = [file] if isinstance(file, str) else list(file)
-        origin = "inside scikit-learn" if file in EMBEDDED else ", ".join(str(Path(name).absolute()) for name in files)
+        origin = ", ".join(str(Path(name).absolute()) for name in files)
+        if file in EMBEDDED:
+            origin = "inside scikit-learn"
         super().__init__(Path(files[0]).stem, self._load_encoded, origin)
 
         self._files: dict[str, Any] = {"train": file, "validation": validation_file, "test": test_file}
@@ -216,7 +218,9 @@ class Table(MemorySource):
 
     def _split(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the row numbers of each split, without empty splits."""
-        counts = {split: 0 if self._files[split] else count for split, count in self._num_held_out.items()}
+        counts = dict(self._num_held_out)
+        # A split with a file of its own takes no rows of the training table.
+        counts |= {split: 0 for split in counts if self._files[split]}
         num_train = len(rows) - sum(counts.values())
         if num_train < 1:
             raise ConfigError(
@@ -236,9 +240,7 @@ class Table(MemorySource):
             progress = _Progress(f"{self.name}: statistics", len(schema.columns))
             columns = []
             for number, column in enumerate(schema.columns):
-                whole = cells[column.name]
-                values = whole.values.take(pa.array(rows)) if column.is_category else whole.values[rows]
-                columns.append(fit(column, Cells(values, whole.is_gap[rows], whole.odd)))
+                columns.append(fit(column, cells[column.name].take(rows)))
                 progress.update(number)
             self._take_schema(replace(schema, columns=columns))
         return self._schema  # type: ignore[return-value]
@@ -300,8 +302,10 @@ class Table(MemorySource):
             return {}
 
     def assets(self) -> dict[str, bytes]:
+        if self._features is None or not self._features.has_block:
+            return {}
         # Only the schema says which columns stand where in a single input.
-        return self.fitted() if self._features is not None and self._features.has_block else {}
+        return self.fitted()
 
     def fit(self, train: Part) -> None:
         # Shards are cut next, and then need the memory.
