@@ -52,8 +52,9 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
         return key in arrays and arrays[key].shape == tuple(own[key].shape)
 
     # The head is taken as a whole, or stays new as a whole.
-    head = [key for key in _keyed(head_of(model)) if key in own]
-    new_head = [] if all(map(fits, head)) else head
+    new_head = [key for key in _keyed(head_of(model)) if key in own]
+    if all(map(fits, new_head)):
+        new_head = []
     taken = [key for key in own if key not in new_head]
     for key in taken:
         if not fits(key):

@@ -82,7 +82,7 @@ def hub_model(
     facts = {
         "vocabulary_size": vocabulary_size,
         "max_sequence_length": max(lengths, default=None),
-        "image_shape": tuple(image_shape) if image_shape else None,
+        "image_shape": image_shape,
     }
 
     try:
