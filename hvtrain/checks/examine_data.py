@@ -5,8 +5,9 @@ One process, without Horovod; examples are read as streams of the evaluation giv
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +33,6 @@ from hvtrain.training.setup import open_source, open_task
 
 BATCH_SIZE = 32
 NUM_SHOWN = 12
-NUM_SIZES = 24
-"""Images whose own sizes are looked at. They are decoded whole, one at a time."""
 NUM_ROWS = 5
 
 
@@ -45,27 +44,21 @@ class Values:
     shape: list[int]
     low: float = math.inf
     high: float = -math.inf
-    num_values: int = 0
+    total: float = 0.0
+    num_finite: int = 0
     num_gaps: int = 0
     """Values that are NaN or infinite."""
-    total: float = 0.0
 
     def add(self, array: np.ndarray) -> None:
-        self.num_values += array.size
         if self.kind == "names":
             return
-        finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
+        finite = array[np.isfinite(array)]
+        self.num_finite += finite.size
         self.num_gaps += array.size - finite.size
         if finite.size:
             self.low = min(self.low, float(finite.min()))
             self.high = max(self.high, float(finite.max()))
             self.total += float(finite.sum(dtype=np.float64))
-
-    @property
-    def mean(self) -> float | None:
-        """The mean of numbers. That of the numbers of classes or tokens would mean nothing."""
-        num_finite = self.num_values - self.num_gaps
-        return self.total / num_finite if num_finite and self.kind == "numbers" else None
 
 
 @dataclass
@@ -80,10 +73,10 @@ class SplitFacts:
         values: by "inputs", "targets" and their names.
         class_counts: examples (of masks: pixels) of each class; None if targets are not classes.
         num_outside: labels that are no class.
-        digests: of the inputs of each example, with that of its target and its place among those read.
-        repeats: places of an example and of an earlier one with the same inputs.
+        digests: of the inputs of each example, with that of its target and its number among those read.
+        repeats: numbers of an example and of an earlier one with the same inputs.
         num_contradictory: of these, those with another target.
-        shown: (place, inputs, targets) of the first examples, of every class.
+        shown: (number, inputs, targets) of the first examples, of every class.
     """
 
     name: str
@@ -97,60 +90,88 @@ class SplitFacts:
     repeats: list[tuple[int, int]] = field(default_factory=list)
     num_contradictory: int = 0
     shown: list[tuple[int, Any, Any]] = field(default_factory=list)
+    _num_shown: Counter[int] = field(default_factory=Counter)
 
-    def example(self, place: int) -> str:
-        """Names an example by its number in the split, or by its place if some were left out."""
-        is_whole = self.num_read == math.ceil(self.num_examples / self.step)
-        return f"example {place * self.step}" if is_whole else f"number {place} of those that can be read"
+    def example(self, number: int) -> str:
+        """Names an example by its number in the split, or among those read if some were left out."""
+        if self.num_read < math.ceil(self.num_examples / self.step):
+            return f"number {number} of those that can be read"
+        return f"example {number * self.step}"
 
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
         """Takes a batch: inputs, targets and perhaps weights, as NumPy arrays."""
-        for part, structure in zip(("inputs", "targets"), elements):
+        inputs, targets = elements[:2]
+        for part, structure in (("inputs", inputs), ("targets", targets)):
             for name, array in inputs_of(structure).items():
-                label = f"{part}.{name}" if name else part
                 kind = input_kind(array)
+                label = f"{part}.{name}".rstrip(".")
                 self.values.setdefault(label, Values(kind["type"], kind["shape"])).add(array)
 
-        inputs, targets = elements[:2]
-        is_class = num_classes and isinstance(targets, np.ndarray) and targets.dtype.kind in "iu"
-        if is_class:
-            counts = count_classes(targets, num_classes)
-            # A mask may have pixels that do not count.
-            num_ignored = int((targets == IGNORED).sum()) if targets.ndim > 1 and num_classes <= IGNORED else 0
-            self.num_outside += targets.size - int(counts.sum()) - num_ignored
-            self.class_counts = counts if self.class_counts is None else self.class_counts + counts
+        labels = None
+        if num_classes and isinstance(targets, np.ndarray) and targets.dtype.kind in "iu":
+            self._count_classes(targets, num_classes)
+            if targets.ndim == 1:
+                labels = targets
+        if len(elements) > 2 and getattr(inputs, "shape", None) == targets.shape:
+            inputs = targets  # Texts with hidden tokens hide others in each row; their targets are whole.
 
-        self._note_repeats(elements)
-        num_each = max(1, NUM_SHOWN // num_classes) if is_class and targets.ndim == 1 else NUM_SHOWN
-        self._keep_shown(inputs, targets, num_each)
-        self.num_read += _num_examples(inputs)
-
-    def _note_repeats(self, elements: tuple[Any, ...]) -> None:
-        inputs, targets = elements[:2]
-        # Texts with hidden tokens hide others in each row; their targets are whole.
-        is_masked_text = len(elements) > 2 and isinstance(inputs, np.ndarray) and inputs.shape == targets.shape
-        if is_masked_text:
-            inputs = targets
-        for row in range(_num_examples(inputs)):
-            digest = _digest(inputs, row)
-            target_digest = _digest(targets, row)
-            earlier = self.digests.get(digest)
-            if earlier is None:
-                self.digests[digest] = target_digest, self.num_read + row
-            else:
-                self.repeats.append((self.num_read + row, earlier[1]))
-                self.num_contradictory += earlier[0] != target_digest
-
-    def _keep_shown(self, inputs: Any, targets: Any, num_each: int) -> None:
-        """Keeps the first examples, `num_each` of a class at most: files are often listed class by class."""
-        for row in range(_num_examples(inputs)):
-            if len(self.shown) == NUM_SHOWN:
-                return
+        # Files are often listed class by class, so the first examples may all be of one.
+        most = NUM_SHOWN if labels is None else math.ceil(NUM_SHOWN / num_classes)
+        for row in range(len(tf.nest.flatten(inputs)[0])):
             example, target = tf.nest.map_structure(lambda array, row=row: array[row], (inputs, targets))
-            is_class = num_each < NUM_SHOWN
-            if is_class and sum(bool(shown == target) for _, _, shown in self.shown) >= num_each:
-                continue
-            self.shown.append((self.num_read + row, example, target))
+            self._note_repeat(_digest(example), _digest(target))
+            group = 0 if labels is None else int(labels[row])
+            if self._num_shown[group] < most and len(self.shown) < NUM_SHOWN:
+                self._num_shown[group] += 1
+                self.shown.append((self.num_read, example, target))
+            self.num_read += 1
+
+    def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
+        counts = count_classes(targets, num_classes)
+        self.num_outside += targets.size - int(counts.sum())
+        # A mask may have pixels that do not count.
+        if targets.ndim > 1 and num_classes <= IGNORED:
+            self.num_outside -= int((targets == IGNORED).sum())
+        self.class_counts = counts + (0 if self.class_counts is None else self.class_counts)
+
+    def _note_repeat(self, digest: bytes, target_digest: bytes) -> None:
+        earlier = self.digests.setdefault(digest, (target_digest, self.num_read))
+        if earlier[1] < self.num_read:
+            self.repeats.append((self.num_read, earlier[1]))
+            self.num_contradictory += earlier[0] != target_digest
+
+    def faults(self, class_names: list[str]) -> list[str]:
+        """What a training would be refused for, a line each."""
+        lines = []
+        for name, values in self.values.items():
+            if values.num_gaps:
+                lines.append(f"{self.name}: {values.num_gaps:,} values of {name} are NaN or infinite; fix them")
+        if self.num_outside:
+            last = len(class_names) - 1
+            lines.append(f"{self.name}: {self.num_outside:,} labels are outside 0 ... {last}; fix the targets")
+        return lines
+
+    def oddities(self, class_names: list[str], train: "SplitFacts") -> list[str]:
+        """What a user should look at, a line each."""
+        lines = []
+        for name, values in self.values.items():
+            if values.low == values.high and self.num_read > 1 and name.startswith("inputs"):
+                lines.append(f"{self.name}: all values of {name} are {values.low:g}")
+        if self.class_counts is not None and self.num_read == self.num_examples:
+            lines += missing_classes({self.name: self.class_counts.tolist()}, class_names)
+
+        if self.repeats:
+            example, earlier = map(self.example, self.repeats[0])
+            others = f", with another target {self.num_contradictory:,}" if self.num_contradictory else ""
+            count = f"{len(self.repeats):,} of {self.num_read:,} examples{others}"
+            lines.append(f"{self.name}: repeated {count}; {example} is {earlier}")
+        shared = [digest for digest in self.digests if digest in train.digests]
+        if shared and self is not train:
+            example = self.example(self.digests[shared[0]][1])
+            earlier = train.example(train.digests[shared[0]][1])
+            count = f"{len(shared):,} of {self.num_read:,} examples"
+            lines.append(f"{self.name}: also in train {count}; {example} is {earlier} of train")
+        return lines
 
 
 @dataclass
@@ -158,8 +179,7 @@ class Findings:
     """What was found of a data set.
 
     Attributes:
-        name: of the data set.
-        origin: where it is from.
+        source: the data set.
         class_names: names, or numbers, of the classes.
         described: what the source itself says.
         splits: what was read of each split.
@@ -168,31 +188,28 @@ class Findings:
         raw_rows: the first training rows of a table, by column.
     """
 
-    name: str
-    origin: str
+    source: Source
     class_names: list[str] = field(default_factory=list)
     described: DataDescription = field(default_factory=DataDescription)
     splits: list[SplitFacts] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    raw_rows: list[dict[str, Any]] = field(default_factory=list)
+    raw_rows: list[Any] = field(default_factory=list)
 
     @contextmanager
-    def collecting(self, source: Source) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         """Notes an error of the block as a line, and goes on after it."""
         try:
             yield
         except (UserError, tf.errors.OpError) as error:
-            explained = source.explain(error) if isinstance(error, tf.errors.OpError) else error
+            explained = self.source.explain(error)
             if not isinstance(explained, UserError):
                 raise
-            line = " ".join(str(explained).split())
             # A file that cannot be read spoils every split in the same words.
-            if line not in self.refused:
-                self.refused.append(line)
+            self.refused = list(dict.fromkeys([*self.refused, " ".join(str(explained).split())]))
 
 
-def examine(config: RunConfig, limit: int, has_task: bool) -> tuple[Findings, Source]:
+def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
     """Reads up to `limit` examples of each split.
 
     Args:
@@ -207,127 +224,55 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> tuple[Findings, So
     # Then all that cannot be read is named, and not only the first example.
     if type(source).unreadable is not Source.unreadable:
         source.on_error = "skip"
-    findings = Findings(source.name, str(source.origin))
+    findings = Findings(source)
 
-    with findings.collecting(source):
+    with findings.collecting():
         source.take_counts([source.own_counts(Topology())])
         findings.described = describe(source)
         findings.class_names = class_labels(source)
-    if has_task and not findings.refused:
-        with findings.collecting(source):
+        if has_task:
             open_task(config, source)
     for split in source.SPLITS:
-        with findings.collecting(source):
+        with findings.collecting():
             facts = SplitFacts(split, source.num_examples(split))
             if facts.num_examples:
                 findings.splits.append(facts)
                 _read(source, facts, limit, len(findings.class_names))
+    with findings.collecting():
+        if isinstance(source.preprocessing().shape, dict):
+            findings.raw_rows = source.raw_examples("train", Topology(), NUM_ROWS)
 
-    for item in source.unreadable():
-        lines = findings.refused if config.data.on_error == "stop" else findings.warnings
-        lines.append(f"{item.location}: {item.problem}")
-    with findings.collecting(source):
-        _look_at_raw(source, findings)
-    _judge(findings)
-    return findings, source
+    skipped = [f"{item.location}: {item.problem}" for item in source.unreadable()]
+    if config.data.on_error == "stop":
+        findings.refused += skipped
+    else:
+        findings.warnings += skipped
+    findings.warnings += findings.described.phrases.get("warnings", [])
+    for facts in findings.splits:
+        findings.refused += facts.faults(findings.class_names)
+        findings.warnings += facts.oddities(findings.class_names, findings.splits[0])
+    # The source may have said some of it.
+    findings.warnings = list(dict.fromkeys(findings.warnings))
+    return findings
 
 
 def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> None:
     """Reads a split; of one with more than `limit` examples evenly spaced ones, if it can open single ones."""
-    topology = Topology()
     if isinstance(source, IndexedSource):
         facts.step = math.ceil(facts.num_examples / limit)
-        topology = Topology(0, facts.step)
+    topology = Topology(0, facts.step)
     number = min(topology.share_size(facts.num_examples), limit)
     progress = ProgressLines(f"{facts.name}: read", number, is_chief=True)
-    batches = source.evaluation(facts.name, topology, min(BATCH_SIZE, limit))
-    for elements in batches.take(math.ceil(number / BATCH_SIZE)).as_numpy_iterator():
+    examples = source.evaluation(facts.name, topology, min(BATCH_SIZE, number))
+    for elements in examples.take(math.ceil(number / BATCH_SIZE)).as_numpy_iterator():
         facts.add(elements, num_classes)
         progress.update(facts.num_read)
 
 
-def _look_at_raw(source: Source, findings: Findings) -> None:
-    """Notes sizes of images that the source does not tell, and the first rows of a table."""
-    split = "train"
-    if not any(facts.name == split and facts.num_read for facts in findings.splits):
-        return
-    spec = source.preprocessing().shape
-    if isinstance(spec, dict):
-        findings.raw_rows = list(source.raw_examples(split, Topology(), NUM_ROWS))  # type: ignore[arg-type]
-    elif isinstance(spec, tuple) and None in spec and "images" not in findings.described.phrases:
-        number = min(NUM_SIZES, source.num_examples(split))
-        sizes: set[tuple[int, ...]] = set()
-        # One at a time, since photographs take many megabytes each; spread over the split.
-        parts = range(number) if isinstance(source, IndexedSource) else range(1)
-        for part in parts:
-            # One that cannot be read has been named already.
-            with suppress(UserError, tf.errors.OpError):
-                examples = source.raw_examples(split, Topology(part, len(parts)), 1)
-                sizes.update(tuple(np.shape(example)) for example in examples)
-        if sizes:
-            findings.described.phrases["images"] = [size_phrase(sizes)]
-
-
-def _judge(findings: Findings) -> None:
-    """Notes what is odd or refused in what was read."""
-    train = next((facts for facts in findings.splits if facts.name == "train"), None)
-    findings.warnings += findings.described.phrases.get("warnings", [])
-    for facts in findings.splits:
-        split = f"{facts.name}:"
-        for name, values in facts.values.items():
-            if values.num_gaps:
-                findings.refused.append(
-                    f"{split} {values.num_gaps:,} of {values.num_values:,} values of {name} are NaN or infinite; "
-                    "fill or drop them"
-                )
-            elif values.low == values.high and facts.num_read > 1 and name.startswith("inputs"):
-                findings.warnings.append(f"{split} all values of {name} are {values.low:g}")
-        if facts.num_outside:
-            last = len(findings.class_names) - 1
-            findings.refused.append(f"{split} {facts.num_outside:,} labels are outside 0 ... {last}; fix the targets")
-        if facts.class_counts is not None and facts.num_read == facts.num_examples:
-            missing = missing_classes({facts.name: facts.class_counts.tolist()}, findings.class_names)
-            findings.warnings += [text for text in missing if text not in findings.warnings]
-
-        if facts.repeats:
-            others = f", with another target {facts.num_contradictory:,}" if facts.num_contradictory else ""
-            findings.warnings.append(
-                f"{split} repeated {len(facts.repeats):,} of {facts.num_read:,} examples{others}; "
-                f"{facts.example(facts.repeats[0][0])} is {facts.example(facts.repeats[0][1])}"
-            )
-        if train and facts is not train:
-            shared = [digest for digest in facts.digests if digest in train.digests]
-            if shared:
-                places = facts.digests[shared[0]][1], train.digests[shared[0]][1]
-                findings.warnings.append(
-                    f"{split} also in train {len(shared):,} of {facts.num_read:,} examples; "
-                    f"{facts.example(places[0])} is {train.example(places[1])} of train"
-                )
-
-
-def size_phrase(sizes: Collection[tuple[int, ...]]) -> str:
-    """Sizes of images before they are resized, [height, width, channels], in words.
-
-    >>> size_phrase([(480, 640, 3), (480, 640, 3), (100, 90, 3)])
-    '90x100 to 640x480 pixels (width x height), 3 channels'
-    """
-    by_area = sorted(sizes, key=lambda size: size[0] * size[1])
-    ends = [f"{size[1]}x{size[0]}" for size in (by_area[0], by_area[-1])]
-    channels = ", ".join(str(number) for number in sorted({size[-1] for size in sizes}))
-    return f"{' to '.join(dict.fromkeys(ends))} pixels (width x height), {channels} channels"
-
-
-def _num_examples(inputs: Any) -> int:
-    return len(tf.nest.flatten(inputs)[0])
-
-
-def _digest(structure: Any, row: int) -> bytes:
-    """A hash of one example's part of a batch."""
+def _digest(structure: Any) -> bytes:
+    """A hash of one example's inputs or targets."""
     digest = hashlib.blake2b(digest_size=12)
-    for array in tf.nest.flatten(structure):
-        value = array[row]
-        if array.dtype == object:  # Text, of which NumPy has only the addresses.
-            digest.update(repr(np.asarray(value).tolist()).encode())
-        else:
-            digest.update(np.ascontiguousarray(value).tobytes())
+    for value in map(np.asarray, tf.nest.flatten(structure)):
+        # Of text NumPy has only the addresses.
+        digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
     return digest.digest()

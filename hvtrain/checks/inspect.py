@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
-from hvtrain.core.figures import Table
 from hvtrain.core.files import write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
@@ -45,9 +44,8 @@ def main() -> int:
         with console.quiet_import(config.verbose):
             from hvtrain.checks.data_figures import figures_of
             from hvtrain.checks.examine_data import examine
-        findings, source = examine(config, limit, has_task)
-        figures = figures_of(findings, source)
-        write_atomic(path, _page(findings, [asdict(figure) for figure in figures]))
+        findings = examine(config, limit, has_task)
+        write_atomic(path, _page(findings, [asdict(figure) for figure in figures_of(findings)]))
         _print(findings)
         print(f"{path} has it with pictures, rows and texts")
         if findings.refused:
@@ -74,8 +72,8 @@ def _page(findings: "Findings", figures: list[dict[str, Any]]) -> str:
     return render(
         "inspect.html.j2",
         folder=Path(__file__).parent,
-        title=findings.name,
-        origin=findings.origin,
+        title=findings.source.name,
+        origin=findings.source.origin,
         data=[(label, ", ".join(texts)) for label, texts in phrases.items()],
         warnings=findings.warnings,
         refused=findings.refused,
@@ -87,28 +85,27 @@ def _print(findings: "Findings") -> None:
     from rich.console import Console
     from rich.table import Table as Grid
 
-    from hvtrain.checks.data_figures import class_table, scope, values_table
+    from hvtrain.checks.data_figures import scope, tables_of
     from hvtrain.training.run import summary
 
     # What users write may hold [brackets], which are no markup.
     output = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     counts = ", ".join(f"{facts.num_examples:,} {facts.name}" for facts in findings.splits)
     lines = {
-        "dataset": f"{findings.name}: {counts or 'no examples'}",
-        "from": findings.origin,
+        "dataset": f"{findings.source.name}: {counts or 'no examples'}",
+        "from": findings.source.origin,
         **findings.described.header(),
         "read": scope(findings).removeprefix("Read: ") if findings.splits else "",
     }
     lines.pop("warnings", None)
     output.print(summary({name: text for name, text in lines.items() if text}))
 
-    for table in (values_table(findings), class_table(findings)):
-        if isinstance(table, Table):
-            grid = Grid(*table.columns, box=None, pad_edge=False, header_style="")
-            for row in table.rows:
-                grid.add_row(*map(str, row))
-            output.print(grid)
-            output.print()
+    for table in tables_of(findings):
+        grid = Grid(*table.columns, box=None, pad_edge=False, header_style="")
+        for row in table.rows:
+            grid.add_row(*row)
+        output.print(grid)
+        output.print()
 
     for heading, texts in (("look at", findings.warnings), ("refused", findings.refused)):
         for text in texts[:MAX_LINES]:

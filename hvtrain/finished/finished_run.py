@@ -76,7 +76,8 @@ class FinishedRun:
 
     def check_kind(self, name: str, inputs: Any) -> None:
         """Raises DataError if a batch of inputs is of another kind than in training, or warns."""
-        kinds.check(name, self.kinds, kinds.kinds_of(inputs), self.config.guard.data)
+        if self.kinds:
+            kinds.check(name, self.kinds, kinds.kinds_of(inputs), self.config.guard.data)
 
     def explain(self, error: Exception) -> Exception:
         """Turns TensorFlow's error about unreadable data into one that names the file; other errors stay."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -167,11 +168,13 @@ def test_what_cannot_be_inspected_is_one_line(words, message, tmp_path, monkeypa
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
+SHORT_RUN = ["model=mlp", "strategy=single", "checkpoint.every_steps=1"]
+
+
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kinds") / "run"
-    words = ["model=mlp", "strategy=single", "train.steps=2", f"run.dir={folder}"]
-    hvtrain.train(hvtrain.compose(words))
+    hvtrain.train(hvtrain.compose([*SHORT_RUN, "train.steps=2", f"run.dir={folder}"]))
     return folder
 
 
@@ -179,7 +182,7 @@ def test_a_run_keeps_what_its_data_were(digits_run):
     result = json.loads((digits_run / "result.json").read_text())
     assert result["data"]["splits"] == ["train 1,437", "test 360"] and result["data"]["classes"] == ["10, 10% each"]
     kinds = json.loads((digits_run / "kinds.json").read_text())
-    assert kinds["inputs"] == {"": {"type": "numbers", "shape": [8, 8, 1], "low": 0.0, "high": 1.0}}
+    assert kinds["inputs"] == {"": {"type": "numbers", "shape": [8, 8, 1], "low": 0.0, "high": 1.0, "large": 1.0}}
     assert sum(kinds["class_counts"]["test"]) == 360
     page = (digits_run / "report.html").read_text()
     assert "<h2>The data</h2>" in page and page.count("10, 10% each") == 1
@@ -200,3 +203,15 @@ def test_other_data_of_another_kind_are_refused(command, words, message, digits_
     monkeypatch.setattr(sys, "argv", ["x", f"run={digits_run}", *words])
     with pytest.raises(Exception, match=re.escape(message)):
         command.main()
+
+
+def test_a_resumed_run_reads_inputs_of_the_same_kind(digits_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(digits_run, folder)
+    kinds = json.loads((folder / "kinds.json").read_text())
+    kinds["inputs"][""] |= {"high": 255.0, "large": 250.0}
+    (folder / "kinds.json").write_text(json.dumps(kinds))
+    words = [*SHORT_RUN, "train.steps=4", "run.report=false", f"run.dir={folder}"]
+    with pytest.raises(DataError, match=r"digits is of another kind .*: values are 0 to 1, were 0 to 255; convert it"):
+        hvtrain.train(hvtrain.compose(words))
+    assert hvtrain.train(hvtrain.compose([*words, "guard.data=false"])).num_steps == 4
