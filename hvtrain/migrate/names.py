@@ -51,7 +51,30 @@ class _Names(Pass):
         return not dotted(node)  # A chain of names is one name.
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        return self._renamed(original_node) or updated_node
+        """Renames a chain of names, unless renaming its import is enough."""
+        name = self.imported(original_node)
+        # The name that an import has bound: `tf` of tf.keras.layers.Dense.
+        base: cst.BaseExpression = original_node
+        while isinstance(base, cst.Attribute):
+            base = base.value
+
+        imported = self.imported(base)
+        if not name or not imported:
+            return updated_node
+
+        new = self._new(name)
+        # `import a.b` binds a, which is not renamed; any other import binds what it is renamed to.
+        bound = imported if dotted(base) == imported else self._new(imported)
+        if new == bound + name[len(imported) :]:
+            return updated_node
+
+        # The old import does not reach the new name: tf.keras.Input becomes keras.Input.
+        module = new.partition(".")[0]
+        if module in _WRITTEN:
+            written, line = _WRITTEN[module]
+            self.missing.add(line)
+            new = written + new[len(module) :]
+        return expression(new)
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         """Renames a class or function that was imported under its own name."""
@@ -65,12 +88,11 @@ class _Names(Pass):
             return expression(new)
         return expression(new.rpartition(".")[2])
 
-    def visit_Import(self, node: cst.Import) -> bool:
+    def visit_Import(self, node: cst.Import | cst.ImportFrom) -> bool:
         # leave_SimpleStatementLine renames the whole statement.
         return False
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
+    visit_ImportFrom = visit_Import
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -103,32 +125,6 @@ class _Names(Pass):
         if is_low and self.keeps_horovod:
             return name
         return new_name(name)
-
-    def _renamed(self, node: cst.Attribute) -> cst.BaseExpression | None:
-        """The chain under its new name; None if renaming its import is enough."""
-        name = self.imported(node)
-        # The name that an import has bound: `tf` of tf.keras.layers.Dense.
-        base: cst.BaseExpression = node
-        while isinstance(base, cst.Attribute):
-            base = base.value
-
-        imported = self.imported(base)
-        if not name or not imported:
-            return None
-
-        new = self._new(name)
-        # `import a.b` binds a, which is not renamed; any other import binds what it is renamed to.
-        bound = imported if dotted(base) == imported else self._new(imported)
-        if new == bound + name[len(imported) :]:
-            return None
-
-        # The old import does not reach the new name: tf.keras.Input becomes keras.Input.
-        module = new.partition(".")[0]
-        if module in _WRITTEN:
-            written, line = _WRITTEN[module]
-            self.missing.add(line)
-            return expression(written + new[len(module) :])
-        return expression(new)
 
 
 def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> Iterator[str]:
