@@ -6,11 +6,10 @@
 - Variables travel to other hosts by the same allow-list as with hvtrain launch, and those of
   HVTRAIN_ENV=NAME,NAME and HVTRAIN_NOTIFY too. With Gloo they go through ssh's input; Horovod
   writes them on its command line, which every user can read. Local ranks inherit all of them.
-- The rendezvous server is ours (rendezvous.py). It listens only on the interface of the launch, and
-  in an elastic job on the one that --network-interfaces names; Horovod's listens on all. Horovod's
-  unpickles what anyone sends (CVE-2024-10190); this one accepts plain values and nothing that names
-  code, and does not hand out the workers' keys. And Horovod's keeps addresses of ranks that have
-  met at times, so that ranks could not start again (comm.tune).
+- The rendezvous server is ours (rendezvous.py). It listens only on the interface of the launch;
+  Horovod's listens on all. Horovod's unpickles what anyone sends (CVE-2024-10190); this one accepts
+  plain values and nothing that names code, and does not hand out the workers' keys. And Horovod's
+  keeps addresses of ranks that have met at times, so that ranks could not start again (comm.tune).
 """
 
 import argparse
