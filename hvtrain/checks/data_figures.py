@@ -32,6 +32,7 @@ def figures_of(findings: Findings) -> list[Figure]:
 
 def tables_of(findings: Findings) -> list[Table]:
     """The values of each split, and the classes if there are any."""
+    columns = ["split", "what", "kind", "lowest", "highest", "mean"]
     rows = []
     for facts in findings.splits:
         for name, values in list(facts.values.items())[:MAX_ROWS]:
@@ -41,8 +42,7 @@ def tables_of(findings: Findings) -> list[Table]:
             # The mean of the numbers of classes or tokens would mean nothing.
             if values.num_finite and values.kind == "numbers":
                 cells.append(f"{values.total / values.num_finite:.4g}")
-            rows.append(cells)
-    columns = ["split", "what", "kind", "lowest", "highest", "mean"]
+            rows.append([*cells, "", "", ""][: len(columns)])
     tables = [Table("Inputs and targets", f"As the model gets them. {scope(findings)}", columns, rows)]
 
     splits = [facts for facts in findings.splits if facts.class_counts is not None]
@@ -117,5 +117,6 @@ def _texts(facts: SplitFacts, source: Source) -> list[Figure]:
         if len(arrays) == 1 and arrays[0].ndim == 1 and arrays[0].dtype.kind in "iu":
             text = source.text_of(arrays[0].tolist()) or ""
         if text:
-            pairs.append((f"{facts.name} {number * facts.step}", f"{text[:SHOWN_CHARACTERS]} ..."))
+            more = " ..." * (len(text) > SHOWN_CHARACTERS)
+            pairs.append((f"{facts.name} {number * facts.step}", text[:SHOWN_CHARACTERS] + more))
     return [Texts("Texts", "The first examples.", pairs, goes_on=False)] if pairs else []

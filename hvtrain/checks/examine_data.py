@@ -93,10 +93,9 @@ class SplitFacts:
     _num_shown: Counter[int] = field(default_factory=Counter)
 
     def example(self, number: int) -> str:
-        """Names an example by its number in the split, or among those read if some were left out."""
-        if self.num_read < math.ceil(self.num_examples / self.step):
-            return f"number {number} of those that can be read"
-        return f"example {number * self.step}"
+        """Names an example by its number in the split; what could not be read has none."""
+        is_whole = self.num_read == math.ceil(self.num_examples / self.step)
+        return f"{'example' if is_whole else 'readable example'} {number * self.step}"
 
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
         """Takes a batch: inputs, targets and perhaps weights, as NumPy arrays."""
