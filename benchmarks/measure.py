@@ -4,14 +4,12 @@ import contextlib
 import json
 import shlex
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
 from benchmarks.contenders import GLOO, MPI, RUNNER, Contender, Workload
 from benchmarks.processes import (
-    LAUNCHER,
     WARMUP,
     Command,
     horovod_line,
@@ -105,10 +103,8 @@ def measure(
 def _commands(contender: Contender, line: Sequence[str], num_processes: int) -> list[Command]:
     """The commands to start at once."""
     if contender.way in (MPI, GLOO):
-        # On a terminal horovodrun draws what rank 0 sends.
-        launcher = (f"{sys.prefix}/bin/horovodrun",) if contender.on_terminal else LAUNCHER
         transport = contender.way.removeprefix("horovodrun-")
-        return [Command(horovod_line(transport, num_processes, line, launcher))]
+        return [Command(horovod_line(transport, num_processes, line))]
 
     if contender.way == "workers":
         return _cluster(line, [("worker", index) for index in range(num_processes)])

@@ -22,7 +22,6 @@ BEGAN = "HVTRAIN_BENCH_BEGAN"
 WARMUP = "HVTRAIN_BENCH_WARMUP"
 
 CLOCK = "benchmarks.clock.Clock"
-LAUNCHER = (sys.executable, "-m", "hvtrain.launch.horovod_launcher")
 SECONDS_FOR_A_RUN = 900.0
 
 
@@ -48,14 +47,9 @@ def timed_run(overrides: Sequence[str], num_steps: int, run_dir: Path) -> list[s
     ]
 
 
-def horovod_line(
-    transport: str,
-    num_ranks: int,
-    line: Sequence[str],
-    launcher: Sequence[str] = LAUNCHER,
-) -> list[str]:
+def horovod_line(transport: str, num_ranks: int, line: Sequence[str]) -> list[str]:
     """The command that starts the line on each rank of this host. transport: mpi or gloo."""
-    return [*launcher, f"--{transport}", "-np", str(num_ranks), *line]
+    return [f"{sys.prefix}/bin/horovodrun", f"--{transport}", "-np", str(num_ranks), *line]
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:

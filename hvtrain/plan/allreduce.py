@@ -82,9 +82,9 @@ class Collectives:
         folder.mkdir(parents=True)
         log = folder / "output.txt"
         worker = [sys.executable, "-m", WORKER, method, f"{folder}/report", *map(str, self.sizes)]
-        launcher = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", f"--{self.transport}"]
+        launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}", "-np", str(self.num_ranks)]
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **dict.fromkeys(THREADS, str(self.threads))}
-        with started([*launcher, "-np", str(self.num_ranks), *worker], log, environment=environment) as process:
+        with started([*launcher, *worker], log, environment=environment) as process:
             if not ends_within(process, SECONDS_FOR_A_RUN):
                 end(process)
 
