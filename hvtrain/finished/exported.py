@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvtrain.core.files import TEMPORARY, remove, write_atomic
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
-from hvtrain.training.saved_model import description, with_preprocessing
+from hvtrain.training.saved_model import checked_split, description, raw_batches, with_preprocessing
 
 NUM_EXAMPLES = 8
 LARGEST_DIFFERENCE = 1e-3  # Relative to the largest output; other programs round differently.
@@ -102,21 +102,12 @@ def real_examples(run: FinishedRun) -> list[Any]:
     """Returns batches of one raw example each, as the exported model takes them; they may differ in size."""
     source = run.source
     topology = run.strategy.topology
-    split = "test" if source.num_examples("test") else "train"
-    examples: list[Any] = source.raw_examples(split, topology, NUM_EXAMPLES)
-    preprocessing = source.preprocessing()
-    if not examples and not preprocessing.layers:
-        # The model takes what the pipeline gives.
-        batches = source.evaluation(split, topology, 1).take(NUM_EXAMPLES)
-        return [keras.tree.map_structure(tf.convert_to_tensor, inputs) for inputs, *_ in batches]
-
-    # Raw images are integers, and the exported model takes float32; columns and tokens keep their types.
-    dtype = tf.float32 if isinstance(preprocessing.shape, tuple) else None
-
-    def as_batch(value: Any) -> tf.Tensor:
-        return tf.constant(np.asarray(value)[np.newaxis], dtype)
-
-    return [tf.nest.map_structure(as_batch, example) for example in examples]
+    batches = raw_batches(source, topology, NUM_EXAMPLES)
+    if batches or source.preprocessing().layers:
+        return batches
+    # The model takes what the pipeline gives.
+    dataset = source.evaluation(checked_split(source), topology, 1).take(NUM_EXAMPLES)
+    return [keras.tree.map_structure(tf.convert_to_tensor, inputs) for inputs, *_ in dataset]
 
 
 def as_arrays(outputs: Any) -> Outputs:

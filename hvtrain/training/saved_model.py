@@ -149,24 +149,16 @@ def check_preprocessing(
     """
     if source.on_error == "skip":
         return None  # The stream may leave out the first examples.
-    split = "test" if source.num_examples("test") else "train"
+    split = checked_split(source)
     try:
-        raw = source.raw_examples(split, topology, NUM_CHECKED)
-        if not raw:
+        batches = raw_batches(source, topology, NUM_CHECKED)
+        if not batches:
             return None
-        streamed, *_ = next(source.evaluation(split, topology, len(raw)).as_numpy_iterator())
-    except (
-        OSError,
-        tf.errors.OpError,
-    ):  # A finished run does not fail for files that it no longer needs.
-        return None
+        streamed, *_ = next(source.evaluation(split, topology, len(batches)).as_numpy_iterator())
+    except (OSError, tf.errors.OpError):
+        return None  # A finished run does not fail for files that it no longer needs.
 
-    for number, (example, expected) in enumerate(zip(raw, streamed)):
-        batch = tf.nest.map_structure(lambda value: value[np.newaxis], example)
-        if isinstance(batch, np.ndarray):
-            batch = np.asarray(batch, np.float32)
-        else:
-            batch = tf.nest.map_structure(tf.constant, batch)
+    for number, (batch, expected) in enumerate(zip(batches, streamed)):
         actual = keras.ops.convert_to_numpy(preprocessing(batch))[0]
         if actual.shape != expected.shape:
             return f"preprocessing() of {source.name} gives {actual.shape}, the model was trained on {expected.shape}"
@@ -178,3 +170,20 @@ def check_preprocessing(
                 "stream; make preprocessing() do the same as the stream"
             )
     return None
+
+
+def checked_split(source: Source) -> str:
+    """The split whose examples a saved model is tried on."""
+    return "test" if source.num_examples("test") else "train"
+
+
+def raw_batches(source: Source, topology: Topology, number: int) -> list[Any]:
+    """Batches of one raw example each, as the saved model takes them; none if the source has no raw ones."""
+    # Raw images are integers, and the model takes float32; columns and tokens keep their types.
+    dtype = tf.float32 if isinstance(source.preprocessing().shape, tuple) else None
+
+    def as_batch(value: Any) -> tf.Tensor:
+        return tf.constant(np.asarray(value)[np.newaxis], dtype)
+
+    examples = source.raw_examples(checked_split(source), topology, number)
+    return [tf.nest.map_structure(as_batch, example) for example in examples]

@@ -1,39 +1,29 @@
 """Metrics of an epoch: over all its steps, over all ranks, the same in all logs; and validation."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvtrain.models.rates import averaged
-from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
 
-class EpochMetrics(keras.callbacks.Callback):
+class EpochMetrics(RunCallback):
     """Puts the training metrics of the whole epoch, over all ranks, into its logs (every rank).
 
     Args:
-        strategy: The run's strategy.
+        context: The run's context.
         resumed: This rank's state from store.rank_state, after a resume within an epoch; else
             empty. The model's metrics must be built.
-        results: Adds metrics that follow from others.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        resumed: Mapping[str, np.ndarray],
-        results: Callable[[Mapping[str, float]], dict[str, float]] = dict,
-    ) -> None:
-        super().__init__()
-        self.strategy = strategy
-        self._results = results
+    def __init__(self, context: RunContext, resumed: Mapping[str, np.ndarray]) -> None:
+        super().__init__(context)
         # By their numbers, which is the order of model.metrics_variables.
         self._resumed = [value for name, value in sorted(resumed.items()) if name.startswith("metric/")]
 
@@ -44,11 +34,11 @@ class EpochMetrics(keras.callbacks.Callback):
         self._resumed = []
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        metrics = self.strategy.metrics_over_ranks(self.model)
+        metrics = self.run.strategy.metrics_over_ranks(self.model)
         # A train_step of the user's own may leave out some of Keras's metrics, such as a loss that
         # it never computes.
         left_out = metrics.keys() - logs.keys()
-        for name, value in self._results(metrics).items():
+        for name, value in self.run.task.results(metrics).items():
             if name not in left_out:
                 logs[name] = value
 

@@ -78,7 +78,7 @@ def make_callbacks(
     # Logs become those of all ranks, and then the same on all of them.
     rank_state = start.rank_state if position.in_epoch else {}
     callbacks += [
-        EpochMetrics(strategy, rank_state, run.task.results),
+        EpochMetrics(context, rank_state),
         Guard(context),
         validation,
         SameLogs(context),
