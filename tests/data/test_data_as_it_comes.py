@@ -137,7 +137,7 @@ FOLDERS = [
     ("Train/a/1.png Validation/a/1.png TEST/a/1.png", {}, (1, 1, 1), ""),
     ("training/a/1.png dev/a/1.png", {}, (1, 1, 0), ""),
     ("train/a/1.png validation/a/1.png val/a/2.png", {}, (1, 1, 0), "no split has such a name: val (splits are train,"),
-    ("train/a/1.png holdout/a/1.png", {}, (1, 0, 0), "no split has such a name: holdout"),
+    ("train/a/1.png holdout/a/1.png x.png", {}, (1, 0, 0), "no split has such a name: holdout, x.png"),
     ("train/a/1.png train/a/._1.png train/a/Thumbs.db __MACOSX/x.png", {}, (1, 0, 0), ""),
     ("train/a/1.png train/a/1.heic", {}, (1, 0, 0), "left out what is no image: 1 x .heic"),
     ("train/a/1.png train/b/1.png test/a/1.png", {}, (2, 0, 1), ""),

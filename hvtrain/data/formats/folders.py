@@ -20,7 +20,9 @@ _BEGIN = re.compile(r"train|validation|test|(?:valid|val|dev)(?![a-z])")
 
 
 def visible(folder: Path) -> list[Path]:
-    """The sorted entries of a folder, without hidden ones and JUNK."""
+    """The sorted entries of a folder, without hidden ones and JUNK; none if there is no such folder."""
+    if not folder.is_dir():
+        return []
     # Hidden are .ipynb_checkpoints and the ._NAME that macOS writes beside each file. Sorted, since
     # file systems list a folder in any order, and all ranks need the same one.
     return [path for path in sorted(folder.iterdir()) if not is_junk(path.name)]
@@ -48,8 +50,6 @@ def split_entries(names: Iterable[str]) -> dict[str, str]:
 
 def split_folders(folder: Path) -> dict[str, Path]:
     """Finds the folder of each split."""
-    if not folder.is_dir():
-        return {}
     entries = split_entries(path.name for path in visible(folder) if path.is_dir())
     return {split: folder / name for split, name in entries.items()}
 

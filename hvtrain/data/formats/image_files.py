@@ -82,7 +82,8 @@ def describe_images(
         )
 
     kinds = " and ".join(name for name, _ in formats.most_common())
-    phrases = [f"{kinds} of {_size_phrase(sizes)} in {sum(formats.values())} of them, resized to {list(image_shape)}"]
+    scope = f"{sum(formats.values())} looked at"
+    phrases = [f"{kinds} of {_size_phrase(sizes)} ({scope}), resized to {list(image_shape)}"]
     if num_turned:
         state = "turned upright" if exif else "left as they are stored (dataset.exif=false)"
         phrases.append(f"{num_turned} with an EXIF orientation, {state}")

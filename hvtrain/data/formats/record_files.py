@@ -38,7 +38,7 @@ def find_files(folder: Path) -> tuple[dict[str, list[str]], list[str]]:
     Returns:
         The paths by split, and a warning about files of no split, if there are any.
     """
-    entries = [path for path in visible(folder) if _record_files(path)] if folder.is_dir() else []
+    entries = [path for path in visible(folder) if _record_files(path)]
     splits = split_files(entries)
     paths = {split: [file for path in parts for file in _record_files(path)] for split, parts in splits.items()}
     return paths, left_out(entries, [path for parts in splits.values() for path in parts])

@@ -67,7 +67,7 @@ def find_files(folder: Path) -> tuple[dict[str, list[Path]], list[str]]:
     if folder.is_file():
         return {"train": [folder]}, []
 
-    entries = [path for path in visible(folder) if path.suffix.lower() in SUFFIXES] if folder.is_dir() else []
+    entries = [path for path in visible(folder) if path.suffix.lower() in SUFFIXES]
     names = {name for aliases in SPLIT_NAMES.values() for name in aliases}
     entries += [path for path in folder.glob("*") if path.name.lower() in names]
     splits = split_files(entries)

@@ -146,8 +146,8 @@ class ImageFolder(FileSource, IndexedSource):
         return describe_images(images, self.image_shape, self.exif)
 
     def description(self) -> dict[str, list[str]]:
-        folders = [path for path in visible(self.folder) if path.is_dir()]
-        warnings = left_out(folders, self._folders.values())
+        entries = [path for path in visible(self.folder) if path.is_dir() or path.suffix.lower() in SUFFIXES]
+        warnings = left_out(entries, self._folders.values())
         for split, others in self._others.items():
             if others:
                 kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
@@ -240,16 +240,15 @@ def class_folders(folder: Path) -> dict[str, str]:
         DataError: if there are none, or two differ only in their Unicode form.
     """
     names: dict[str, str] = {}
-    if folder.is_dir():
-        for path in visible(folder):
-            key = normal_form(path.name)
-            if path.is_dir() and key in names:
-                raise DataError(
-                    f"{folder} has two folders {key} whose names differ only in their Unicode form "
-                    f"({names[key].encode()!r} and {path.name.encode()!r}); join them"
-                )
-            if path.is_dir():
-                names[key] = path.name
+    for path in visible(folder):
+        key = normal_form(path.name)
+        if path.is_dir() and key in names:
+            raise DataError(
+                f"{folder} has two folders {key} whose names differ only in their Unicode form "
+                f"({names[key].encode()!r} and {path.name.encode()!r}); join them"
+            )
+        if path.is_dir():
+            names[key] = path.name
     if not names:
         raise DataError(f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg")
     return names

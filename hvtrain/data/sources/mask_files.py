@@ -41,7 +41,7 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     """
     by_name: dict[str, list[Path]] = {}
     by_stem: dict[str, list[Path]] = {}
-    for path in visible(masks) if masks.is_dir() else []:
+    for path in visible(masks):
         if path.suffix.lower() in SUFFIXES:
             by_name.setdefault(path.stem, []).append(path)
             by_stem.setdefault(_MASK_SUFFIX.sub("", path.stem), []).append(path)
@@ -119,9 +119,9 @@ class MaskReader:
         image, mask = pair
         try:
             with Image.open(image) as picture, Image.open(mask) as labels:
-                upright_size = self._check_size(mask, picture, labels)
+                self._check_size(mask, picture, labels)
                 # Labels are not interpolated: there is no class between two others.
-                values = self._values(mask, labels, None if upright_size == size else size)
+                values = self._values(mask, labels, size)
                 is_jpeg = labels.format == "JPEG"
         except Image.DecompressionBombError as error:
             raise DataError(f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles") from error
@@ -149,8 +149,8 @@ class MaskReader:
                 counts.update(dict(zip(values.tolist(), numbers.tolist())))
         return counts
 
-    def _check_size(self, mask: str, picture: Image.Image, labels: Image.Image) -> tuple[int, int]:
-        """Returns the size of both as people see them. Raises DataError if they differ."""
+    def _check_size(self, mask: str, picture: Image.Image, labels: Image.Image) -> None:
+        """Raises DataError if both differ in size as people see them."""
         image_size = self._size(picture)
         mask_size = self._size(labels)
         if image_size != mask_size:
@@ -158,7 +158,6 @@ class MaskReader:
             if image_size != picture.size:
                 turned = " (dataset.exif=false leaves images as they are stored, without their EXIF orientation)"
             raise DataError(f"{mask} is {mask_size} pixels and its image {image_size}; both need one size{turned}")
-        return mask_size
 
     def _size(self, picture: Image.Image) -> tuple[int, int]:
         width, height = picture.size

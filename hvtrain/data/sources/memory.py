@@ -106,9 +106,11 @@ class MemorySource(IndexedSource):
 
     def description(self) -> dict[str, list[str]]:
         description = super().description()
+        if "num_classes" not in self.facts():
+            return description
         targets = self.whole_targets()["train"]
-        is_classes = "num_classes" in self.facts() and isinstance(targets, np.ndarray) and targets.ndim == 1
-        if is_classes and targets.dtype.kind in "iu" and targets.size and targets.min() > 0:
+        is_classes = isinstance(targets, np.ndarray) and targets.ndim == 1 and targets.dtype.kind in "iu"
+        if is_classes and targets.size and targets.min() > 0:
             description["warnings"] = [
                 f"classes begin at {targets.min()}, and a model has an output for 0 too; give y - {targets.min()}"
             ]

@@ -229,7 +229,7 @@ def list_pairs(folder: Path) -> tuple[dict[str, Pairs], list[str]]:
         if image_parent == mask_parent:
             image_parent = _named(image_parent, IMAGE_FOLDERS) or image_parent / "images"
             mask_parent = _named(mask_parent, MASK_FOLDERS) or mask_parent / "masks"
-        entries = visible(image_parent) if image_parent.is_dir() else []
+        entries = visible(image_parent)
         paths = [path for path in entries if path.suffix.lower() in SUFFIXES]
         pairs[split], unused = pair_up(paths, mask_parent)
         alone = [path.name for path in (*sorted(set(entries) - set(paths)), *unused)]
@@ -237,14 +237,14 @@ def list_pairs(folder: Path) -> tuple[dict[str, Pairs], list[str]]:
             warnings.append(f"{split}: left out what is no image, or has none: {listed(alone)}")
 
     if not (images and masks):
-        others = [path for path in visible(folder) if path.is_dir()] if folder.is_dir() else []
+        others = [path for path in visible(folder) if path.is_dir() or path.suffix.lower() in SUFFIXES]
         warnings += left_out(others, [path for path, _ in folders.values()])
     return pairs, warnings
 
 
 def _named(folder: Path, names: Sequence[str]) -> Path | None:
     """Returns the first folder of these names, in any case, if there is one."""
-    folders = [path for path in visible(folder) if path.is_dir()] if folder.is_dir() else []
+    folders = [path for path in visible(folder) if path.is_dir()]
     matches = [path for name in names for path in folders if path.name.lower() == name]
     return matches[0] if matches else None
 
