@@ -109,10 +109,12 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
     """
     if not path.exists():
         raise ConfigError(f"input={path} is not there; give {NEEDED}")
-    if is_table(path) or (path.is_dir() and any(map(is_table, path.rglob("*")))):
-        return _of_table(run, path)
     if path.suffix == ".npy":
         return _of_array(run, path)
+    # A table may be called data.txt, and pictures are none.
+    is_text = isinstance(run.source, Table) and path.is_file()
+    if is_text or is_table(path) or (path.is_dir() and any(map(is_table, path.rglob("*")))):
+        return _of_table(run, path)
 
     paths = sorted(path.rglob("*")) if path.is_dir() else [path]
     images = [file for file in paths if file.suffix.lower() in SUFFIXES and not is_junk(file.name)]
@@ -247,7 +249,9 @@ def _column_of(name: str, part: tf.TensorSpec) -> Column:
         return Column(name, name, "name", "string")
     if length > 1:
         return Column(name, name, "vector", part.dtype.name, length=length)
-    return Column(name, name, "integer" if part.dtype.is_integer else "number", part.dtype.name)
+    if part.dtype.is_integer:
+        return Column(name, name, "integer", part.dtype.name)
+    return Column(name, name, "number", part.dtype.name)
 
 
 def _unknown_note(unknown: Mapping[str, float]) -> str:

@@ -212,6 +212,9 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("nothing", "", {}, r"t.csv cannot be read: it is empty"),
     ("nothing to learn from", text(f"u{row}" for row in range(ROWS)), {}, r"t has no column to learn from but y; left out: x \(unique in every row\)"),
     ("an unknown treatment", PLAIN, {"missing": "mean"}, r"dataset.missing=mean is not one of refuse, drop, median"),
+    ("a delimiter of two characters", PLAIN, {"delimiter": "::"}, r"dataset.delimiter='::' is not one character"),
+    ("a decimal sign that is none", PLAIN, {"decimal": ";"}, r"dataset.decimal=';' is not one of '.' ','"),
+    ("an encoding that is none", PLAIN, {"encoding": "latin-99"}, r"t.csv cannot be read: unknown encoding: latin-99"),
     ("gaps of another column", PLAIN, {"missing": {"z": "median"}}, r"dataset.missing.z is no column of t; it has x, y"),
     ("a zip file of two tables", b"", {}, r"it is a zip file with 2 tables instead of one"),
 ]  # fmt: skip

@@ -63,6 +63,9 @@ class Settings:
             raise ConfigError(f"dataset.target_is={self.target_is} is not one of class, number, null")
         if self.dates not in DATES:
             raise ConfigError(f"dataset.dates={self.dates} is not one of {', '.join(DATES)}")
+        for name, value, choices in (("decimal", self.decimal, ".,"), ("thousands", self.thousands, ",. '")):
+            if value is not None and value not in choices:
+                raise ConfigError(f"dataset.{name}={value!r} is not one of {' '.join(map(repr, choices))}")
         by_column = self.missing if isinstance(self.missing, Mapping) else {"": self.missing}
         for action in by_column.values():
             if action not in MISSING:

@@ -111,6 +111,9 @@ class Table(MemorySource):
             if count < 0:
                 raise ConfigError(f"dataset.{name}={count} is negative; 0 means none")
 
+        if delimiter is not None and len(delimiter) != 1:
+            raise ConfigError(f"dataset.delimiter={delimiter!r} is not one character; give one, or null")
+
         files = [file] if isinstance(file, str) else list(file)
         origin = ", ".join(str(Path(name).absolute()) for name in files)
         if file in EMBEDDED:
