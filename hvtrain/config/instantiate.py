@@ -56,13 +56,16 @@ def build(
     settings = getattr(config, section)
     if name:
         settings = settings[name]
+    builder = None
+    with suppress(Exception):  # Calling it fails in the same way, with a better message.
+        builder = get_object(settings["_target_"])
     if group == "model":
-        settings = _builder_settings(settings)
+        settings = _builder_settings(settings, builder)
     _check_settings(config, group, settings)
 
     target = f"{group}._target_={settings['_target_']}"
-    if facts is not None:
-        values |= _declared_facts(settings, facts, target, source_name)
+    if facts is not None and builder is not None:
+        values |= declared(builder, settings, facts, target, source_name)
     built = _call(config, group, target, {**settings, **values})
     if not isinstance(built, kind):
         returned = "None" if built is None else f"a {type(built).__name__}"
@@ -117,14 +120,14 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return is_named and parameter.default is parameter.empty
 
 
-def _builder_settings(group: dict[str, Any]) -> dict[str, Any]:
+def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
     """The settings of the group `model` without those of every model, which builders never get.
 
     Raises ConfigError if the builder has an argument of the same name.
     """
     arguments: set[str] = set()
-    with suppress(Exception):  # Building it fails in the same way, with a better message.
-        arguments = set(inspect.signature(get_object(group["_target_"])).parameters)
+    with suppress(TypeError, ValueError):  # It has no signature, or there is no such builder.
+        arguments = set(inspect.signature(builder).parameters)
     taken = arguments.intersection(MODEL_OPTIONS)
     if taken:
         name = min(taken)
@@ -142,16 +145,6 @@ def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) 
             raise ConfigError(f"{name} holds a secret, which a run's records leave out; give {name}=VALUE once more")
     if config.run.dir is None and "${run.dir}" in str(settings):
         raise ConfigError(f"{group} names ${{run.dir}} but is built before the run folder is known; give run.dir=PATH")
-
-
-def _declared_facts(
-    settings: Mapping[str, Any], facts: Mapping[str, Any], target: str, source_name: str
-) -> dict[str, Any]:
-    try:
-        builder = get_object(settings["_target_"])
-    except Exception:  # Calling it fails in the same way, with a better message.
-        return {}
-    return declared(builder, settings, facts, target, source_name)
 
 
 def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, Any]) -> Any:

@@ -5,7 +5,6 @@ begin at step 0, so hvtrain.training.find_checkpoint reads the notes and refuses
 passes its own note in VARIABLE.
 """
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hvtrain.core.files import write_json
+from hvtrain.core.files import is_own_file, read_json, write_json
 from hvtrain.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -48,14 +47,13 @@ def read(folder: Path) -> Note | None:
     path = folder / NOTE_FILE
     try:
         # A link may lead anywhere, a pipe never ends, and a note is short.
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_BYTES:
-            return None
-        content = json.loads(path.read_text(encoding="utf-8"))
-        step = content["step"]
-        host = content["host"]
-        run_id = checked_run_id(content["run_id"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        is_note = is_own_file(path) and path.stat().st_size <= _MAX_BYTES
+    except OSError:
         return None
+    content = read_json(path, dict) if is_note else {}
+    step = content.get("step")
+    host = content.get("host")
+    run_id = checked_run_id(content.get("run_id"))
     is_step = type(step) is int and step >= 0  # A bool is an int to isinstance.
     is_host = isinstance(host, str) and _HOST.fullmatch(host)
     return Note(step, host, run_id) if is_step and is_host and run_id else None
