@@ -297,7 +297,7 @@ def test_records_have_many_names(name, pack, on_error, tmp_path):
     read, classes = examples(source)
     assert np.array_equal(read, images) and classes.tolist() == labels.tolist()
     assert len(list(source.training(StreamRequest(Topology(), 2, 1, 0, 2)).take(3))) == 3
-    assert "1 files without records" in warnings(source) and not source.unreadable()
+    assert "1 file(s) without records" in warnings(source) and not source.unreadable()
 
 
 def test_damage_in_packed_records_is_named(tmp_path):
@@ -427,12 +427,12 @@ def test_a_folder_of_texts_says_what_it_leaves_out(tmp_path):
     source = Text(str(tmp_path), vocabulary_size=290, length=16)
     assert source.num_examples("train") > 0
     assert warnings(source) == f"{tmp_path}: left out what is no .txt file: 2 x .md"
-    with pytest.raises(ConfigError, match=r"dataset.test_share=1e-05 of 1 documents .* rounds to nothing"):
+    with pytest.raises(ConfigError, match=r"dataset.test_share=1e-05 of 1 document.* rounds to nothing"):
         Text(str(tmp_path), vocabulary_size=290, length=16, test_share=1e-5).num_examples("train")
 
 
-def test_a_line_without_spaces_is_learned_in_pieces(tmp_path):
-    """5 MB take 10 s on a free core: training 2.5 s, encoding 7 s. Here a tenth."""
+def test_a_long_line_without_spaces_is_learned(tmp_path):
+    """Of 5 MB the tokenizer took 2.5 s to train and 7 s to encode; here is a tenth."""
     path = write(tmp_path / "line.txt", "".join(RANDOM.choice([*"ACGT"], 500_000)))
     assert Text(str(path), vocabulary_size=400).num_examples("train") > 500
 

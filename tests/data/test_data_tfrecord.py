@@ -31,7 +31,7 @@ def test_records_are_counted_and_truncation_is_found_with_its_place(tmp_path):
     paths[0].write_bytes(b"")
     source = TFRecords(str(tmp_path), SHAPE, 3)
     assert source.num_examples("train") == 7
-    assert source.description()["warnings"] == [f"1 files without records: {paths[0]}"]
+    assert source.description()["warnings"] == [f"1 file(s) without records: {paths[0]}"]
     for path in paths:
         path.write_bytes(b"")
     with pytest.raises(DataError, match=r"all training files are empty; write or fetch them again"):

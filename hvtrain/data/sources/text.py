@@ -153,7 +153,7 @@ class Text(MemorySource):
         documents = embedded() if self._file is None else read_documents(self._file, self._column)
         parts = cut(documents, **self._shares)
         num_characters = sum(map(len, documents))
-        self._summary = f"{len(documents):,} documents with {num_characters:,} characters"
+        self._summary = f"{len(documents):,} document(s) with {num_characters:,} characters"
         for split, share in self._shares.items():
             if share and not parts.get(split):
                 raise ConfigError(

@@ -166,7 +166,7 @@ class TFRecords(DealtSource):
     def description(self) -> dict[str, list[str]]:
         warnings = list(self._warnings)
         if self._empty:
-            warnings.append(f"{len(self._empty)} files without records: {listed(self._empty)}")
+            warnings.append(f"{len(self._empty)} file(s) without records: {listed(self._empty)}")
         return {**super().description(), "images": self._look, "warnings": warnings}
 
     def _count(self, path: str) -> int:
