@@ -12,15 +12,9 @@ from hvtrain.core.figures import Figure, Matrix, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import subclass_under_its_name
+from hvtrain.tasks.exact_metrics import draw_classes
 from hvtrain.tasks.reviewed import ReviewedExamples, as_bytes, png
-from hvtrain.tasks.task import (
-    Losses,
-    Metrics,
-    Task,
-    draw_classes,
-    first_fault,
-    is_integer,
-)
+from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
 
 MAX_MATRIX_CLASSES = 20
 """With more classes, the report lists the most frequent confusions instead of a matrix."""

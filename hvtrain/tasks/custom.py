@@ -8,7 +8,8 @@ import numpy as np
 
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.tasks.task import Losses, Metrics, Task, draw
+from hvtrain.tasks.exact_metrics import draw
+from hvtrain.tasks.task import Losses, Metrics, Task
 
 
 class Custom(Task):

@@ -11,15 +11,9 @@ import tensorflow as tf
 from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
+from hvtrain.tasks.exact_metrics import draw_classes
 from hvtrain.tasks.reviewed import ReviewedExamples
-from hvtrain.tasks.task import (
-    Losses,
-    Metrics,
-    Task,
-    draw_classes,
-    first_fault,
-    is_integer,
-)
+from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
 
 # Above this cross-entropy the perplexity, exp(50), means nothing. It would overflow at 710.
 MAX_CROSS_ENTROPY = 50.0

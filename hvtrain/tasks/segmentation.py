@@ -12,15 +12,9 @@ from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import class_names
+from hvtrain.tasks.exact_metrics import draw_classes
 from hvtrain.tasks.reviewed import ReviewedExamples, as_bytes, png
-from hvtrain.tasks.task import (
-    Losses,
-    Metrics,
-    Task,
-    draw_classes,
-    first_fault,
-    is_integer,
-)
+from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
 
 NUM_PICTURES = 6
 # Class 0, often the background, stays unpainted. With more classes, colors repeat.
