@@ -10,6 +10,7 @@ import gzip
 import io
 import lzma
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,18 @@ MARKS = {
     b"\xff\xfe": "utf-16",
     b"\xfe\xff": "utf-16",
 }
+# What a damaged file, or an encoding that is none, raises in Arrow and in Python's own modules.
+UNREADABLE = (
+    pa.ArrowException,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    csv.Error,
+    lzma.LZMAError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
 # A row that is too long is an error of the file, and not of its delimiter.
@@ -130,7 +143,7 @@ def read_table(
     for path, partitions in files:
         try:
             table = _read(path, text_format, column)
-        except (pa.ArrowException, OSError, EOFError, ValueError, LookupError, lzma.LZMAError) as error:
+        except UNREADABLE as error:
             raise DataError(f"{path} cannot be read: {_first_line(error)}; fix the file") from error
         for name, value in partitions.items():
             if name not in table.column_names:
