@@ -142,7 +142,10 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     assert predicted("guard.data=false").count("\n") == 21
     data.write_text(data.read_text() + "1,x,perhaps\n")
     with pytest.raises(DataError, match=r"target holds perhaps, which is none of the run's classes \(no, yes\)"):
-        predicted(f"input={new}")
+        predicted("guard.data=false")
+    assert predicted(f"input={new}") == before
+    data.unlink()
+    assert predicted(f"input={new}") == before
 
 
 def test_a_text_run_keeps_its_tokenizer(tales, monkeypatch, capsys):
