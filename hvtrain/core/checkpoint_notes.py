@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hvtrain.core.files import is_own_file, read_json, write_json
 from hvtrain.errors import StorageError
@@ -51,8 +52,8 @@ def read(folder: Path) -> Note | None:
     except OSError:
         return None
     content = read_json(path, dict) if is_note else {}
-    step = content.get("step")
-    host = content.get("host")
+    step: Any = content.get("step")
+    host: Any = content.get("host")
     run_id = checked_run_id(content.get("run_id"))
     is_step = type(step) is int and step >= 0  # A bool is an int to isinstance.
     is_host = isinstance(host, str) and _HOST.fullmatch(host)
