@@ -22,6 +22,7 @@ SHORT = {
     "__main__.py": "the command line",
     "core/buckets.py": "keras/ and plan/ use it, and core/ has no closer idea",
     "finished/evaluate.py": "a command",
+    "finished/generate.py": "a command",
     "launch/horovodrun.py": "the program horovodrun",
     "report/command.py": "a command",
     "system/checkout.py": "git, of which nothing else knows",
