@@ -88,7 +88,11 @@ PICTURES = [
 ]
 
 
-@pytest.mark.parametrize(("suffix", "kind", "picture", "options"), [case[1:] for case in PICTURES], ids=str)
+@pytest.mark.parametrize(
+    ("suffix", "kind", "picture", "options"),
+    [case[1:] for case in PICTURES],
+    ids=[f"{number} {case[0]}" for number, case in enumerate(PICTURES)],
+)
 def test_pictures_are_what_pillow_sees(suffix, kind, picture, options, tmp_path):
     path = write(tmp_path / "train/a" / f"1{suffix}", encoded(picture, kind, **options))
     seen = ImageOps.exif_transpose(Image.open(path))
