@@ -34,13 +34,13 @@ def elastic(folder, num_ranks, fates, *settings, gloo_seconds=None, disks=None, 
     script = folder / "discover.sh"
     script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     script.chmod(0o755)
-    settings = ", ".join(f"{name}: {value}" for name, value in {"folder": folder, **fates}.items())
+    fate_options = ", ".join(f"{name}: {value}" for name, value in {"folder": folder, **fates}.items())
     command = [*options, "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script)]
     command += ["--gloo-timeout-seconds", str(gloo_seconds)] if gloo_seconds else []
     command += [*([str(WORKERS / "own_disk")] if disks else [])]
     command += ["python", "-m", "hvtrain", "strategy=elastic"]
     command += [*WORDS, *settings]
-    command += [f"+callbacks.fates={{_target_: fates.Fates, {settings}}}", f"run.dir={folder / 'run'}"]
+    command += [f"+callbacks.fates={{_target_: fates.Fates, {fate_options}}}", f"run.dir={folder / 'run'}"]
     own = {"DISKS": str(disks), "RUN": str(folder / "run"), "HVTRAIN_ENV": "DISKS,RUN"} if disks else {}
     # Horovod takes new hosts in the order of a set: with one seed rank 0's is the same in each job.
     own |= {"PYTHONHASHSEED": "0"} if disks else {}
