@@ -234,8 +234,8 @@ FAULTS = [
         "no-code-75",
         "a scheduler is not told that starting again would help",
         "launch/first_failure.py",
-        'return Failure(who, host, f"killed by {signal_name}; {AGAIN}", RESTART_HELPS)',
-        'return Failure(who, host, f"killed by {signal_name}; {AGAIN}", end.code)',
+        "code = RESTART_HELPS\n    signal_name",
+        "code = end.code\n    signal_name",
         ("tests/launch/test_transcripts.py::test_the_end_of_a_launch",),
     ),
     Fault(

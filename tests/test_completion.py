@@ -156,7 +156,14 @@ def test_bad_input_is_one_line():
 
 def test_the_commands_that_take_settings():
     """The table says which do; so does their code, by what their help or their parser takes from elsewhere."""
-    signs = ("RUN_SETTINGS}", "parse_with_overrides(", "run_settings(", "-- GROUP=", "parse_known_args()")
+    signs = (
+        "RUN_SETTINGS}",
+        "parse_with_overrides(",
+        "run_settings(",
+        "-- GROUP=",
+        "parse_known_args()",
+        "parse_command(",
+    )
     for name, command in COMMANDS.items():
         module = importlib.import_module(f"hvtrain.{command.module}")
         files = [Path(module.__file__), *([Path(options.__file__)] if name == "launch" else [])]

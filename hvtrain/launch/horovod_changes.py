@@ -185,7 +185,7 @@ class Server(Store):
         self.close()
 
     def get(self, scope: str, rank: str) -> bytes | None:
-        if scope != rendezvous.GET_RANK_AND_SIZE:
+        if self._driver is None or scope != rendezvous.GET_RANK_AND_SIZE:
             return super().get(scope, rank)
         host, local_rank = rank.split(":")
         self._driver.record_ready(host, int(local_rank))
@@ -196,7 +196,10 @@ class Server(Store):
         if scope != rendezvous.PUT_WORKER_ADDRESSES:
             super().put(scope, rank, value)
             return
-        # The key is not stored for others: whoever has it makes the worker unpickle anything.
+        # The key is not stored for others: whoever has it makes the worker unpickle anything. In a
+        # job that is not elastic, whose function may be one of hvd.elastic.run, nobody needs it.
+        if self._driver is None:
+            return
         host, local_rank = rank.split(":")
         addresses, secret_key = _Plain(io.BytesIO(base64.b64decode(value))).load()
         self._driver.register_worker_server(host, int(local_rank), addresses, secret_key)

@@ -22,7 +22,7 @@ REFUSED = {
     "data dataset": "returned a _RangeDataset; it must return an hvtrain.data.Source",
     "data missing": "failed: FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.npy' ({missing}); trace",
     "data value": "failed: ValueError: cannot reshape array of size 7 into shape (3,4) ({value}); tracebacks=true",
-    "data names": "labels are <U3 of shape (4,); give one integer per image",
+    "data gap": "has no value in row 2; fill the gap or drop the row",
 }
 # What sums up the traceback of an exception in training: how it begins, and the mark of its line.
 FAILED = {
