@@ -66,6 +66,14 @@ def examples(source, split="train"):
     return np.round(images * 255).astype(np.uint8), targets
 
 
+def explained_examples(source):
+    """The examples, or the error that a run would show."""
+    try:
+        return examples(source)
+    except tf.errors.OpError as error:
+        raise source.explain(error) from error
+
+
 def warnings(source) -> str:
     return "; ".join(source.description().get("warnings", []))
 
@@ -338,17 +346,11 @@ def test_labels_of_records(label, options, expected, tmp_path):
         writer.write(record(encoded(PICTURE, orientation=3), **label))
     source = TFRecords(str(tmp_path), SHAPE, 2, **options)
 
-    def read():
-        try:
-            return examples(source)
-        except tf.errors.OpError as error:
-            raise source.explain(error) from error
-
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
-            read()
+            explained_examples(source)
     else:
-        (image,), classes = read()
+        (image,), classes = explained_examples(source)
         assert classes.tolist() == [expected] and np.array_equal(image, COLORS[::-1, ::-1])
 
 
@@ -376,17 +378,11 @@ def test_rows_of_parquet(images, labels, options, expected, tmp_path):
     pq.write_table(table, tmp_path / "value.parquet")
     source = Parquet(str(tmp_path), SHAPE, 2, **options)
 
-    def read():
-        try:
-            return examples(source)
-        except tf.errors.OpError as error:
-            raise source.explain(error) from error
-
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
-            read()
+            explained_examples(source)
     else:
-        (first, second), classes = read()
+        (first, second), classes = explained_examples(source)
         assert classes.tolist() == expected and source.num_examples("validation") == 1
         assert np.array_equal(second, COLORS)
         assert np.array_equal(first, COLORS[::-1, ::-1] if isinstance(images[0], bytes) else COLORS)
