@@ -68,18 +68,24 @@ def _explain_unused(num_shown: int, version: str, has_cuda: bool) -> None:
     )
 
 
-def _num_shown() -> int:
-    """GPUs that the driver shows this process; 0 without a driver, or if it does not say."""
+def _driver() -> Any:
+    """The driver's library, ready for calls; None without a driver, or if it does not start.
+
+    Each of its functions returns 0 if it succeeded.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-        get_count = cuda.cuDeviceGetCount
+        error = cuda.cuInit(0)
     except (OSError, AttributeError):
-        return 0
+        return None
+    return None if error else cuda
 
+
+def _num_shown() -> int:
+    """GPUs that the driver shows this process; 0 without a driver, or if it does not say."""
+    get_count = getattr(_driver(), "cuDeviceGetCount", None)
     count = ctypes.c_int()
-    # Each function of the driver returns 0 if it succeeded.
-    error = cuda.cuInit(0) or get_count(ctypes.byref(count))
-    if error:
+    if get_count is None or get_count(ctypes.byref(count)):
         return 0
     return count.value
 
@@ -90,23 +96,19 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     None if the driver does not say. The driver's own interface starts no GPU, and unlike nvidia-smi
     it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
-    if not count:
+    cuda = _driver() if count else None
+    # An old driver lacks the function.
+    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None)
+    if cuda is None or get_uuid is None:
         return ()
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-        get_uuid = cuda.cuDeviceGetUuid_v2
-    except (OSError, AttributeError):  # No driver, or one without this function.
-        return ()
+
     device = ctypes.c_int()
     buffer = (ctypes.c_ubyte * 16)()
     uuids = []
-    # Each function of the driver returns 0 if it succeeded.
-    error = cuda.cuInit(0)
     for index in range(count):
-        error = error or cuda.cuDeviceGet(ctypes.byref(device), index) or get_uuid(buffer, device)
+        if cuda.cuDeviceGet(ctypes.byref(device), index) or get_uuid(buffer, device):
+            return ()
         uuids.append(f"GPU-{uuid.UUID(bytes=bytes(buffer))}")
-    if error:
-        return ()
     return tuple(uuids)
 
 
