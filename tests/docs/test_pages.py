@@ -45,24 +45,27 @@ def settings(command: str) -> list[str]:
         arguments = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     if arguments[:1] == ["python"]:
         return []
-    return [argument for argument in arguments if re.match(r"[+~]?[\w.@/]+=(?!\.\.\.|\$)", argument)]
+    return [argument for argument in arguments if re.match(r"~\w+$|[+~]?[\w.@/]+=(?!\.\.\.|\$)", argument)]
 
 
 def composed_commands() -> list[object]:
-    """Each page's sets of settings, once. Those with --config-dir need the page's files."""
+    """Each page's sets of settings, once, with the page."""
     results = {}
     for name, text in PAGES.items():
         for command in commands(text):
-            arguments = [] if "--config-dir" in command else settings(command)
+            arguments = settings(command)
             if arguments:
-                results[(name, *arguments)] = pytest.param(arguments, id=f"{name} {arguments[0]}")
+                results[(name, *arguments)] = pytest.param(name, arguments, id=f"{name} {arguments[0]}")
     return list(results.values())
 
 
-@pytest.mark.parametrize("arguments", composed_commands())
-def test_the_settings_of_a_command_are_settings(arguments, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "arguments"), composed_commands())
+def test_the_settings_of_a_command_are_settings(name, arguments, tmp_path, monkeypatch):
+    """Where a page has files for conf/, they are copied as they stand there."""
     monkeypatch.chdir(tmp_path)
-    compose(arguments)
+    write_files(name, tmp_path)
+    folder = ["--config-dir", "conf"] if (tmp_path / "conf").exists() else []
+    compose([*folder, *arguments])
 
 
 def test_each_command_is_run_or_stands_with_its_reason():
@@ -78,6 +81,13 @@ def test_each_command_is_run_or_stands_with_its_reason():
     assert all(len(steps(name, rows)) == len(rows) for name, rows in NIGHTLY.items())
     known = {"", "console", "python", "yaml"}
     assert set().union(*map(languages, PAGES.values())) == known, "commands stand in blocks of no language or a console"
+
+
+def write_files(name: str, folder: Path) -> None:
+    """Copies the files of a page into a folder."""
+    for path, text in files(PAGES[name]).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
 
 
 def write_tales(folder: Path) -> None:
@@ -158,9 +168,7 @@ def follow(name: str, rows: list[Row], folder: Path, cold: bool = False) -> None
     (folder / "scripts").symlink_to(ROOT / "scripts")
     (folder / "hosts.sh").write_text("#!/bin/sh\necho localhost:2\n")
     (folder / "hosts.sh").chmod(0o755)
-    for path, text in files(PAGES[name]).items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+    write_files(name, folder)
     if name in SUPPOSED:
         SUPPOSED[name](folder)
     for command, row in steps(name, rows):

@@ -1,7 +1,8 @@
 """Pages of the documentation as a reader takes them: commands, files to copy, sections, tables.
 
 A block without a language holds commands, or what a command prints; a block of `console` holds both. A block of Python
-or YAML that begins with `# NAME` is a file of that name, and may hold several.
+or YAML that begins with `# NAME` is a file of that name, and may hold several. Hydra reads `# @package` in the first
+lines of a file alone, so it stands above the name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ PATHS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PAGES = {path.stem: path.read_text() for path in PATHS}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE = re.compile(r"^# (\S+\.(?:py|yaml))\n(.*?)(?=^# \S+\.(?:py|yaml)$|\Z)", re.MULTILINE | re.DOTALL)
+HEADER = r"^(?:# @[^\n]*\n)*# "
+FILE = re.compile(
+    rf"{HEADER}(\S+\.(?:py|yaml))\n.*?(?={HEADER}\S+\.(?:py|yaml)$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
 LOOP = re.compile(r"^for .*?^done$", re.MULTILINE | re.DOTALL)
 STARTS = re.compile(
     r"\s*(?:[\w./]*scripts/|python |horovodrun |CUDA|PYTHONPATH|CXXFLAGS"
@@ -36,12 +41,13 @@ def blocks(text: str, *languages: str) -> list[str]:
 
 
 def files(text: str) -> dict[str, str]:
-    """Files that stand on a page, by name.
+    """Files that stand on a page, by name, with the lines that a reader copies.
 
-    >>> files("```yaml\\n# conf/a.yaml\\nx: 1\\n# conf/b.yaml\\ny: 2\\n```\\n```python\\nimport keras\\n```")
-    {'conf/a.yaml': 'x: 1\\n', 'conf/b.yaml': 'y: 2\\n'}
+    >>> files("```yaml\\n# @package _global_\\n# conf/a.yaml\\nx: 1\\n# conf/b.yaml\\ny: 2\\n```\\n```python\\nimport keras\\n```")
+    {'conf/a.yaml': '# @package _global_\\n# conf/a.yaml\\nx: 1\\n', 'conf/b.yaml': '# conf/b.yaml\\ny: 2\\n'}
     """
-    return dict(file for block in blocks(text, "python", "yaml") for file in FILE.findall(block))
+    matches = [match for block in blocks(text, "python", "yaml") for match in FILE.finditer(block)]
+    return {match[1]: match[0] for match in matches}
 
 
 def commands(text: str) -> list[str]:
