@@ -177,7 +177,7 @@ FAULTS = [
     Fault(
         "rate-unscaled",
         "the learning rate does not grow with the number of ranks",
-        "training/planning.py",
+        "core/step_plan.py",
         "joint = size * train.accumulate",
         "joint = train.accumulate",
         ("tests/core/test_step_plan.py::test_learning_rate_scales",),

@@ -12,11 +12,10 @@ from benchmarks.measure import JOB
 from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig, from_dict
-from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.step_plan import StepPlan, make_plan
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.system import cores
-from hvtrain.training.planning import make_plan
+from hvtrain.system import resources
 from hvtrain.training.run import training_batches
 
 
@@ -78,7 +77,7 @@ def pin(number: int, size: int) -> None:
     Call it before TensorFlow initializes a device.
     """
     if not use_gpu(number):
-        cores.pin(number, size)
+        resources.pin_to_cores(number, size)
 
 
 def use_gpu(number: int | None) -> bool:

@@ -1,4 +1,7 @@
-"""Arithmetic of a run: batches, steps, peak learning rate. Pure. planning makes a StepPlan; everyone else reads it."""
+"""Arithmetic of a run: batches, steps, peak learning rate. Pure.
+
+make_plan makes a StepPlan, also for a resumed run; everyone else reads it.
+"""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -6,8 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+from hvtrain.config.schema import TrainConfig
 from hvtrain.core.topology import reduced
-from hvtrain.errors import ConfigError
+from hvtrain.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -181,3 +185,169 @@ class StepPlan:
     def position(self, step: int) -> tuple[int, int]:
         """Epoch (from 0) and step within it at a step of the run."""
         return divmod(step - self.shift, self.steps_per_epoch)
+
+
+def make_plan(
+    train: TrainConfig,
+    base_learning_rate: float,
+    shard_sizes: list[int],
+    dataset_name: str,
+    batch_sizes: list[int] | None = None,
+    uneven: str = "trim",
+) -> StepPlan:
+    """Plans a run. Steps per epoch are equal on all ranks by construction.
+
+    Args:
+        train: Settings of the training.
+        base_learning_rate: The rate before it is scaled by the number of ranks.
+        shard_sizes: Training examples, by rank.
+        dataset_name: Name of the data set, for messages.
+        batch_sizes: Examples a step, by rank; None: train.batch_size on all.
+        uneven: Examples that do not fill a batch on all ranks are left out of the epoch ("trim";
+            others each time), trained on in short batches ("pad"), or refused ("error").
+
+    Raises:
+        ConfigError: A rank would have no example, or less than one batch.
+    """
+    size = len(shard_sizes)
+    total = sum(shard_sizes)
+    accumulate = train.accumulate
+    batch_sizes = batch_sizes or batch_sizes_by_rank(train.batch_size, ["host"] * size)
+    if min(shard_sizes) == 0:
+        raise ConfigError(
+            f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
+            f"use at most {max(1, sum(map(bool, shard_sizes)))} ranks"
+        )
+
+    # The rank with the fewest batches.
+    examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
+    if batch > examples:
+        raise ConfigError(
+            f"train.batch_size={batch} exceeds the {examples} examples of a rank "
+            f"({total} of {dataset_name} over {size} ranks); "
+            f"lower train.batch_size to at most {examples} or use fewer ranks"
+        )
+
+    # Full batches of the rank that has the fewest: a rank with more steps would wait for the others
+    # forever.
+    steps_per_epoch = min(examples // batch for examples, batch in zip(shard_sizes, batch_sizes))
+    if steps_per_epoch < accumulate:
+        raise ConfigError(
+            f"train.accumulate={accumulate} exceeds the {steps_per_epoch} batches of a rank in an epoch ({total} "
+            f"examples of {dataset_name} over {size} ranks); lower it to at most {steps_per_epoch}, or train.batch_size"
+        )
+
+    # An epoch ends with a change of weights.
+    steps_per_epoch -= steps_per_epoch % accumulate
+    shares = tuple(Share(batch, steps_per_epoch) for batch in batch_sizes)
+    left_out = total - steps_per_epoch * sum(batch_sizes)
+    if uneven == "error" and left_out:
+        raise ConfigError(
+            f"data.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on all "
+            f"{size} ranks; choose another train.batch_size, data.uneven=pad (short batches) or trim (left out)"
+        )
+
+    if uneven == "pad":
+        steps_per_epoch = max(math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes))
+        # Each step of a rank needs an example, see Share.
+        if steps_per_epoch > min(shard_sizes):
+            raise ConfigError(
+                f"a rank holds {min(shard_sizes)} of {total} training examples of {dataset_name} but another needs "
+                f"{steps_per_epoch} steps for an epoch; spread the files more evenly, or choose data.uneven=trim"
+            )
+        shares = tuple(Share(batch, steps_per_epoch, examples) for examples, batch in zip(shard_sizes, batch_sizes))
+
+    if train.steps is None:
+        num_steps = train.epochs * steps_per_epoch
+    elif train.divide_steps_by_size:
+        num_steps = max(1, train.steps // size // accumulate) * accumulate
+    else:
+        num_steps = train.steps
+
+    # Goyal et al., https://arxiv.org/abs/1706.02677: a batch that is n times as large takes n times
+    # the rate. The square root keeps the variance of a step instead,
+    # https://arxiv.org/abs/1404.5997.
+    joint = size * train.accumulate
+    factors = {"linear": float(joint), "sqrt": math.sqrt(joint), "none": 1.0}
+    factor = factors[train.learning_rate_scale]
+    return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=accumulate)
+
+
+def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
+    """Returns batch sizes by rank.
+
+    Args:
+        batch_size: One number, one for each rank, or one for each host in rank order.
+        hosts: The host of each rank.
+
+    Raises:
+        ConfigError: There are neither as many numbers as ranks nor as many as hosts.
+
+    >>> batch_sizes_by_rank([8, 4], ["s1", "s1", "s2"])
+    [8, 8, 4]
+    """
+    if isinstance(batch_size, int):
+        return [batch_size] * len(hosts)
+    if len(batch_size) == len(hosts):
+        return batch_size
+    order = list(dict.fromkeys(hosts))
+    if len(batch_size) != len(order):
+        raise ConfigError(
+            f"train.batch_size={batch_size} has {len(batch_size)} numbers for {len(hosts)} ranks on {len(order)} "
+            "hosts; give one number, one for each rank, or one for each host"
+        )
+    return [batch_size[order.index(host)] for host in hosts]
+
+
+def planned_batch_sizes(
+    meta: dict[str, Any] | None,
+    train: TrainConfig,
+    hosts: list[str],
+) -> list[int]:
+    """Batch sizes of the ranks for which the plan is made.
+
+    They are the ranks that the run began with, or the current ones. The current ranks get a plan of
+    their own with train.resize=scale, from the end of an epoch on.
+
+    Args:
+        meta: Meta of the checkpoint to continue from, if any.
+        train: The current settings.
+        hosts: The host of each current rank.
+
+    Raises:
+        CheckpointError: Both train.batch_size and the number of ranks have changed.
+    """
+    if meta is None:
+        return batch_sizes_by_rank(train.batch_size, hosts)
+    is_resized = meta["num_ranks"] != len(hosts)
+    if train.resize == "scale" and is_resized and not meta["step_in_epoch"]:
+        return batch_sizes_by_rank(train.batch_size, hosts)
+    before = meta["batch_size"]
+    if train.batch_size == before:
+        return meta["batch_sizes"]
+    if is_resized:
+        raise CheckpointError(
+            f"the run began with train.batch_size={before} on {meta['num_ranks']} ranks, and now it is "
+            f"{train.batch_size} on {len(hosts)}; change one of the two at a time: set train.batch_size={before}"
+        )
+    return batch_sizes_by_rank(train.batch_size, hosts)
+
+
+def resumed_plan(
+    plan: StepPlan,
+    meta: dict[str, Any] | None,
+    train: TrainConfig,
+    size: int,
+) -> StepPlan:
+    """The plan, made from planned_batch_sizes, on `size` ranks and from the checkpoint's position.
+
+    Another number of ranks follows it to the end, or with train.resize=scale to the end of the
+    current epoch.
+    """
+    if meta is None:
+        return plan
+    plan = plan.from_position(meta["step"], meta["epoch"], meta["step_in_epoch"])
+    if len(plan.shares) == size:
+        return plan
+    plan = plan.on(size)
+    return plan.until_epoch_end(meta["step"]) if train.resize == "scale" else plan

@@ -10,7 +10,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.buckets import in_buckets
 from hvtrain.core.schedule import Schedule
-from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.step_plan import StepPlan, batch_sizes_by_rank, make_plan
 from hvtrain.core.topology import reduced
 from hvtrain.data.source import Source
 from hvtrain.data.sources.synthetic import Synthetic
@@ -18,7 +18,6 @@ from hvtrain.errors import ConfigError, DataError
 from hvtrain.models.size import Footprint, example_shape, footprint, innermost_layers, num_bytes
 from hvtrain.plan.costs.step import Gradient
 from hvtrain.strategies.base import Strategy
-from hvtrain.training.planning import batch_sizes_by_rank, make_plan
 from hvtrain.training.setup import build_model, build_schedule, open_task, seed_everything
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvtrain import runner
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.step_plan import StepPlan, make_plan
 from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.models.size import footprint
 from hvtrain.search.batch_sizes import (
@@ -27,11 +27,10 @@ from hvtrain.search.batch_sizes import (
 )
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
+from hvtrain.system.resources import forget_peak, free_bytes, peak_bytes, resident_bytes
 from hvtrain.system.secrets import without_secrets
-from hvtrain.system.usage import forget_peak, free_bytes, peak_bytes, resident_bytes
 from hvtrain.training.callbacks.guard import explain_errors, named
 from hvtrain.training.callbacks.run_context import RunContext
-from hvtrain.training.planning import make_plan
 from hvtrain.training.repeated_step import step_without_update
 from hvtrain.training.resume import RunState, Start
 from hvtrain.training.run import Run, describe, summary

@@ -10,16 +10,15 @@ import tensorflow as tf
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.schedule import Schedule
-from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.step_plan import StepPlan, make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data import fitted
 from hvtrain.data.source import Source, symbolic
 from hvtrain.errors import ConfigError, in_one_line, place_of
 from hvtrain.models.parts import change_parts
-from hvtrain.models.rates import factors_of, keep_averages, multiply_rates
+from hvtrain.models.rates import decay_kernels, factors_of, keep_averages, multiply_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
-from hvtrain.training.planning import make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.training.prepared_step import class_weights, prepare_step
 from hvtrain.training.run import versions
 
@@ -269,6 +268,7 @@ def optimizer_at(rate: Any, config: RunConfig) -> keras.optimizers.Optimizer:
     if config.train.accumulate > 1:
         arguments["gradient_accumulation_steps"] = config.train.accumulate
     optimizer = build(config, "optimizer", keras.optimizers.Optimizer, **arguments)
+    decay_kernels(optimizer, config.train.weight_decay)
     keep_averages(optimizer, config.train.ema)
     return optimizer
 

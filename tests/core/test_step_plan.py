@@ -5,9 +5,8 @@ import itertools
 import pytest
 
 from hvtrain.config.schema import TrainConfig
-from hvtrain.core.step_plan import Share
+from hvtrain.core.step_plan import Share, batch_sizes_by_rank, make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.training.planning import batch_sizes_by_rank, make_plan, planned_batch_sizes, resumed_plan
 
 
 def plan(shards, batch_sizes=None, uneven="trim", **train):

@@ -10,6 +10,7 @@ from keras import layers
 
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import TrainConfig, from_dict
+from hvtrain.core.step_plan import make_plan
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.data.pipeline.augmentation import IMAGES, LABELS, MASKS, Augmentation, Masks, PureLayer
@@ -19,7 +20,6 @@ from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import make_steps
 from hvtrain.tasks import Binary, Classification, Multilabel, Regression
 from hvtrain.training.augment import open_augmentation
-from hvtrain.training.planning import make_plan
 from hvtrain.training.prepared_step import prepare_step, weighted_mixture
 from hvtrain.training.run import training_batches
 

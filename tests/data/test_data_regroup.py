@@ -7,9 +7,8 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.config.schema import TrainConfig
-from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.step_plan import StepPlan, make_plan
 from hvtrain.core.topology import Topology, reduced
-from hvtrain.training.planning import make_plan
 from hvtrain.training.run import training_batches
 from launching import ROOT
 from tiers import mostly_nightly
