@@ -23,7 +23,7 @@ from hvtrain.models.rates import take_averages
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
 from hvtrain.strategies.base import Strategy, report_failures
 from hvtrain.strategies.loop import batched, build_metrics
-from hvtrain.system import addresses, console
+from hvtrain.system import console, secrets
 from hvtrain.system.text import duration
 from hvtrain.training import comm_tuning
 from hvtrain.training.augment import open_augmentation
@@ -143,7 +143,7 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
     strategy.watchdog.folder = folder
     strategy.watchdog.tell = state.notice.note
     console.log_to_file(folder / "logs", comm.topology.rank)
-    comm.on_chief(lambda: state.notice.begin(addresses.chosen(config.notify, os.environ), folder))
+    comm.on_chief(lambda: state.notice.begin(secrets.chosen_addresses(config.notify, os.environ), folder))
     return replace(config, run=replace(config.run, dir=str(folder)))
 
 

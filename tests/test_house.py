@@ -25,11 +25,7 @@ SHORT = {
     "finished/generate.py": "a command",
     "launch/horovodrun.py": "the program horovodrun",
     "report/command.py": "a command",
-    "system/checkout.py": "git, of which nothing else knows",
-    "system/interfaces.py": "its text runs on other hosts",
     "system/text.py": "numbers for people, which every room has",
-    "system/usage.py": "memory",
-    "system/verdict.py": "a line that ranks and launchers share",
     "trackers/tensorboard.py": "a choice of tracker=",
     "core/version.py": "every room imports it",
 }

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hvtrain.keras as hvd
 from benchmarks.by_hand.common import make_setup
-from hvtrain.system import cores
+from hvtrain.system import resources
 
 
 def main() -> None:
     """Trains alone beside the others, and reports."""
     hvd.init()
     # On the cores that the runner would give this rank.
-    cores.pin(hvd.rank(), hvd.size())
+    resources.pin_to_cores(hvd.rank(), hvd.size())
     setup = make_setup(hvd.rank(), hvd.size())
     setup.fit(setup.model(), setup.optimizer(), hvd.rank())
 

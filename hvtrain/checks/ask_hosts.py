@@ -12,12 +12,12 @@ from hvtrain.checks import probe
 from hvtrain.errors import RankError
 from hvtrain.launch.remote_hosts import is_local
 from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
-from hvtrain.system import host_facts, interfaces
+from hvtrain.system import host_facts
 
 Facts = dict[str, Any]
 
 MAX_AT_ONCE = 64
-_PROBE = (host_facts, interfaces, probe)
+_PROBE = (host_facts, probe)
 # Exit codes of _SCRIPT.
 _TIMED_OUT = 124
 _NO_PYTHON = 86

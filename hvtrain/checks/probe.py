@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired, run
 from typing import Any
 
-from hvtrain.system import host_facts, interfaces
+from hvtrain.system import host_facts
 
 DATASET_SECONDS = 12.0
 NVIDIA_SMI_SECONDS = 15
@@ -70,7 +70,7 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "code": host_facts.code_facts(),
         "horovod": host_facts.horovod_facts(),
         "addresses": addresses(request["names"]),
-        "interfaces": interfaces.all_interfaces(),
+        "interfaces": host_facts.all_interfaces(),
         "port": free_port(),
         "shared_memory": _shared_memory(),
         "open_files": dict(zip(("soft", "hard"), resource.getrlimit(resource.RLIMIT_NOFILE))),  # -1: no limit

@@ -12,7 +12,7 @@ from typing import Any, cast
 from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig
 from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
-from hvtrain.system import addresses, console
+from hvtrain.system import console, secrets
 
 # conf/ is beside the package in a checkout and inside it in a wheel.
 CONFIGS = next(
@@ -65,7 +65,7 @@ def compose(overrides: list[str] | None = None) -> list[dict[str, Any]]:
 
     # Hydra reads nothing else. Its errors and --cfg would show what is secret in notify=, and its grammar refuses
     # many addresses.
-    sys.argv, notify = addresses.take(arguments)
+    sys.argv, notify = secrets.take_addresses(arguments)
     if not run_folder:
         sys.argv = quoted(sys.argv)
     try:
@@ -77,7 +77,7 @@ def compose(overrides: list[str] | None = None) -> list[dict[str, Any]]:
 
     if notify is not None:
         for tree in trees:
-            tree["notify"] = None if notify == "null" else addresses.split(notify)
+            tree["notify"] = None if notify == "null" else secrets.split_addresses(notify)
     return trees
 
 

@@ -16,8 +16,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.system import cores
-from hvtrain.system.gpus import gpu_uuids, physical_gpus
+from hvtrain.system import resources
+from hvtrain.system.resources import gpu_uuids, physical_gpus
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def pin_gpu(
     Args:
         host: name of this host; default: what socket.gethostname() says.
         share: True lets ranks use one GPU together.
-        pin_cores: on a host without GPUs, stay on this rank's share of the cores (system/cores.py).
+        pin_cores: on a host without GPUs, stay on this rank's share of the cores (system/resources.py).
         by_local_rank: ask no other rank, so that the call is not collective, and return this rank's
             device alone. A rank that joins an elastic job needs that: the others are training.
             Every rank must see all GPUs of its host then.
@@ -157,7 +157,7 @@ def pin_gpu(
         # Before exchange: it allocates, and starts a thread for each core this process may use.
         _keep_freed_memory()
         if pin_cores:
-            cores.pin(hvd.local_rank(), hvd.local_size())
+            resources.pin_to_cores(hvd.local_rank(), hvd.local_size())
     names = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
     own = View(host or socket.gethostname(), hvd.local_rank(), names, gpu_uuids(len(names)))
     views = [own] if by_local_rank else exchange(own, "hvtrain.devices")

@@ -17,8 +17,8 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvtrain.errors import RankError
-from hvtrain.system import console, cores, interfaces
-from hvtrain.system.gpus import physical_gpus
+from hvtrain.system import console, host_facts, resources
+from hvtrain.system.resources import physical_gpus
 
 # Set for every rank by horovodrun --gloo; by Open MPI's mpirun, which horovodrun --mpi starts; by
 # MPICH and Intel MPI; by srun.
@@ -69,10 +69,10 @@ def init(*args: Any, **kwargs: Any) -> None:
         os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", os.environ["HOROVOD_CONTROLLER"])
 
-    threads_before = cores.threads()
+    threads_before = resources.thread_ids()
     hvd.init(*args, **kwargs)
     if _uses_mpi() and not physical_gpus():
-        _lower_priority(cores.threads() - threads_before)
+        _lower_priority(resources.thread_ids() - threads_before)
 
     if expected_size is not None and expected_size > 1 and hvd.size() == 1 and not is_elastic():
         names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
@@ -148,10 +148,10 @@ def _choose_interface() -> None:
     named = os.environ.get("HOROVOD_GLOO_IFACE")
     if not launcher or not named:
         return
-    address = interfaces.address_towards(launcher)
+    address = host_facts.address_towards(launcher)
     if address == launcher:
         return  # On the launcher's own host the route is local, and the name is right.
-    interface = interfaces.interface_of(address)
+    interface = host_facts.interface_of(address)
     if interface and interface != named:
         os.environ["HOROVOD_GLOO_IFACE"] = interface
         if os.environ.get("NCCL_SOCKET_IFNAME", named) == named:  # Otherwise it is the user's own choice.

@@ -20,7 +20,7 @@ from hvtrain.launch.job import Roles, with_own_python
 from hvtrain.launch.remote_hosts import address_towards
 from hvtrain.launch.rendezvous import Rendezvous, claim
 from hvtrain.launch.ssh import Ssh
-from hvtrain.system import interfaces
+from hvtrain.system import host_facts
 
 START_SECONDS = 120.0
 # Set for a process that gets its signals alone: no launcher passes them to the others.
@@ -60,7 +60,7 @@ def start(
         )
         rank_hosts = claim((address, port), rank, names, (socket.gethostname(), own_address), seconds)
 
-        interface = interface or str(interfaces.interface_of(own_address))
+        interface = interface or str(host_facts.interface_of(own_address))
         # What the user has set wins over these.
         defaults = {
             "NCCL_SOCKET_IFNAME": interface,

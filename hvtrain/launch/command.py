@@ -33,7 +33,7 @@ from hvtrain.launch.job import (
 )
 from hvtrain.launch.options import check, given, parser
 from hvtrain.launch.ssh import Ssh
-from hvtrain.system import addresses
+from hvtrain.system import secrets
 
 
 def main() -> int:
@@ -124,18 +124,18 @@ def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> lis
 
     So they are on no command line, which every user of a host can read, and in no file.
     """
-    others, value = addresses.take(arguments)
+    others, value = secrets.take_addresses(arguments)
     if value is None:
         return arguments
-    if not addresses.split(value):
+    if not secrets.split_addresses(value):
         return [*others, f"notify={value}"]
     if cluster:
         raise ConfigError(
             f"cluster={cluster.kind} came with notify=, whose addresses would stand in its files; "
-            f"set {addresses.VARIABLE} where the job runs instead"
+            f"set {secrets.NOTIFY_VARIABLE} where the job runs instead"
         )
     if value != "null":
-        os.environ[addresses.VARIABLE] = value
+        os.environ[secrets.NOTIFY_VARIABLE] = value
     return others
 
 
@@ -259,7 +259,7 @@ def _write_script(path: Path, job: Job, line: list[str]) -> None:
     """Writes the command with the environment that it would have here; readable by its owner only, for its values."""
     # Taken from the shell that runs the script: they belong to a user, a terminal or an agent, or
     # are secret.
-    kept = ("HOME", "USER", "TERM", "SSH_AUTH_SOCK", addresses.VARIABLE)
+    kept = ("HOME", "USER", "TERM", "SSH_AUTH_SOCK", secrets.NOTIFY_VARIABLE)
     references = " ".join(f'{name}="${{{name}-}}"' for name in kept)
     values = shlex.join(f"{name}={value}" for name, value in job.environment.items() if name not in kept)
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvtrain.errors import ConfigError
-from hvtrain.system.addresses import VARIABLE as NOTIFY
+from hvtrain.system.secrets import NOTIFY_VARIABLE as NOTIFY
 from hvtrain.system.secrets import SECRET, without_passwords
 
 # They let a rank find its code, and tune the libraries under it.

@@ -46,7 +46,7 @@ from hvtrain.launch.job import (
 )
 from hvtrain.launch.remote_hosts import URI_FILE, HostCalls
 from hvtrain.launch.ssh import Ssh
-from hvtrain.system.verdict import Verdict
+from hvtrain.system.console import Verdict
 
 ELASTIC_TIMEOUT_SECONDS = 600  # Horovod's default for --elastic-timeout.
 # Ranks wait so long for one that joins. Horovod's 30 s end the job on a host that takes longer to

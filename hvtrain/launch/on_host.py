@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvtrain.system import host_facts, interfaces
+from hvtrain.system import host_facts
 
 MARK = "HVTRAIN_LAUNCH"
 SECONDS_TO_GO = 3.0
@@ -30,7 +30,7 @@ def look(address: str) -> dict[str, Any]:
     """The interface towards an address, None if there is no way; oom_kills(); versions; most open files of a login."""
     interface = None
     with suppress(OSError):
-        interface = interfaces.interface_of(interfaces.address_towards(address))
+        interface = host_facts.interface_of(host_facts.address_towards(address))
     return {
         "interface": interface,
         "oom_kills": oom_kills(),

@@ -15,13 +15,13 @@ from typing import Any
 from hvtrain.errors import RankError
 from hvtrain.launch import on_host
 from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
-from hvtrain.system import host_facts, interfaces
+from hvtrain.system import host_facts
 
 URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
 SECONDS_FOR_A_HOST = 20.0
 # Open files that a login must allow; systems allow 1,024 and more. With fewer MPI waits forever.
 FEWEST_FILES = 128
-ON_HOST = (host_facts, interfaces, on_host)
+ON_HOST = (host_facts, on_host)
 
 _FILE = "hosts.json"
 # Hosts that are asked at the same time. Each is an ssh process on this host.
@@ -166,7 +166,7 @@ def check(hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
     _check_versions(hosts, facts)
     interface = common_interface(others)
     names = {interface, *(fact["interface"] for fact in facts.values())}
-    subnet = next(item["network"] for item in interfaces.all_interfaces() if item["name"] == interface)
+    subnet = next(item["network"] for item in host_facts.all_interfaces() if item["name"] == interface)
     kills = {host: fact["oom_kills"] for host, fact in facts.items()}
     return HostNetwork(interface, tuple(sorted(names)), subnet, kills)
 
@@ -193,7 +193,7 @@ def common_interface(hosts: Sequence[str]) -> str:
 
     Raises RankError if there are several or none.
     """
-    names = {interfaces.interface_of(address_towards(host)) for host in hosts}
+    names = {host_facts.interface_of(address_towards(host)) for host in hosts}
     if len(names) != 1 or None in names:
         listed = ", ".join(sorted(str(name) for name in names))
         raise RankError(
@@ -221,7 +221,7 @@ def absent(hosts: Sequence[str], ssh: Ssh) -> dict[str, str]:
 def address_towards(host: str) -> str:
     """This host's address on the route to another host. Raises RankError if there is no route."""
     try:
-        return interfaces.address_towards(socket.gethostbyname(host))
+        return host_facts.address_towards(socket.gethostbyname(host))
     except OSError as error:
         raise RankError(f"host {host} cannot be reached ({error.strerror}); is it up, and on this network?") from error
 

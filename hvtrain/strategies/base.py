@@ -23,7 +23,7 @@ from hvtrain.step.joint_loss import joint_loss
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import CallSteps, build_metrics, make_steps, to_device, train
 from hvtrain.system import console
-from hvtrain.system.gpus import physical_gpus
+from hvtrain.system.resources import physical_gpus
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.judge import StopReason
 from hvtrain.watchdog.progress import CHECKPOINT, VALIDATION

@@ -21,7 +21,7 @@ from hvtrain.strategies.replica_step import (
     plain_variables,
     step_of,
 )
-from hvtrain.system.gpus import physical_gpus
+from hvtrain.system.resources import physical_gpus
 
 
 class MirroredStrategy(ReplicaStrategy):

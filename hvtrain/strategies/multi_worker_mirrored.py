@@ -17,7 +17,7 @@ from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Timeline
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.replica_step import ReplicaStrategy, initializing_devices, step_of
-from hvtrain.system import interfaces
+from hvtrain.system import host_facts
 from hvtrain.watchdog.starting import LOOPBACK, agree
 
 NAME = "multi_worker_mirrored"
@@ -132,7 +132,7 @@ def cluster_addresses(rank: int, strategy: str) -> list[str]:
     chief_host, _ = chief_address
 
     # The address by which this host reaches rank 0 is on the network that all ranks share.
-    own_host = LOOPBACK if chief_host == LOOPBACK else interfaces.address_towards(chief_host)
+    own_host = LOOPBACK if chief_host == LOOPBACK else host_facts.address_towards(chief_host)
     with socket.create_server((own_host, 0)) as server:
         port = server.getsockname()[1]
         return exchange(f"{own_host}:{port}")

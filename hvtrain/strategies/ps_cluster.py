@@ -24,7 +24,7 @@ from hvtrain.strategies.base import error_of
 from hvtrain.strategies.multi_worker_mirrored import cluster_addresses, refuse_own_cluster
 from hvtrain.strategies.replica_step import initializing_devices
 from hvtrain.system import console
-from hvtrain.system.gpus import physical_gpus
+from hvtrain.system.resources import physical_gpus
 from hvtrain.watchdog import Watchdog, ending
 from hvtrain.watchdog import start as start_watchdog
 from hvtrain.watchdog.progress import EXCHANGE

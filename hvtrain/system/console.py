@@ -1,5 +1,9 @@
-"""Where messages go: rank 0's to the console, every rank's to a log file of its own, TensorFlow's nowhere."""
+"""Where messages go: rank 0's to the console, every rank's to a log file of its own, TensorFlow's nowhere.
 
+A launcher also reads a rank's verdict on a failure: one line of JSON on the error output, which is not shown.
+"""
+
+import json
 import logging
 import os
 import queue
@@ -10,15 +14,19 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from hvtrain.errors import RESTART_HELPS, THIS_RANK
-from hvtrain.system import verdict
 
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 SECONDS_FOR_ANOTHER_RANK = 10.0
+VERDICT_PREFIX = "hvtrain-verdict: "
+UNSAVED = "before training began, so nothing was saved"
+# Every process of a launch that hvtrain watches has this variable (launch/on_host.py calls it MARK).
+_WATCHED = "HVTRAIN_LAUNCH"
 
 
 class SignalFlag:
@@ -204,11 +212,34 @@ def signals_held() -> Iterator[Callable[[], None]]:
         release()
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """The rank at fault (HOST[SLOT] in an elastic job; None: nobody knows), why, and its exit code if known."""
+
+    rank: int | str | None
+    cause: str = ""
+    code: int | None = None
+
+    def line(self) -> str:
+        """The line to write; empty where no launcher would read and hide it."""
+        return f"{VERDICT_PREFIX}{json.dumps(asdict(self))}\n" if _WATCHED in os.environ else ""
+
+
+def read_verdict(line: str) -> Verdict | None:
+    """The verdict of a line; None for any other line."""
+    if not line.startswith(VERDICT_PREFIX):
+        return None
+    try:
+        return Verdict(**json.loads(line.removeprefix(VERDICT_PREFIX)))
+    except (TypeError, ValueError):
+        return None
+
+
 def end_before_training(number: int, *_: object) -> None:
     """Handles a signal that comes before there is anything to save: ends the process, and says so on rank 0."""
     rank = launched_rank()
-    text = f"{signal.Signals(number).name} came {verdict.UNSAVED}"
-    lines = verdict.Verdict(rank, text, RESTART_HELPS).line()
+    text = f"{signal.Signals(number).name} came {UNSAVED}"
+    lines = Verdict(rank, text, RESTART_HELPS).line()
     if rank == 0:
         lines += f"hvtrain: {text}\n"
     os.write(_error_output, lines.encode())
@@ -263,5 +294,5 @@ def say_error(
     if rank and not message.startswith(f"rank {rank} "):
         prefix += f"rank {rank}: "
     # One write: launchers make Python's output unbuffered and put their mark before each piece.
-    sys.stderr.write(f"{verdict.Verdict(culprit, cause).line()}{prefix}{message}\n")
+    sys.stderr.write(f"{Verdict(culprit, cause).line()}{prefix}{message}\n")
     sys.stderr.flush()

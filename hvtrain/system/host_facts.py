@@ -1,13 +1,21 @@
-"""Software of a host: Python, packages, code, Horovod's library. launch, doctor and ranks compare it between hosts.
+"""Facts of a host: its software (Python, packages, code, git checkout, Horovod's library), and its network interfaces.
 
-Standard library of Python 3.9 only: launch/ssh.py runs this text on other hosts.
+launch, doctor and ranks compare software between hosts. Standard library of Python 3.9 only: launch/remote_hosts.py
+runs this text on other hosts.
 """
 
 from __future__ import annotations
 
+import array
+import fcntl
 import hashlib
+import ipaddress
+import os
 import platform
 import resource
+import socket
+import struct
+import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -100,3 +108,80 @@ def horovod_facts() -> dict[str, Any]:
         "library": str(libraries[0]) if libraries else None,
         "built_with": [name for name, symbol in _SYMBOLS.items() if symbol in content],
     }
+
+
+_SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B  # linux/sockios.h
+_IFREQ_BYTES = 40  # On 64-bit machines: 16 for the name, 24 for the largest answer.
+_MAX_BYTES = 64 * 1024
+
+
+def all_interfaces() -> list[dict[str, str]]:
+    """Name, address and network ("10.0.0.0/24") of each IPv4 address of this host; an interface may have several."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        room = array.array("B", bytes(_MAX_BYTES))
+        asked = struct.pack("iL", _MAX_BYTES, room.buffer_info()[0])
+        used = struct.unpack("iL", fcntl.ioctl(control.fileno(), _SIOCGIFCONF, asked))[0]
+        interfaces = []
+        for start in range(0, used, _IFREQ_BYTES):
+            request = room[start : start + _IFREQ_BYTES].tobytes()
+            # The request holds name and address, so the mask is that of this address.
+            mask = socket.inet_ntoa(fcntl.ioctl(control.fileno(), _SIOCGIFNETMASK, request)[20:24])
+            address = socket.inet_ntoa(request[20:24])
+            network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
+            interfaces.append({"name": request[:16].split(b"\0")[0].decode(), "address": address, "network": network})
+        return interfaces
+
+
+def address_towards(address: str) -> str:
+    """This host's own IPv4 address on the way to another one. Raises OSError if there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # Nothing is sent: the kernel only chooses the way.
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that holds the IPv4 address; None if it is not this host's."""
+    for interface in all_interfaces():
+        if interface["address"] == address:
+            return interface["name"]
+    return None
+
+
+SECONDS = 5.0
+MAX_FILES, MAX_DIFF = 50, 20_000
+
+
+def checkout(folder: Path) -> dict[str, Any] | None:
+    """Describes the git checkout of a folder; None outside a checkout, or without git.
+
+    Returns:
+        Its commit, branch, the names of changed files and the beginning of their diff. Files that
+        git does not track are named, but their content is left out.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = (_git(folder, "status", "--porcelain", "--", ".") or "").splitlines()
+    diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".") if changed else ""
+    diff = diff or ""
+    if len(diff) > MAX_DIFF:
+        diff = f"{diff[:MAX_DIFF]}\n... and {len(diff) - MAX_DIFF:,} more characters"
+    if len(changed) > MAX_FILES:
+        changed = [*changed[:MAX_FILES], f"... and {len(changed) - MAX_FILES:,} more"]
+    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
+    return {"commit": commit.strip(), "branch": branch.strip(), "changed": changed, "diff": diff}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *arguments],
+            cwd=folder,
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SECONDS,
+            check=True,
+        )
+        return done.stdout.decode(errors="replace")
+    return None

@@ -1,10 +1,70 @@
-"""Recognizes secrets: by their names, by what they look like, and in addresses such as postgres://me:secret@host/."""
+"""Recognizes secrets: by their names, by what they look like, and in addresses such as postgres://me:secret@host/.
+
+The addresses of notices, those of notify= and HVTRAIN_NOTIFY, are secrets as a whole. Pure.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvtrain.system import addresses
+NOTIFY_VARIABLE = "HVTRAIN_NOTIFY"
+_ARGUMENT = re.compile(r"\+{0,2}notify=(.*)", re.DOTALL)
+_BEFORE_AN_ADDRESS = re.compile(r"[\s,]+(?=['\"]?[A-Za-z][\w.+-]*://)")
+_SCHEME = re.compile(r"[A-Za-z][\w.+-]{0,30}(?=://)")
+
+
+def split_addresses(text: str) -> list[str]:
+    """Splits a text into addresses, which commas or blanks separate, with or without brackets and quotes.
+
+    >>> split_addresses("[mailto://me:hunter2@host?to=a@b.org,c@d.org, 'json://localhost']")
+    ['mailto://me:hunter2@host?to=a@b.org,c@d.org', 'json://localhost']
+    >>> split_addresses("[]")
+    []
+    """
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    parts = _BEFORE_AN_ADDRESS.split(text)
+    return [part.strip("'\" \t\r\n,") for part in parts if part.strip()]
+
+
+def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]) -> list[str]:
+    """The addresses of the setting notify; those of the variable if it is null.
+
+    >>> chosen_addresses(None, {"HVTRAIN_NOTIFY": "json://here json://there"}), chosen_addresses([], {"HVTRAIN_NOTIFY": "json://here"})
+    (['json://here', 'json://there'], [])
+    """
+    if isinstance(setting, list):
+        return setting
+    return split_addresses(environ.get(NOTIFY_VARIABLE, "") if setting is None else setting)
+
+
+def take_addresses(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Removes notify=... from a command line; returns the other arguments and the last one's value, if there is one.
+
+    >>> take_addresses(["model=mlp", "notify=json://localhost?a=b"])
+    (['model=mlp'], 'json://localhost?a=b')
+    """
+    others = []
+    value = None
+    for argument in arguments:
+        match = _ARGUMENT.fullmatch(argument)
+        if match:
+            value = match[1]
+        else:
+            others.append(argument)
+    return others, value
+
+
+def shown_address(address: str) -> str:
+    """An address without its secrets.
+
+    >>> shown_address("slack://TokenA/TokenB/TokenC"), shown_address("hunter2")
+    ('slack://***', '***')
+    """
+    scheme = _SCHEME.match(address)
+    return f"{scheme[0]}://***" if scheme else "***"
+
 
 SECRET = re.compile(
     r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|NOTIFY|AUTHORIZATION|SIGNATURE|KEY(?!\w)|_KEY_", re.IGNORECASE
@@ -75,7 +135,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     ['+dataset.storage={key: ***, bucket: images}']
     """
     shown = []
-    for argument in addresses.take(arguments)[0]:
+    for argument in take_addresses(arguments)[0]:
         name, equals, value = argument.partition("=")
         if equals:
             shown.append(f"{name}={_without_secrets_in_groups(redacted(value, name))}")

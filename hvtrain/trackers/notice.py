@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
-from hvtrain.system import addresses
+from hvtrain.system import secrets
 from hvtrain.system.secrets import without_passwords
 from hvtrain.trackers.notice_sender import FAILED, FINISHED, SECONDS_TO_SEND, STOPPED
 
@@ -128,7 +128,7 @@ class Notice:
         return list(json.loads(line)) if line else None
 
     def _name(self, index: int) -> str:
-        return f"address {index + 1} of {len(self._addresses)} ({addresses.shown(self._addresses[index])})"
+        return f"address {index + 1} of {len(self._addresses)} ({secrets.shown_address(self._addresses[index])})"
 
 
 def cause_in_words(error: BaseException) -> str:

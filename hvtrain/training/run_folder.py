@@ -23,7 +23,7 @@ from hvtrain.core.files import TEMPORARY, read_file, refuse_link, write_atomic, 
 from hvtrain.core.run_files import HISTORY_FILE, RESULT_FILE, STARTS_FILE, read_starts
 from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError, in_one_line
-from hvtrain.system.checkout import checkout
+from hvtrain.system.host_facts import checkout
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
 from hvtrain.system.secrets import without_secrets
 

@@ -64,7 +64,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class StopReason:
-    """The reason why the run cannot go on, which all ranks print. (A launcher reads another, system/verdict.py.)
+    """The reason why the run cannot go on, which all ranks print. (A launcher reads another, system/console.py.)
 
     Args:
         text: the reason.

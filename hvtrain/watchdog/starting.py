@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hvtrain.system import interfaces
+from hvtrain.system import host_facts
 from hvtrain.watchdog.connections import WireError
 from hvtrain.watchdog.host_processes import machine_id
 from hvtrain.watchdog.hub import Hub
@@ -121,7 +121,7 @@ def agree(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | No
 def _own_addresses() -> list[str]:
     """This host's addresses without loopback's, that of Horovod's interface first."""
     first = os.environ.get("HOROVOD_GLOO_IFACE", "")
-    items = sorted(interfaces.all_interfaces(), key=lambda item: item["name"] != first)
+    items = sorted(host_facts.all_interfaces(), key=lambda item: item["name"] != first)
     return [item["address"] for item in items if not item["address"].startswith("127.")]
 
 

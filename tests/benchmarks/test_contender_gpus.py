@@ -45,8 +45,8 @@ hvd.init, hvd.rank, hvd.size, hvd.local_rank, hvd.local_size = lambda: None, lam
 
 import benchmarks.by_hand.common as common
 common.make_setup = ask
-from hvtrain.system import cores
-cores.pin = lambda *_: tell("cores")
+from hvtrain.system import resources
+resources.pin_to_cores = lambda *_: tell("cores")
 
 calls_of = {}
 for name, (module, task) in json.loads(sys.argv[1]).items():

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hvtrain.keras import process
-from hvtrain.system import interfaces
+from hvtrain.system import host_facts
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "ens5"), ("eth0", "ens5"), ("ib0", "ib0")])
@@ -13,7 +13,7 @@ def test_the_interface_of_nccl_is_that_of_the_launch_unless_the_user_chose_one(m
     """horovodrun names eth0 for all hosts; on this one that network is on ens5."""
     environment = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_IFACE": "eth0"}
     monkeypatch.setattr(os, "environ", {**environment, **({"NCCL_SOCKET_IFNAME": chosen} if chosen else {})})
-    monkeypatch.setattr(interfaces, "address_towards", lambda launcher: "10.0.0.2")
-    monkeypatch.setattr(interfaces, "interface_of", {"10.0.0.2": "ens5"}.get)
+    monkeypatch.setattr(host_facts, "address_towards", lambda launcher: "10.0.0.2")
+    monkeypatch.setattr(host_facts, "interface_of", {"10.0.0.2": "ens5"}.get)
     process._choose_interface()
     assert (os.environ["HOROVOD_GLOO_IFACE"], os.environ["NCCL_SOCKET_IFNAME"]) == ("ens5", expected)

@@ -7,8 +7,8 @@ import pytest
 from hvtrain.launch import on_host
 from hvtrain.launch.first_failure import AGAIN, RULER, End, Listener, judge
 from hvtrain.launch.output import PlainOutput
-from hvtrain.system import console, verdict
-from hvtrain.system.verdict import UNSAVED, Verdict
+from hvtrain.system import console
+from hvtrain.system.console import UNSAVED, Verdict
 
 ABORTED = f"""\
 {RULER}
@@ -166,11 +166,14 @@ def test_an_error_has_a_verdict_where_a_launcher_reads_it(monkeypatch, capsys):
     console.say_error("stopped because all wait", 2, 0.0, culprit=None)
     first, message, second, _ = capsys.readouterr().err.splitlines()
     assert message == "hvtrain: rank 1 on s2 failed: no leaf"
-    assert (verdict.read(first), verdict.read(second)) == (
+    assert (console.read_verdict(first), console.read_verdict(second)) == (
         Verdict(1, "no leaf"),
         Verdict(None, "stopped because all wait"),
     )
-    assert verdict.read("hvtrain-verdict: no JSON") is None and verdict.read('hvtrain-verdict: {"a": 1}') is None
+    assert (
+        console.read_verdict("hvtrain-verdict: no JSON") is None
+        and console.read_verdict('hvtrain-verdict: {"a": 1}') is None
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hvtrain.launch.job import (
     roles_of,
 )
 from hvtrain.launch.restart import choose_hosts
-from hvtrain.system.verdict import Verdict
+from hvtrain.system.console import Verdict
 from lab import Lab, needs_lab
 
 CONFIGS = {

@@ -11,8 +11,8 @@ import pytest
 
 from hvtrain.launch import horovodrun
 from hvtrain.launch.output import PlainOutput, PlainStream, RankOutput
+from hvtrain.system.console import Verdict
 from hvtrain.system.drawing import Bar, Drawing
-from hvtrain.system.verdict import Verdict
 from launching import BIN, environment
 
 DRAWN = Drawing((Bar("Run", 1, 2, "50%"),), ("loss 1",))

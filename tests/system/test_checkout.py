@@ -2,8 +2,8 @@
 
 import subprocess
 
-from hvtrain.system import checkout as checkouts
-from hvtrain.system.checkout import checkout
+from hvtrain.system import host_facts
+from hvtrain.system.host_facts import checkout
 
 
 def git(folder, *arguments):
@@ -23,7 +23,7 @@ def test_a_checkout_has_its_commit_and_what_is_changed(tmp_path, monkeypatch):
     result = checkout(tmp_path)
     assert result["changed"] == [" M train.py", "?? password.txt"]
     assert "+rate = 2" in result["diff"] and "hunter2" not in result["diff"]
-    monkeypatch.setattr(checkouts, "MAX_DIFF", 10)
+    monkeypatch.setattr(host_facts, "MAX_DIFF", 10)
     assert checkout(tmp_path)["diff"].startswith("diff --git\n... and ")
 
 

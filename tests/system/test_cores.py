@@ -1,4 +1,4 @@
-"""A host's cores, shared out; `pin` in processes of its own, for it holds for all that comes after."""
+"""A host's cores, shared out; `pin_to_cores` in processes of its own, for it holds for all that comes after."""
 
 import json
 import os
@@ -7,20 +7,20 @@ import sys
 
 import pytest
 
-from hvtrain.system import cores
+from hvtrain.system import resources
 
 EVERYTHING = sorted(os.sched_getaffinity(1))
-# What each of some calls of `pin` returned, where the threads run by then, and how many cores a rank has.
+# What each of some calls of `pin_to_cores` returned, where the threads run by then, and how many cores a rank has.
 PIN = """
 import json, os, sys, threading
-from hvtrain.system import cores
+from hvtrain.system import resources
 
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 found = []
 for rank, size in json.loads(sys.argv[1]):
-    mine = cores.pin(rank, size)
+    mine = resources.pin_to_cores(rank, size)
     places = {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
-    found.append((mine and sorted(mine), [sorted(place) for place in places], cores.each(size)))
+    found.append((mine and sorted(mine), [sorted(place) for place in places], resources.cores_of_each(size)))
 print(json.dumps(found))
 """
 needs_even_cores = pytest.mark.skipif(len(EVERYTHING) % 2 == 1, reason="this machine's cores cannot be halved")
@@ -33,14 +33,14 @@ def pinned(*calls, before=()):
 
 @pytest.mark.parametrize("number", [1, 2, 3, 6, 12])
 def test_shares_are_disjoint_equal_and_complete(number):
-    shares = [cores.share(range(12), rank, number) for rank in range(number)]
+    shares = [resources.share_of_cores(range(12), rank, number) for rank in range(number)]
     assert sorted(cpu for share in shares for cpu in share) == list(range(12))
     assert {len(share) for share in shares} == {12 // number}
 
 
 @pytest.mark.parametrize("number", [5, 13])
 def test_what_does_not_come_out_even_is_not_shared(number):
-    assert {cores.share(range(12), rank, number) is None for rank in range(number)} == {True}
+    assert {resources.share_of_cores(range(12), rank, number) is None for rank in range(number)} == {True}
 
 
 def test_a_core_and_a_socket_stay_whole(tmp_path):
@@ -50,8 +50,8 @@ def test_a_core_and_a_socket_stay_whole(tmp_path):
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{cpu % 2}\n")
         (folder / "core_id").write_text(f"{cpu % 4 // 2}\n")
-    assert cores.by_core(range(8), tmp_path) == [0, 4, 2, 6, 1, 5, 3, 7]
-    assert cores.by_core({5, 1}, tmp_path / "nothing") == [1, 5]
+    assert resources.sorted_by_core(range(8), tmp_path) == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert resources.sorted_by_core({5, 1}, tmp_path / "nothing") == [1, 5]
 
 
 @needs_even_cores

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.system import gpus
+from hvtrain.system import resources
 
 # In place of the driver's library: it shows two GPUs.
 NVML = """
@@ -50,13 +50,13 @@ def driver(tmp_path, monkeypatch):
     library = compile_library(DRIVER, tmp_path / "libcuda.so.1")
     load = ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name))
-    gpus._explain_unused.cache_clear()
+    resources._explain_unused.cache_clear()
 
 
 def test_the_driver_is_asked_for_uuids(driver):
     first, second = "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0", "GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1"
-    assert gpus.gpu_uuids(0) == () and gpus.gpu_uuids(2) == (first, second)
-    assert gpus.gpu_uuids(3) == (), "TensorFlow counts more than the driver: names have to do"
+    assert resources.gpu_uuids(0) == () and resources.gpu_uuids(2) == (first, second)
+    assert resources.gpu_uuids(3) == (), "TensorFlow counts more than the driver: names have to do"
 
 
 def test_gpus_that_tensorflow_cannot_use_are_refused(driver, monkeypatch):
@@ -66,14 +66,14 @@ def test_gpus_that_tensorflow_cannot_use_are_refused(driver, monkeypatch):
     with pytest.raises(
         RankError, match=r"has 2 GPU\(s\), and TensorFlow .* can use none of them: .*CUDA_VISIBLE_DEVICES=-1"
     ):
-        gpus.physical_gpus()
+        resources.physical_gpus()
 
 
 def test_a_tensorflow_for_cpus_warns_once_of_unused_gpus(driver, monkeypatch, caplog):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
     monkeypatch.setattr(tf.test, "is_built_with_cuda", lambda: False)
     with caplog.at_level(logging.WARNING):
-        assert gpus.physical_gpus() == [] == gpus.physical_gpus()
+        assert resources.physical_gpus() == [] == resources.physical_gpus()
     assert [record.getMessage().partition(" has ")[2][:30] for record in caplog.records] == [
         "2 GPU(s), which are not used: "
     ]
@@ -86,7 +86,7 @@ def test_no_driver_no_warning(monkeypatch, caplog):
     monkeypatch.setattr(ctypes, "CDLL", absent)
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
     with caplog.at_level(logging.WARNING):
-        assert gpus.physical_gpus() == [] and caplog.records == []
+        assert resources.physical_gpus() == [] and caplog.records == []
 
 
 def test_cusolver_is_loaded_where_its_package_has_it(tmp_path):
@@ -100,7 +100,7 @@ def test_cusolver_is_loaded_where_its_package_has_it(tmp_path):
     )
     with pytest.raises(OSError, match="cannot open shared object file"):
         ctypes.CDLL(name)
-    gpus._load_cusolver(tmp_path)
+    resources._load_cusolver(tmp_path)
     assert ctypes.CDLL(name).hvtrain_loaded() == 7
 
 
@@ -109,16 +109,16 @@ def fresh_nvml(monkeypatch):
     """pynvml as it is before its first use, here and again afterwards."""
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    gpus._gpu_handle.cache_clear()
+    resources._gpu_handle.cache_clear()
     yield
-    gpus._gpu_handle.cache_clear()
+    resources._gpu_handle.cache_clear()
 
 
 def test_a_gpu_is_known_by_its_uuid(fresh_nvml, tmp_path, monkeypatch):
     """A library in place of the driver's, compiled here."""
     path = compile_library(NVML, tmp_path / "libnvidia-ml.so.1")
     monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL(str(path)))
-    assert [gpus.busy_percent(uuid) for uuid in ("GPU-a", "GPU-b", "GPU-c", None)] == [5, 73, None, None]
+    assert [resources.busy_percent(uuid) for uuid in ("GPU-a", "GPU-b", "GPU-c", None)] == [5, 73, None, None]
 
 
 def test_without_a_driver_nothing_is_said(fresh_nvml, monkeypatch):
@@ -126,4 +126,4 @@ def test_without_a_driver_nothing_is_said(fresh_nvml, monkeypatch):
         raise OSError(name)
 
     monkeypatch.setattr(pynvml, "CDLL", absent)
-    assert gpus.busy_percent("GPU-a") is None
+    assert resources.busy_percent("GPU-a") is None

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from hvtrain.system import usage
+from hvtrain.system import resources
 
 GIB = 2**30
 
@@ -18,15 +18,15 @@ def group(folder, limit, used, cached, names):
 
 def test_a_peak_can_begin_anew():
     held = np.ones(300 * 2**20 // 8)
-    assert usage.peak_bytes() >= held.nbytes
+    assert resources.peak_bytes() >= held.nbytes
     del held
-    before = usage.peak_bytes()
-    usage.forget_peak()
-    assert usage.resident_bytes() * 0.9 < usage.peak_bytes() <= before
+    before = resources.peak_bytes()
+    resources.forget_peak()
+    assert resources.resident_bytes() * 0.9 < resources.peak_bytes() <= before
 
 
 def test_the_host_limits_what_is_free(tmp_path):
-    assert abs(usage.free_bytes(tmp_path) - psutil.virtual_memory().available) < GIB
+    assert abs(resources.free_bytes(tmp_path) - psutil.virtual_memory().available) < GIB
 
 
 def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypatch):
@@ -34,11 +34,11 @@ def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypat
     monkeypatch.setattr(
         Path, "read_text", lambda path, *a: lines if str(path) == "/proc/self/cgroup" else read(path, *a)
     )
-    group(tmp_path / "job", 5_000_000, 4_000_000, 200_000, usage._V2)
-    group(tmp_path / "job/step", "max", 1, 0, usage._V2)
-    assert usage.free_bytes(tmp_path) == 1_200_000
+    group(tmp_path / "job", 5_000_000, 4_000_000, 200_000, resources._V2)
+    group(tmp_path / "job/step", "max", 1, 0, resources._V2)
+    assert resources.free_bytes(tmp_path) == 1_200_000
     lines = "0::/\n4:cpu,memory:/job\n"
-    group(tmp_path / "memory/job", 7_000_000, 6_999_000, 0, usage._V1)
-    assert usage.free_bytes(tmp_path) == 1000
-    group(tmp_path / "memory/job", 7_000_000, 7_999_000, 0, usage._V1)
-    assert usage.free_bytes(tmp_path) == 0
+    group(tmp_path / "memory/job", 7_000_000, 6_999_000, 0, resources._V1)
+    assert resources.free_bytes(tmp_path) == 1000
+    group(tmp_path / "memory/job", 7_000_000, 7_999_000, 0, resources._V1)
+    assert resources.free_bytes(tmp_path) == 0

@@ -18,7 +18,7 @@ from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.transform import Transform, Unchanged
 from hvtrain.data.source import Preprocessing, Source, StreamRequest
-from hvtrain.system import cores
+from hvtrain.system import resources
 
 Read = Callable[..., tuple[Any, ...]]
 """Turns a batch as the source has it into raw inputs, targets and, if it has them, weights.
@@ -56,7 +56,7 @@ def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
     # The source has sharded the data already, by rank.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     # All ranks of a host read at the same time, and tf.data would take every core for each.
-    options.threading.private_threadpool_size = cores.each(topology.local_size)
+    options.threading.private_threadpool_size = resources.cores_of_each(topology.local_size)
     options.threading.max_intra_op_parallelism = 1
     # Autotuning adds nothing with fixed threads, and it can delay shutdown by 10 s: a race in
     # TensorFlow, which one shutdown of five met.

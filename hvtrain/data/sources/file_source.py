@@ -25,7 +25,7 @@ from hvtrain.data.pipeline.streams import (
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import LEAVE_OUT, Preprocessing, Unreadable, reason
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.system import cores
+from hvtrain.system import resources
 
 Piece = TypeVar("Piece")
 Example = Sequence[np.ndarray]
@@ -254,7 +254,7 @@ def read_batches(
         return either.map(lambda *pair: postprocess(step, *pair))
 
     # Several batches are read at a time, and still come in order.
-    threads = cores.each(topology.local_size)
+    threads = resources.cores_of_each(topology.local_size)
     return batches.interleave(
         whole_or_repaired,
         threads,

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvtrain.keras.devices import uuid_in_use
 from hvtrain.step.step_timing import StepTimes
-from hvtrain.system import drawing, gpus
+from hvtrain.system import drawing, resources
 from hvtrain.system.console import is_launched
 from hvtrain.system.drawing import Bar, Drawing, LiveDisplay, Sender
 from hvtrain.system.text import duration
@@ -189,7 +189,7 @@ def gpu() -> str:
     # Not what nvidia-smi shows: TensorFlow reserves more than its tensors take.
     used = tf.config.experimental.get_memory_info("GPU:0")
     text = f"GPU memory {used['current'] / GIB:.1f} GiB, peak {used['peak'] / GIB:.1f} GiB"
-    busy = gpus.busy_percent(uuid_in_use())
+    busy = resources.busy_percent(uuid_in_use())
     if busy is not None:  # The driver need not report it.
         text += f"; GPU busy {busy}%"
     return text
