@@ -55,6 +55,7 @@ class TrainConfig:
         None, "weights of classes in the loss of training: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name"
     )
     ema: float | None = setting(None, "validate and save a moving average of the weights, which keeps this part a step")
+    weight_decay: float = setting(0.0, "times each kernel, added to its gradient (L2), as in papers on ResNets", low=0)
     rates: dict[str, Any] | None = setting(  # noqa: RUF009
         None, "factors of the learning rate, by names of layers or variables"
     )
@@ -212,7 +213,7 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
             _check_group(f"{group}.{name}", choice if isinstance(choice, dict) else {})
     model_options(config.model)
     _check_rates(config.train.rates)
-    _check_learning_rate(config.optimizer)
+    _check_optimizer(config.optimizer)
 
     ema = config.train.ema
     if ema is not None and not 0 < ema < 1:
@@ -284,7 +285,14 @@ def _check_rates(rates: dict[str, Any] | None) -> None:
             )
 
 
-def _check_learning_rate(optimizer: dict[str, Any]) -> None:
+def _check_optimizer(optimizer: dict[str, Any]) -> None:
+    steps = optimizer.get("gradient_accumulation_steps")
+    if steps:
+        # The guard would compare gradients that ranks still accumulate, each its own; train.accumulate aligns it.
+        raise ConfigError(
+            f"optimizer.gradient_accumulation_steps={steps} is set by the run; give train.accumulate={steps} instead"
+        )
+
     rate = optimizer.get("learning_rate")
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         raise ConfigError(f"optimizer.learning_rate={rate} is not a number; give the rate for one rank")
@@ -297,8 +305,7 @@ def _align_with_accumulation(config: RunConfig) -> None:
     """Aligns intervals with accumulations, within which ranks differ and must not stop, compare or save."""
     train = config.train
     accumulate = train.accumulate
-    if config.optimizer.get("gradient_accumulation_steps"):
-        raise ConfigError(f"train.accumulate={accumulate} and optimizer.gradient_accumulation_steps exclude each other")
+    # A padded epoch has the steps of the largest shard, which need not be whole accumulations.
     if config.data.uneven == "pad":
         raise ConfigError(
             f"train.accumulate={accumulate} and data.uneven=pad exclude each other; choose data.uneven=trim"

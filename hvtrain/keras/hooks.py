@@ -17,14 +17,13 @@ from itertools import islice
 from typing import Any
 
 import horovod.tensorflow as hvd
-import keras
 import tensorflow as tf
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
 from hvtrain.keras.reduction import Reducer
-from hvtrain.step.joint_loss import subclass_under_its_name
+from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 
 @dataclass(eq=False)
@@ -66,16 +65,6 @@ def _load_copy(saved: io.BytesIO, wrap: Callable[[Any], Any]) -> Any:
 def hook_of(optimizer: Any) -> Hook | None:
     """Returns the hook of a distributed optimizer, or None for a plain one."""
     return getattr(optimizer, "_hvtrain", None)
-
-
-def overridden_steps(cls: type) -> list[str]:
-    """Returns the methods of Keras's step that a class overrides.
-
-    >>> overridden_steps(keras.optimizers.Adam)
-    []
-    """
-    steps = ("apply", "apply_gradients", "_backend_apply_gradients")
-    return [name for name in steps if getattr(cls, name) is not getattr(keras.optimizers.Optimizer, name)]
 
 
 class VariableList(list[Any]):

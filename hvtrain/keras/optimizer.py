@@ -27,9 +27,9 @@ from hvtrain.keras.hooks import (
     Hook,
     hook_of,
     make_distributed,
-    overridden_steps,
 )
 from hvtrain.keras.reduction import Reducer
+from hvtrain.step.joint_loss import overridden_steps
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)

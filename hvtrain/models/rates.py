@@ -1,7 +1,8 @@
-"""train.rates and train.ema: parts that learn at another rate, and averages of the weights.
+"""train.rates, train.weight_decay and train.ema: what is added to a Keras optimizer's step.
 
-The average is validated and saved while training goes on without it. Keras's optimizers keep it
-among their variables (use_ema), so checkpoints have it; at the end of the training it becomes the
+Parts of the model learn at another rate, kernels decay, and averages of the weights are kept. The
+average is validated and saved while training goes on without it. Keras's optimizers keep it among
+their variables (use_ema), so checkpoints have it; at the end of the training it becomes the
 weights. Moving statistics are averages already.
 """
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from hvtrain.errors import ConfigError
 from hvtrain.models.parts import find_variables
+from hvtrain.step.joint_loss import overridden_steps
 
 
 def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[float]:
@@ -81,6 +83,42 @@ def multiply_rates(
 
     inner.update_step = update
     inner._apply_weight_decay = decay
+
+
+def decay_kernels(optimizer: keras.optimizers.Optimizer, weight_decay: float) -> None:
+    """Adds weight_decay times the kernel to the gradient of each kernel, in place.
+
+    That is the weight decay of ResNet's and many other papers, and of PyTorch's SGD, which goes
+    through the momentum. Keras's optimizer.weight_decay takes as much off the weights themselves
+    (Loshchilov and Hutter 2017), which in SGD with a momentum of 0.9 decays a tenth as much. A
+    regularizer has the same gradient, but would be in every loss that is reported.
+
+    Args:
+        optimizer: its kernels are the variables of two or more axes. Biases and the parameters of
+            normalization have one axis, and do not decay.
+        weight_decay: 0 changes nothing.
+
+    Raises:
+        ConfigError: the optimizer steps in a way of its own.
+    """
+    if not weight_decay:
+        return
+    inner = _inner(optimizer)
+    kind, overridden = _overridden_steps(inner)
+    if overridden:
+        raise ConfigError(
+            f"train.weight_decay={weight_decay} and {kind}, which overrides {overridden}, exclude each other; choose "
+            "an optimizer that updates each variable in update_step"
+        )
+    update_step = inner.update_step
+
+    def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
+        if len(variable.shape) > 1:
+            # A sparse gradient, of an embedding, becomes dense, since all rows decay.
+            gradient = tf.convert_to_tensor(gradient) + weight_decay * variable
+        return update_step(gradient, variable, learning_rate)
+
+    inner.update_step = update
 
 
 def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None) -> None:
@@ -151,12 +189,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _overridden_steps(optimizer: Any) -> tuple[str, str]:
-    """Returns the optimizer's class name, and the methods of Keras's step that it overrides.
-
-    Like overridden_steps in keras/hooks.py, which imports Horovod; plans are made without it.
-    """
+    """Returns the optimizer's class name, and the methods of Keras's step that it overrides."""
     # A distributed optimizer has a mixin before the class that the user chose.
     kind = type(optimizer).__bases__[1] if hasattr(optimizer, "_hvtrain") else type(optimizer)
-    base = keras.optimizers.Optimizer
-    steps = ("apply", "apply_gradients", "_backend_apply_gradients")
-    return kind.__name__, ", ".join(name for name in steps if getattr(kind, name) is not getattr(base, name))
+    return kind.__name__, ", ".join(overridden_steps(kind))

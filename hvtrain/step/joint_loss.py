@@ -87,6 +87,17 @@ def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
     return type(base.__name__, (*mixins, base), {**names, **members})
 
 
+def overridden_steps(optimizer_class: type) -> list[str]:
+    """Returns the methods of Keras's step that a class of optimizers overrides.
+
+    >>> overridden_steps(keras.optimizers.Adam)
+    []
+    """
+    steps = ("apply", "apply_gradients", "_backend_apply_gradients")
+    base = keras.optimizers.Optimizer
+    return [name for name in steps if getattr(optimizer_class, name) is not getattr(base, name)]
+
+
 def _denominator(elements: tf.Tensor, mask: Any, weights: Any, reduction: str | None) -> tf.Tensor | None:
     """Returns what Keras divides the sum of the elements by.
 

@@ -6,8 +6,7 @@ process what the others do for many.
 """
 
 import threading
-import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,12 +20,13 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserError
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.loop import CallSteps, build_metrics, make_steps, to_device, train
+from hvtrain.strategies import loop
+from hvtrain.strategies.loop import CallSteps, Steps
 from hvtrain.system import console
 from hvtrain.system.resources import physical_gpus
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.judge import StopReason
-from hvtrain.watchdog.progress import CHECKPOINT, VALIDATION
+from hvtrain.watchdog.progress import CHECKPOINT
 
 T = TypeVar("T")
 
@@ -228,7 +228,22 @@ class Strategy:
         Raises ConfigError if it cannot.
         """
 
-    fit = train
+    def fit(
+        self,
+        model: keras.Model,
+        batches_from: Callable[[int], tf.data.Dataset],
+        plan: StepPlan,
+        start_step: int,
+        callbacks: list[keras.callbacks.Callback],
+        call_steps: CallSteps,
+    ) -> None:
+        """Trains from start_step on, see loop.train; batches_from(step) is this rank's endless stream from there on."""
+        self.check_plan(plan)
+
+        def begin_steps() -> Steps:
+            return self.make_steps(model, batches_from(start_step), start_step, call_steps)
+
+        loop.train(model, begin_steps, plan, start_step, callbacks, call_steps, self.settle)
 
     def make_steps(
         self,
@@ -236,11 +251,11 @@ class Strategy:
         batches: tf.data.Dataset,
         start_step: int,
         call_steps: CallSteps,
-    ) -> Callable[[int], dict[str, Any]]:
-        """Returns a function that does a number of steps, and returns the last one's logs."""
+    ) -> Steps:
+        """Makes the steps; batches begin at start_step."""
         gpus = tf.config.list_logical_devices("GPU")
-        iterator = iter(to_device(batches, gpus[0].name) if gpus else batches)
-        return make_steps(model, iterator, self.marks, self.train_step(model))
+        iterator = iter(loop.to_device(batches, gpus[0].name) if gpus else batches)
+        return loop.make_steps(model, iterator, self.marks, self.train_step(model))
 
     def settle(self) -> None:
         """Brings the model up to date at the end of an epoch. Not collective."""
@@ -279,29 +294,13 @@ class Strategy:
         # A rank without examples still takes part in the sum, for which its metrics must have their
         # variables.
         if int(dataset.cardinality().numpy()) == 0:
-            names = build_metrics(model, dataset.element_spec)
+            names = loop.build_metrics(model, dataset.element_spec)
         else:
-            names = self._evaluate_shard(model, dataset, callbacks)
+            names = loop.evaluate_shard(model, dataset, callbacks, self.watchdog)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training_state)
         # Without metrics that only the train step computes.
         return {name: value for name, value in results.items() if name in names}
-
-    def _evaluate_shard(
-        self,
-        model: keras.Model,
-        dataset: tf.data.Dataset,
-        callbacks: Sequence[keras.callbacks.Callback],
-    ) -> Collection[str]:
-        # Each batch is progress for the watchdog, which would else take a long validation for a
-        # hang.
-        progress = self.watchdog.progress
-        beat = keras.callbacks.LambdaCallback(on_test_batch_begin=lambda batch, logs: progress.beat())
-        callbacks = [beat, *callbacks]
-        with self.watchdog.phase(VALIDATION), warnings.catch_warnings():
-            # Keras warns of the end of data whose length is unknown, as after data.on_error=skip.
-            warnings.filterwarnings("ignore", "Your input ran out of data")
-            return model.evaluate(dataset, verbose=0, callbacks=callbacks, return_dict=True)
 
     def guards(self) -> list[keras.callbacks.Callback]:
         """Returns callbacks, to put first, that check that ranks train together. Not collective."""

@@ -6,19 +6,22 @@ step takes.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.step.step_timing import StepMarks
+from hvtrain.watchdog import Watchdog
+from hvtrain.watchdog.progress import VALIDATION
 
-if TYPE_CHECKING:
-    from hvtrain.strategies.base import Strategy
+Steps = Callable[[int], dict[str, Any]]
+"""Does a number of steps, and returns the last one's logs."""
 
 # Long enough that the 1.4 ms of Python for a call do not matter, short enough for callbacks,
 # signals and progress.
@@ -81,29 +84,27 @@ class CallSteps:
 
 
 def train(
-    strategy: "Strategy",
     model: keras.Model,
-    batches_from: Callable[[int], tf.data.Dataset],
+    begin_steps: Callable[[], Steps],
     plan: StepPlan,
     start_step: int,
     callbacks: list[keras.callbacks.Callback],
     call_steps: CallSteps,
+    settle: Callable[[], None],
 ) -> None:
     """Trains from start_step to the end of the plan, or until a callback sets model.stop_training.
 
     Callbacks get the number of a step within its epoch, as in Keras's fit with steps_per_execution.
 
     Args:
-        strategy: makes the steps.
-        model: compiled, with an optimizer that the strategy distributed.
-        batches_from: batches_from(step) is this rank's endless stream of batches, from that step of
-            the run on.
+        model: compiled, with an optimizer that a strategy distributed.
+        begin_steps: makes the steps, once callbacks have begun.
         plan: the steps of the run.
         start_step: steps already done.
         callbacks: all of them, in the order of calls.
         call_steps: chooses the number of steps in each call of the graph.
+        settle: brings the model up to date at the end of an epoch.
     """
-    strategy.check_plan(plan)
     callback_list = keras.callbacks.CallbackList(
         callbacks,
         add_history=True,
@@ -115,7 +116,7 @@ def train(
     model.stop_training = False
     callback_list.on_train_begin()
 
-    steps = strategy.make_steps(model, batches_from(start_step), start_step, call_steps)
+    steps = begin_steps()
     step = start_step
     logs: dict[str, Any] = {}
     while step < plan.num_steps and not model.stop_training:
@@ -135,7 +136,7 @@ def train(
             callback_list.on_train_batch_end(step - begin - 1, logs)
 
         # An epoch that a callback stops ends at any step.
-        strategy.settle()
+        settle()
         # As in Keras's fit: the metrics if the step returns just those, else what the last step
         # returned.
         metrics = model.get_metrics_result()
@@ -146,6 +147,25 @@ def train(
     # one.
     model.optimizer.finalize_variable_values(model.trainable_variables)
     callback_list.on_train_end(logs)
+
+
+def evaluate_shard(
+    model: keras.Model,
+    dataset: tf.data.Dataset,
+    callbacks: Sequence[keras.callbacks.Callback],
+    watchdog: Watchdog,
+) -> Collection[str]:
+    """Evaluates on this rank's data; returns the names of the metrics. Not collective."""
+
+    # Each batch is progress for the watchdog, which would else take a long validation for a hang.
+    def beat(batch: int, logs: Any) -> None:
+        watchdog.progress.beat()
+
+    callbacks = [keras.callbacks.LambdaCallback(on_test_batch_begin=beat), *callbacks]
+    with watchdog.phase(VALIDATION), warnings.catch_warnings():
+        # Keras warns of the end of data whose length is unknown, as after data.on_error=skip.
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        return model.evaluate(dataset, verbose=0, callbacks=callbacks, return_dict=True)
 
 
 def batched(spec: Any) -> Any:
@@ -178,8 +198,8 @@ def make_steps(
     batches: Any,
     marks: StepMarks,
     train_step: Callable[[Any], Any] | None = None,
-) -> Callable[[int], dict[str, Any]]:
-    """Makes a function that does a number of steps, and returns the last one's logs.
+) -> Steps:
+    """Makes the steps of a model.
 
     Args:
         model: compiled.

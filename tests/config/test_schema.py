@@ -108,6 +108,14 @@ def test_whole_learning_rate_becomes_a_float():
         ({"optimizer": {"_target_": "a.b"}}, "optimizer.learning_rate=None is not a number"),
         ({"optimizer": {"_target_": "a.b", "learning_rate": 0}}, "optimizer.learning_rate=0 is out of range"),
         ({"optimizer": {"_target_": "a.b", "learning_rate": float("inf")}}, "learning_rate=inf is out of range"),
+        (
+            {"optimizer": {"_target_": "a.b", "learning_rate": 0.1, "gradient_accumulation_steps": 2}},
+            "optimizer.gradient_accumulation_steps=2 is set by the run; give train.accumulate=2 instead",
+        ),
+        (
+            {"train": {"accumulate": 2}, "data": {"uneven": "pad"}},
+            "train.accumulate=2 and data.uneven=pad exclude each other; choose data.uneven=trim",
+        ),
     ],
 )
 def test_what_is_refused(changes, message):

@@ -36,7 +36,7 @@ CASES = {
     "nan16": ["model.nan_on_rank=1", "train.precision=mixed_float16", "train.epochs=20"],
     "loss": ["model.loss_on_rank=1", "train.epochs=2"],
     "same": ["dataset.same_data=by_mistake"],
-    "meant": ["dataset.same_data=meant", "+optimizer.gradient_accumulation_steps=3", "train.epochs=2"],
+    "meant": ["dataset.same_data=meant", "train.accumulate=3", "train.epochs=2"],
     "error": ["data.uneven=error"],
     "unlike": ["train.batch_size=[24,8]", "train.epochs=1", "data.uneven=pad",
                "guard.every=0", "guard.finite=false", "guard.batches=false"],
