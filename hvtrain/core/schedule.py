@@ -1,8 +1,9 @@
 """The learning rate as a pure function of the step. `learning_rate` puts it into the graph; tests call it directly.
 
-Every schedule first warms up linearly, step by step, from the base rate (of one rank) to the peak rate (base times the
-scale of the plan), as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2. With one rank both are the
-same and the warm-up is flat. A function of the step alone needs no state to be right after a resume.
+Every schedule first warms up linearly, step by step, from the base rate (of one rank) or warmup_from to the peak rate
+(base times the scale of the plan), as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2. With one rank
+base and peak are the same and the warm-up is flat. A function of the step alone needs no state to be right after a
+resume.
 """
 
 import math
@@ -25,6 +26,7 @@ class Schedule(ABC):
     """Warm-up over warmup_epochs, then a subclass's decay over the rest of num_steps.
 
     base and peak are learning rates; steps are the run's optimizer steps, counted from 0.
+    warmup_from: the rate of step 0, instead of base; the peak, if that is lower.
     """
 
     base: float
@@ -32,19 +34,30 @@ class Schedule(ABC):
     steps_per_epoch: int
     num_steps: int
     warmup_epochs: float = 0.0
+    warmup_from: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_epochs < math.inf:
             raise ConfigError(f"schedule.warmup_epochs={self.warmup_epochs} is out of range; it must be at least 0")
+        if not 0 <= self.first_rate < math.inf:
+            raise ConfigError(f"schedule.warmup_from={self.warmup_from} is not a learning rate; it must be at least 0")
 
     @property
     def warmup_steps(self) -> int:
         return round(self.warmup_epochs * self.steps_per_epoch)
 
+    @property
+    def first_rate(self) -> float:
+        """Learning rate at which the warm-up begins."""
+        if self.warmup_from is None:
+            return self.base
+        # A recipe's rate for its smallest batch is above the peak of an even smaller one.
+        return min(self.warmup_from, self.peak)
+
     def __call__(self, step: Any, ops: Any = SCALARS) -> Any:
         """Learning rate at a step: a float with the default ops, a tensor with keras.ops."""
         warmup = max(1, self.warmup_steps)
-        rising = self.base + (self.peak - self.base) * ops.minimum(step / warmup, 1.0)
+        rising = self.first_rate + (self.peak - self.first_rate) * ops.minimum(step / warmup, 1.0)
         decay_steps = max(1, self.num_steps - self.warmup_steps)
         progress = ops.minimum(ops.maximum((step - self.warmup_steps) / decay_steps, 0.0), 1.0)
         return ops.where(step < self.warmup_steps, rising, self.peak * self.decay(step, progress, ops))

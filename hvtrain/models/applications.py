@@ -1,4 +1,4 @@
-"""Any network of keras.applications by its name, untrained, with a head for the task."""
+"""Any network of keras.applications by its name, untrained, with a head for the task; ResNet-50 as for ImageNet."""
 
 import inspect
 import re
@@ -11,6 +11,11 @@ from keras import layers
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.models.networks import logits
+
+# Of ImageNet's training images, red, green and blue, scaled to 0 ... 1, as in fb.resnet.torch, whose preprocessing
+# Goyal et al. follow.
+COLOR_MEANS = (0.485, 0.456, 0.406)
+COLOR_VARIANCES = (0.229**2, 0.224**2, 0.225**2)
 
 
 def application(
@@ -48,6 +53,43 @@ def application(
     return keras.Model(image, logits(x, num_outputs), name=trunk.name)
 
 
+def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> keras.Model:
+    """ResNet-50 as Goyal et al. 2017 train it (arXiv:1706.02677, section 5.1), from RGB images of 0 ... 1.
+
+    25,557,032 trainable parameters on 1000 classes. It differs from keras.applications.ResNet50, which is
+    He et al. 2015's, in these points:
+    - a stage halves the image in its first 3x3 convolution, not in the 1x1 before it;
+    - convolutions have no biases, since batch normalization follows them;
+    - the last batch normalization of a block begins with a gamma of 0, so that the block begins as
+      its shortcut, which eases the first steps with a large global batch;
+    - moving statistics keep 0.9 of themselves in a step, not 0.99.
+
+    Args:
+        image_shape: (height, width, 3).
+        num_outputs: logits of an image.
+    """
+    image = keras.Input(image_shape, name="image")
+    colors = layers.Normalization(mean=COLOR_MEANS, variance=COLOR_VARIANCES, dtype="float32", name="colors")
+    trunk = body(image_shape, "ResNet50", pooling="avg", input_tensor=colors(image))
+
+    changes: dict[str, dict[str, Any]] = {colors.name: {}}
+    for layer in trunk.layers:
+        if isinstance(layer, layers.Conv2D):
+            # By name: an initializer object would give the same numbers to kernels of one shape.
+            changes[layer.name] = {"use_bias": False, "kernel_initializer": "he_normal"}
+        if isinstance(layer, layers.BatchNormalization):
+            gamma = "zeros" if layer.name.endswith("_3_bn") else "ones"
+            changes[layer.name] = {"momentum": 0.9, "epsilon": 1e-5, "gamma_initializer": gamma}
+    for stage in ("conv3", "conv4", "conv5"):
+        changes[f"{stage}_block1_1_conv"]["strides"] = 1
+        changes[f"{stage}_block1_2_conv"]["strides"] = 2
+
+    # A list, as Keras gives the inputs of a network that was built on a tensor.
+    x = clone(trunk, [image], changes).output
+    x = logits(x, num_outputs, keras.initializers.RandomNormal(stddev=0.01))
+    return keras.Model(image, x, name="resnet50_v1_5")
+
+
 def body(
     image_shape: Sequence[int],
     name: str,
@@ -78,14 +120,14 @@ def clone(
         trunk: of keras.applications.
         image: the new input.
         changes: settings of layers, by the name that they have in the trunk, to build them with
-            others.
+            others. A normalization that is named here stays.
     """
     names = _fresh_names(trunk)
     changes = changes or {}
 
     def rebuild(layer: Any) -> Any:
         name = names.get(layer.name, layer.name)
-        if isinstance(layer, (layers.Rescaling, layers.Normalization)):
+        if isinstance(layer, (layers.Rescaling, layers.Normalization)) and layer.name not in changes:
             return layers.Identity(name=name)  # The data set has normalized the images.
         config = layer.get_config() | changes.get(layer.name, {}) | {"name": name}
         return layer.__class__.from_config(config)

@@ -40,7 +40,7 @@ def image_input(image_shape: Sequence[int], network: str, min_side: int) -> Any:
     return keras.Input(image_shape, name="image")
 
 
-def logits(features: Any, num_outputs: int, initializer: str = "glorot_uniform") -> Any:
+def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform") -> Any:
     """Dense layer without activation."""
     # In float32 whatever the policy, because losses in bfloat16 lose digits.
     return layers.Dense(

@@ -36,6 +36,21 @@ def test_known_sizes_are_met_to_the_parameter():
     assert resnet.count_params() == 272_474 + 2 * 784  # a moving mean and variance for each of 784 channels
 
 
+def test_resnet50_of_imagenet_is_the_published_one():
+    resnet = models.resnet50_v1_5((64, 64, 3), 1000)
+    assert count(resnet.trainable_variables) == 25_557_032  # of torchvision's resnet50, which is the paper's
+    sizes = [resnet.get_layer(f"conv3_block1_{number}_conv").output.shape[1] for number in (1, 2, 3)]
+    assert sizes == [16, 8, 8], "the 3x3 convolution halves the image"
+    # Blocks begin as their shortcuts: all that the last batch normalization gives is its beta of 0.
+    block = keras.Model(resnet.input, resnet.get_layer("conv4_block2_3_bn").output)
+    images = np.random.default_rng(0).random((2, 64, 64, 3), dtype=np.float32)
+    assert not np.any(block(images, training=True))
+    colors = keras.Model(resnet.input, resnet.get_layer("colors").output)
+    np.testing.assert_allclose(colors(np.full((1, 64, 64, 3), 0.485))[0, 0, 0, 0], 0, atol=1e-6)
+    first, second = (resnet.get_layer(f"conv2_block{number}_2_conv").kernel for number in (1, 2))
+    assert not np.array_equal(first, second), "each layer draws its own numbers"
+
+
 def test_resnet_depth_follows_its_blocks():
     resnet = models.resnet20((32, 32, 3), 10, blocks_per_stage=9)
     assert resnet.name == "resnet56"

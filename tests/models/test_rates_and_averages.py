@@ -1,4 +1,4 @@
-"""train.rates and train.ema: what Keras's optimizers do with them, against arithmetic by hand."""
+"""train.rates, train.weight_decay and train.ema: what Keras's optimizers do with them, against arithmetic by hand."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ import hvtrain.keras as hvd
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
-from hvtrain.models.rates import averaged, factors_of, keep_averages, multiply_rates, take_averages
+from hvtrain.models.rates import averaged, decay_kernels, factors_of, keep_averages, multiply_rates, take_averages
 from hvtrain.training.setup import build_optimizer
 
 rng = np.random.default_rng(0)
@@ -88,8 +88,43 @@ def test_rates_of_nothing_and_optimizers_that_step_otherwise_are_refused():
         set_rates(compiled(Own(), distributed=True), {"body": 2})
     with pytest.raises(ConfigError, match=r"^train.ema=0.9 and Own, which overrides apply and may not average; leave"):
         keep_averages(Own(), 0.9)
+    with pytest.raises(
+        ConfigError, match=r"^train.weight_decay=0.1 and Own, which overrides apply, exclude each other"
+    ):
+        decay_kernels(Own(), 0.1)
     with pytest.raises(ConfigError, match=r"^train.ema=0.9 and optimizer.use_ema exclude each other; leave"):
         keep_averages(keras.optimizers.SGD(use_ema=True), 0.9)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("name", ["momentum", "adam", "half"])
+def test_kernels_decay_as_under_an_l2_regularizer_and_biases_do_not(name, distributed):
+    def trained(optimizer, regularizer=None):
+        model = compiled(optimizer, distributed)
+        for variable in model.trainable_variables:
+            variable.regularizer = regularizer if variable.name == "kernel" else None
+        for batch in BATCHES:
+            model.train_on_batch(*batch)
+        return model.get_weights()
+
+    decayed = OPTIMIZERS[name]()
+    decay_kernels(decayed, 0.1)
+    # Keras's L2 adds its factor times the squares, whose gradient is twice the weights.
+    expected = trained(OPTIMIZERS[name](), keras.regularizers.L2(0.05))
+    for weight, other in zip(trained(decayed), expected):
+        np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
+    kernel, plain = expected[0], trained(OPTIMIZERS[name]())[0]
+    assert np.abs(kernel - plain).max() > 1e-3
+
+
+def test_all_rows_of_an_embedding_decay():
+    optimizer = keras.optimizers.SGD(0.5)
+    decay_kernels(optimizer, 0.1)
+    model = keras.Sequential([keras.Input((1,), dtype="int32"), layers.Embedding(4, 2), layers.Flatten()])
+    model.compile(optimizer, lambda _, y: 0.0 * y, jit_compile=False)
+    before = model.get_weights()[0]
+    model.train_on_batch(np.array([[1]]), np.zeros([1, 2]))
+    np.testing.assert_allclose(model.get_weights()[0], 0.95 * before, rtol=1e-6)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
@@ -133,11 +168,12 @@ def test_the_raw_weights_come_back_after_an_error_too():
     assert all(np.array_equal(a, b) for a, b in zip(raw, model.get_weights()))
 
 
-def test_the_runner_gives_its_optimizer_the_average():
-    config = from_dict(compose(["train.ema=0.99", "train.accumulate=2"])[0])
+def test_the_runner_gives_its_optimizer_the_average_and_the_decay():
+    config = from_dict(compose(["train.ema=0.99", "train.accumulate=2", "train.weight_decay=0.1"])[0])
     plan = SimpleNamespace(
         base_learning_rate=0.1, peak_learning_rate=0.1, steps_per_epoch=2, scheduled_steps=9, num_steps=9, shift=0
     )
     optimizer = build_optimizer(config, plan)
     assert (optimizer.use_ema, optimizer.ema_momentum) == (True, 0.99)
+    assert "decay_kernels" in optimizer.update_step.__qualname__
     assert "average_after_steps" in optimizer._update_model_variables_moving_average.__qualname__
