@@ -29,6 +29,8 @@ class Classification(Task):
     Args:
         loss: Default: cross-entropy of the logits.
         metrics: Default: accuracy.
+        label_smoothing: Part of each target that the loss spreads over all classes (Szegedy et al.
+            2015, arXiv:1512.00567, section 7), in validation and test too, as Keras's losses do.
 
     Example:
 
@@ -42,6 +44,20 @@ class Classification(Task):
     best = "accuracy"
     has_classes = True
     num_reviewed = 2000
+
+    def __init__(
+        self,
+        loss: Losses = None,
+        metrics: Metrics | None = None,
+        best: str | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(loss, metrics, best)
+        if not 0 <= label_smoothing < 1:
+            raise ConfigError(f"task.label_smoothing={label_smoothing} is out of range; it must be from 0 to below 1")
+        self.label_smoothing = label_smoothing
+        if label_smoothing:
+            self.loss = with_soft_targets(self.loss, label_smoothing)
 
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -70,7 +86,8 @@ class Classification(Task):
         return tf.argmax(targets, axis=-1, output_type=tf.int32)
 
     def soft_loss(self) -> Losses:
-        return with_soft_targets(self.loss)
+        # A loss that smooths takes mixed targets already.
+        return self.loss if self.label_smoothing else with_soft_targets(self.loss)
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         return draw_classes((), *self.output_shape(source))
@@ -244,8 +261,8 @@ def class_names(source: Source, number: int) -> list[str]:
     return [str(name) for name in names]
 
 
-def with_soft_targets(loss: Any) -> keras.losses.Loss:
-    """Extends the sparse cross-entropy to targets that mix several classes.
+def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.Loss:
+    """Extends the sparse cross-entropy to targets that mix several classes, and smooths them.
 
     Targets of the same rank as the outputs hold each class's share; others are class indices. Keras
     saves the result as the plain loss.
@@ -256,15 +273,17 @@ def with_soft_targets(loss: Any) -> keras.losses.Loss:
     base = keras.losses.SparseCategoricalCrossentropy
     if type(loss) is not base or loss.ignore_class is not None:
         raise ConfigError(
-            f"augment mixes the classes of examples, and task.loss is {type(loss).__name__}, which "
-            "may take indices of classes alone; choose keras.losses.SparseCategoricalCrossentropy, "
-            "or leave out what mixes (MixUp, CutMix)"
+            f"augment mixes the classes of examples, or task.label_smoothing does, and task.loss is "
+            f"{type(loss).__name__}, which may take indices of classes alone; choose "
+            "keras.losses.SparseCategoricalCrossentropy, or leave out what mixes (MixUp, CutMix, label_smoothing)"
         )
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
         if len(y_true.shape) < len(y_pred.shape):
-            return base.call(self, y_true, y_pred)
-        return keras.losses.categorical_crossentropy(y_true, y_pred, from_logits=self.from_logits)
+            if not label_smoothing:
+                return base.call(self, y_true, y_pred)
+            y_true = keras.ops.one_hot(y_true, y_pred.shape[-1])
+        return keras.losses.categorical_crossentropy(y_true, y_pred, self.from_logits, label_smoothing)
 
     # Copies the attributes of the loss, whatever the arguments it was made with.
     extended: Any = object.__new__(subclass_under_its_name(base, call=call))
