@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
-from hvtrain.compare.rounds import Ratio, draw_rounds, in_turns, progress
+from hvtrain.compare.measure import Ratio, draw_rounds, in_turns, progress
 from hvtrain.core.files import csv_text, write_json
 from hvtrain.report.charts import BLUE, picture
 from hvtrain.system.text import aligned

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.experiment import Case, Experiment
 from benchmarks.processes import WARMUP, Command, python_line, run_and_report, thread_variables
-from hvtrain.compare.rounds import Ratio, progress, ratio
+from hvtrain.compare.measure import Ratio, progress, ratio
 
 WORKER = "benchmarks.by_hand.input_pipelines"
 WARMUP_STEPS = 12

@@ -31,13 +31,13 @@ from benchmarks import processes
 from benchmarks.contenders import MPI, WORKLOADS, Contender, Workload, named
 from benchmarks.processes import horovod_line, python_line, thread_variables, timed_run
 from benchmarks.steps import Steps
-from hvtrain.compare.rounds import ratio
+from hvtrain.compare.measure import ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
+from hvtrain.plan.algorithms import Link, Machine
 from hvtrain.plan.allreduce import MIB, SIZES, WORKER, Collectives
-from hvtrain.plan.costs.algorithms import Link, Machine
-from hvtrain.plan.costs.step import Cost, Gradient, Rules, Work, step_cost
 from hvtrain.plan.machine import Measured, corrected, fit
+from hvtrain.plan.step_cost import Cost, Gradient, Rules, Work, step_cost
 
 # Its losses are its own: a contender with data of its own is not compared.
 JOINED = Contender("joined", "ranks that reduce nothing", "benchmarks.by_hand.joined_ranks", MPI, data="synthetic")

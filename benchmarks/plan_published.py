@@ -6,7 +6,7 @@
 Every input is a published figure: images a second of one GPU, batch, links, GPUs of a host, the
 network's gradients (networks.json has them as keras.applications builds them;
 tests/plan/test_published.py checks). No publication gives the rest, one set of constants for all
-cases: algorithms.LINK_SHARE, step.Rules.interference and .deviation, fitted to FITTED alone, and
+cases: algorithms.LINK_SHARE, step_cost.Rules.interference and .deviation, fitted to FITTED alone, and
 the latencies, which are those of NCCL's own tuning.
 """
 
@@ -18,15 +18,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvtrain.plan.costs.algorithms import (
-    LINK_SHARE,
-    NETWORK_SECONDS,
-    NVLINK_SECONDS,
-    PCIE_SECONDS,
-    Link,
-    Machine,
-)
-from hvtrain.plan.costs.step import MIB, Cost, Gradient, Rules, Work, step_cost
+from hvtrain.plan.algorithms import LINK_SHARE, NETWORK_SECONDS, NVLINK_SECONDS, PCIE_SECONDS, Link, Machine
+from hvtrain.plan.step_cost import MIB, Cost, Gradient, Rules, Work, step_cost
 
 _NETWORKS = json.loads(Path(__file__).with_name("networks.json").read_text())
 NETWORKS = {name: [Gradient(*pair) for pair in gradients] for name, gradients in _NETWORKS.items()}

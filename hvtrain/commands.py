@@ -1,4 +1,4 @@
-"""The commands of `python -m hvtrain COMMAND ...`: what each does, and the module whose main() does it.
+"""The commands of `python -m hvtrain COMMAND ...`: what each does, and the function that does it.
 
 Only the command that is asked for is imported.
 """
@@ -6,6 +6,7 @@ Only the command that is asked for is imported.
 import difflib
 import re
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
@@ -15,43 +16,49 @@ from hvtrain.errors import ConfigError
 class Command(NamedTuple):
     """One command. takes_settings: its line may have the settings of a run."""
 
-    module: str
+    function: str
     about: str
     takes_settings: bool = False
+
+    def load(self) -> Callable[[], int]:
+        """Imports the function that does its work and returns the exit code."""
+        module, _, name = self.function.rpartition(".")
+        function: Callable[[], int] = getattr(import_module(f"hvtrain.{module}"), name)
+        return function
 
 
 GROUPS = {
     "look at a run": {
-        "runs": Command("report.runs", "the runs in a folder"),
-        "report": Command("report.command", "the page of a run, or several runs compared"),
+        "runs": Command("report.runs.main", "the runs in a folder"),
+        "report": Command("report.command.main", "the page of a run, or several runs compared"),
     },
     "look at data": {
-        "inspect": Command("checks.inspect", "what a data set holds, and what a training would refuse", True),
+        "inspect": Command("checks.inspect.main", "what a data set holds, and what a training would refuse", True),
     },
     "use a run": {
-        "evaluate": Command("finished.evaluate", "metrics of a finished run", True),
-        "predict": Command("finished.predict", "predictions for each example", True),
-        "export": Command("finished.export", "the model in another format, compared with the run's", True),
-        "generate": Command("finished.generate", "a text, continued by a language model", True),
+        "evaluate": Command("finished.commands.evaluate", "metrics of a finished run", True),
+        "predict": Command("finished.commands.predict", "predictions for each example", True),
+        "export": Command("finished.commands.export", "the model in another format, compared with the run's", True),
+        "generate": Command("finished.commands.generate", "a text, continued by a language model", True),
     },
     "search": {
-        "sweep": Command("search.sweep", "the settings with which a run learns best", True),
-        "find_lr": Command("search.find_lr", "a learning-rate range test", True),
-        "find_batch": Command("search.find_batch", "the largest batch, and the fastest", True),
-        "compare": Command("compare.command", "the same training under several strategies", True),
-        "plan": Command("plan.command", "batch, steps, memory and speed on many ranks, without them", True),
+        "sweep": Command("search.sweep.main", "the settings with which a run learns best", True),
+        "find_lr": Command("search.commands.find_lr", "a learning-rate range test", True),
+        "find_batch": Command("search.commands.find_batch", "the largest batch, and the fastest", True),
+        "compare": Command("compare.command.main", "the same training under several strategies", True),
+        "plan": Command("plan.command.main", "batch, steps, memory and speed on many ranks, without them", True),
     },
     "clusters": {
-        "launch": Command("launch.command", "ranks over ssh, one process by hand, or files for a cluster", True),
-        "spark": Command("spark", "a run on the executors of a Spark cluster", True),
-        "doctor": Command("checks.doctor", "what is wrong with these hosts", True),
-        "verify": Command("checks.verify", "whether the ranks train together", True),
-        "allreduce": Command("plan.allreduce", "seconds of an all-reduce by size, for plan --calibrate"),
-        "info": Command("checks.info", "versions, build and devices, to paste into an issue"),
+        "launch": Command("launch.command.main", "ranks over ssh, one process by hand, or files for a cluster", True),
+        "spark": Command("spark.main", "a run on the executors of a Spark cluster", True),
+        "doctor": Command("checks.doctor.main", "what is wrong with these hosts", True),
+        "verify": Command("checks.verify.main", "whether the ranks train together", True),
+        "allreduce": Command("plan.allreduce.main", "seconds of an all-reduce by size, for plan --calibrate"),
+        "info": Command("checks.info.main", "versions, build and devices, to paste into an issue"),
     },
     "develop": {
-        "migrate": Command("migrate.command", "a script for Horovod on Keras 2, rewritten for hvtrain.keras"),
-        "completion": Command("completion", "groups, choices and settings on the Tab key"),
+        "migrate": Command("migrate.command.main", "a script for Horovod on Keras 2, rewritten for hvtrain.keras"),
+        "completion": Command("completion.main", "groups, choices and settings on the Tab key"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -63,8 +70,7 @@ def run_command(name: str) -> int:
     if command is None:
         raise ConfigError(f"{name} is not a command{_advice(name)}; settings have the form SETTING=VALUE")
     del sys.argv[1]
-    code: int = import_module(f"hvtrain.{command.module}").main()
-    return code
+    return command.load()()
 
 
 def first_word(words: list[str]) -> str | None:

@@ -13,7 +13,7 @@ from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import CONFIGS
 from hvtrain.config.schema import GROUPS, SEVERAL, ModelOptions, RunConfig
 from hvtrain.config.validate import flatten
-from hvtrain.launch.clusters.kinds import KINDS
+from hvtrain.launch.cluster_kinds import KINDS
 from hvtrain.system.command import Parser
 
 # A line that begins with one of these may hold hvtrain's settings. Without a match the shell completes file names.

@@ -22,7 +22,7 @@ from hvtrain.config.schema import RunConfig, default_run_dir, from_dict
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch import environment
 from hvtrain.launch.first_failure import failed_rank
-from hvtrain.launch.marked_stream import MARK
+from hvtrain.launch.output import MARK
 from hvtrain.system import console
 from hvtrain.system.command import Parser, at_least, enter
 

@@ -225,7 +225,7 @@ FAULTS = [
     Fault(
         "silence-unnamed",
         "the watchdog ends the run and does not name the rank that answers no more",
-        "watchdog/judge.py",
+        "watchdog/progress.py",
         "guilty = culprits(ranks, now, rules)",
         "guilty: list[RankState] = []",
         ("tests/watchdog/test_watchdog.py::test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks[1]",),

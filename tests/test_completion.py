@@ -1,6 +1,5 @@
 """python -m hvtrain completion in a real bash: called as bash calls it, and by the Tab key of a terminal."""
 
-import importlib
 import os
 import pty
 import select
@@ -165,6 +164,6 @@ def test_the_commands_that_take_settings():
         "parse_command(",
     )
     for name, command in COMMANDS.items():
-        module = importlib.import_module(f"hvtrain.{command.module}")
+        module = sys.modules[command.load().__module__]
         files = [Path(module.__file__), *([Path(options.__file__)] if name == "launch" else [])]
         assert any(sign in file.read_text() for file in files for sign in signs) == command.takes_settings, name

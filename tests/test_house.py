@@ -21,10 +21,7 @@ VAGUE = {"found", "one", "came", "said", "told", "giver"}
 SHORT = {
     "__main__.py": "the command line",
     "core/buckets.py": "keras/ and plan/ use it, and core/ has no closer idea",
-    "finished/evaluate.py": "a command",
-    "finished/generate.py": "a command",
     "launch/horovodrun.py": "the program horovodrun",
-    "report/command.py": "a command",
     "system/text.py": "numbers for people, which every room has",
     "trackers/tensorboard.py": "a choice of tracker=",
     "core/version.py": "every room imports it",

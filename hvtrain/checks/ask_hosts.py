@@ -10,8 +10,7 @@ from typing import Any
 
 from hvtrain.checks import probe
 from hvtrain.errors import RankError
-from hvtrain.launch.remote_hosts import is_local
-from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
+from hvtrain.launch.remote_hosts import LOADER, SSH_FAILED, Ssh, answer, is_local, request
 from hvtrain.system import host_facts
 
 Facts = dict[str, Any]

@@ -18,7 +18,7 @@ from hvtrain.checks.table import CheckTable, Row, fail, passed, skip
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.launch.job import parse_hosts
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system.command import RUN_SETTINGS, Parser
 
 FACTS_SECONDS = 30.0

@@ -10,7 +10,7 @@ from typing import Any
 from hvtrain.checks.ask_hosts import Facts, ask, facts_request
 from hvtrain.launch.environment import travels
 from hvtrain.launch.job import parse_hosts
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system.command import Parser
 from hvtrain.system.host_facts import checkout
 from hvtrain.system.text import human_bytes

@@ -18,7 +18,7 @@ from hvtrain.checks.table import Row, fail, passed
 from hvtrain.launch import environment
 from hvtrain.launch.child import end, ends_within, failure, started
 from hvtrain.launch.job import Host, Job, launcher_command
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system.text import human_bytes
 
 MARK = "hvtrain-links:"

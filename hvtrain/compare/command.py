@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.compare.conclusion import on_more_ranks, plan_arguments
-from hvtrain.compare.contest import Contest
-from hvtrain.compare.contestants import JOINT, RANK, contestants
-from hvtrain.compare.one_run import Launcher, exit_at_signals
-from hvtrain.compare.page import html, write_png
-from hvtrain.compare.summary import summary, table
+from hvtrain.compare.contest import JOINT, RANK, Contest, Launcher, contestants
+from hvtrain.compare.measure import exit_at_signals
+from hvtrain.compare.results import html, summary, table, write_png
 from hvtrain.core.files import write_atomic
 from hvtrain.errors import INTERRUPTED, ConfigError
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, make_output

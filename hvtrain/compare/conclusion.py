@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hvtrain.compare.contestants import SINGLE
-from hvtrain.compare.rounds import Ratio, ratio
+from hvtrain.compare.contest import SINGLE
+from hvtrain.compare.measure import Ratio, ratio
 from hvtrain.system.secrets import without_secrets
 
 # With fewer than 3 rounds the interval of order statistics says nothing: its coverage is at most this.

@@ -17,9 +17,8 @@ from hvtrain.errors import ConfigError
 from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import shell_code
 from hvtrain.launch.job import Roles, with_own_python
-from hvtrain.launch.remote_hosts import address_towards
+from hvtrain.launch.remote_hosts import Ssh, address_towards
 from hvtrain.launch.rendezvous import Rendezvous, claim
-from hvtrain.launch.ssh import Ssh
 from hvtrain.system import host_facts
 
 START_SECONDS = 120.0
@@ -49,6 +48,7 @@ def start(
     """
     names = roles.names
     host, address, port = _parse(coordinator)
+    # Before it claims its own rank, which it does over the network like all others.
     server = _serve(host, address, port, names) if rank == 0 else None
     try:
         own_address = address_towards(host)
@@ -79,6 +79,7 @@ def start(
         return _run(command, {**defaults, **os.environ, **variables, **gloo})
     finally:
         if server:
+            # After the command: ranks that start again (comm.tune) meet in the same store.
             server.close()
 
 
@@ -91,6 +92,7 @@ def horovod_variables(rank: int, rank_hosts: Sequence[tuple[str, ...]]) -> dict[
     """
     ranks_on: dict[tuple[str, ...], list[int]] = {}
     for number, rank_host in enumerate(rank_hosts):
+        # By name and address: two hosts may have the same name.
         ranks_on.setdefault(rank_host, []).append(number)
 
     local_ranks = ranks_on[rank_hosts[rank]]

@@ -39,6 +39,7 @@ def started(
 
     def prepare() -> None:
         set_parent()
+        # In the child, before it starts threads: they inherit it.
         os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
 
     with log.open("wb") as output, signals_held() as release:
@@ -94,6 +95,7 @@ def failure(output: str, code: int) -> str:
     'it printed nothing (exit code -9)'
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    # Our own message says what to do; a line of a library behind it does not.
     messages = [line for line in lines if line.startswith("hvtrain: ") and not line.startswith(_LOGS_LINE)]
     last = (messages or lines or ["it printed nothing"])[-1]
     return f"{last.removeprefix('hvtrain: ')} (exit code {code})"

@@ -17,9 +17,8 @@ from hvtrain.config.compose import compose, own_folders
 from hvtrain.config.schema import default_run_dir, from_dict
 from hvtrain.core.files import refuse_link
 from hvtrain.errors import ConfigError
-from hvtrain.launch import by_hand, environment, remote_hosts, restart
-from hvtrain.launch.clusters import choice
-from hvtrain.launch.clusters.kinds import ClusterKind, Slurm
+from hvtrain.launch import by_hand, cluster_files, environment, remote_hosts, restart
+from hvtrain.launch.cluster_kinds import ClusterKind, Slurm
 from hvtrain.launch.job import (
     SECONDS_TO_BEGIN,
     Host,
@@ -32,7 +31,7 @@ from hvtrain.launch.job import (
     roles_of,
 )
 from hvtrain.launch.options import check, given, parser
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system import secrets
 
 
@@ -48,8 +47,9 @@ def main() -> int:
 
     run_arguments = line[end + 1 :]
     folders = own_folders(run_arguments)
-    cluster = choice.choose(options.settings, folders)
+    cluster = cluster_files.choose(options.settings, folders)
     run = _run(run_arguments, options, cluster)
+    # Hydra has printed what was asked for, such as its help.
     if run is None:
         return 0
 
@@ -221,6 +221,7 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
         network = None
         if job.mpirun:
             network = remote_hosts.check([host.name for host in job.hosts], job.ssh)
+        # Without a launch's folder: nobody supervises the script from outside.
         line = launcher_command(job, network)
         path = Path(options.output or "launch/ssh") / "launch.sh"
         _write_script(path, job, line)
@@ -243,8 +244,8 @@ def _by_files(options: argparse.Namespace, cluster: ClusterKind, job: Job, folde
     Returns the exit code of the submission.
     """
     folder = Path(options.output or f"launch/{cluster.kind}")
-    paths = choice.write(cluster, job, folder, folders)
-    submission = shlex.join(choice.submission(cluster, folder))
+    paths = cluster_files.write(cluster, job, folder, folders)
+    submission = shlex.join(cluster_files.submission(cluster, folder))
     if options.dry_run:
         for path in paths:
             print(f"# ---- {path}\n{path.read_text(encoding='utf-8')}")
@@ -252,7 +253,7 @@ def _by_files(options: argparse.Namespace, cluster: ClusterKind, job: Job, folde
         return 0
 
     print(f"running: {submission}", flush=True)
-    return choice.submit(cluster, folder)
+    return cluster_files.submit(cluster, folder)
 
 
 def _write_script(path: Path, job: Job, line: list[str]) -> None:

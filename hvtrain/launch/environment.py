@@ -30,6 +30,7 @@ MORE = "HVTRAIN_ENV"
 def for_ranks(environ: Mapping[str, str], options: Iterable[str] = ()) -> dict[str, str]:
     """The variables that ranks get over ssh: those allowed, those of --env, and the addresses of notices."""
     variables = {name: value for name, value in environ.items() if travels(name, environ)}
+    # Programs of this environment come first on every host, without an activated shell.
     variables.update(of_this_environment(variables.get("PATH", "")))
 
     if NOTIFY in environ:
@@ -73,6 +74,7 @@ def of_this_environment(path: str) -> dict[str, str]:
 def for_launcher(environ: Mapping[str, str], rank_variables: Mapping[str, str]) -> dict[str, str]:
     """The launcher's own variables: the ranks' and this host's."""
     of_host = {name: value for name, value in environ.items() if _OF_THIS_HOST.fullmatch(name)}
+    # The ranks win: for them a variable may have been chosen anew, such as PATH.
     return {**of_host, **rank_variables}
 
 

@@ -120,6 +120,7 @@ class Listener:
         # A process between the launcher and a rank may have begun the line ("Exception in thread ")
         # and died.
         begun, prefix, rest = line.partition(console.VERDICT_PREFIX)
+        # That is horovodrun, which knows the rank by its name alone.
         statement = console.read_verdict(f"{prefix}{rest}")
         if statement:
             self.first = self.first or End(str(statement.rank), shell_code(statement.code or 0))

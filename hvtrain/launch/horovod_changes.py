@@ -174,6 +174,7 @@ class Server(Store):
 
     def start(self, driver: Any = None) -> int:
         self._driver = driver
+        # The driver answers once all ranks are ready, so each question needs a thread.
         self.get_waits = driver is not None
         self.serve()
         return self.server_port

@@ -37,15 +37,16 @@ from hvtrain.launch import on_host, remote_hosts
 from hvtrain.launch.environment import of_this_environment
 from hvtrain.launch.first_failure import failed_rank, shell_code
 from hvtrain.launch.job import (
+    MPI_NOTICES_CUTS,
     Job,
     hosts_option,
+    mpi_options,
     parse_hostfile,
     parse_hosts,
     place_ranks,
     used_hosts,
 )
-from hvtrain.launch.remote_hosts import URI_FILE, HostCalls
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.remote_hosts import URI_FILE, HostCalls, Ssh
 from hvtrain.system.console import Verdict
 
 ELASTIC_TIMEOUT_SECONDS = 600  # Horovod's default for --elastic-timeout.
@@ -135,6 +136,7 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
 
     # Ranks on other hosts start with the same options as every other command there.
     remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
+    # They are among the options now, and Horovod would give them twice.
     args.ssh_port = None
     args.ssh_identity_file = None
     # It was checked above, with a reason in one line.
@@ -143,9 +145,9 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
     # For the ranks' traffic, Horovod gives Open MPI the interfaces of --network-interfaces itself.
     if args.nics:
         options = ["--prefix", sys.prefix, "-mca", "oob_tcp_if_include", ",".join(args.nics)]
-        options += ["-mca", "plm_rsh_args", " ".join(ssh.options), *remote_hosts.MPI_NOTICES_CUTS]
+        options += ["-mca", "plm_rsh_args", " ".join(ssh.options), *MPI_NOTICES_CUTS]
     else:
-        options = remote_hosts.mpi_options(network.subnet, ",".join(network.interfaces), ssh)
+        options = mpi_options(network.subnet, ",".join(network.interfaces), ssh)
         driver_service.get_common_interfaces = lambda *args: [network.interface] if by_gloo else []
     if not by_gloo:
         args.mpi_args = f"{shlex.join(options)} {args.mpi_args or ''}"
@@ -184,6 +186,7 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
 
     Raises ConfigError.
     """
+    # As Horovod itself reads it: a host without a number has --slots of them.
     script = discovery.HostDiscoveryScript(args.host_discovery_script, args.slots or 1)
     limit = args.elastic_timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_SECONDS))
     began = time.monotonic()

@@ -14,15 +14,23 @@ from typing import Any
 
 from hvtrain.errors import ConfigError
 from hvtrain.launch.on_host import MARK
-from hvtrain.launch.remote_hosts import URI_FILE, HostNetwork, mpi_options
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.remote_hosts import URI_FILE, HostNetwork, Ssh
 
 HOST_NAME = r"\w[\w.-]*"  # ssh would take a leading dash for an option.
 
+# The jobs of TF_CONFIG, which users of TensorFlow know.
 COORDINATOR, SERVER, WORKER = "coordinator", "ps", "worker"
 # Until a rank runs on any host. --start-timeout sets it.
 SECONDS_TO_BEGIN = 300.0
 CHIEF = "chief"  # TensorFlow's name for the coordinator in TF_CONFIG.
+
+# Open MPI then notices a lost host or a cut network after 40 to 45 s: after the watchdog, which
+# explains it better. By default mpirun waits for that host for a quarter of an hour.
+MPI_NOTICES_CUTS = [
+    *("-mca", "oob_tcp_keepalive_time", "5"),
+    *("-mca", "oob_tcp_keepalive_intvl", "1"),
+    *("-mca", "oob_tcp_keepalive_probes", "40"),
+]
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Roles:
     @property
     def counts(self) -> dict[str, int]:
         """The number of processes of each role that the run has, in the order of their ranks."""
+        # Without parameter servers there is no coordinator, and rank 0 is worker 0.
         counts = {COORDINATOR: int(self.num_ps > 0), SERVER: self.num_ps, WORKER: self.num_workers}
         return {role: count for role, count in counts.items() if count}
 
@@ -77,6 +86,7 @@ class Roles:
         >>> Roles(2, 1).label(3), Roles(2).label(1)
         ('worker 1 (rank 3)', 'rank 1')
         """
+        # Without servers a rank and the index of its worker are the same number.
         if self.num_ps and rank < len(self.names):
             return f"{self.names[rank]} (rank {rank})"
         return f"rank {rank}"
@@ -86,6 +96,7 @@ class Roles:
 
         Raises ConfigError if there is no such process.
         """
+        # TF_CONFIG has both names for it.
         if role == CHIEF:
             role = COORDINATOR
         if role not in self.counts:
@@ -115,6 +126,7 @@ def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
     """
     if "num_ps" in strategy:
         num_ps = strategy["num_ps"]
+        # In Python True is an int.
         if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
             raise ConfigError(f"strategy.num_ps={num_ps} is out of range; it must be a whole number of at least 1")
         return Roles(num_training, num_ps)
@@ -188,6 +200,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
             raise ConfigError(f"-H {text}: {part!r} is not a host and a number of ranks; write -H s1:4,s2:4")
         hosts.append(Host(match[1], int(match[2] or 1)))
 
+    # Two numbers of slots for one host would have to be added up or told apart.
     name, times = Counter(host.name for host in hosts).most_common(1)[0]
     if times > 1:
         raise ConfigError(f"-H {text}: {name} is there twice; name each host once, with all its ranks")
@@ -206,6 +219,7 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
             f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
         ) from None
 
+    # In the form of -H, so that both are checked by the same rules.
     entries = [re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in lines]
     return parse_hosts(",".join(filter(None, entries)))
 
@@ -236,6 +250,7 @@ def place_ranks(job: Job) -> tuple[str, ...]:
             f"-np {job.num_ranks} needs as many slots and -H {hosts_option(job.hosts)} has {len(slots)}; "
             "lower -np or add hosts"
         )
+    # The coordinator and parameter servers are extra and need no slots (--num-ps).
     return slots[:1] * (job.num_processes - job.num_ranks) + slots[: job.num_ranks]
 
 
@@ -264,6 +279,7 @@ def launcher_command(
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
 
     hosts = ""
+    # The hosts of an elastic job are not known before its script has run.
     if not job.discovery_script:
         hosts = hosts_option(_hosts_of_processes(job))
     values = {
@@ -278,6 +294,7 @@ def launcher_command(
     }
     line.append(f"--{job.controller}")
     for name, value in values.items():
+        # What is not set is left to the launcher.
         if value:
             line += [name, str(value)]
     return [*line, *rank_command]
@@ -317,9 +334,11 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
         "btl",
         "^openib",
     ]
+    # Open MPI refuses to run as root without it; in a container ranks often are root.
     if os.geteuid() == 0:
         line.append("--allow-run-as-root")
 
+    # What the user names wins over what was found.
     if job.interfaces:
         line += mpi_options(job.interfaces, job.interfaces, job.ssh)
     elif network:
@@ -338,6 +357,24 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
     for name in sorted(job.environment):
         line += ["-x", name]
     return line
+
+
+def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
+    """Open MPI's options to start ranks on those hosts and to let them talk.
+
+    The subnet rather than an interface is given: names may differ from host to host, and Open MPI
+    would try an interface that has the same address everywhere (docker0) and wait forever. A user's
+    own choice of NCCL's interface wins over interface_names.
+    """
+    nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME", interface_names)
+    return [
+        *("--prefix", sys.prefix),
+        *("-mca", "btl_tcp_if_include", subnet),
+        *("-mca", "oob_tcp_if_include", subnet),
+        *("-mca", "plm_rsh_args", " ".join(ssh.options)),
+        *MPI_NOTICES_CUTS,
+        *("-x", f"NCCL_SOCKET_IFNAME={nccl_interface}"),
+    ]
 
 
 def _hosts_of_processes(job: Job) -> tuple[Host, ...]:

@@ -1,6 +1,6 @@
 """A launch on one host: asks its ranks to stop, ends what is left of it.
 
-Standard library only: launch/ssh.py runs this text on other hosts.
+Standard library only: launch/remote_hosts.py runs this text on other hosts.
 
 All processes of a launch have its mark, a variable; those of an Open MPI job are also known by the
 job's number.

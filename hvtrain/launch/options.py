@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from hvtrain.config.compose import setting_lines
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.kinds import KINDS, ClusterKind
+from hvtrain.launch.cluster_kinds import KINDS, ClusterKind
 from hvtrain.launch.job import Roles
 from hvtrain.system.command import Parser, at_least, positive
 
@@ -27,6 +27,7 @@ CLUSTERS = """
 CLUSTERS (settings with their defaults; for one of your own: --config-dir DIR after --, with DIR/cluster/NAME.yaml;
 a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of it)
   cluster=ssh        hosts that are reached over ssh"""
+# They change the number of ranks while the job runs, which only some starts allow.
 ELASTIC = ("--min-np", "--max-np", "--host-discovery-script")
 # These only mean something where this launcher itself starts the ranks.
 OVER_SSH = ("-p", "-i", "--logs", "--mpirun", "--max-restarts")
@@ -41,7 +42,7 @@ def parser() -> Parser:
         epilog=EXAMPLES,
         more_help=_clusters_help,
     )
-    # clusters/choice.py takes these apart.
+    # cluster_files.py takes these apart.
     options.add_argument("settings", nargs="*", metavar="cluster=KIND, cluster.SETTING=VALUE", help="listed below")
     _add_ranks(options)
     _add_starting(options)
@@ -65,6 +66,7 @@ def _add_ranks(parser: Parser) -> None:
         help="parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots",
     )
 
+    # Three sources of hosts, of which a job has one.
     hosts = group.add_mutually_exclusive_group()
     hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots")
     hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file with lines such as: s1 slots=4")
@@ -92,6 +94,7 @@ def _add_ranks(parser: Parser) -> None:
 
 def _add_starting(parser: Parser) -> None:
     group = parser.add_argument_group("how ranks are started")
+    # Together they set `how`; none of them leaves it None, which is taken for MPI.
     launchers = group.add_mutually_exclusive_group()
     for name, about in {
         "mpi": "Horovod's launcher on MPI (default)",
@@ -163,6 +166,8 @@ def _clusters_help() -> str:
 def given(parser: Parser, options: argparse.Namespace) -> set[str]:
     """The names of the options that the command line gave."""
     names: set[str] = set()
+    # argparse does not keep what the line gave, so an option counts if it differs from its default.
+    # Those that share a destination, such as --mpi and --gloo, differ in their constant.
     for action in parser._actions:
         value = getattr(options, action.dest, action.default)
         if value != action.default and action.const in (None, value):
@@ -179,6 +184,7 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
         ):
             if name not in names:
                 raise ConfigError(f"--job-name came without {name}; give {meaning}")
+        # What starts several ranks, or writes files, means nothing for one process.
         by = "--job-name, which starts one process here"
         _refuse(names, (*OVER_SSH, *ELASTIC, "--mpi", "--dry-run", "--output"), by)
         if cluster:
@@ -188,11 +194,13 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
     for name in ("--task-index", "--coordinator"):
         if name in names:
             raise ConfigError(f"{name} came without --job-name; give the job of this process too, or leave it out")
+    # The roles are counted when the processes start, and nobody can join later.
     if roles.reason:
         _refuse(names, ELASTIC, f"a strategy that {roles.reason}: their number is fixed")
     if not cluster:
         return
 
+    # A scheduler starts these ranks, in places that this launcher does not know yet.
     not_in_files = (*OVER_SSH, "--start-timeout", "--network-interfaces", "--host-discovery-script")
     _refuse(names, not_in_files, f"cluster={cluster.kind}, which cannot use it")
     if roles.reason and not cluster.starts_roles:

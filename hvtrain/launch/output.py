@@ -1,5 +1,9 @@
 """Passes on what a launcher and its ranks write; the listener learns from it which rank failed first.
 
+Launchers mark what ranks write: horovodrun --gloo with [3]<stdout>:, mpirun --tag-output with [1,3]<stdout>: (job,
+rank). mpirun marks each piece that a rank writes, so marks may stand in the middle of a line, and pieces of several
+ranks in one. MarkedStream tells who wrote which line, in whatever pieces it arrives.
+
 `hvtrain launch` uses RankOutput, and horovodrun PlainOutput. They have in common:
 
 - listener: hears the launcher's own lines and the ranks' error output.
@@ -15,13 +19,103 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, NamedTuple, TextIO
 
 from hvtrain.errors import ConfigError
 from hvtrain.launch.first_failure import RULER, Listener
-from hvtrain.launch.marked_stream import LAUNCHER, Line, MarkedStream, Source
 from hvtrain.system import drawing
 from hvtrain.system.drawing import Drawing, LiveDisplay
+
+# With --prefix-output-with-timestamp, the time stands before the brackets.
+MARK = re.compile(r"(?:\w{3} \w{3} [ \d]\d [\d:]{8} \d{4})?\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
+BEGUN_MARK = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?\Z")
+
+
+Source = tuple[int | None, str]
+"""Whose text it is: a rank's on one of its streams, or the launcher's."""
+
+
+class Line(NamedTuple):
+    """A line, or what has arrived of it. rank: who wrote it; None: the launcher. mark: the last one; "" if none."""
+
+    rank: int | None
+    stream: str
+    mark: str
+    text: str
+
+    @property
+    def source(self) -> Source:
+        return self.rank, self.stream
+
+    @property
+    def is_whole(self) -> bool:
+        return self.text.endswith("\n")
+
+
+LAUNCHER = Line(None, "", "", "")
+
+
+class MarkedStream:
+    """Yields lines as they grow: each time with all of their text so far, the last time with the end of the line.
+
+    The state is the writer of the text that follows. At the start that is the launcher.
+
+    | writer   | after a mark                                      | after the end of a line |
+    |----------|---------------------------------------------------|-------------------------|
+    | launcher | that rank; what the launcher has begun is a line  | launcher                |
+    | a rank   | that rank; what the first has begun is kept       | launcher                |
+
+    `begun` has the lines that have no end so far.
+
+    >>> stream = MarkedStream()
+    >>> for line in stream.feed("[1,0]<stdout>:Epoch [1,1]<stdout>:one\\n[1,0]<stdout>:1\\n"):
+    ...     print(line.rank, repr(line.text))
+    0 'Epoch '
+    1 'one\\n'
+    0 'Epoch 1\\n'
+    """
+
+    def __init__(self) -> None:
+        self.begun: dict[Source, Line] = {}
+        self._writer = LAUNCHER
+        self._begun_mark = ""
+
+    def feed(self, text: str) -> Iterator[Line]:
+        """Yields the lines that the text begins, continues or ends.
+
+        What may be the beginning of a mark waits for the next text.
+        """
+        text = self._begun_mark + text
+        cut = BEGUN_MARK.search(text)
+        self._begun_mark = cut[0] if cut else ""
+        text = text[: len(text) - len(self._begun_mark)]
+
+        position = 0
+        for mark in MARK.finditer(text):
+            yield from self._add(text[position : mark.start()])
+            # The launcher's text does not go on behind a rank's: a process that dies as it complains
+            # leaves half a line, and a ruler of Open MPI's behind it would not be recognized.
+            begun = self.begun.pop(LAUNCHER.source, None)
+            if begun:
+                yield begun._replace(text=f"{begun.text}\n")
+            self._writer = Line(int(mark[1]), mark[2], mark[0], "")
+            position = mark.end()
+        yield from self._add(text[position:])
+
+    def end(self) -> Iterator[Line]:
+        """Yields a line that waited for a mark, at the end of the stream."""
+        yield from self._add(self._begun_mark)
+
+    def _add(self, text: str) -> Iterator[Line]:
+        for part in re.findall(r"[^\n]*\n|[^\n]+", text):
+            begun = self.begun.pop(self._writer.source, LAUNCHER)
+            line = self._writer._replace(text=begun.text + part)
+            if line.is_whole:
+                self._writer = LAUNCHER
+            else:
+                self.begun[line.source] = line
+            yield line
+
 
 # What launchers write about ranks that explain it better themselves.
 _NOISE = re.compile(r"Process \d+ exit with status code|Terminating remaining workers after failure")
@@ -74,6 +168,7 @@ class RankOutput:
                     self._show(line)
 
         list(marked.end())
+        # A launcher that was killed may have begun a line, which the listener has to see whole.
         last = marked.begun.pop(LAUNCHER.source, None)
         if last:
             self._show(last._replace(text=f"{last.text}\n"))
@@ -101,10 +196,13 @@ class RankOutput:
             return
 
         self._log(line.rank, text)
+        # The log has it; on the console the verdict says more.
         if text in _BY_SHELL:
             return
+        # Rank 0 speaks for all, so its lines look as those of a single process.
         if line.rank == 0:
             write(getattr(sys, line.stream), text)
+        # Others write only when something is wrong; an empty line of theirs says nothing.
         elif text.strip():
             write(sys.stderr, f"[rank {line.rank}{self._host(' ', line.rank)}] {text}")
 
@@ -124,6 +222,7 @@ class RankOutput:
             self._files[rank].write(text)
             self._files[rank].flush()
         except OSError as error:
+            # Said once: each further line would fail in the same way.
             self._given_up.add(rank)
             advice = "make room there"
             if error.errno in (errno.EMFILE, errno.ENFILE):  # Too many open files.
@@ -228,6 +327,7 @@ class PlainStream:
         if not (waits or self._shows_lines() or RULER.startswith(line.text)):
             hidden = _MAY_BE_HIDDEN.search(line.text)
             end = hidden.start() if hidden else len(line.text)
+        # When the line ends, only what is not on the console yet is shown.
         self._shown[line.source] = end
         return self._placed(line, line.text[begin:end])
 
@@ -237,6 +337,7 @@ class PlainStream:
             return ""
         if (line.rank or self._keeps_marks) and self._last != line.source:
             text = line.mark + text
+        # Another rank has begun a line there, which may not be continued by this one.
         if self._last not in (line.source, None):
             text = f"\n{text}"
         self._last = None if text.endswith("\n") else line.source
@@ -267,6 +368,7 @@ def write(stream: TextIO, text: str) -> None:
 
 def discard(stream: TextIO) -> None:
     """Sends what the stream holds, and all that follows, nowhere."""
+    # A write to a closed pipe would fail again at exit, with a message of Python.
     null_device = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_device, stream.fileno())
     os.close(null_device)

@@ -1,7 +1,13 @@
-"""The hosts of a launch: checks before any rank starts, the network that joins them, and calls on all of them."""
+"""The hosts of a launch: ssh to them, checks before any rank starts, the network that joins them, calls on all of them.
 
+ssh asks nothing, and its failures are explained in one line. A function that it runs on a host needs only Python there:
+the text of its modules is sent along.
+"""
+
+import getpass
 import json
-import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -10,12 +16,127 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hvtrain.errors import RankError
 from hvtrain.launch import on_host
-from hvtrain.launch.ssh import LOADER, SSH_FAILED, Ssh, answer, request
 from hvtrain.system import host_facts
+
+# For ssh to reach a host; a host that is down answers nothing at all.
+CONNECT_SECONDS = 10
+# ssh's own exit code; any other is that of the command on the host.
+SSH_FAILED = 255
+_ANSWER = "hvtrain-answer:"
+# Creates the modules that are sent, under their own names, with or without hvtrain on that host.
+LOADER = f"""
+import json, sys, types
+modules, (name, function, arguments) = json.load(sys.stdin)
+for full_name, text in modules:
+    module = sys.modules[full_name] = types.ModuleType(full_name)
+    parent, _, leaf = full_name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], leaf, module)
+    exec(compile(text, full_name, "exec"), module.__dict__)
+print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
+"""
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """Options of ssh: `-p` and `-i` of horovodrun.
+
+    Users and all others belong into ~/.ssh/config.
+    """
+
+    port: int | None = None
+    identity_file: str | None = None
+
+    @property
+    def options(self) -> list[str]:
+        """The words between ssh and the host.
+
+        A new host becomes known; one whose key has changed is refused.
+        """
+        settings = [
+            # A question for a password would wait for an answer that nobody gives.
+            "BatchMode=yes",
+            "StrictHostKeyChecking=accept-new",
+            f"ConnectTimeout={CONNECT_SECONDS}",
+            # A lost host is noticed within a minute, also in the middle of a run.
+            "ServerAliveInterval=10",
+            "ServerAliveCountMax=3",
+        ]
+        options = [part for setting in settings for part in ("-o", setting)]
+        if self.port:
+            options += ["-p", str(self.port)]
+        if self.identity_file:
+            options += ["-i", self.identity_file]
+        return options
+
+    def run(
+        self,
+        host: str,
+        command: list[str],
+        stdin: str = "",
+        timeout: float = 60,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command on the host. Raises subprocess.TimeoutExpired."""
+        return subprocess.run(
+            ["ssh", *self.options, host, shlex.join(command)],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def trouble(self, host: str, output: str) -> str:
+        """Explains in one line, from its error output, why ssh failed and what to do."""
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        # ssh gives its reason last, behind what a banner or a warning has said.
+        last = ["it said nothing", *lines][-1]
+        reason = last.split(": ")[-1]
+        port = f" -p {self.port}" if self.port else ""
+
+        if "Could not resolve" in output or "Name or service not known" in output:
+            return (
+                f"host {host} has no IPv4 address here; "
+                "add it to /etc/hosts or DNS (an alias of ~/.ssh/config is not enough), or give -H its address"
+            )
+        if "Permission denied" in output:
+            return (
+                f"host {host} does not let {getpass.getuser()} in without a password: {reason}; "
+                f"ssh-copy-id{port} -i {self.identity_file or '~/.ssh/id_ed25519'} {host} "
+                "(no key yet: ssh-keygen -t ed25519), or name the key with -i"
+            )
+        if "HOST IDENTIFICATION HAS CHANGED" in output or "Host key verification failed" in output:
+            name = f"[{host}]:{self.port}" if self.port else host
+            return f"host {host} shows another host key than before; if it was reinstalled: ssh-keygen -R {name}"
+        if "refused" in output:
+            return f"nothing answers ssh on host {host}, port {self.port or 22}; start sshd there, or name its port: -p"
+        if "timed out" in output or "No route" in output or "unreachable" in output:
+            return f"host {host} cannot be reached ({reason}); is it up, and on this network?"
+        return f"ssh to host {host} failed: {last}; try: ssh{port} {host} true"
+
+
+def request(modules: Sequence[ModuleType], function: str, *arguments: Any) -> str:
+    """The input of `python -c LOADER`, which then calls a function of the last module; the others are its imports."""
+    # The loader makes an empty package for each, so that imports between the modules find them.
+    packages = sorted({"hvtrain", *(module.__name__.rpartition(".")[0] for module in modules)})
+    texts = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
+    call = (modules[-1].__name__, function, arguments)
+    return json.dumps(([*((package, "") for package in packages), *texts], call))
+
+
+def answer(output: str) -> Any:
+    """The function's result from what `python -c LOADER` printed; None if it is not there.
+
+    The greeting of a login shell may stand before it.
+    """
+    match = re.search(rf"^{_ANSWER} (.*)$", output, re.MULTILINE)
+    return json.loads(match[1]) if match else None
+
 
 URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
 SECONDS_FOR_A_HOST = 20.0
@@ -31,15 +152,6 @@ _PARALLEL_CALLS = 32
 _NO_PYTHON = 86
 _NO_FOLDER = 87
 _LOOK = f'test -x "$0" || exit {_NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
-
-# Open MPI then notices a lost host or a cut network after 40 to 45 s: after the watchdog, which
-# explains it better. By default mpirun waits for that host for a quarter of an hour.
-MPI_NOTICES_CUTS = [
-    *("-mca", "oob_tcp_keepalive_time", "5"),
-    *("-mca", "oob_tcp_keepalive_intvl", "1"),
-    *("-mca", "oob_tcp_keepalive_probes", "40"),
-]
-
 
 Answers = dict[str, dict[str, int] | None]
 """What a function of on_host returned on each host; None: ssh did not reach it."""
@@ -78,6 +190,7 @@ class HostCalls:
 
         Returns the others' answers; None for a host that ssh did not reach.
         """
+        # Here without ssh, which would need an account that may log in to itself.
         on_host.clear(mark, job)
         with ThreadPoolExecutor(_PARALLEL_CALLS) as pool:
             answers = pool.map(lambda host: self.call(host, "clear", mark, job), self.remote)
@@ -88,6 +201,7 @@ class HostCalls:
 
         Returns their number.
         """
+        # Most launches have ranks here, and then no other host has to be asked.
         count: int = getattr(on_host, function)(mark, *arguments)["count"]
         for host in self.remote:
             if count:
@@ -158,6 +272,7 @@ def check(hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
     Raises RankError in one line for the first host that cannot take part.
     """
     with ThreadPoolExecutor(_PARALLEL_CALLS) as pool:
+        # Names are looked up at the same time: a slow name server would add up.
         others = [host for host, local in zip(hosts, pool.map(is_local, hosts)) if not local]
         if not others:
             return None
@@ -194,6 +309,7 @@ def common_interface(hosts: Sequence[str]) -> str:
     Raises RankError if there are several or none.
     """
     names = {host_facts.interface_of(address_towards(host)) for host in hosts}
+    # Which of several networks is meant, only the user knows.
     if len(names) != 1 or None in names:
         listed = ", ".join(sorted(str(name) for name in names))
         raise RankError(
@@ -253,21 +369,3 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
     else:
         return facts
     raise RankError(f"host {host} {fault}")
-
-
-def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
-    """Open MPI's options to start ranks on those hosts and to let them talk.
-
-    The subnet rather than an interface is given: names may differ from host to host, and Open MPI
-    would try an interface that has the same address everywhere (docker0) and wait forever. A user's
-    own choice of NCCL's interface wins over interface_names.
-    """
-    nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME", interface_names)
-    return [
-        *("--prefix", sys.prefix),
-        *("-mca", "btl_tcp_if_include", subnet),
-        *("-mca", "oob_tcp_if_include", subnet),
-        *("-mca", "plm_rsh_args", " ".join(ssh.options)),
-        *MPI_NOTICES_CUTS,
-        *("-x", f"NCCL_SOCKET_IFNAME={nccl_interface}"),
-    ]

@@ -109,6 +109,7 @@ class Store(ThreadingHTTPServer):
         """Leaves a caller without an answer, and prints one line for each address, instead of a traceback."""
         host = client_address[0]
         if host not in self._strangers:
+            # Once for each host, however often it comes back.
             self._strangers.add(host)
             sys.stderr.write(f"hvtrain: {host} sent what no rank would to this launch's port; it was dropped\n")
 
@@ -249,6 +250,7 @@ def claim(
     deadline = time.monotonic() + seconds
     missing: list[str] = []
     while True:
+        # Asked before the call, so that there is at least one, however short the time is.
         is_late = time.monotonic() > deadline
         connection = http.client.HTTPConnection(*coordinator, timeout=SECONDS_FOR_AN_ANSWER)
         try:
@@ -274,6 +276,7 @@ def claim(
         else:
             if response.status == _OK:
                 return answer
+            # Waiting would not help: another process has the rank, or counts others.
             if response.status == _REFUSED:
                 raise ConfigError(answer)
             missing = answer

@@ -63,6 +63,7 @@ def run(
             remaining, plan = _plan_restart(job, run_dir, min_ranks or job.num_ranks, num_failures, seconds)
             console.say_error(f"restart {attempt} of {max_restarts} {plan}", 0)
 
+            # A Ctrl-C during the pause ends it at once.
             signals.received.wait(seconds)
             if signals.first in (signal.SIGINT, signal.SIGHUP):
                 return 128 + signals.first
@@ -135,6 +136,7 @@ def choose_hosts(
     """
     present = tuple(host for host in hosts if host.name not in absent)
     good = tuple(host for host in present if num_failures.get(host.name, 0) < FAILURES_OF_A_BAD_HOST)
+    # A host that fails often is better than no restart.
     for candidates in (good, present):
         ranks = min(num_ranks, sum(host.slots for host in candidates))
         if ranks >= min_ranks:

@@ -247,6 +247,7 @@ class Launch:
         # To ranks SIGUSR1 means the same as SIGTERM: save and stop.
         request = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
         count = self._hosts().count("ask", str(self._folder), request)
+        # Only ranks that were asked can have saved, which decides the exit code.
         self._was_asked = self._was_asked or count > 0
         if count and number == signal.SIGINT:
             console.say_stopping()

@@ -12,9 +12,8 @@ its own options from YAML. All builders keep these rules:
   one line with the setting.
 """
 
-from hvtrain.models.applications import application, resnet50_v1_5
 from hvtrain.models.deeplab import deeplabv3plus
-from hvtrain.models.networks import cnn, mlp, resnet20, separable_cnn
+from hvtrain.models.networks import application, cnn, mlp, resnet20, resnet50_v1_5, separable_cnn
 from hvtrain.models.transformers import transformer
 
 __all__ = ["application", "cnn", "deeplabv3plus", "mlp", "resnet20", "resnet50_v1_5", "separable_cnn", "transformer"]

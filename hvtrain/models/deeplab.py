@@ -12,7 +12,7 @@ from keras import layers
 
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
-from hvtrain.models.applications import body, clone
+from hvtrain.models.networks import body, clone
 
 # Backbones by name, and their layers that give low-level features, of a quarter of the image's
 # size, and high ones.

@@ -18,7 +18,7 @@ import keras
 from hvtrain.config.schema import RunConfig, model_options
 from hvtrain.errors import ConfigError
 from hvtrain.models.hub_models import backbone_of
-from hvtrain.models.remat import recompute
+from hvtrain.models.memory import recompute
 
 # Layers that Keras can add LoRA's matrices to.
 LORA_LAYERS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)

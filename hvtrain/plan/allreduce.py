@@ -3,18 +3,26 @@
 Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md):
 algorithm bandwidth is bytes / time, and bus bandwidth is that times 2 (n - 1) / n, the share that
 each of n ranks has to send.
+
+`python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` is one rank: it measures seconds by size, for one of several
+methods, and reports one JSON file. `hvtrain` is the reduction that trainings use, inside a tf.function; `mpi4py` is
+MPI's own, on NumPy arrays; `memcpy` copies in memory, a bound for anything that moves data. `small` and `whole` reduce
+the same bytes as NUM_SMALL tensors and as one; `call` is a graph call that reduces nothing, which is part of the times
+of `hvtrain` too.
 """
 
 import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from hvtrain.compare.rounds import in_turns, progress, ratio
+from hvtrain.compare.measure import in_turns, progress, ratio
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import end, ends_within, failure, started
 from hvtrain.report.charts import BLUE, GREY, ORANGE, picture
@@ -36,12 +44,20 @@ SIZES = (
     128 * MIB,
     256 * MIB,
 )
-WORKER = "hvtrain.plan.allreduce_worker"
 SECONDS_FOR_A_RUN = 900.0
 # They limit a process to so many threads for computing.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 # mpi4py is compared only with ranks that use MPI too.
 METHODS = {"mpi": ("hvtrain", "mpi4py", "memcpy"), "gloo": ("hvtrain",)}
+NUM_SMALL = 160
+SMALL_BYTES = 64 << 10
+# Each size is repeated until about BYTES_EACH are moved, FEWEST to MOST times.
+BYTES_EACH = 1 << 29
+FEWEST = 8
+MOST = 300
+WARMUP_REPETITIONS = 5
+
+Action = Callable[[], object]
 
 
 @dataclass
@@ -81,7 +97,7 @@ class Collectives:
         """Returns each rank's seconds by size. The folder, a new one, keeps the output and the reports."""
         folder.mkdir(parents=True)
         log = folder / "output.txt"
-        worker = [sys.executable, "-m", WORKER, method, f"{folder}/report", *map(str, self.sizes)]
+        worker = [sys.executable, "-m", "hvtrain.plan.allreduce", method, f"{folder}/report", *map(str, self.sizes)]
         launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}", "-np", str(self.num_ranks)]
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **dict.fromkeys(THREADS, str(self.threads))}
         with started([*launcher, *worker], log, environment=environment) as process:
@@ -131,7 +147,7 @@ class Collectives:
 
             lines.append(line)
 
-        # Not sizes: other work, see allreduce_worker.
+        # Not sizes: other work, see rank_main.
         call, small, whole = (self.microseconds("hvtrain", name) for name in ("call", "small", "whole"))
         return [
             *lines,
@@ -212,3 +228,96 @@ all-reduce and a copy in memory take turns with it. Writes allreduce.json, which
     )
     option("--output", metavar="DIR", help="default: allreduce/DATE_TIME-TRANSPORT")
     return parser
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to reduce.
+
+    Attributes:
+        rank: This process's rank.
+        barrier: Waits for all ranks.
+        make: Gets the numbers of floats of some tensors and returns the action that reduces them.
+    """
+
+    rank: int
+    barrier: Action
+    make: Callable[[list[int]], Action]
+
+
+def rank_main() -> None:
+    """Measures. Command line: the method, the path of the report without its rank, and the sizes in bytes."""
+    name, report_path, *sizes = sys.argv[1:]
+    method = hvtrain_method() if name == "hvtrain" else mpi_method(copies=name == "memcpy")
+    report = {size: median_seconds(method, [int(size) // 4], int(size)) for size in sizes}
+    if name == "hvtrain":
+        whole_bytes = NUM_SMALL * SMALL_BYTES
+        report["small"] = median_seconds(method, [SMALL_BYTES // 4] * NUM_SMALL, whole_bytes)
+        report["whole"] = median_seconds(method, [whole_bytes // 4], whole_bytes)
+        report["call"] = median_seconds(method, [], 1)
+
+    Path(f"{report_path}.{method.rank}").write_text(json.dumps(report))
+
+
+def median_seconds(method: Method, lengths: list[int], num_bytes: int) -> float:
+    """Median duration of an action after a warm-up; ranks wait for each other every 20 repetitions.
+
+    Args:
+        method: The way to reduce.
+        lengths: Numbers of floats of the tensors.
+        num_bytes: Decides how often the action is repeated.
+    """
+    action = method.make(lengths)
+    repetitions = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
+
+    times = []
+    for repetition in range(WARMUP_REPETITIONS + repetitions):
+        if repetition % 20 == 0:
+            method.barrier()
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+
+    return median(times[WARMUP_REPETITIONS:])
+
+
+def hvtrain_method() -> Method:
+    """hvtrain's grouped all-reduce in a graph."""
+    import tensorflow as tf
+
+    import hvtrain.keras as hvd
+
+    # Before TensorFlow initializes a device.
+    hvd.init()
+    hvd.pin_gpu()
+
+    def make(lengths: list[int]) -> Action:
+        tensors = [tf.ones([length]) for length in lengths]
+        if not tensors:
+            return tf.function(lambda: tf.identity(tf.ones([])))
+        name = f"bench_{lengths[0]}_{len(lengths)}"
+        return tf.function(lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, name=name))
+
+    return Method(hvd.rank(), lambda: hvd.allreduce(0.0, name="bench_wait"), make)
+
+
+def mpi_method(copies: bool = False) -> Method:
+    """MPI's own all-reduce, or a copy on all ranks at once."""
+    import numpy as np
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def make(lengths: list[int]) -> Action:
+        # MPI reduces one array; `small` is measured for hvtrain only.
+        sent = np.ones(lengths[0], np.float32)
+        received = np.empty_like(sent)
+        if copies:
+            return lambda: np.copyto(received, sent)
+        return lambda: world.Allreduce(sent, received)
+
+    return Method(world.rank, world.Barrier, make)
+
+
+if __name__ == "__main__":
+    rank_main()

@@ -10,13 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvtrain.compare.one_run import train
+from hvtrain.compare.measure import train
 from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
-from hvtrain.plan.costs.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
-from hvtrain.plan.costs.step import MIB, Cost, Rules, Work, rank_counts, step_cost
+from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
+from hvtrain.plan.step_cost import MIB, Cost, Rules, Work, rank_counts, step_cost
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, not_negative, positive
 

@@ -15,8 +15,8 @@ from hvtrain.core.topology import reduced
 from hvtrain.data.source import Source
 from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.models.size import Footprint, example_shape, footprint, innermost_layers, num_bytes
-from hvtrain.plan.costs.step import Gradient
+from hvtrain.models.memory import Footprint, example_shape, footprint, innermost_layers, num_bytes
+from hvtrain.plan.step_cost import Gradient
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.setup import build_model, build_schedule, open_task, seed_everything
 

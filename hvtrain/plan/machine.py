@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.costs.algorithms import Link, Machine, allreduce_seconds
+from hvtrain.plan.algorithms import Link, Machine, allreduce_seconds
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def machine_of(
     Args:
         options: Of the command line.
         files: The result of `read` for each file.
-        algorithms: Names in costs.algorithms.
+        algorithms: Names in algorithms.ALGORITHMS.
 
     Raises:
         ConfigError: A file cannot be fitted.

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvtrain.plan.costs.algorithms import Machine
-from hvtrain.plan.costs.step import Cost, Rules
+from hvtrain.plan.algorithms import Machine
 from hvtrain.plan.forecast import Forecast, key_steps
+from hvtrain.plan.step_cost import Cost, Rules
 from hvtrain.report.charts import BLUE, GREY, picture
 from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import duration

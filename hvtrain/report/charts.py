@@ -1,14 +1,22 @@
-"""Charts of hvtrain: pictures on disk, and SVG for a page that follows the reader's light or dark mode."""
+"""Charts: pictures on disk, and SVG for a page that follows the reader's light or dark mode; and the curves of runs."""
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from hvtrain.core.files import TEMPORARY
+from hvtrain.report.run_files import RunFiles
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 BLUE = "#1f6fb4"
 ORANGE = "#e07b39"
@@ -153,3 +161,193 @@ def _for_a_page(text: str, title: str) -> str:
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
 
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+# Up to this many ranks have a curve each; of more there are the slowest, median and fastest.
+MOST_RANKS = 6
+_WIDTH = 4.4  # Inches.
+_HEIGHT = 2.6
+
+# Epoch and value.
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve, with a point for each epoch. Those of one color belong together."""
+
+    label: str
+    points: Points
+    color: int = 0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves with a common axis, over the epochs."""
+
+    title: str
+    series: list[Series]
+    from_zero: bool = False
+
+
+def charts_of(run: RunFiles) -> list[Chart]:
+    """Returns charts of a run: each metric in training and validation, learning rate, speed, and ranks."""
+    charts = []
+    for name in _metric_names([run]):
+        series = [
+            Series("training", _metric(run, name)),
+            Series("validation", _metric(run, f"val_{name}"), color=1),
+        ]
+        charts.append(Chart(name, [curve for curve in series if curve.points]))
+
+    rates = [(row.epoch, row.learning_rate) for row in run.history]
+    charts.append(Chart("learning rate", [Series("", rates)], from_zero=True))
+    charts.append(Chart("examples per second, all ranks", [Series("", _speed(run))], from_zero=True))
+    if run.rank_seconds:
+        ranks = _rank_series(run.rank_seconds)
+        charts.append(Chart("work of a step by rank, ms", ranks, from_zero=True))
+
+    return _with_points(charts)
+
+
+def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Chart]:
+    """Returns a chart for each metric in validation and in training, and for the speed, with a curve per run."""
+
+    def curves(points_of: Callable[[RunFiles], Points]) -> list[Series]:
+        return [Series(label, points_of(run), color) for color, (run, label) in enumerate(zip(runs, labels))]
+
+    charts = []
+    for name in _metric_names(runs):
+        # With a curve for each run, training and validation in one chart would be too many.
+        for column in (f"val_{name}", name):
+            charts.append(Chart(column, curves(partial(_metric, name=column))))
+
+    charts.append(Chart("examples per second", curves(_speed)))
+
+    return _with_points(charts)
+
+
+def svg(chart: Chart, has_legend: bool = True) -> str:
+    """Draws the chart as an element for a page."""
+    return page_svg(chart.title, partial(_draw, chart, has_legend=has_legend), _WIDTH, _HEIGHT)
+
+
+def scatter_svg(figure: dict[str, Any]) -> str:
+    """Draws a core.figures.Scatter, as review.json holds it, as an element for a page."""
+
+    def draw(axes: "Axes") -> None:
+        x, y = zip(*figure["points"])
+        axes.scatter(x, y, s=9, color=SERIES[0], alpha=0.55, linewidths=0)
+        dashes: Any = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (4, 3))}
+        if figure["line"] == "diagonal":
+            axes.axline((min(x), min(x)), slope=1, **dashes)
+        else:
+            axes.axhline(0, **dashes)
+
+        axes.set(xlabel=figure["x_label"], ylabel=figure["y_label"])
+
+    title = f"{figure['title']}: {figure['y_label']} by {figure['x_label']}"
+    return page_svg(title, draw, _WIDTH, _HEIGHT)
+
+
+def write_png(charts: Sequence[Chart], path: Path) -> None:
+    """Draws all charts, at least one, into one picture on white."""
+
+    def draw(axes: "Axes", chart: Chart) -> None:
+        plain_style(axes)
+        _draw(chart, axes)
+
+    panels = [(chart.title, partial(draw, chart=chart)) for chart in charts]
+    columns = min(3, len(charts))
+    write_panels(panels, path, columns, (_WIDTH, _HEIGHT + 0.3), dpi=110)
+
+
+def _with_points(charts: Iterable[Chart]) -> list[Chart]:
+    return [chart for chart in charts if any(series.points for series in chart.series)]
+
+
+def _metric_names(runs: Sequence[RunFiles]) -> list[str]:
+    """Names of the metrics without "val_", the loss first, the others as they appear."""
+    columns = (name for run in runs for row in run.history for name in row.metrics)
+    names = dict.fromkeys(name.removeprefix("val_") for name in columns)
+    return sorted(names, key=lambda name: name != "loss")
+
+
+def _metric(run: RunFiles, name: str) -> Points:
+    return [(row.epoch, row.metrics[name]) for row in run.history if name in row.metrics]
+
+
+def _speed(run: RunFiles) -> Points:
+    return [(row.epoch, row.examples_per_second) for row in run.history]
+
+
+def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
+    """Returns curves of the milliseconds that ranks work in a step.
+
+    Args:
+        rank_seconds: by epoch, the seconds of each rank. A resume can change the number of ranks.
+    """
+    num_ranks = max(map(len, rank_seconds.values()))
+    if num_ranks > MOST_RANKS:
+        statistics: dict[str, Callable[[list[float]], float]] = {
+            "slowest": max,
+            "median": median,
+            "fastest": min,
+        }
+        return [
+            Series(
+                name,
+                [(epoch, 1000 * statistic(row)) for epoch, row in rank_seconds.items()],
+                color,
+            )
+            for color, (name, statistic) in enumerate(statistics.items())
+        ]
+
+    series = []
+    for rank in range(num_ranks):
+        points = [(epoch, 1000 * row[rank]) for epoch, row in rank_seconds.items() if rank < len(row)]
+        series.append(Series(f"rank {rank}", points, rank))
+    return series
+
+
+def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
+    for series in chart.series:
+        axes.plot(
+            [epoch for epoch, _ in series.points],
+            [value for _, value in series.points],
+            # Beyond the colors of the page they begin again, with dashes.
+            color=SERIES[series.color % len(SERIES)],
+            linestyle="-" if series.color < len(SERIES) else "--",
+            linewidth=1.6,
+            marker="o" if len(series.points) < 3 else None,  # A single point has no line to be seen by.
+            markersize=3.5,
+            label=series.label,
+        )
+
+    # Speeds are compared by their ratio, which an axis that begins elsewhere hides. Losses are not.
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
+
+    points = [point for series in chart.series for point in series.points]
+    epochs = {epoch for epoch, _ in points}
+    if len(epochs) == 1:  # Matplotlib would put ticks at fractions around it.
+        axes.set_xticks(list(epochs))
+    else:
+        axes.locator_params("x", integer=True)
+    axes.set_xlabel("epoch")
+
+    axes.locator_params("y", nbins=5)
+    if max(value for _, value in points) >= 1000:
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+
+    if has_legend and len(chart.series) > 1:
+        # Above the axes, where no curve is.
+        axes.legend(
+            frameon=False,
+            fontsize=8,
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=3,
+            borderpad=0,
+            labelcolor=MUTED,
+        )

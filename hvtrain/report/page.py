@@ -13,7 +13,7 @@ from hvtrain.core.files import write_atomic
 from hvtrain.core.run_files import STARTS_FILE, proof_in_words
 from hvtrain.core.version import VERSION
 from hvtrain.errors import in_one_line
-from hvtrain.report.curves import charts_of, scatter_svg, svg, write_png
+from hvtrain.report.charts import charts_of, scatter_svg, svg, write_png
 from hvtrain.report.run_files import RunFiles, read_run
 from hvtrain.system.text import duration
 

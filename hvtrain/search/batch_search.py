@@ -12,10 +12,10 @@ import keras
 import tensorflow as tf
 
 from hvtrain import runner
-from hvtrain.config.schema import RunConfig
+from hvtrain.config.schema import RunConfig, model_options
 from hvtrain.core.step_plan import StepPlan, make_plan
 from hvtrain.errors import ConfigError, TrainingError
-from hvtrain.models.size import footprint
+from hvtrain.models.memory import footprint
 from hvtrain.search.batch_sizes import (
     RankMemory,
     Trial,
@@ -92,7 +92,8 @@ def try_sizes(
         )
 
     run, _ = runner.open_run(config, strategy, state, "find_batch")
-    model, start = runner.restore(run, None)
+    model = runner.make_model(run)
+    start = runner.restore(model, None, strategy.comm, model_options(config.model))
     description = describe(run, model, start)
     log.info(
         "%s",

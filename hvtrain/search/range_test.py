@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from hvtrain import runner
-from hvtrain.config.schema import RunConfig
+from hvtrain.config.schema import RunConfig, model_options
 from hvtrain.core.files import csv_text, write_atomic
 from hvtrain.errors import TrainingError
 from hvtrain.report.charts import picture
@@ -125,7 +125,8 @@ class Recorder(RunCallback):
 def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggestion:
     """Runs the test; returns the suggestion on every rank. Raises TrainingError if there is none."""
     run, _ = runner.open_run(config, strategy, state, "find_lr")
-    model, start = runner.restore(run, None)
+    model = runner.make_model(run)
+    start = runner.restore(model, None, strategy.comm, model_options(config.model))
     context = RunContext.begin(run, model, start.step)
     recorder = Recorder(context)
     log.info("%s", summary(describe(run, model, start)))

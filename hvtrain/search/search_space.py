@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.compare.summary import lower_is_better
+from hvtrain.compare.results import lower_is_better
 from hvtrain.config.compose import CONFIGS, own_folders
 from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import nearest

@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hvtrain.compare.one_run import exit_at_signals, read_result
-from hvtrain.compare.rounds import progress
+from hvtrain.compare.measure import exit_at_signals, progress, read_result
 from hvtrain.config.compose import override
 from hvtrain.core.run_files import EpochRecord, read_history, read_starts
 from hvtrain.errors import INTERRUPTED, LostRankError

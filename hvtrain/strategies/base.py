@@ -25,8 +25,7 @@ from hvtrain.strategies.loop import CallSteps, Steps
 from hvtrain.system import console
 from hvtrain.system.resources import physical_gpus
 from hvtrain.watchdog import Watchdog
-from hvtrain.watchdog.judge import StopReason
-from hvtrain.watchdog.progress import CHECKPOINT
+from hvtrain.watchdog.progress import CHECKPOINT, StopReason
 
 T = TypeVar("T")
 

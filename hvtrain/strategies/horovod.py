@@ -19,7 +19,7 @@ from hvtrain.keras.optimizer import divide_losses as divide_losses_of
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline, exclude
-from hvtrain.watchdog.ending import resume_advice
+from hvtrain.watchdog.processes import resume_advice
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20

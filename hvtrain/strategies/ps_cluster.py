@@ -25,7 +25,7 @@ from hvtrain.strategies.multi_worker_mirrored import cluster_addresses, refuse_o
 from hvtrain.strategies.replica_step import initializing_devices
 from hvtrain.system import console
 from hvtrain.system.resources import physical_gpus
-from hvtrain.watchdog import Watchdog, ending
+from hvtrain.watchdog import Watchdog, processes
 from hvtrain.watchdog import start as start_watchdog
 from hvtrain.watchdog.progress import EXCHANGE
 
@@ -223,11 +223,11 @@ def serve(cluster: Cluster) -> None:
 
     if reason is None:
         # Python would take seconds to tear down what this process has nothing left to do with.
-        ending.end(0)
+        processes.exit_now(0)
     elif reason.rank == 0 and reason.is_failure:
         # The coordinator says why, and the launcher sees it end first.
         signalled.wait(console.SECONDS_FOR_ANOTHER_RANK)
-        ending.end(reason.code or 1)
+        processes.exit_now(reason.code or 1)
     else:
         raise error_of(reason, watchdog)
 

@@ -1,1 +1,66 @@
-"""Places where people look at runs later, one file each: what a user chooses as tracker=."""
+"""What a tracker does; places where people look at runs later have one file each, which a user chooses as tracker=.
+
+training/callbacks/tracking.py drives all that a run has.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hvtrain.errors import ConfigError
+
+INSTALL = "./scripts/run uv pip install --no-deps -r scripts/lock/trackers.txt"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as trackers see it at its start: settings without secrets, and the changes that resumes made to them."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+    changes: list[Any]
+
+
+class Tracker(ABC):
+    """Keeps the numbers of a run (chief only). Any method may raise: the run goes on without the tracker."""
+
+    needs: tuple[str, ...] = ()
+    """Modules that it imports, and their packages if those have other names: "wandb", "mlflow=mlflow-skinny"."""
+
+    def check(self, name: str) -> None:
+        """Raises ConfigError if a package is missing. name: of the choice, as in tracker=name."""
+        missing = []
+        for need in self.needs:
+            module, _, package = need.partition("=")
+            if not find_spec(module):
+                missing.append(package or module)
+        if missing:
+            verb = "is" if len(missing) == 1 else "are"
+            packages = " and ".join(missing)
+            raise ConfigError(f"tracker={name} needs {packages}, which {verb} not installed; install: {INSTALL}")
+
+    @abstractmethod
+    def start(self, run: TrackedRun, known: str | None) -> str:
+        """Begins a tracked run, or goes on in the known one if it is still there; returns its id."""
+
+    @abstractmethod
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Adds numbers, by name, at an optimizer step."""
+
+    @abstractmethod
+    def finish(self, state: str, files: Sequence[Path]) -> None:
+        """Ends the tracked run as "finished", "stopped" (it is to be resumed) or "failed", with copies of the files."""
+
+
+def plain_name(name: str) -> str:
+    """A metric's name in characters that every tracker takes.
+
+    >>> plain_name("val_top-3/recall@5")
+    'val_top-3/recall_5'
+    """
+    return re.sub(r"[^\w\-. /]", "_", name)

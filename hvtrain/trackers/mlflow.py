@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.config.validate import flatten
-from hvtrain.trackers.tracker import TrackedRun, Tracker
+from hvtrain.trackers import TrackedRun, Tracker
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 # Without these MLflow reports its use to its makers, and waits many minutes for a server that is gone.

@@ -1,4 +1,13 @@
-"""The notice of a run's end, as rank 0 prepares it: notice_sender.py, a process that outlives it, sends it."""
+"""The notice of a run's end. Rank 0 prepares it, and a process that outlives rank 0 sends it by apprise.
+
+That process is `python -m hvtrain.trackers.notice PID`, with the number of rank 0's process. It reads rank 0's
+messages, lines of JSON, from its standard input: first {"addresses", "name", "folder", "lost"}, then each notice
+{"kind", "body"} that is to be sent if rank 0 ends now; "is_last" sends it at once. It answers twice, on its standard
+output: with the indices of addresses that apprise does not know, and of those that did not take the notice.
+
+No launcher knows of it: it has a session of its own, no parent and no variable of the launch, by which launchers find
+what they kill. It ends by itself, SECONDS_TO_SEND after rank 0 at the latest.
+"""
 
 import json
 import logging
@@ -8,7 +17,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +28,6 @@ from typing import Any
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 from hvtrain.system import secrets
 from hvtrain.system.secrets import without_passwords
-from hvtrain.trackers.notice_sender import FAILED, FINISHED, SECONDS_TO_SEND, STOPPED
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +36,15 @@ SECONDS_TO_START = 60.0
 MOST_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as a whole, whichever thread writes it.
 # By these variables launchers find the processes of a launch, to end them.
 _OF_A_LAUNCH = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
+SECONDS_TO_SEND = 8.0
+FINISHED, STOPPED, FAILED, LOST = "finished", "stopped", "failed", "lost"
+TITLES = {
+    FINISHED: "{} has finished",
+    STOPPED: "{} was stopped",
+    FAILED: "{} has failed",
+    LOST: "{} has ended, and did not say why",
+}
+_TYPES = {FINISHED: "success", STOPPED: "warning"}
 
 
 class Notice:
@@ -80,7 +99,7 @@ class Notice:
 
     def _start(self, folder: Path) -> None:
         self._sender = sender = subprocess.Popen(
-            [sys.executable, "-m", "hvtrain.trackers.notice_sender", str(os.getpid())],
+            [sys.executable, "-m", "hvtrain.trackers.notice", str(os.getpid())],
             env={name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCH)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -138,3 +157,77 @@ def cause_in_words(error: BaseException) -> str:
     cause = f"rank 0 on {socket.gethostname()} failed: {in_one_line(error)}"
     location = place_of(error)
     return f"{cause} ({location})" if location else cause
+
+
+def sender_main() -> None:
+    """Waits for the end of rank 0, and sends what it said last."""
+    if os.fork():
+        os._exit(0)
+    messages = read_messages(0, int(sys.argv[1]))
+    begin = next(messages, None)
+    if begin is None:
+        return
+    import apprise
+
+    servers = [apprise.Apprise.instantiate(address) for address in begin["addresses"]]
+    unknown = [index for index, server in enumerate(servers) if server is None]
+    write_answer(unknown)
+    if unknown:
+        return
+    notice = {"kind": LOST, "body": begin["lost"]}
+    for notice in messages:
+        if notice.get("is_last"):
+            break
+    title = TITLES[notice["kind"]].format(begin["name"])
+    body = f"{notice['body']}\n{begin['folder']}"
+    notify_type = apprise.NotifyType(_TYPES.get(notice["kind"], "failure"))
+    write_answer(send(servers, title=_clean(title), body=_clean(body), notify_type=notify_type))
+    os._exit(0)  # A thread may still wait for a server.
+
+
+def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
+    """Yields messages until the pipe is closed or the process ends, whose forked children may keep the pipe open."""
+    end = []
+    # It may have ended; kernels before Linux 5.3, and Pythons built with older headers, do not have it.
+    with suppress(OSError, AttributeError):
+        end = [os.pidfd_open(process)]
+    text = b""
+    while True:
+        ready = select.select([pipe, *end], [], [])[0]
+        data = os.read(pipe, 1 << 16) if pipe in ready else b""
+        if not data:
+            return
+        *lines, text = (text + data).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any) -> list[int]:
+    """Sends the notice to all servers at once. Returns the indices of those that have not taken it in time."""
+    taken: set[int] = set()
+
+    def send_to(index: int) -> None:
+        if servers[index].notify(**notice):
+            taken.add(index)
+
+    threads = [threading.Thread(target=send_to, args=[index], daemon=True) for index in range(len(servers))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [index for index in range(len(servers)) if index not in taken]
+
+
+def write_answer(indices: list[int]) -> None:
+    """Writes a line, if rank 0 is still there to read it."""
+    with suppress(BrokenPipeError):
+        os.write(1, json.dumps(indices).encode() + b"\n")
+
+
+def _clean(text: str) -> str:
+    """Replaces what cannot be sent: names of files may hold any bytes."""
+    return text.encode(errors="replace").decode()
+
+
+if __name__ == "__main__":
+    sender_main()

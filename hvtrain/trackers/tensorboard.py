@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 import yaml
 
-from hvtrain.trackers.tracker import TrackedRun, Tracker
+from hvtrain.trackers import TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hvtrain.errors import ConfigError
-from hvtrain.trackers.tracker import TrackedRun, Tracker
+from hvtrain.trackers import TrackedRun, Tracker
 
 Mode = Literal["offline", "online"]
 MODES = get_args(Mode)

@@ -1,7 +1,7 @@
 """The watchdog: names a rank that is lost, fails or makes no progress on all ranks, and ends them.
 
 It works beside Horovod, so also while every main thread is blocked in a reduction. Each rank
-(`member`) reports its status once a second (`progress`); rank 0 (`hub`) decides for all (`judge`).
+(`member`) reports its status once a second; rank 0 (`hub`) decides for all (both in `progress`).
 They exchange JSON after a proof of identity (`connections`), over an address of rank 0 that all
 hosts reach (`starting`).
 """

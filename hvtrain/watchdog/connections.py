@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hvtrain.watchdog.host_processes import Process
-from hvtrain.watchdog.judge import RankState
-from hvtrain.watchdog.progress import Status
+from hvtrain.watchdog.processes import Process
+from hvtrain.watchdog.progress import RankState, Status
 
 Message = dict[str, Any]
 

@@ -11,11 +11,10 @@ from typing import Any
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.system import console
 from hvtrain.system.host_facts import raise_file_limit
-from hvtrain.watchdog import ending, judge
+from hvtrain.watchdog import processes, progress
 from hvtrain.watchdog.connections import Connection, Connections, Kind, Message, loss
-from hvtrain.watchdog.judge import RankState, StopReason
 from hvtrain.watchdog.member import Member
-from hvtrain.watchdog.progress import Status, SuspensionClock
+from hvtrain.watchdog.progress import RankState, Status, StopReason, SuspensionClock
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class Hub:
     def _look_for_silence(self) -> None:
         """Asks for stacks, before the limit, if a rank is silent: another one's main thread is in an error already."""
         now = time.monotonic()
-        if judge.silent_ranks(self._ranks(), now, self._rules):
+        if progress.silent_ranks(self._ranks(), now, self._rules):
             self._collect_stacks(now)
 
     def _ranks(self) -> list[RankState]:
@@ -159,16 +158,16 @@ class Hub:
             text = "; ".join(reason.text for reason in self._lost[:3])
             is_cut = any(reason.is_cut for reason in self._lost)
             self._stop(replace(self._lost[0], text=text, is_cut=is_cut))
-        elif judge.stalled_seconds(self._ranks(), now, self._rules.limit):
+        elif progress.stalled_seconds(self._ranks(), now, self._rules.limit):
             self._collect_stacks(now)
         else:
             self._warn(now)
 
     def _warn(self, now: float) -> None:
         """Logs a warning, once, when a tenth of the time without progress has passed."""
-        seconds = judge.stalled_seconds(self._ranks(), now, self._rules.limit / 10)
+        seconds = progress.stalled_seconds(self._ranks(), now, self._rules.limit / 10)
         if seconds and not self._has_warned:
-            culprits = judge.describe(self._ranks(), now, self._rules, {})
+            culprits = progress.describe(self._ranks(), now, self._rules, {})
             log.warning(
                 "no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it",
                 seconds,
@@ -181,7 +180,7 @@ class Hub:
         if self._reason or self._stalled:
             return
         if not reason.is_failure:
-            reason = replace(reason, text=f"{reason.text}; {ending.resume_advice(self._member.folder)}")
+            reason = replace(reason, text=f"{reason.text}; {processes.resume_advice(self._member.folder)}")
         self._reason = reason
         self._connections.send_all(Kind.STOP, reason=vars(reason))
 
@@ -194,7 +193,7 @@ class Hub:
 
         ranks = self._connections.ranks
         processes = {rank: connection.process for rank, connection in ranks.items() if connection.process}
-        silent = {state.rank for state in judge.silent_ranks(self._ranks(), now, self._rules)}
+        silent = {state.rank for state in progress.silent_ranks(self._ranks(), now, self._rules)}
         wakers: dict[int, list[Any]] = {}
         for rank in sorted(silent):
             process = processes[rank]
@@ -211,21 +210,21 @@ class Hub:
         rules = self._rules
         folder = self._member.folder
         stacks = {state.rank: self._stacks.get(state.rank) or f"{state.name} did not answer\n" for state in ranks}
-        where = ending.write_stacks(folder, stacks)
+        where = processes.write_stacks(folder, stacks)
 
-        description = judge.describe(ranks, began, rules, self._process_states)
-        text = f"{description}; {where}{ending.resume_advice(folder)}"
-        seconds = judge.stalled_seconds(ranks, began, rules.limit)
+        description = progress.describe(ranks, began, rules, self._process_states)
+        text = f"{description}; {where}{processes.resume_advice(folder)}"
+        seconds = progress.stalled_seconds(ranks, began, rules.limit)
         if seconds:
             text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={rules.limit:g}): {text}"
         self._member.tell(text)
-        culprit = next((state.rank for state in judge.culprits(ranks, began, rules)), None)
-        ending.say(text, 0, culprit)
+        culprit = next((state.rank for state in progress.culprits(ranks, began, rules)), None)
+        processes.say(text, 0, culprit)
 
         for rank, connection in self._connections.ranks.items():
             if rank:
                 connection.send(Kind.END)
-        ending.end(RESTART_HELPS)
+        processes.exit_now(RESTART_HELPS)
 
 
 def _signal_this_process(number: int) -> None:

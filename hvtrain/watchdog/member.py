@@ -12,28 +12,18 @@ from typing import Any
 
 from hvtrain.errors import RESTART_HELPS, UserError, in_one_line
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
-from hvtrain.watchdog import ending
-from hvtrain.watchdog.connections import (
-    SECONDS_TO_JOIN,
-    Kind,
-    Lines,
-    Message,
-    WireError,
-    encode,
-    end_of,
-    loss,
-    notice_cuts,
-    proof,
-)
-from hvtrain.watchdog.host_processes import ENDED, Launcher, Process, Stacks
-from hvtrain.watchdog.judge import (
+from hvtrain.watchdog import connections, processes
+from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Kind, Lines, Message, WireError
+from hvtrain.watchdog.processes import ENDED, Launcher, Process, Stacks
+from hvtrain.watchdog.progress import (
     PATIENCE_AT_START,
     SECONDS_FOR_THE_MAIN_THREAD,
+    Progress,
     Rules,
     StopReason,
+    SuspensionClock,
     wall_clock,
 )
-from hvtrain.watchdog.progress import Progress, SuspensionClock
 
 log = logging.getLogger(__name__)
 
@@ -144,13 +134,13 @@ class Member(Watchdog):
     def join(self, address: tuple[str, int], token: str) -> None:
         """Raises OSError or WireError if the hub is not there, or does not know this rank."""
         self._connection = socket.create_connection(address, timeout=SECONDS_TO_JOIN)
-        notice_cuts(self._connection)
+        connections.notice_cuts(self._connection)
         challenge = self._next(Kind.CHALLENGE)["challenge"]
         self._send_message(
             {
                 "rank": self._rank,
                 "host": self._host,
-                "proof": proof(token, challenge, self._rank),
+                "proof": connections.proof(token, challenge, self._rank),
                 "process": vars(self.stacks.process),
                 "status": vars(self.progress.look()),
             }
@@ -238,7 +228,7 @@ class Member(Watchdog):
         with self._lock:
             try:
                 if self._connection:
-                    self._connection.sendall(encode(message))
+                    self._connection.sendall(connections.encode(message))
             except OSError:
                 pass  # The reading side finds out why.
 
@@ -278,9 +268,9 @@ class Member(Watchdog):
     def _read(self, connection: socket.socket) -> None:
         try:
             data = connection.recv(1 << 16)
-            messages = self._lines.feed(data) if data else [end_of(None)]
+            messages = self._lines.feed(data) if data else [connections.end_of(None)]
         except (OSError, WireError) as error:
-            messages = [end_of(error)]
+            messages = [connections.end_of(error)]
         for message in messages:
             self._take(message)
 
@@ -298,7 +288,7 @@ class Member(Watchdog):
             for silent in message["wake"]:
                 self._wake(silent["rank"], Process(**silent["process"]))
         elif kind == Kind.END:
-            ending.end(RESTART_HELPS)
+            processes.exit_now(RESTART_HELPS)
         elif kind == Kind.BYE:
             self._connection = None
             if self._reason is None:
@@ -306,7 +296,7 @@ class Member(Watchdog):
         elif kind == Kind.GONE:
             is_cut = message["is_cut"]
             self._connection = None
-            self._stop(self._loss(loss("rank 0", is_cut), 0, is_cut))
+            self._stop(self._loss(connections.loss("rank 0", is_cut), 0, is_cut))
 
     def _wake(self, rank: int, process: Process) -> None:
         """Wakes a silent rank of this machine, and sends rank 0 its stacks."""
@@ -317,7 +307,7 @@ class Member(Watchdog):
         self._send(Kind.STACKS, rank=rank, text=text, state=state)
 
     def _loss(self, text: str, rank: int | None, is_cut: bool = False) -> StopReason:
-        return StopReason(f"{text}; {ending.resume_advice(self.folder)}", RESTART_HELPS, rank, is_cut=is_cut)
+        return StopReason(f"{text}; {processes.resume_advice(self.folder)}", RESTART_HELPS, rank, is_cut=is_cut)
 
     def _stop(self, reason: StopReason) -> None:
         """Remembers why the run stops. The main thread then has some time to notice by itself."""
@@ -382,19 +372,19 @@ class Member(Watchdog):
         stacks = {self._rank: self.stacks.text()}
         if hub and is_here and state != ENDED:
             stacks[0] = hub.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
-        where = ending.write_stacks(self.folder, stacks)
+        where = processes.write_stacks(self.folder, stacks)
         self._end(self._loss(f"{text}; {where}".removesuffix("; "), 0), first=1)
 
     def _end(self, reason: StopReason, first: int) -> None:
         """Says why, at once on the first of the ranks that are left, and ends the process."""
         text = f"stopped because {reason.text}"
         if reason.is_cut and self._launcher.is_daemon:
-            ending.say(text, self._rank, reason.rank)
+            processes.say(text, self._rank, reason.rank)
             self._launcher.end_daemon()
         else:
             # The others write it too, in case the first is gone.
             wait_seconds = 0.0 if self._rank == first else SECONDS_FOR_ANOTHER_RANK
-            ending.say(text, self._rank, reason.rank, wait_seconds)
+            processes.say(text, self._rank, reason.rank, wait_seconds)
             if reason.is_cut:
                 time.sleep(SECONDS_FOR_THE_LAUNCHER)
-        ending.end(reason.code)
+        processes.exit_now(reason.code)

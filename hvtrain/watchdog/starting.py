@@ -13,11 +13,10 @@ from typing import Any
 
 from hvtrain.system import host_facts
 from hvtrain.watchdog.connections import WireError
-from hvtrain.watchdog.host_processes import machine_id
 from hvtrain.watchdog.hub import Hub
-from hvtrain.watchdog.judge import Rules
 from hvtrain.watchdog.member import Member, Watchdog
-from hvtrain.watchdog.progress import Marks, Progress
+from hvtrain.watchdog.processes import machine_id
+from hvtrain.watchdog.progress import Marks, Progress, Rules
 
 Address = tuple[str, int]
 Gather = Callable[[Any], list[Any]]

@@ -9,11 +9,9 @@ import pytest
 
 from hvtrain.compare.command import write
 from hvtrain.compare.conclusion import against, on_scaling, on_speed, ratio_text
-from hvtrain.compare.contest import WHOLE, Contest
-from hvtrain.compare.contestants import ORDER, Contestant, contestants
-from hvtrain.compare.one_run import Launcher, Training
-from hvtrain.compare.rounds import Ratio
-from hvtrain.compare.summary import best_of_all, curve, reached_at, summary, table
+from hvtrain.compare.contest import ORDER, WHOLE, Contest, Contestant, Launcher, contestants
+from hvtrain.compare.measure import Ratio, Training
+from hvtrain.compare.results import best_of_all, curve, reached_at, summary, table
 from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import ConfigError
 from hvtrain.system.text import aligned

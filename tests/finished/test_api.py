@@ -11,7 +11,7 @@ import pytest
 import hvtrain
 from hvtrain.data.formats.documents import embedded
 from hvtrain.errors import CheckpointError, ConfigError, DataError
-from hvtrain.finished import generate, predict
+from hvtrain.finished import commands
 from hvtrain.finished.arguments import foreign_code
 
 TEXT = ["dataset=text", "dataset.vocabulary_size=500", "dataset.length=16", "task=language"]
@@ -71,7 +71,7 @@ def test_importing_hvtrain_is_cheap_and_typed():
 
 def written(monkeypatch, capsys, folder, *arguments):
     monkeypatch.setattr(sys, "argv", ["generate", f"run={folder}", *arguments])
-    assert generate.main() == 0
+    assert commands.generate() == 0
     return capsys.readouterr().out
 
 
@@ -94,20 +94,20 @@ def test_a_text_goes_on(tales, monkeypatch, capsys):
 def test_what_cannot_be_written_is_refused(tales, monkeypatch, arguments, message):
     monkeypatch.setattr(sys, "argv", ["generate", f"run={tales[0]}", *arguments])
     with pytest.raises((ConfigError, DataError), match=re.escape(message)):
-        generate.main()
+        commands.generate()
 
 
 def test_predict_needs_examples(tales, monkeypatch, tmp_path):
     np.save(tmp_path / "none.npy", np.zeros((0, 16), np.int32))
     monkeypatch.setattr(sys, "argv", ["predict", f"run={tales[0]}", f"input={tmp_path / 'none.npy'}"])
     with pytest.raises(DataError, match=r"none.npy holds no examples; give a file that has some"):
-        predict.main()
+        commands.predict()
 
 
 def test_predict_sends_those_with_text_to_generate(tales, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["predict", f"run={tales[0]}", "--output", str(tmp_path / "text.csv")])
     with pytest.raises(ConfigError, match=r"is no row of a table; use hvtrain.load\(run\).model, or .*generate"):
-        predict.main()
+        commands.predict()
     assert not list(tmp_path.iterdir())
 
 
@@ -123,7 +123,7 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     def predicted(*arguments):
         output = tmp_path / "predicted.csv"
         monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path / 'run'}", *arguments, f"--output={output}"])
-        assert predict.main() == 0
+        assert commands.predict() == 0
         return output.read_text()
 
     before, rows = predicted(f"input={new}"), data.read_text()
@@ -162,7 +162,7 @@ def test_a_text_run_keeps_its_tokenizer(tales, monkeypatch, capsys):
 
 TARGETS = {
     "model": "model: {_target_: numpy.load, file: evil.npy, allow_pickle: true}",
-    "of hvtrain": "dataset: {_target_: hvtrain.launch.rank_main.read_object, path: evil}",
+    "of hvtrain": "dataset: {_target_: hvtrain.launch.notebook.read_object, path: evil}",
     "within": "task: {_target_: hvtrain.tasks.Custom, loss: {a: [{_target_: os.system, command: touch evil}]}}",
     "interpolated": "model: \"${oc.decode:'{_target_: os.system}'}\"",
     "Hydra": "hydra: {callbacks: {a: {_target_: os.system}}}",
@@ -179,7 +179,7 @@ def test_code_that_a_run_folder_names_is_not_called_unless_it_is_trusted(setting
         hvtrain.load(tmp_path, trust=True)
     monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path}", "--trust"])
     with pytest.raises(ConfigError, match=r"does not have all settings"):
-        predict.main()
+        commands.predict()
 
 
 def test_a_target_that_the_user_gives_is_trusted(tales, monkeypatch):

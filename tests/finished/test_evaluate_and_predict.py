@@ -15,7 +15,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.sources.digits import digits
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError
-from hvtrain.finished import evaluate, predict
+from hvtrain.finished.commands import evaluate, predict
 from hvtrain.finished.outputs import ProgressLines
 from hvtrain.finished.writers import writer_for
 from tiers import with_nightly
@@ -205,7 +205,7 @@ def test_wrong_words_are_refused_in_one_line(results, monkeypatch, command, argu
         sys, "argv", ["command", *(argument.replace("{run}", str(results[0] / "digits")) for argument in arguments)]
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
-        command.main()
+        command()
 
 
 def test_waiting_users_see_progress(capsys):

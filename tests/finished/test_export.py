@@ -10,7 +10,7 @@ import pytest
 import hvtrain
 from hvtrain.data.sources.digits import digits
 from hvtrain.errors import ConfigError
-from hvtrain.finished import export, exported
+from hvtrain.finished import commands, exported
 from launching import without_hvtrain
 from tiers import mostly_nightly
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 
 def export_words(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
-    assert export.main() == 0
+    assert commands.export() == 0
 
 
 @pytest.mark.parametrize("chosen", mostly_nightly(SCRIPTS, "onnx"))

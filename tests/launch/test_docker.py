@@ -12,8 +12,8 @@ import yaml
 
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.choice import submission, texts
-from hvtrain.launch.clusters.kinds import Docker
+from hvtrain.launch.cluster_files import submission, texts
+from hvtrain.launch.cluster_kinds import Docker
 from hvtrain.launch.job import Job, parse_hosts
 
 BIN = Path(sys.executable).parent

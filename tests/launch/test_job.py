@@ -11,20 +11,20 @@ import yaml
 from hvtrain.config.compose import CONFIGS, setting_lines
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
-from hvtrain.launch.clusters.choice import choose, quote, submit, texts, yaml_text
-from hvtrain.launch.clusters.kinds import KINDS, Slurm
+from hvtrain.launch.cluster_files import choose, quote, submit, texts, yaml_text
+from hvtrain.launch.cluster_kinds import KINDS, Slurm
 from hvtrain.launch.job import (
     Host,
     Job,
     launcher_command,
+    mpi_options,
     parse_hostfile,
     parse_hosts,
     place_ranks,
     used_hosts,
 )
 from hvtrain.launch.output import RankOutput
-from hvtrain.launch.remote_hosts import HostNetwork, mpi_options
-from hvtrain.launch.ssh import Ssh
+from hvtrain.launch.remote_hosts import HostNetwork, Ssh
 
 
 @pytest.mark.parametrize("text", ["", "s1:", "s1:x", "s1:0", "s1 s2", "s1:1,,s2:1", "user@s1:1"])

@@ -13,8 +13,8 @@ import yaml
 
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.choice import submission, texts
-from hvtrain.launch.clusters.kinds import MpiJob, TrainJob
+from hvtrain.launch.cluster_files import submission, texts
+from hvtrain.launch.cluster_kinds import MpiJob, TrainJob
 from hvtrain.launch.job import Job, parse_hosts
 
 SCHEMA = yaml.safe_load((Path(__file__).parent / "mpijob.schema.yaml").read_text())

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvtrain.launch.clusters.choice import texts
-from hvtrain.launch.clusters.kinds import MpiJob
+from hvtrain.launch.cluster_files import texts
+from hvtrain.launch.cluster_kinds import MpiJob
 from hvtrain.launch.job import Job
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import pytest
 
 import hvtrain
 from hvtrain.errors import ConfigError
-from hvtrain.launch import rank_main
+from hvtrain.launch.notebook import FUNCTION_FILE, rank_main, write_object
 from kernel import execute, notebook, text_of
 
 needs_kernel = pytest.mark.skipif(
@@ -130,7 +130,7 @@ def wait_until(is_so, what):
 def ranks_below(folder):
     """Processes of ranks whose launch is in that folder."""
     lines = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
-    return [line for line in lines if line[1:3] == ["-m", "hvtrain.launch.rank_main"] and str(folder) in line[3]]
+    return [line for line in lines if line[1:3] == ["-m", "hvtrain.launch.notebook"] and str(folder) in line[3]]
 
 
 def test_what_cannot_be_sent(tmp_path, monkeypatch):
@@ -147,14 +147,14 @@ def test_what_cannot_be_sent(tmp_path, monkeypatch):
 
 
 def test_what_a_rank_refuses(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["rank_main", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["notebook", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"is not on \S+; work in a folder that all hosts have at the same place"):
-        rank_main.main()
-    path = tmp_path / rank_main.FUNCTION_FILE
-    rank_main.write_object(path, (threading.Lock, (), {}, {}))
+        rank_main()
+    path = tmp_path / FUNCTION_FILE
+    write_object(path, (threading.Lock, (), {}, {}))
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match=r"the function returned a lock: it cannot be sent to another process"):
-        rank_main.main()
+        rank_main()
     path.chmod(0o666)
     with pytest.raises(ConfigError, match=r"is not a file that only this user can write; work in a folder of your own"):
-        rank_main.main()
+        rank_main()

@@ -12,8 +12,8 @@ import pytest
 
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.choice import texts
-from hvtrain.launch.clusters.kinds import Slurm, slurm_seconds
+from hvtrain.launch.cluster_files import texts
+from hvtrain.launch.cluster_kinds import Slurm, slurm_seconds
 from hvtrain.launch.job import Job, parse_hosts
 from slurm_cluster import cluster as cluster
 

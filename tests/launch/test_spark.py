@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.choice import submission, texts, write
-from hvtrain.launch.clusters.kinds import Spark
+from hvtrain.launch.cluster_files import submission, texts, write
+from hvtrain.launch.cluster_kinds import Spark
 from hvtrain.launch.job import Job, parse_hosts
 from hvtrain.spark import parse, rank_environment
 from launching import ROOT, finish, start

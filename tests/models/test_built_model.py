@@ -11,8 +11,8 @@ from keras import layers
 import hvtrain.keras as hvd
 from hvtrain.errors import ConfigError
 from hvtrain.models import application, resnet20
+from hvtrain.models.memory import divide, recompute
 from hvtrain.models.parts import change_parts
-from hvtrain.models.remat import divide, recompute
 
 X = np.random.default_rng(0).normal(size=(8, 8, 8, 2)).astype("float32")
 Y = X[:, 0, 0, :2]

@@ -6,9 +6,9 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.models import deeplabv3plus
-from hvtrain.models.applications import body, clone
 from hvtrain.models.deeplab import ENDS, dilated
-from hvtrain.models.remat import recompute
+from hvtrain.models.memory import recompute
+from hvtrain.models.networks import body, clone
 from launching import without_hvtrain
 
 nightly = pytest.mark.nightly

@@ -11,8 +11,8 @@ from hub_presets import save_preset
 from hvtrain.errors import ConfigError
 from hvtrain.models.first_weights import begin_with
 from hvtrain.models.hub_models import hub_model
+from hvtrain.models.memory import recompute
 from hvtrain.models.parts import add_lora, freeze, head_of
-from hvtrain.models.remat import recompute
 
 hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it")
 

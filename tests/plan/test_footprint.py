@@ -4,7 +4,7 @@ import keras
 import pytest
 from keras import layers
 
-from hvtrain.models.size import footprint
+from hvtrain.models.memory import footprint
 from hvtrain.plan.forecast import gradients
 
 

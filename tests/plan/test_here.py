@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.plan_here import RULES, predict
-from hvtrain.plan.costs.step import Gradient, slowdown
+from hvtrain.plan.step_cost import Gradient, slowdown
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -11,15 +11,8 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.plan import machine
+from hvtrain.plan.algorithms import LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS, Link, Machine, flat_ring_seconds
 from hvtrain.plan.command import main, measured_step_seconds
-from hvtrain.plan.costs.algorithms import (
-    LINK_SHARE,
-    NETWORK_SECONDS,
-    PCIE_SECONDS,
-    Link,
-    Machine,
-    flat_ring_seconds,
-)
 from hvtrain.plan.forecast import forecast, key_steps
 from in_process import run_command
 

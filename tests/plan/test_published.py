@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_published import FITTED, MISSED, NETWORKS, PREDICTED, fitted, table
-from hvtrain.plan.costs.algorithms import LINK_SHARE
-from hvtrain.plan.costs.step import Rules
+from hvtrain.plan.algorithms import LINK_SHARE
+from hvtrain.plan.step_cost import Rules
 
 
 def name(case):

@@ -9,9 +9,8 @@ import pytest
 
 from hvtrain.core.run_files import ranks_table
 from hvtrain.errors import ConfigError, StorageError
-from hvtrain.report import command, comparison, page
-from hvtrain.report.charts import INK, LINE, MUTED, SERIES
-from hvtrain.report.curves import charts_of, charts_of_several
+from hvtrain.report import command, page
+from hvtrain.report.charts import INK, LINE, MUTED, SERIES, charts_of, charts_of_several
 from hvtrain.report.run_files import read_run
 from hvtrain.system.run_lock import RunLock
 from run_folders import CONFIG, START, write_run
@@ -119,8 +118,8 @@ def test_runs_are_compared(tmp_path):
     first = write_run(tmp_path / "a" / "run", config={**CONFIG, "seed": 1})
     second = write_run(tmp_path / "b" / "run", config={**CONFIG, "seed": 22, "augment": {"x": True}}, num_epochs=3)
     runs = [read_run(first), read_run(second)]
-    text = comparison.html(runs)
-    assert [name for name, _ in comparison.differing([run.config for run in runs])] == ["seed", "augment.x"]
+    text = command.comparison_html(runs)
+    assert [name for name, _ in command.differing([run.config for run in runs])] == ["seed", "augment.x"]
     assert "a/run" in text and "b/run" in text and "<td>22</td>" in text and "val_accuracy" in text
     charts = charts_of_several(runs, ["a", "b"])
     assert [chart.title for chart in charts] == ["val_loss", "loss", "val_accuracy", "accuracy", "examples per second"]

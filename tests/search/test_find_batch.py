@@ -11,7 +11,7 @@ import pytest
 from hvtrain.errors import ConfigError
 from hvtrain.search import batch_search
 from hvtrain.search.batch_sizes import RankMemory, Trial, lacking_host, predicted_peak
-from hvtrain.search.find_batch import main
+from hvtrain.search.commands import find_batch
 from hvtrain.strategies.mirrored import MirroredStrategy
 from launching import ROOT, run
 
@@ -121,6 +121,6 @@ def test_bad_input_is_refused_in_one_line(arguments, message, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["find_batch", *arguments])
     with pytest.raises(ConfigError) as caught:
-        main()
+        find_batch()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

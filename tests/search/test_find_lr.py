@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.search.find_lr import main
+from hvtrain.search.commands import find_lr
 from hvtrain.search.range_test import has_diverged, suggest
 from tests.support import launching
 
@@ -61,6 +61,6 @@ def test_bad_input_is_refused_in_one_line(arguments, message, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["find_lr", *arguments])
     with pytest.raises(ConfigError) as caught:
-        main()
+        find_lr()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvtrain.launch.clusters.choice import submission, write
+from hvtrain.launch.cluster_files import submission, write
 from lab import SCRIPT, Lab, needs_lab
 
 CONFIGURATION = """

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvtrain.launch import supervisor
-from hvtrain.launch.marked_stream import MARK
+from hvtrain.launch.output import MARK
 
 FOLDER = Path(__file__).parents[1] / "launch" / "transcripts"
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,7 @@ import pytest
 from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.launch import on_host
 from hvtrain.trackers import notice as notices
-from hvtrain.trackers.notice import Notice, cause_in_words
-from hvtrain.trackers.notice_sender import read
+from hvtrain.trackers.notice import Notice, cause_in_words, read_messages
 from receivers import SECRET, free_port, receiving
 
 pytest.importorskip("apprise", reason="apprise is not installed; ./scripts/run pytest does it")
@@ -56,7 +55,7 @@ def rank(folder, addresses, does, **variables):
 
 def senders(of):
     """Process -> (parent, variables and command line) of the senders that a process started."""
-    command = b"\0".join([b"hvtrain.trackers.notice_sender", str(of).encode(), b""])
+    command = b"\0".join([b"hvtrain.trackers.notice", str(of).encode(), b""])
     processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -107,7 +106,7 @@ def test_a_child_that_lives_on_does_not_hold_it_up(tmp_path):
     script = "import os, sys, time; os.fork() or time.sleep(60); os.write(int(sys.argv[1]), b'{}\\n')"
     process = subprocess.Popen([sys.executable, "-c", script, str(write_end)], pass_fds=[write_end])
     os.close(write_end)
-    messages = read(read_end, process.pid)
+    messages = read_messages(read_end, process.pid)
     try:
         assert next(messages) == {}
         process.wait()

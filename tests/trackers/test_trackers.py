@@ -11,8 +11,8 @@ import pytest
 from hvtrain.core.files import write_json
 from hvtrain.core.run_files import TRACKERS_FILE, read_tracked
 from hvtrain.errors import ConfigError
+from hvtrain.trackers import TrackedRun
 from hvtrain.trackers.mlflow import MLflow
-from hvtrain.trackers.tracker import TrackedRun
 from hvtrain.trackers.wandb import WeightsAndBiases
 from hvtrain.training.find_checkpoint import read_records, write_records
 from launching import many_runs

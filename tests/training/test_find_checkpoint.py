@@ -29,7 +29,7 @@ from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.resume import RunState, send_arrays
-from hvtrain.watchdog.ending import resume_advice
+from hvtrain.watchdog.processes import resume_advice
 
 META = {
     "num_ranks": 2,

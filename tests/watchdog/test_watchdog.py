@@ -16,9 +16,8 @@ import pytest
 
 from hvtrain.watchdog import connections
 from hvtrain.watchdog.hub import Hub
-from hvtrain.watchdog.judge import Rules
 from hvtrain.watchdog.member import Member
-from hvtrain.watchdog.progress import Progress
+from hvtrain.watchdog.progress import Progress, Rules
 
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "watched.py"
 

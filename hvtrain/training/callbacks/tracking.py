@@ -11,7 +11,7 @@ from hvtrain.core.files import write_json
 from hvtrain.core.run_files import TRACKERS_FILE, EpochRecord, read_tracked
 from hvtrain.errors import Stopped, StorageError, in_one_line
 from hvtrain.system.secrets import without_passwords
-from hvtrain.trackers.tracker import TrackedRun, Tracker, plain_name
+from hvtrain.trackers import TrackedRun, Tracker, plain_name
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ argv[2]: where rank 0 writes {NAME: {"printed": ..., "error": ...}}.
 """
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -55,7 +54,7 @@ def work(command, arguments):
             mark_best(Path(arguments[0]) / "checkpoints", int(arguments[1]), "val_accuracy", 1.0)
         return
     sys.argv = [command, *arguments]
-    importlib.import_module(f"hvtrain.{COMMANDS[command].module}").main()
+    COMMANDS[command].load()()
 
 
 def main():

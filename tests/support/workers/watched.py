@@ -15,12 +15,12 @@ from pathlib import Path
 
 from hvtrain import watchdog
 from hvtrain.system import console
-from hvtrain.watchdog import judge, member
+from hvtrain.watchdog import member, progress
 from hvtrain.watchdog.progress import CHECKPOINT, EXCHANGE, VALIDATION
 
 # How long the watchdog waits for the launcher, for another rank to say why, and for the main thread.
 member.SECONDS_FOR_THE_LAUNCHER = member.SECONDS_FOR_ANOTHER_RANK = 2.0
-member.SECONDS_FOR_THE_MAIN_THREAD = judge.SECONDS_FOR_THE_MAIN_THREAD = 1.0
+member.SECONDS_FOR_THE_MAIN_THREAD = progress.SECONDS_FOR_THE_MAIN_THREAD = 1.0
 
 RANK, SIZE, FOLDER, LIMIT = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
 EVENTS = {step: what for rank, step, what in json.loads(sys.argv[5]) if rank in (RANK, -1)}

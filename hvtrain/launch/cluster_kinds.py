@@ -119,6 +119,8 @@ class Slurm(ClusterKind):
         is_run = job.command[:3] == ("python", "-m", "hvtrain")
         trains = ("-m", "hvtrain") in pairwise(job.command)
         run_folder = _run_folder(job.command)
+        # The script reads the newest checkpoint there, to tell a requeue that helps from one that
+        # does not.
         folder_in_shell = None
         if trains:
             folder_in_shell = shlex.quote(run_folder) if run_folder else '"runs/slurm-$SLURM_JOB_ID"'
@@ -226,6 +228,7 @@ class MpiJob(ClusterKind):
                 f"{max_ranks} ranks do not divide into pods of cluster.ranks_per_worker={ranks}; "
                 f"choose a number that divides {max_ranks}"
             )
+        # Kubernetes limits a pod as a whole, so its ranks share the sum.
         memory = re.sub(r"\d+", lambda amount: str(ranks * int(amount[0])), self.memory_per_rank)
         return {"max_ranks": max_ranks, "num_workers": max_ranks // ranks, "worker_memory": memory}
 
@@ -330,6 +333,7 @@ class Spark(ClusterKind):
             raise ConfigError(
                 "cluster.deploy_mode=cluster starts the driver on any host; give run.dir=/a/folder/that/all/hosts/see"
             )
+        # Each rank is one Spark task, and Horovod gives a rank one GPU.
         if self.gpus_per_rank > 1:
             raise ConfigError(f"cluster.gpus_per_rank={self.gpus_per_rank}: a rank uses one GPU; give 0 or 1")
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from statistics import NormalDist
 
-from hvtrain.plan.costs.algorithms import Machine, allreduce_seconds
+from hvtrain.plan.algorithms import Machine, allreduce_seconds
 
 MIB = 1 << 20
 
@@ -55,7 +55,7 @@ class Rules:
             Learning Training Platforms"). Fitted, as are algorithms.LINK_SHARE and the deviation:
             see docs/plan.md.
         deviation: Standard deviation of the ranks' step times, relative to their mean.
-        algorithms: Names in costs.algorithms; each buffer takes the fastest. NCCL chooses between
+        algorithms: Names in algorithms.ALGORITHMS; each buffer takes the fastest. NCCL chooses between
             these two.
     """
 
@@ -92,7 +92,7 @@ class Cost:
 def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cost:
     """Simulates the step on num_ranks ranks.
 
-    >>> from hvtrain.plan.costs.algorithms import Link
+    >>> from hvtrain.plan.algorithms import Link
     >>> work = Work(0.3, [Gradient(50_000_000, 1.0), Gradient(50_000_000, 1.0)])
     >>> machine = Machine(Link(0.0, 1e9), Link(0.0, 1e9), ranks_per_host=1)
     >>> rules = Rules(cycle_seconds=0, interference=0, deviation=0, fusion_bytes=1)

@@ -1,25 +1,30 @@
-"""Starts one training in processes of its own, measures what they use, and reads its results."""
+"""Measures trainings: one in processes of its own, many in rounds by turns, and the ratios between them.
+
+A shared machine can be slower for minutes at a time. So contenders take turns, and only runs of the same round are
+compared.
+"""
 
 import json
-import os
 import resource
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from math import comb
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import psutil
 
-from hvtrain.compare.contestants import Contestant
-from hvtrain.config.compose import override
 from hvtrain.core.run_files import RESULT_FILE, EpochRecord, read_history
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import ends_within, failure, started
+from hvtrain.report.charts import INK
 
 # A sample takes several milliseconds, which the run lacks too.
 SECONDS_BETWEEN_SAMPLES = 1.0
@@ -44,44 +49,6 @@ class Training:
     cpu_seconds: float
     peak_bytes: int | None
     gpu_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """Makes the command lines of runs.
-
-    Attributes:
-        num_ranks: of all strategies but `single`.
-        host_options: -H or --hostfile, for `hvtrain launch`.
-        num_ps: parameter servers, for strategies that have some.
-        single_cores: cores that `single` may use; None: all.
-    """
-
-    num_ranks: int
-    host_options: tuple[str, ...] = ()
-    num_ps: int | None = None
-    single_cores: int | None = None
-
-    def command(self, contestant: Contestant, overrides: Sequence[str], folder: Path) -> list[str]:
-        """Returns the command of a run that leaves its results in this folder."""
-        python = [sys.executable, "-m", "hvtrain"]
-        # The comparison is one piece of work for the user, so its runs send no notices.
-        settings = [*overrides, override("run.dir", str(folder)), "notify=[]"]
-        if contestant.is_single:
-            return [*python, *settings]
-        options = ["-np", str(self.num_ranks), *self.host_options]
-        if self.num_ps and contestant.has_servers:
-            options += ["--num-ps", str(self.num_ps)]
-
-        return [*python, "launch", *options, "--", *settings]
-
-    def cores(self, contestant: Contestant) -> set[int]:
-        """Returns the cores that the run may use; a launcher divides them among its ranks."""
-        cores = sorted(os.sched_getaffinity(0))
-        if contestant.is_single and self.single_cores:
-            cores = cores[: self.single_cores]
-
-        return set(cores)
 
 
 def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
@@ -161,3 +128,100 @@ def gpu_bytes() -> int | None:
 def _children_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+T = TypeVar("T")
+
+# Probability that an interval should contain the true median.
+COVERAGE = 0.95
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median ratio over the rounds, and an interval that contains the true median with probability `coverage`.
+
+    The interval is the narrowest with a coverage of at least 0.95; below 6 rounds even the widest has less.
+    """
+
+    median: float
+    low: float
+    high: float
+    coverage: float
+
+    def __str__(self) -> str:
+        """The median and its interval, with its coverage if that is below 95 percent.
+
+        >>> str(Ratio(0.9, 0.8, 1.0, 0.75))
+        '0.900 [0.800, 1.000, 75% sure]'
+        """
+        note = "" if self.coverage >= COVERAGE else f", {self.coverage:.0%} sure"
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}{note}]"
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Returns the ratio of two measurements by round, with the interval of order statistics.
+
+    No distribution is assumed: the true median lies below the k-th smallest of n ratios as often as fewer than k of n
+    tosses of a coin show heads, and above the k-th largest as often.
+
+    Args:
+        numerators: of each round.
+        denominators: of the same rounds.
+
+    >>> ratio([3.0, 5.0, 4.0], [2.0, 2.0, 2.0])
+    Ratio(median=2.0, low=1.5, high=2.5, coverage=0.75)
+    """
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    count = len(ratios)
+    # Leaves out as many values at one end as at the other, while what is left is sure enough.
+    cut = 0
+    while cut + 1 < count / 2 and _coverage(count, cut + 1) >= COVERAGE:
+        cut += 1
+
+    return Ratio(median(ratios), ratios[cut], ratios[count - 1 - cut], _coverage(count, cut))
+
+
+def _coverage(count: int, cut: int) -> float:
+    """Probability that the true median lies between the sorted values `cut` and `count - 1 - cut` (from 0)."""
+    return 1 - 2 * sum(comb(count, k) for k in range(cut + 1)) / 2**count
+
+
+def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]]]:
+    """Yields each round's number, from 1, and its order; every second round goes backwards.
+
+    A machine that becomes slower during a round thus favors each of two contenders as often as the other.
+
+    >>> list(in_turns("ab", 3))
+    [(1, ['a', 'b']), (2, ['b', 'a']), (3, ['a', 'b'])]
+    """
+    for number in range(1, num_rounds + 1):
+        yield number, list(items if number % 2 else reversed(items))
+
+
+def progress(text: str) -> None:
+    """Shows what is running, on a terminal only, until the next call; "" clears the line."""
+    if sys.stderr.isatty():
+        # A line that wraps could not be cleared.
+        columns = shutil.get_terminal_size().columns
+        sys.stderr.write(f"\r\033[K{text[: columns - 1]}")
+        sys.stderr.flush()
+
+
+def draw_rounds(axes: Any, values: Mapping[str, Sequence[float]], colors: Sequence[str]) -> None:
+    """Draws a bar with the median of each contender, the first at the top; those without values keep their row.
+
+    Args:
+        axes: Matplotlib's.
+        values: of each contender, by round.
+        colors: of the bars.
+    """
+    for row, (runs, color) in enumerate(zip(values.values(), colors)):
+        if runs:
+            axes.barh(row, median(runs), color=color, height=0.6)
+        # The dots show how much a round differs from the others, which a median hides.
+        axes.plot(runs, [row] * len(runs), "o", color=INK, markersize=3, alpha=0.7)
+
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.set_axisbelow(True)

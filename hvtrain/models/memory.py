@@ -1,6 +1,6 @@
-"""train.remat: the backward pass computes activations again, which are not kept.
+"""The memory that a model takes, and train.remat, which takes less: the backward pass computes activations again.
 
-After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
+Recomputation is after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 
 Not keras.RematScope: on TensorFlow it fails in a graph if a layer takes `training`, and a layer
 with state, such as dropout or batch normalization, would change it twice. It also keeps what goes
@@ -8,7 +8,8 @@ from each layer to the next.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,71 @@ import keras
 import tensorflow as tf
 
 from hvtrain.errors import ConfigError
+
+# Layers whose output shares the memory of their input.
+_VIEWS = (keras.layers.Flatten, keras.layers.Reshape, keras.layers.Identity)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one rank. activation_bytes estimates one batch; it is None if a layer's output shape is unknown."""
+
+    weight_bytes: int
+    gradient_bytes: int
+    slot_bytes: int
+    activation_bytes: int | None
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.weight_bytes + self.slot_bytes
+
+
+def footprint(model: keras.Model, batch_size: int) -> Footprint:
+    """Sizes of a compiled model whose optimizer is built.
+
+    Activations are the outputs of all layers, kept for the backward pass. They are an estimate,
+    since TensorFlow keeps less of some and more of others (work space of convolutions, gaps of the
+    allocator); the rest is exact.
+    """
+    return Footprint(
+        weight_bytes=num_bytes(model.weights),
+        gradient_bytes=num_bytes(model.trainable_variables),
+        slot_bytes=num_bytes(model.optimizer.variables),
+        activation_bytes=_activation_bytes(model, batch_size),
+    )
+
+
+def num_bytes(variables: Iterable[Any]) -> int:
+    """Bytes of the variables' values."""
+    return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)
+
+
+def innermost_layers(model: Any) -> Iterator[Any]:
+    """The innermost layers, those of nested models included."""
+    for layer in model.layers:
+        yield from innermost_layers(layer) if isinstance(layer, keras.Model) else [layer]
+
+
+def example_shape(layer: Any) -> tuple[int, ...] | None:
+    """Shape of a layer's output for one example; None if it is not known."""
+    with suppress(AttributeError, ValueError):  # Never called, or called several times; or several outputs.
+        shape = tuple(layer.output.shape[1:])
+        return None if None in shape else shape
+    return None
+
+
+def _activation_bytes(model: Any, batch_size: int) -> int | None:
+    total = 0
+    for layer in innermost_layers(model):
+        # A layer of unknown shape makes the whole estimate worthless.
+        shape = example_shape(layer)
+        if shape is None:
+            return None
+        # A view has no memory of its own.
+        if not isinstance(layer, _VIEWS):
+            total += math.prod(shape) * tf.as_dtype(layer.compute_dtype).size
+
+    return total * batch_size
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import yaml
 from hvtrain.config.compose import CONFIGS
 from hvtrain.config.validate import nearest, typed
 from hvtrain.errors import ConfigError
-from hvtrain.launch.clusters.kinds import KINDS, ClusterKind
+from hvtrain.launch.cluster_kinds import KINDS, ClusterKind
 from hvtrain.launch.job import Job
 
 
@@ -39,6 +39,7 @@ def write(cluster: ClusterKind, job: Job, folder: Path, folders: Sequence[Path] 
     files = texts(cluster, job, folders)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # All of them were rendered before, so an error leaves no half of them behind.
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -57,6 +58,7 @@ def submit(cluster: ClusterKind, folder: Path) -> int:
     Returns its exit code. Raises ConfigError if it is not installed here.
     """
     command = submission(cluster, folder)
+    # Some commands are started by a shell, and bash is always there.
     program = cluster.program or command[0]
     if not shutil.which(program):
         raise ConfigError(
@@ -96,6 +98,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
     if kind not in KINDS:
         raise ConfigError(f"cluster={kind} is not one of ssh, {', '.join(KINDS)}; {nearest(kind, list(KINDS))}")
 
+    # Types are read from the schema: a number in YAML is a text on the command line.
     schema = KINDS[kind]
     hints = typing.get_type_hints(schema)
     for name, text in values.items():

@@ -15,7 +15,7 @@ import numpy as np
 TREE_SHARE = 0.9
 
 # Share of a link's nominal speed that an all-reduce gets. Fitted once, together with
-# step.Rules.interference and .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
+# step_cost.Rules.interference and .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
 LINK_SHARE = 0.825
 
 # Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink,

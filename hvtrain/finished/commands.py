@@ -1,0 +1,234 @@
+"""The commands that use a finished run: `python -m hvtrain evaluate`, `predict`, `export` and `generate`.
+
+The metrics and the predictions are the same on any number of ranks; export and generate take one process.
+"""
+
+import json
+from pathlib import Path
+
+from hvtrain.core.files import write_atomic
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.finished.arguments import SPLITS, parse_command
+from hvtrain.system import console
+from hvtrain.system.command import at_least, not_negative
+
+EVALUATE_ABOUT = """\
+Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing. SPLIT is train,
+validation or test (default)."""
+EVALUATE_EXAMPLES = """\
+  python -m hvtrain evaluate run=runs/first
+  horovodrun -np 2 python -m hvtrain evaluate run=runs/first split=validation checkpoint=last --output metrics.json
+"""
+
+
+def evaluate() -> int:
+    """Opens the run, evaluates it, prints the metrics, and writes them if asked to."""
+    options, finished = parse_command(
+        "evaluate",
+        "[split=SPLIT] [checkpoint=best|last] [--output FILE]",
+        EVALUATE_ABOUT,
+        EVALUATE_EXAMPLES,
+        "split",
+        output={"metavar": "FILE", "help": "write the metrics as JSON"},
+    )
+    split = finished.choice("split", SPLITS, "test")
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.finished.outputs import metrics_of
+
+    with on_ranks(finished.config) as strategy:
+        run = open_run(finished, strategy)
+        results = metrics_of(run, split)  # Every rank takes part; the chief prints.
+        if run.is_chief:
+            for text in results["skipped"]:
+                print(f"left out: {text}")
+            metrics = ", ".join(f"{name} {value:.4f}" for name, value in results["metrics"].items())
+            examples = f"{results['examples']:,} {split} examples of {results['dataset']}"
+            print(f"{results['checkpoint']}, {examples}: {metrics}")
+            if options.output:
+                text = json.dumps({"run": str(finished.folder), **results}, indent=2)
+                write_atomic(Path(options.output), text + "\n")
+
+    return 0
+
+
+PREDICT_ABOUT = """\
+Writes what a finished run predicts for each example, in order, and changes nothing in the run. SPLIT is train,
+validation or test (default)."""
+OUTPUT_HELP = "FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder"
+PREDICT_EXAMPLES = """\
+  python -m hvtrain predict run=runs/first --output predictions.parquet
+  horovodrun -np 2 python -m hvtrain predict run=runs/leaves input=new_pictures --output leaves.csv
+"""
+
+
+def predict() -> int:
+    """Opens the run, predicts, and writes the predictions on the chief."""
+    options, finished = parse_command(
+        "predict",
+        "[split=SPLIT | input=PATH] [checkpoint=best|last] [--output FILE]",
+        PREDICT_ABOUT,
+        PREDICT_EXAMPLES,
+        "split",
+        "input",
+        output={"metavar": "FILE", "help": OUTPUT_HELP},
+    )
+    split = finished.choice("split", SPLITS, "test")
+    path = finished.arguments.get("input")
+    if path is not None and "split" in finished.arguments:
+        raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.finished.inputs import of_input, of_split
+        from hvtrain.finished.outputs import predictions
+        from hvtrain.finished.writers import writer_for
+
+    with on_ranks(finished.config) as strategy:
+        comm = strategy.comm
+        run = open_run(finished, strategy, uses_split=path is None)
+        examples = comm.all_or_raise(lambda: of_input(run, Path(path)) if path else of_split(run, split))
+        if not examples.total:
+            raise DataError(f"input={path} holds no examples; give a file that has some")
+
+        has_masks = run.task.targets_are_masks
+        output = Path(options.output or ("masks" if has_masks else "predictions.csv"))
+        # The files of the data set are settings of it; which ones differs, so all texts count as paths.
+        settings = (path, *run.config.dataset.values())
+        inputs = [Path(value) for value in settings if isinstance(value, str)]
+        writer = comm.all_or_raise(lambda: writer_for(output, has_masks, inputs))
+
+        num_examples = 0
+        try:
+            for rows in predictions(run, examples):
+                num_examples += len(rows["example"])
+                comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called at once
+            comm.on_chief(writer.close)
+        except BaseException:  # Also a Ctrl-C leaves no half-written file.
+            if run.is_chief:
+                writer.discard()
+            raise
+
+        skipped = run.left_out()
+        if run.is_chief:
+            for item in skipped:
+                print(f"left out: {item.location}: {item.problem}")
+            print(f"{run.checkpoint}: {num_examples:,} predictions of {examples.name} in {output}{examples.note}")
+
+    return 0
+
+
+# By format; a SavedModel is a folder.
+SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
+EXPORT_ABOUT = """\
+Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
+for digits.onnx). The exported model is first compared with the run's own on examples of its data."""
+EXPORT_EXAMPLES = """\
+  python -m hvtrain export run=runs/first format=savedmodel
+  python -m hvtrain export run=runs/first format=onnx checkpoint=last --output digits.onnx
+"""
+
+
+def export() -> int:
+    """Opens the run in this process, exports its model, and says how far its outputs differ."""
+    options, finished = parse_command(
+        "export",
+        f"format={'|'.join(SUFFIXES)} [checkpoint=best|last] [--output PATH]",
+        EXPORT_ABOUT,
+        EXPORT_EXAMPLES,
+        "format",
+        output={"metavar": "PATH", "help": "the exported model; default: the run's name, in this folder"},
+    )
+    model_format = finished.choice("format", tuple(SUFFIXES), "")
+    if console.is_launched():
+        raise ConfigError("an export takes one process; start python -m hvtrain export without a launcher")
+    path = output_path(options.output, finished.folder.name, model_format)
+
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.finished.exported import export_checked
+        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.strategies.base import Strategy
+
+    # Another process could only write the same file.
+    with on_ranks(finished.config, Strategy()) as strategy:
+        run = open_run(finished, strategy, uses_split=False)
+        print(f"{run.checkpoint} in {path}; {export_checked(run, model_format, path)}")
+
+    return 0
+
+
+def output_path(output: str | None, run_name: str, model_format: str) -> Path:
+    """Returns where the exported model goes.
+
+    Args:
+        output: the user's choice.
+        run_name: of which the default is made.
+        model_format: one of SUFFIXES.
+
+    Raises:
+        ConfigError: the path has another suffix, exists, or is in no folder.
+    """
+    suffix = SUFFIXES[model_format]
+    path = Path(output or f"{run_name}{suffix}")
+    # A default path may have any suffix: the folder lr0.1 of a run becomes the SavedModel lr0.1.
+    if output and path.suffix != suffix:
+        needed = f"PATH{suffix}" if suffix else "a folder"
+        raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
+
+    if path.exists():
+        raise ConfigError(f"--output {path} exists already; choose another path")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--output {path} is in a folder that does not exist; choose another path")
+
+    return path
+
+
+GENERATE_EXAMPLES = """\
+  python -m hvtrain generate run=runs/tales "prompt=The statement" --tokens 100 --temperature 0.5
+"""
+
+
+def generate() -> int:
+    """Opens the run in this process and prints the prompt with its continuation."""
+    options, finished = parse_command(
+        "generate",
+        "prompt=TEXT [checkpoint=best|last] [OPTION ...]",
+        "Prints the prompt and the trained model's continuation. The same seed gives the same text.",
+        GENERATE_EXAMPLES,
+        "prompt",
+        tokens={"type": at_least(1), "default": 64, "metavar": "N", "help": "most tokens to write; default: 64"},
+        temperature={"type": not_negative, "default": 0.7, "metavar": "T", "help": "default: 0.7; 0: greedy"},
+        seed={"type": at_least(0), "default": 0, "metavar": "N", "help": "of the sampling; default: 0"},
+    )
+    prompt = finished.arguments.get("prompt")
+    if not prompt:
+        raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
+    if console.is_launched():
+        raise ConfigError("generate runs in one process; start python -m hvtrain generate without a launcher")
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.finished.finished_run import on_ranks, open_run
+        from hvtrain.strategies.base import Strategy
+        from hvtrain.tasks.language import continuation
+
+    with on_ranks(finished.config, Strategy()) as strategy:
+        run = open_run(finished, strategy, uses_split=False)
+        source = run.source
+        tokens = source.tokens_of(prompt)
+        facts = source.facts()
+        # A model that is not causal has seen what comes after each token, so it cannot continue a text.
+        if not tokens or not facts.get("causal"):
+            raise ConfigError(
+                f"the run of {source.name} has no tokenizer, or is not causal; choose one of dataset=text"
+            )
+
+        written = continuation(
+            run.model,
+            tokens,
+            options.tokens,
+            facts["length"],
+            options.temperature,
+            options.seed,
+            source.end_token,
+        )
+        print(source.text_of([*tokens, *written]))
+
+    return 0

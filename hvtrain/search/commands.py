@@ -1,0 +1,216 @@
+"""`python -m hvtrain find_lr` and `find_batch`: runs that only try something out, on all ranks, with other settings.
+
+find_lr trains some steps at a growing learning rate, and suggests a rate (Smith 2015, arxiv.org/abs/1506.01186).
+range_test trains and judges the losses.
+
+find_batch trains some steps with ever larger batches, and says which fit and which is fastest. All sizes are tried in
+one process for each rank, which is started once: memory is read as a peak that is reset before each size, and sizes
+only grow, so what an earlier one left behind is never the larger part. batch_search measures, batch_sizes judges.
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import RunConfig, from_dict, round_up_to_accumulation
+from hvtrain.errors import ConfigError
+from hvtrain.system import console
+from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, positive
+
+FIND_LR_EPILOG = f"""\
+{RUN_SETTINGS}
+
+examples:
+  python -m hvtrain find_lr model=cnn dataset=fashion_mnist                 one process
+  horovodrun -np 4 python -m hvtrain find_lr optimizer=adam --highest 0.1   the rate for four ranks
+"""
+
+
+def find_lr() -> int:
+    """Composes the run, trains with growing rates, and prints the suggestion on rank 0."""
+    options = _find_lr_parser().parse_with_overrides(sys.argv[1:])
+    if options.lowest >= options.highest:
+        raise ConfigError(f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range")
+    for tree in compose(options.overrides):
+        config = from_dict(tree)
+        with console.quiet_import(config.verbose):
+            from hvtrain import runner
+            from hvtrain.search.range_test import try_rates
+        runner.on_all_ranks(as_range_test(config, options.steps, options.lowest, options.highest), try_rates)
+
+    return 0
+
+
+def as_range_test(config: RunConfig, num_steps: int, lowest: float, highest: float) -> RunConfig:
+    """Returns the run as a trial whose rate grows from the lowest to the highest."""
+    # Any schedule of the user's is replaced: its warm-up would hold the rate down.
+    schedule = {
+        "_target_": "hvtrain.core.schedule.RangeTest",
+        "lowest": lowest,
+        "highest": highest,
+    }
+    return as_trial(config, num_steps, schedule=schedule)
+
+
+def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
+    """Returns the settings of a run that only tries something out; find_batch uses it too.
+
+    It has no checkpoints, no notices, and nothing that acts on its losses. run.dir stays as it is: a folder named by
+    the clock could differ between ranks, so the chief makes the name.
+
+    Args:
+        config: the user's run.
+        num_steps: rounded up to whole accumulations.
+        **changes: other settings, by the fields of RunConfig.
+    """
+    # A call of the graph is then one update of the weights.
+    accumulate = config.train.accumulate
+    train = replace(
+        config.train,
+        steps=round_up_to_accumulation(num_steps, accumulate),
+        steps_per_execution=accumulate,
+        divide_steps_by_size=False,
+        max_time=None,
+        validate_every_steps=None,
+        ema=None,
+    )
+    checkpoint = replace(config.checkpoint, every_epochs=None, every_steps=None, every_minutes=None)
+
+    return replace(
+        config,
+        train=train,
+        checkpoint=checkpoint,
+        callbacks={},
+        notify=[],
+        resume="never",
+        **changes,
+    )
+
+
+def _find_lr_parser() -> Parser:
+    parser = Parser(
+        "python -m hvtrain find_lr",
+        usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="""\
+Trains some steps on all ranks while the learning rate grows from --lowest to --highest (both of all ranks together),
+until the loss rises to several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and
+prints the optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer.
+A schedule's warm-up and decay are applied to this rate.""",
+        epilog=FIND_LR_EPILOG,
+    )
+    parser.add_argument(
+        "--steps",
+        type=at_least(10),
+        default=100,
+        metavar="N",
+        help="steps of the test; default: 100",
+    )
+    parser.add_argument(
+        "--lowest",
+        type=positive,
+        default=1e-5,
+        metavar="RATE",
+        help="first rate; default: 1e-5",
+    )
+    parser.add_argument("--highest", type=positive, default=10.0, metavar="RATE", help="last rate; default: 10")
+
+    return parser
+
+
+FIND_BATCH_EPILOG = f"""\
+{RUN_SETTINGS}
+
+examples:
+  python -m hvtrain find_batch model=cnn dataset=fashion_mnist           one process
+  horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
+"""
+# Weights hardly change, so that no size diverges.
+LEARNING_RATE = 1e-9
+# Calls of the graph with each size, of --steps steps each. The first is a warm-up.
+CALLS = 4
+
+
+def find_batch() -> int:
+    """Composes the run, tries the sizes, and prints the result on rank 0."""
+    options = _find_batch_parser().parse_with_overrides(sys.argv[1:])
+    if options.largest is not None and options.first > options.largest:
+        raise ConfigError(f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other")
+    for tree in compose(options.overrides):
+        config = as_search(from_dict(tree), options.first, options.steps)
+        with console.quiet_import(config.verbose):
+            from hvtrain import runner
+            from hvtrain.search.batch_search import try_sizes
+        limit_bytes = options.memory and int(options.memory * 2**30)
+        attempt = partial(try_sizes, largest=options.largest, limit_bytes=limit_bytes, overrides=options.overrides)
+        runner.on_all_ranks(config, attempt)
+
+    return 0
+
+
+def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
+    """Returns the run as a trial that begins with the first size.
+
+    Args:
+        config: the user's run.
+        first_size: examples of a step and a rank.
+        call_steps: steps of a call of the graph, rounded up to whole accumulations.
+    """
+    trial = as_trial(
+        config,
+        call_steps,
+        optimizer={**config.optimizer, "learning_rate": LEARNING_RATE},
+        # All batches are whole then, so each step has the memory and the time of its size.
+        data=replace(config.data, uneven="trim"),
+    )
+    steps = trial.train.steps or call_steps
+    train = replace(
+        trial.train,
+        batch_size=first_size,
+        steps=CALLS * steps,
+        steps_per_execution=steps,
+    )
+
+    return replace(trial, train=train)
+
+
+def _find_batch_parser() -> Parser:
+    parser = Parser(
+        "python -m hvtrain find_batch",
+        usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description="""\
+Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size does not fit into memory or is more
+than the data set has. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
+that fits, and the fastest: the smallest within 3% of the most examples/s. Writes batch.json and a picture, batch.png.
+A size that would exceed the memory of the host or of its container is not begun.""",
+        epilog=FIND_BATCH_EPILOG,
+    )
+    parser.add_argument(
+        "--first",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="first size, of a rank; default: 1",
+    )
+    parser.add_argument(
+        "--largest",
+        type=at_least(1),
+        metavar="N",
+        help="largest size to try; default: as many as fit",
+    )
+    parser.add_argument(
+        "--steps",
+        type=at_least(1),
+        default=5,
+        metavar="N",
+        help=f"steps of a call; a size takes {CALLS} calls; default: 5",
+    )
+    parser.add_argument(
+        "--memory",
+        type=positive,
+        metavar="GIB",
+        help="memory of all ranks of a host; default: what is free",
+    )
+
+    return parser
