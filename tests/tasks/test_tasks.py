@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvtrain import compose
+from hvtrain.config.instantiate import build
 from hvtrain.data.source import Source
 from hvtrain.data.sources.digits import digits
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import joint_loss, weighted
-from hvtrain.tasks import Binary, Classification, Custom, Language, Multilabel, Regression, Segmentation
+from hvtrain.tasks import Binary, Classification, Custom, Language, Multilabel, Regression, Segmentation, Task
+from keras_metrics import REFUSED, TAKEN, metric_settings
 
 
 class Largest(keras.metrics.Metric):
@@ -37,27 +40,65 @@ class Own(keras.losses.Loss):
         return self.factor * keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        keras.metrics.SparseCategoricalAccuracy(),
-        keras.metrics.SparseTopKCategoricalAccuracy(3),
-        keras.metrics.SparseCategoricalCrossentropy(from_logits=True),
-        keras.metrics.MeanIoU(10, sparse_y_pred=False),
-    ],
-    ids=lambda metric: type(metric).__name__,
-)
-def test_a_metric_whose_state_adds_up(metric):
-    Classification(metrics={"found": metric}).prepare(digits())
+def test_each_metric_of_keras_is_taken_or_refused_in_one_line():
+    """tests/tasks/test_tasks_on_ranks.py shows that those that are taken are exact over ranks."""
+    sources = {
+        "multilabel": Given(spec("float32", 5), spec("float32", 3)),
+        "classification": Given(IMAGE, spec("int32"), num_classes=3),
+    }
+    for kind, source in sources.items():
+        task = build(compose([f"task={kind}", *metric_settings(kind)]), "task", Task)
+        task.prepare(source)
+        assert {type(metric).__name__ for metric in task.metrics.values()} >= TAKEN[kind].keys()
+
+    for name, message in REFUSED.items():
+        own = ["task=multilabel", f"+task.metrics.own._target_=keras.metrics.{name}"]
+        with pytest.raises(ConfigError, match=message) as refused:
+            build(compose(own), "task", Task).prepare(sources["multilabel"])
+        assert "\n" not in str(refused.value)
+
+    classes = {name for name, item in vars(keras.metrics).items() if isinstance(item, type)}
+    assert classes == set().union(REFUSED, *TAKEN.values())
 
 
 @pytest.mark.parametrize(
-    "metric",
-    [keras.metrics.F1Score(threshold=0.5), keras.metrics.R2Score(), keras.metrics.MeanIoU(2)],
-    ids=lambda metric: type(metric).__name__,
+    ("loss", "arguments"),
+    [(f"{__name__}.Plain", {}), (f"{__name__}.OfLogits", {"from_logits": True})],
+    ids=["without from_logits", "with from_logits"],
 )
-def test_a_metric_that_makes_its_variables_with_the_first_update(metric):
-    Multilabel(metrics={"own": metric}).prepare(Given(spec("float32", 5), spec("float32", 3)))
+def test_a_loss_of_ones_own_gets_the_arguments_that_it_declares(loss, arguments):
+    task = build(compose(["task=segmentation", f"task.loss._target_={loss}"]), "task", Task)
+    assert task.loss.arguments == arguments
+    with pytest.raises(ConfigError, match="got an unexpected keyword argument 'gama'"):
+        build(compose([f"task.loss._target_={loss}", "+task.loss.gama=1"]), "task", Task)
+
+
+def test_a_model_of_ones_own_gets_no_settings_of_the_model_in_its_place():
+    own = ["model=cnn", f"model._target_={__name__}.small"]
+    assert build(compose(own), "model", keras.Model, {"image_shape": (8, 8, 1)}).output_shape == (None, 10)
+    with pytest.raises(ConfigError, match="got an unexpected keyword argument 'dropout'"):
+        build(compose([*own, "model.dropout=0.3"]), "model", keras.Model, {"image_shape": (8, 8, 1)})
+
+
+class Plain(keras.losses.Loss):
+    """A loss of a user, with arguments of Keras's base."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.arguments = arguments
+
+    def call(self, y_true, y_pred):
+        return keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+
+
+class OfLogits(Plain):
+    def __init__(self, from_logits=False):
+        super().__init__()
+        self.arguments = {"from_logits": from_logits}
+
+
+def small(image_shape):
+    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(10)])
 
 
 @pytest.mark.parametrize(
@@ -65,7 +106,7 @@ def test_a_metric_that_makes_its_variables_with_the_first_update(metric):
     [
         (
             Largest(),
-            "task.metrics.found cannot be exact over ranks: the state of Largest is not a sum over examples",
+            "task.metrics.found cannot be exact over ranks: the state of Largest is not a finite sum over examples",
         ),
         (
             keras.metrics.AUC(),
@@ -233,3 +274,18 @@ def test_losses_and_metrics_by_output():
         task.check_outputs(keras.layers.Dense(1)(inputs), "model._target_=m", source)
     with pytest.raises(ConfigError, match=r"task\.loss_weights names c and task.loss has a, b"):
         Custom(two, loss_weights={"c": 1.0})
+
+
+def test_label_smoothing_is_that_of_keras():
+    logits = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
+    classes = np.array([0, 2, 1, 1, 0])
+    smoothed = Classification(label_smoothing=0.1).loss
+    expected = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)(np.eye(3)[classes], logits)
+    np.testing.assert_allclose(smoothed(classes, logits), expected, rtol=1e-6)
+    assert abs(float(Classification().loss(classes, logits)) - float(expected)) > 1e-3
+    assert Classification(label_smoothing=0.1).soft_loss()(np.eye(3)[classes], logits) == smoothed(classes, logits)
+    assert keras.losses.deserialize(keras.losses.serialize(smoothed)).from_logits, "saved as Keras's own"
+    with pytest.raises(ConfigError, match=r"^task.label_smoothing=1 is out of range; it must be from 0 to below 1"):
+        Classification(label_smoothing=1)
+    with pytest.raises(ConfigError, match=r"task.label_smoothing does, and task.loss is MeanSquaredError, which may"):
+        Classification(keras.losses.MeanSquaredError(), label_smoothing=0.1)

@@ -10,6 +10,7 @@ import json
 import numpy as np
 import pytest
 
+from keras_metrics import metric_settings
 from launching import many_runs
 from run_results import different, record, state
 from tiers import mostly_nightly, with_nightly, with_release
@@ -51,7 +52,8 @@ def joint_runs(kinds):
     runs = {}
     for kind in kinds:
         weights = [f"train.class_weights={WEIGHTS[kind]}"] if kind in WEIGHTS else []
-        runs[f"joint {kind}"] = words(kind, "data.uneven=pad", "optimizer=momentum", *weights)
+        more = [*weights, *metric_settings(kind)]
+        runs[f"joint {kind}"] = words(kind, "data.uneven=pad", "optimizer=momentum", *more)
     runs["joint augmented"] = [*AUGMENTED, "data.uneven=pad", "optimizer=momentum", "train.steps=6"]
     return runs
 
