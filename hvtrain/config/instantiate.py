@@ -1,7 +1,7 @@
 """Builds the object that a group of the configuration names, with errors that a user can act on."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -9,6 +9,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
+from hvtrain.config.compose import CONFIGS
 from hvtrain.config.schema import MODEL_OPTIONS, RunConfig
 from hvtrain.config.validate import flatten
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
@@ -23,7 +24,7 @@ NEEDED = {
     "strategy": "an hvtrain.strategies.base.Strategy",
     "callbacks": "a keras.callbacks.Callback",
     "augment": "a keras.layers.Layer",
-    "tracker": "an hvtrain.trackers.tracker.Tracker",
+    "tracker": "an hvtrain.trackers.Tracker",
 }
 """The type that the target of each group must return."""
 
@@ -61,6 +62,9 @@ def build(
         builder = get_object(settings["_target_"])
     if group == "model":
         settings = _builder_settings(settings, builder)
+    if not name:
+        choices = [OmegaConf.to_container(OmegaConf.load(file)) for file in sorted((CONFIGS / group).glob("*.yaml"))]
+        settings = _own_arguments(settings, choices)
     _check_settings(config, group, settings)
 
     target = f"{group}._target_={settings['_target_']}"
@@ -136,6 +140,50 @@ def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
             "model, which builders do not get; rename the argument"
         )
     return {name: value for name, value in group.items() if name not in MODEL_OPTIONS}
+
+
+def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
+    """The settings without arguments that a choice has for its own class, where another class has its place.
+
+    `task.loss._target_=package.Loss` keeps from_logits of the task's own loss. The user's class gets it if it
+    declares it. What the user has set stays, so that a misspelt argument is refused.
+
+    Args:
+        choices: What the choices of the group have in the place of the settings.
+    """
+    target = None
+    with suppress(Exception):  # Calling it fails in the same way, with a better message.
+        target = get_object(settings["_target_"])
+
+    own: dict[str, Any] = {}
+    for name, value in settings.items():
+        defaults = [choice[name] for choice in choices if name in choice]
+        if isinstance(value, Mapping):
+            own[name] = _own_arguments(value, [default for default in defaults if isinstance(default, Mapping)])
+            continue
+        # A reference to another setting, such as ${task.ignored_label}, may have any value.
+        is_default = any(default == value or str(default).startswith("${") for default in defaults)
+        if not is_default or target is None or name.startswith("_") or _declares(target, name):
+            own[name] = value
+    return own
+
+
+def _declares(target: Callable[..., Any], argument: str) -> bool:
+    """True if a function, or the class or a base to which its **kwargs go, has this argument."""
+    functions = [target]
+    if inspect.isclass(target):
+        functions = [vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base)]
+
+    for function in functions:
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError):  # Some built-in functions have no signature.
+            return True
+        if argument in parameters:
+            return True
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return False
+    return True
 
 
 def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) -> None:
