@@ -31,6 +31,8 @@ from hvtrain.system.text import human_bytes
 
 KIB = 1 << 10
 MIB = 1 << 20
+# This module: a rank of the command is a process of its own.
+WORKER = "hvtrain.plan.allreduce"
 SIZES = (
     4,
     256,
@@ -44,6 +46,7 @@ SIZES = (
     128 * MIB,
     256 * MIB,
 )
+# A hung launcher would keep the command for ever.
 SECONDS_FOR_A_RUN = 900.0
 # They limit a process to so many threads for computing.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -55,6 +58,7 @@ SMALL_BYTES = 64 << 10
 BYTES_EACH = 1 << 29
 FEWEST = 8
 MOST = 300
+# The first call traces the graph.
 WARMUP_REPETITIONS = 5
 
 Action = Callable[[], object]
@@ -97,7 +101,7 @@ class Collectives:
         """Returns each rank's seconds by size. The folder, a new one, keeps the output and the reports."""
         folder.mkdir(parents=True)
         log = folder / "output.txt"
-        worker = [sys.executable, "-m", "hvtrain.plan.allreduce", method, f"{folder}/report", *map(str, self.sizes)]
+        worker = [sys.executable, "-m", WORKER, method, f"{folder}/report", *map(str, self.sizes)]
         launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}", "-np", str(self.num_ranks)]
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **dict.fromkeys(THREADS, str(self.threads))}
         with started([*launcher, *worker], log, environment=environment) as process:
@@ -192,9 +196,11 @@ def main() -> int:
     """Measures in rounds, prints a table, and writes allreduce.json and a picture."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the processes that it started end too.
     options = _parser().parse_args(sys.argv[1:])
+    # Ranks share the cores, as in a run.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.ranks)
     started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(options.output or f"allreduce/{started}-{options.transport}").absolute()
+    # A small machine need not hold the largest buffers of all ranks.
     sizes = tuple(size for size in SIZES if size <= options.largest * MIB)
     session = Collectives(options.ranks, options.transport, threads, folder, sizes)
 
@@ -272,12 +278,14 @@ def median_seconds(method: Method, lengths: list[int], num_bytes: int) -> float:
 
     times = []
     for repetition in range(WARMUP_REPETITIONS + repetitions):
+        # Ranks drift apart, and the time of one would contain the wait for another.
         if repetition % 20 == 0:
             method.barrier()
         began = time.perf_counter()
         action()
         times.append(time.perf_counter() - began)
 
+    # A median ignores the calls that other work on the machine delays.
     return median(times[WARMUP_REPETITIONS:])
 
 
@@ -295,6 +303,7 @@ def hvtrain_method() -> Method:
         tensors = [tf.ones([length]) for length in lengths]
         if not tensors:
             return tf.function(lambda: tf.identity(tf.ones([])))
+        # Horovod matches tensors of different ranks by their names.
         name = f"bench_{lengths[0]}_{len(lengths)}"
         return tf.function(lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, name=name))
 

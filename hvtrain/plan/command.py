@@ -47,6 +47,7 @@ def main() -> int:
         return 0
 
     config = from_dict(trees[0])
+    # Before TensorFlow is imported, so that a wrong file is refused at once.
     measured = [read(Path(path)) for path in options.calibrate]
 
     # Errors of the command line come first, without the seconds that TensorFlow takes.
@@ -64,6 +65,7 @@ def main() -> int:
 
     print("\n".join(report.run_lines(run, options.overrides, options.ranks_per_host)), flush=True)
 
+    # The lines above are printed by now: measuring takes a while, and may fail.
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
     rules = _rules(options, run)
     machine = None
@@ -90,6 +92,7 @@ def main() -> int:
 
 
 def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
+    # Without the option, what NCCL would choose from.
     choices = {None: DEFAULTS.algorithms, "best": tuple(ALGORITHMS)}
     return Rules(
         overlap=run.bucket_bytes > 0,

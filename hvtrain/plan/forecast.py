@@ -117,6 +117,7 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
             raise DataError(f"{error}; for a data set on other machines give --examples N") from error
         return source
 
+    # The stand-in is named after the data set that it stands for.
     name = str(config.dataset["_target_"]).split(".")[-1]
     if "image_shape" not in config.dataset:
         raise ConfigError(
@@ -141,6 +142,7 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     if 0 < warmup <= last:
         steps[warmup] = "the end of warm-up, step "
 
+    # Only some schedules have them.
     milestones = [round(epoch * forecast.plan.steps_per_epoch) for epoch in getattr(schedule, "at_epochs", ())]
     steps |= {step: "step " for step in milestones if 0 < step <= last}
     if not milestones:

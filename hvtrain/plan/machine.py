@@ -79,6 +79,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     error = float(abs(terms @ factors - 1).mean())
 
     start, latency, inverse_bandwidth = factors.tolist()
+    # The fit allows no negative factor, so noise can make this one 0.
     if inverse_bandwidth <= 0:
         raise ConfigError("the measured allreduces take no longer for larger messages; measure more rounds and sizes")
     return Fit(start, latency if has_latency else None, 1 / inverse_bandwidth, error)
@@ -97,6 +98,7 @@ def corrected(machine: Machine, measurements: Sequence[Measured], algorithms: Se
     ratios: dict[int, list[float]] = {}
     for measurement in measurements:
         seconds, _ = allreduce_seconds(measurement.num_bytes, measurement.num_ranks, machine, algorithms)
+        # The same size may be measured on several numbers of ranks.
         ratios.setdefault(measurement.num_bytes, []).append(measurement.seconds / seconds)
 
     corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
@@ -151,6 +153,7 @@ def machine_of(
         machine = corrected(machine, measurements, algorithms)
 
     slowest = machine.slowest(options.np)
+    # A link that the ranks do not use needs no line.
     used = [slowest]
     if slowest == "between" and options.ranks_per_host > 1:
         used = ["inside", "between"]

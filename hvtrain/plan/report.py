@@ -23,6 +23,7 @@ def amount(num_bytes: float) -> str:
     >>> amount(102_334_368), amount(6.24e9), amount(1_234_000), amount(880)
     ('102 MB', '6.2 GB', '1.2 MB', '0.9 kB')
     """
+    # Sizes of models are usually given in powers of 1000.
     for unit, length in (("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= length:
             digits = 0 if num_bytes >= 10 * length else 1
@@ -41,6 +42,7 @@ def launch_line(overrides: Sequence[str], num_ranks: int, ranks_per_host: int) -
     """
     line = f"horovodrun -np {num_ranks} python -m hvtrain"
     if num_ranks > ranks_per_host:
+        # Several hosts need a list of them, which this command does not know.
         line = f"python -m hvtrain launch -np {num_ranks} --hostfile hosts.txt --"
     return shlex.join([*line.split(), *without_secrets(overrides)])
 
@@ -54,6 +56,7 @@ def memory(forecast: Forecast) -> dict[str, int]:
         "gradients": footprint.gradient_bytes,
         "optimizer slots": footprint.slot_bytes,
     }
+    # One rank reduces nothing.
     if forecast.plan.size > 1:
         # Horovod allocates it for grouped tensors too.
         parts["fusion buffer"] = Rules.fusion_bytes
@@ -69,6 +72,7 @@ def run_lines(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int)
     num_hosts = -(-plan.size // ranks_per_host)
     precision = config.train.precision
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
+    # The schedule itself is asked, so the lines show what the run will do.
     rates = (f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast))
     # The newest ones, and the best one.
     num_checkpoints = config.checkpoint.keep + 1
@@ -112,6 +116,7 @@ def _global_batch(forecast: Forecast) -> str:
 
 def _steps(forecast: Forecast) -> str:
     plan = forecast.plan
+    # What does not fill a batch on all ranks is left out of an epoch.
     left_out = ""
     num_dropped = plan.num_examples - plan.examples_per_epoch
     if num_dropped:
@@ -153,6 +158,7 @@ def step_lines(
     """
     num_messages = len(forecast.messages)
     step_seconds = costs[0].step_seconds
+    # With buckets the reduction overlaps with the backward pass.
     moment = "while others are computed" if rules.overlap else "at the end"
     lines = [f"{name:<15}{link}" for name, link in zip(("links", ""), links)]
 
@@ -176,6 +182,7 @@ def step_lines(
         "",
         f"{num_steps:,} steps of {1000 * seconds:,.1f} ms: {duration(num_steps * seconds)}",
     ]
+    # A setting of Horovod, not of a run, so the user has to choose it.
     if by_hosts_seconds:
         lines.append(
             "with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): "
@@ -239,6 +246,7 @@ def _draw_learning_rate(axes: Any, forecast: Forecast) -> None:
     epochs = [step / plan.steps_per_epoch for step in steps]
     axes.plot(epochs, [forecast.schedule(step) for step in steps], color=BLUE)
     axes.set(title="learning rate", xlabel="epoch")
+    # From zero, since rates are compared by their ratio.
     axes.set_ylim(bottom=0)
 
 
@@ -248,6 +256,7 @@ def _draw_speed(axes: Any, forecast: Forecast, costs: Sequence[Cost]) -> None:
     ideal = [speeds[0] * num_ranks for num_ranks in ranks]
     axes.plot(ranks, ideal, "--", color=GREY, label="one rank's times ranks")
     axes.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
+    # With two logarithmic axes the ideal is a straight line.
     axes.set(title="examples per second", yscale="log")
     axes.legend(frameon=False)
     _label_ranks(axes)
@@ -270,6 +279,7 @@ def _draw_efficiency(axes: Any, costs: Sequence[Cost]) -> None:
 
 
 def _label_ranks(axes: Any) -> None:
+    # Each number of ranks is twice the one before.
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("ranks")

@@ -114,6 +114,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     computed = compute
     free = 0.0  # When the last reduction so far has ended.
 
+    # Time of all reductions, whether they are hidden or not.
     busy = 0.0
     buffers: list[tuple[int, str]] = []
     first = 0
@@ -135,11 +136,13 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         moving = max(0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0])
         ready = [_held_up(moment, begin, moving, rules.interference) for moment in ready]
         computed = _held_up(computed, begin, moving, rules.interference)
+        # For the largest one, whose algorithm stands for the step.
         buffers.append((num_bytes, algorithm))
         busy += seconds
         free = begin + seconds
         first = last
 
+    # Whichever ends last: the computing or the reduction.
     step = max(computed, free)
     return Cost(
         num_ranks=num_ranks,

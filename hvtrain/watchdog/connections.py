@@ -82,6 +82,7 @@ class Lines:
 
     def feed(self, data: bytes) -> list[Message]:
         *lines, self._begun = (self._begun + data).split(b"\n")
+        # A stranger could fill the memory otherwise.
         if any(len(line) > self.max_bytes for line in (*lines, self._begun)):
             raise WireError(f"a line of more than {self.max_bytes} bytes")
 
@@ -254,6 +255,7 @@ class Connections:
         answer = message.get("proof")
         if not isinstance(rank, int) or not isinstance(answer, str) or not answer.isascii():
             return False
+        # In constant time, so that it does not tell how much of a guess was right.
         if not hmac.compare_digest(answer, proof(self._token, connection.challenge, rank)):
             return False
 

@@ -42,6 +42,7 @@ class Hub:
     """
 
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
+        # Rank 0 holds a connection of every rank.
         raise_file_limit()
         self._connections = Connections(listener, token, size, vars(member.stacks.process))
         self._member = member
@@ -87,11 +88,13 @@ class Hub:
             return
         if kind == Kind.BYE:
             self._connections.close_one(connection)
+            # The run is over once rank 0 leaves; another rank may leave earlier.
             self._is_open = state.rank != 0
             return
 
         if kind == Kind.BEAT:
             state.status = Status(**message["status"])
+            # Rank 0's clock: those of other hosts may differ.
             state.heard = time.monotonic()
         elif kind == Kind.STOP:
             self._stop(StopReason(**message["reason"]))
@@ -111,6 +114,7 @@ class Hub:
         if self._rules.survives_loss:
             return
         self._lost.append(StopReason(loss(state.name, is_cut), RESTART_HELPS, state.rank, is_cut=is_cut))
+        # From the first loss on, or a loss after the other would put the end off for ever.
         self._lost_at = self._lost_at or time.monotonic()
 
     def _pass_signal(self, number: int) -> None:
@@ -149,12 +153,14 @@ class Hub:
 
         if self._stalled:
             began, ranks = self._stalled
+            # A rank that is gone by now sends nothing more.
             has_all = self._connections.ranks.keys() <= self._stacks.keys()
             if has_all or now >= began + SECONDS_FOR_STACKS:
                 self._end_all(began, ranks)
         elif self._reason:
             pass
         elif self._lost and now - self._lost_at >= SECONDS_TO_SETTLE:
+            # Three of them say enough for one line.
             text = "; ".join(reason.text for reason in self._lost[:3])
             is_cut = any(reason.is_cut for reason in self._lost)
             self._stop(replace(self._lost[0], text=text, is_cut=is_cut))
@@ -173,15 +179,18 @@ class Hub:
                 seconds,
                 culprits,
             )
+        # After progress the next standstill is worth a warning again.
         self._has_warned = seconds > 0
 
     def _stop(self, reason: StopReason) -> None:
         """Tells all ranks why they stop. The first reason counts."""
         if self._reason or self._stalled:
             return
+        # A rank that failed says itself what to do; a lost one cannot.
         if not reason.is_failure:
             reason = replace(reason, text=f"{reason.text}; {processes.resume_advice(self._member.folder)}")
         self._reason = reason
+        # Rank 0 too, which is a member like any other.
         self._connections.send_all(Kind.STOP, reason=vars(reason))
 
     def _collect_stacks(self, now: float) -> None:
@@ -221,6 +230,7 @@ class Hub:
         culprit = next((state.rank for state in progress.culprits(ranks, began, rules)), None)
         processes.say(text, 0, culprit)
 
+        # This process ends last, since it holds the connections.
         for rank, connection in self._connections.ranks.items():
             if rank:
                 connection.send(Kind.END)

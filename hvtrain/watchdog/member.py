@@ -106,6 +106,7 @@ class Member(Watchdog):
         self.hub_thread: threading.Thread | None = None
         self._rank = rank
         self._host = host
+        # It notes the parent process now; another one later means that the launcher is gone.
         self._launcher = Launcher(calls_launcher)
 
         self._connection: socket.socket | None = None
@@ -153,6 +154,7 @@ class Member(Watchdog):
         text = in_one_line(error)
         code = 1
         if isinstance(error, UserError):
+            # One line, short enough for a message that all ranks print.
             text = str(error).strip().partition("\n")[0][:300]
             code = error.exit_code
         elif isinstance(error, KeyboardInterrupt):
@@ -166,8 +168,10 @@ class Member(Watchdog):
             name = f"rank {self._rank} on {self._host}"
             # An error in the data may name its rank itself.
             text = text.removeprefix(f"{name}: ")
+            # An answer to an earlier beat would look like one to this message.
             self._heard.clear()
             self._propose(StopReason(f"{name} failed: {text}", code, self._rank, is_failure=True))
+            # Rank 0 may be gone, and then nobody answers.
             self._heard.wait(1.0)
 
     def cause(self, seconds: float = 3.0) -> StopReason | None:
@@ -201,6 +205,7 @@ class Member(Watchdog):
         self._send(Kind.BYE)
         self._closed.set()
         if self._thread is not threading.current_thread():
+            # It may be waiting for its next beat.
             self._thread.join(2 * self.rules.beat_seconds + 1)
         if self.hub_thread:
             self.hub_thread.join(1.0)
@@ -314,6 +319,7 @@ class Member(Watchdog):
         if self._reason is None:
             self._reason = reason
             self._decided_at = time.monotonic()
+            # Before the main thread wakes up: it may end this process at once.
             self.tell(reason.text)
             self._decided.set()
 

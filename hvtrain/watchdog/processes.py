@@ -38,6 +38,7 @@ def machine_id(namespace: str = "pid") -> str:
 
     "net": equal for two that share a loopback interface.
     """
+    # Only where /proc does not tell; names of hosts need not be unique.
     boot = socket.gethostname()
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -71,6 +72,7 @@ class Process:
         """The reason why it may not answer; empty if it just runs."""
         try:
             process = psutil.Process(self.number)
+            # Numbers are used again, so the start has to fit too.
             if abs(process.create_time() - self.started) >= _START_TOLERANCE_SECONDS:
                 return ENDED  # The number is another process's now.
             return _STATES.get(process.status(), "")
@@ -109,6 +111,7 @@ class Stacks:
     """This process's Python stacks, in memory that other processes of its machine can read."""
 
     def __init__(self) -> None:
+        # In memory: a hanging disk may be why this process hangs.
         self._file = os.memfd_create("hvtrain-stacks")
         # Only if the user has no other use for the signal.
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
@@ -164,9 +167,11 @@ class Launcher:
         self._called = time.monotonic()
 
     def is_gone(self) -> bool:
+        # An orphan is given to another parent.
         if self._parent != os.getppid():
             return True
         if self._port and time.monotonic() - self._called >= self.SECONDS_BETWEEN_CALLS:
+            # One refusal alone does not prove that the launcher is gone.
             self._num_refused = self._num_refused + 1 if self._is_refused() else 0
             self._called = time.monotonic()
         return self._num_refused >= self.REFUSALS
@@ -250,6 +255,7 @@ def _write_stacks(folder: Path, stacks: dict[int, str]) -> str:
 
     for rank, text in stacks.items():
         path = stacks_folder / f"rank-{rank:04d}.txt"
+        # Not through a link, which may lead out of the run folder.
         path.unlink(missing_ok=True)
         path.write_text(text, encoding="utf-8")
     return f"Python stacks are in {stacks_folder}; "

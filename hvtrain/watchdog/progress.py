@@ -47,6 +47,7 @@ class SuspensionClock:
     """Measures how long this process itself was suspended, for which it blames nobody."""
 
     def __init__(self, usual_seconds: float = 1.0) -> None:
+        # Of a thread that is only slow: a beat may be late by as much as a beat.
         self._longest_gap = max(1.0, 2 * usual_seconds)
         self._last_call = time.monotonic()
 
@@ -65,6 +66,7 @@ class Progress:
 
     def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0)) -> None:
         self._marks = marks
+        # They count since the process began, and another run may have been before this one.
         self._first_marks = marks()
 
         # Written by the main thread.
@@ -102,6 +104,7 @@ class Progress:
 
         More may follow in the same call, which Python does not see.
         """
+        # Marks count steps of this process; a resumed run begins at a later step.
         if self._step_at_first is None:
             self._step_at_first = step - self._marks()[3]
         self._step = step
@@ -112,6 +115,7 @@ class Progress:
         """step: how many the run has done now."""
         self._step = step
         self._phase = CALLBACKS
+        # From here on there is nothing to compile, and less patience.
         self._started = True
 
     def look(self, suspended: float = 0.0) -> Status:
@@ -148,6 +152,7 @@ class Progress:
         except (psutil.Error, OSError):
             return False
 
+        # The first look finds all bytes since the start, which counts as work once.
         before = self._num_bytes
         self._num_bytes = counters.read_bytes + counters.write_bytes
         return self._num_bytes - before >= MIN_BYTES_OF_WORK
@@ -234,6 +239,7 @@ def stalled_seconds(ranks: Sequence[RankState], now: float, limit: float) -> flo
     One rank's progress is the run's, for the others may wait for it. A rank that does not answer
     makes none.
     """
+    # Before any rank has joined there is nobody to judge.
     if not ranks:
         return 0.0
     silent = max(state.silent(now) for state in ranks)
@@ -241,6 +247,7 @@ def stalled_seconds(ranks: Sequence[RankState], now: float, limit: float) -> flo
         return silent
 
     idle = min(state.idle(now) for state in ranks)
+    # Silence is judged above without it: a rank that compiles reports all the same.
     if not all(state.status.started for state in ranks):
         limit *= PATIENCE_AT_START
     return idle if idle >= limit else 0.0
@@ -278,6 +285,7 @@ def describe(ranks: Sequence[RankState], now: float, rules: Rules, processes: Ma
             text = f"{text} and {len(guilty) - 3} more"
         return text
 
+    # One rank stands for all in the same place; the first of them, so reversed.
     states = {(state.status.step, state.status.phase): state for state in reversed(ranks)}
     if len(states) > 1:
         parts = [_describe_one(state, now, rules, "") for _, state in sorted(states.items())[:3]]

@@ -60,6 +60,7 @@ def start(
         survives_loss: an elastic job goes on without a rank that is gone or fails, and starts
             another watchdog.
     """
+    # Rank 0's counts for all: what follows is collective.
     limit = broadcast(abort_seconds)
     if not limit or size == 1:
         return Watchdog()
@@ -68,6 +69,7 @@ def start(
     beat_seconds = BEAT_SECONDS * max(1.0, size / MAX_BEATS_PER_SECOND)
     beat_seconds = max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, beat_seconds))
     address, listener = agree(rank, gather, broadcast)
+    # New for each watchdog, so that a rank of an earlier one is a stranger.
     token = broadcast(secrets.token_hex(32))
     progress = Progress(marks)
     if address is None:
@@ -94,6 +96,7 @@ def agree(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | No
     is_one_host = len(set(networks)) == 1
     listeners: list[socket.socket] = []
     if rank == 0:
+        # On one host nothing outside may reach the port.
         addresses = [LOOPBACK] if is_one_host else _own_addresses()
         listeners = list(filter(None, map(listen, addresses)))
 
@@ -108,6 +111,7 @@ def agree(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | No
                 own_vote = list(pool.map(reaches, offers))
         votes = gather(own_vote)
 
+    # The first that all reach: it is of Horovod's own interface if that will do.
     chosen = next((index for index in range(len(offers)) if all(vote[index] for vote in votes)), None)
     for index, listener in enumerate(listeners):
         if index != chosen:
