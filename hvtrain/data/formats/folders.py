@@ -1,10 +1,15 @@
-"""Folders as people have them: the names of splits, files that systems leave there, and what nobody reads."""
+"""Folders as people have them: the names of splits, files that systems leave there, and what nobody reads.
+
+Also the classes of a folder's files, where a file of labels has them instead of folders.
+"""
 
 import re
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path, PurePath
 
 from hvtrain.data.description import listed
+from hvtrain.data.manifest import user_path
+from hvtrain.errors import DataError
 
 SPLIT_NAMES = {
     "train": ("train", "training"),
@@ -75,3 +80,45 @@ def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
         return []
     aliases = ", ".join(alias for names_of_split in SPLIT_NAMES.values() for alias in names_of_split)
     return [f"left out, because no split has such a name: {listed(names)} (splits are {aliases})"]
+
+
+def read_classes(labels: str, names: Sequence[str], classes: Collection[str], numbers: str | None) -> list[str]:
+    """Reads the class of each file of a folder without class folders, as ImageNet's validation comes.
+
+    Args:
+        labels: path of a text or CSV file. It has lines of `FILE CLASS`, or a class for each of the
+            files in the order of their names. What else is on a line is left out.
+        names: of the files, sorted.
+        classes: their names.
+        numbers: path of such a file with lines of `NUMBER CLASS`, if labels has numbers instead of
+            classes.
+
+    Raises:
+        DataError: a file has no class that is known.
+    """
+    rows = _rows(labels)
+    texts = [row[0] for row in rows]
+    if rows and len(rows[-1]) > 1:
+        # Some lists have folders before the names, others names without their endings.
+        by_name = {PurePath(row[0]).name: row[1] for row in rows}
+        texts = [by_name.get(name, by_name.get(PurePath(name).stem, "none")) for name in names]
+    if len(texts) != len(names):
+        raise DataError(
+            f"{labels} has {len(texts):,} lines for {len(names):,} images; give one each, or FILE CLASS lines"
+        )
+
+    by_number = {row[0]: row[-1] for row in _rows(numbers)} if numbers else {}
+    texts = [by_number.get(text, text) for text in texts]
+    wrong = [f"{name} ({text})" for name, text in zip(names, texts) if text not in classes]
+    if wrong:
+        raise DataError(
+            f"{labels} gives {len(wrong):,} images no class that train/ has: {listed(wrong)}; name its folders, or set "
+            "dataset.class_numbers to a file with lines of NUMBER CLASS (docs/imagenet.md)"
+        )
+    return texts
+
+
+def _rows(path: str) -> list[list[str]]:
+    """The first two fields of each line, between which are commas or blanks."""
+    lines = user_path(path).read_text().splitlines()
+    return [re.split(r"[,\s]+", line.strip())[:2] for line in lines if line.strip()]

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
-from hvtrain.data.formats.folders import left_out, split_folders, visible
+from hvtrain.data.formats.folders import left_out, read_classes, split_folders, visible
 from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
 from hvtrain.data.pipeline.decoding import decode, decode_files, decode_whole
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
@@ -47,6 +47,8 @@ class ImageFolder(FileSource, IndexedSource):
         cache: keeps this rank's decoded shard in memory (height * width * channels bytes an image)
             instead of reading files again.
         exif: turns photographs upright, as their EXIF orientation says.
+        labels, class_numbers: files with the classes of validation and test, if those folders hold
+            images instead of class folders; see read_classes.
 
     Raises:
         ConfigError: if the fractions leave nothing to train on, or take nothing.
@@ -66,12 +68,16 @@ class ImageFolder(FileSource, IndexedSource):
         flip: bool = True,
         cache: bool = False,
         exif: bool = True,
+        labels: str | None = None,
+        class_numbers: str | None = None,
     ) -> None:
         transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
         super().__init__(dir, image_shape, transform, exif)
         self._folders = {"train": self.folder / "train", **split_folders(self.folder)}
         self.class_names: list[str] = list(class_folders(self._folders["train"]).values())
         self.num_classes = len(self.class_names)
+        self._labels = labels
+        self._class_numbers = class_numbers
         self._cache = cache
         # Pixels and labels by split, rank and number of ranks.
         self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}
@@ -119,9 +125,16 @@ class ImageFolder(FileSource, IndexedSource):
     def _list_files(self, split: str) -> Files:
         """Lists all images of a split, sorted by class and name, and counts what else there is."""
         folder = self._folders[split]
-        names = class_folders(folder)
+        entries = visible(folder)
         # Folders of other splits may write the same name in another Unicode form.
         labels = {normal_form(name): label for label, name in enumerate(self.class_names)}
+        if self._labels and split != "train" and not any(path.is_dir() for path in entries):
+            images = [path for path in entries if path.suffix.lower() in SUFFIXES]
+            names = [path.name for path in images]
+            classes = read_classes(self._labels, names, self.class_names, self._class_numbers)
+            return [(str(path), labels[name]) for path, name in zip(images, classes)]
+
+        names = class_folders(folder)
         unknown = sorted(set(names) - set(labels))
         if unknown:
             raise DataError(
@@ -250,7 +263,10 @@ def class_folders(folder: Path) -> dict[str, str]:
         if path.is_dir():
             names[key] = path.name
     if not names:
-        raise DataError(f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg")
+        raise DataError(
+            f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg, or, but for train, with "
+            "their classes in a file, dataset.labels (docs/imagenet.md)"
+        )
     return names
 
 
