@@ -10,9 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hvtrain.checks.ask_hosts import Facts, ask, facts_request
-from hvtrain.checks.judge_machine import judge_clocks, judge_machines
+from hvtrain.checks.judge_hosts import judge_clocks, judge_machines, judge_software
 from hvtrain.checks.judge_network import Endpoint, judge_interfaces, judge_names, judge_ports
-from hvtrain.checks.judge_software import judge_software
 from hvtrain.checks.measure_links import measure
 from hvtrain.checks.table import CheckTable, Row, fail, passed, skip
 from hvtrain.config.compose import compose

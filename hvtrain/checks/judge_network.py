@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvtrain.checks.table import Cluster, Facts, Problem, Row, fail, judge, passed, skip
+from hvtrain.checks.judge_hosts import Cluster, Facts, Problem, judge
+from hvtrain.checks.table import Row, fail, passed, skip
 
 _INTERFACE_FIX = "give hosts in -H by their addresses in one network, or choose: --network-interfaces NAME"
 

