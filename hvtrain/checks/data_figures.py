@@ -1,12 +1,12 @@
 """Figures of what `inspect` found in a data set: tables, pictures with masks, texts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.checks.examine_data import Findings, SplitFacts
+from hvtrain.checks.examine_data import NUM_DRAWS, Findings, Row, SplitFacts, image_of
 from hvtrain.core.figures import Figure, Pictures, Table, Texts
 from hvtrain.data.description import percent
 from hvtrain.data.kinds import inputs_of
@@ -26,38 +26,50 @@ def figures_of(findings: Findings) -> list[Figure]:
     """The figures of the page, those that the data have something for."""
     figures: list[Figure] = []
     for facts in findings.splits[:1]:
-        figures += [*_pictures(facts, findings.class_names), *_texts(facts, findings.source)]
-    return [*figures, *tables_of(findings), *_rows(findings.raw_rows)]
+        figures += _pictures(facts, findings.class_names)
+        figures += _views(findings.views, findings.class_names)
+        figures += _texts(facts, findings.source)
+    figures += tables_of(findings)
+
+    raw_rows = findings.raw_rows
+    if raw_rows:
+        # Columns become rows of the page, since a table may have many of them.
+        names = list(raw_rows[0])[: 5 * MAX_ROWS]
+        rows = [[name, *(_cell(row[name]) for row in raw_rows)] for name in names]
+        columns = ["column", *(f"row {number}" for number in range(len(raw_rows)))]
+        figures.append(Table("First training rows", "As the saved model takes them.", columns, rows))
+    return figures
 
 
 def tables_of(findings: Findings) -> list[Table]:
     """The values of each split, and the classes if there are any."""
+    rows = [row for facts in findings.splits for row in _value_rows(facts)]
     columns = ["split", "what", "kind", "lowest", "highest", "mean"]
-    rows = []
-    for facts in findings.splits:
-        for name, values in list(facts.values.items())[:MAX_ROWS]:
-            cells = [facts.name, name, ", ".join([values.kind, " x ".join(map(str, values.shape))]).rstrip(", ")]
-            if values.num_finite:
-                cells += [f"{values.low:.4g}", f"{values.high:.4g}"]
-            # The mean of the numbers of classes or tokens would mean nothing.
-            if values.num_finite and values.kind == "numbers":
-                cells.append(f"{values.total / values.num_finite:.4g}")
-            rows.append([*cells, "", "", ""][: len(columns)])
     tables = [Table("Inputs and targets", f"As the model gets them. {scope(findings)}", columns, rows)]
 
-    splits = [facts for facts in findings.splits if facts.class_counts is not None]
-    if splits:
-        counts = np.stack([facts.class_counts for facts in splits])  # type: ignore[misc]
-        totals = np.maximum(counts.sum(axis=1), 1)
-        rows = []
-        for name, by_split in list(zip(findings.class_names, counts.T))[:MAX_ROWS]:
-            shares = map(percent, by_split / totals)
-            rows.append([name, *(f"{count:,} ({share})" for count, share in zip(by_split, shares))])
+    counts = {facts.name: facts.class_counts for facts in findings.splits if facts.class_counts is not None}
+    if counts:
+        rows = [[name] for name in findings.class_names[:MAX_ROWS]]
+        for split_counts in counts.values():
+            total = max(split_counts.sum(), 1)
+            for row, count in zip(rows, split_counts):
+                row.append(f"{count:,} ({percent(count / total)})")
         note = f"Examples of each class (of masks, pixels). {scope(findings)}"
         if len(findings.class_names) > MAX_ROWS:
             note += f" The first {MAX_ROWS} of {len(findings.class_names):,} classes."
-        tables.append(Table("Classes", note, ["class", *(facts.name for facts in splits)], rows))
+        tables.append(Table("Classes", note, ["class", *counts], rows))
     return tables
+
+
+def _value_rows(facts: SplitFacts) -> Iterable[list[str]]:
+    for name, values in list(facts.values.items())[:MAX_ROWS]:
+        cells = [facts.name, name, values.kind, "", "", ""]
+        if values.num_finite:
+            cells[3:5] = [f"{values.low:.4g}", f"{values.high:.4g}"]
+        # The mean of the numbers of classes or tokens would mean nothing.
+        if values.num_finite and values.kind.startswith("numbers"):
+            cells[5] = f"{values.total / values.num_finite:.4g}"
+        yield cells
 
 
 def scope(findings: Findings) -> str:
@@ -68,44 +80,63 @@ def scope(findings: Findings) -> str:
     return f"Read: {', '.join(parts)} examples."
 
 
-def _rows(raw_rows: Sequence[dict[str, Any]]) -> list[Figure]:
-    """The first rows of a table, each a column of the page, since a table may have many columns."""
-    if not raw_rows:
-        return []
-    rows = [[name, *(_cell(row[name]) for row in raw_rows)] for name in list(raw_rows[0])[: 5 * MAX_ROWS]]
-    columns = ["column", *(f"row {number}" for number in range(len(raw_rows)))]
-    return [Table("First training rows", "As the saved model takes them.", columns, rows)]
-
-
-def _cell(values: Any) -> str:
-    return ", ".join(tf.compat.as_str_any(value) for value in np.ravel(values)[:SHOWN_NUMBERS])
-
-
 def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> list[Figure]:
     """Images with their classes, or with their masks beside them."""
     pictures = []
     has_masks = False
     for number, inputs, target in facts.shown:
-        arrays = map(np.asarray, inputs_of(inputs).values())
-        image = next((array for array in arrays if array.ndim == 3 and array.shape[-1] in (1, 3)), None)
+        image = image_of(inputs)
         if image is None:
             return []
-        pixels = as_bytes(image)
-        caption = f"{number * facts.step}"
+        panels = [as_bytes(image)]
         has_masks = np.shape(target) == image.shape[:2]
         if has_masks:
-            gap = np.full((len(pixels), max(1, pixels.shape[1] // 24), 3), 255, np.uint8)
-            pixels = np.concatenate([pixels, gap, overlay(pixels, target, IGNORED)], axis=1)
-        elif not isinstance(target, dict):
-            is_class = np.ndim(target) == 0 and class_names and 0 <= target < len(class_names)
-            caption += f": {class_names[int(target)] if is_class else _cell(target)}"
-        pictures.append((png(pixels, 1 + has_masks), caption))
+            panels.append(overlay(panels[0], target, IGNORED))
+        caption = f"{number * facts.step}: {_caption(target, class_names)}"
+        pictures.append((png(*panels), caption.rstrip(": ")))
 
     if not has_masks:
         return [Pictures("Pictures", f"Of {facts.name}, with their targets.", pictures)]
-    legend = [(name, overlay_color(label)) for label, name in enumerate(class_names) if label]
     note = f"Of {facts.name}: the image, and the mask over it. Class 0 is not painted; ignored pixels are white."
-    return [Pictures("Pictures and masks", note, pictures[:NUM_MASKS], legend[:MAX_ROWS])]
+    legend = [(name, overlay_color(label)) for label, name in enumerate(class_names) if label]
+    return [Pictures("Pictures and masks", note, pictures[:NUM_MASKS], legend[:MAX_ROWS], panels=2)]
+
+
+def _views(views: Sequence[Sequence[Row]], class_names: Sequence[str]) -> list[Figure]:
+    """Training images as they are and as training and validation see them, each in a row."""
+    if not views:
+        return []
+    pictures = []
+    for view in views:
+        images = [image_of(inputs) for inputs, _ in view]
+        panels = [as_bytes(image) for image in images[: -NUM_DRAWS - 1] if image is not None]
+        # What the model sees together, so that a change of brightness shows.
+        seen = [np.asarray(image) for image in images[-NUM_DRAWS - 1 :]]
+        whole = as_bytes(np.concatenate(seen, axis=1))
+        for pixels, (_, target) in zip(np.split(whole, len(seen), axis=1), view[-NUM_DRAWS - 1 :]):
+            has_mask = np.shape(target) == pixels.shape[:2]
+            panels.append(overlay(pixels, target, IGNORED) if has_mask else pixels)
+        pictures.append((png(*panels), _caption(view[-1][1], class_names)))
+
+    note = "The first training batch, with the augmentation of these settings."
+    if len(panels) > 1:
+        note = f"{NUM_DRAWS} draws of training, then what validation and the saved model see."
+    if len(panels) > NUM_DRAWS + 1:
+        note = f"The whole image, {note}"
+    return [Pictures("As the model sees them", note, pictures, panels=len(panels))]
+
+
+def _caption(target: Any, class_names: Sequence[str]) -> str:
+    """The class, or the numbers of the target; nothing for masks and several targets."""
+    if isinstance(target, dict) or np.ndim(target) > 1:
+        return ""
+    if np.ndim(target) == 0 and 0 <= target < len(class_names):
+        return class_names[int(target)]
+    return _cell(target)
+
+
+def _cell(values: Any) -> str:
+    return ", ".join(tf.compat.as_str_any(value).removesuffix(".0") for value in np.ravel(values)[:SHOWN_NUMBERS])
 
 
 def _texts(facts: SplitFacts, source: Source) -> list[Figure]:

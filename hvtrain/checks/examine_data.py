@@ -3,13 +3,11 @@
 One process, without Horovod; examples are read as streams of the evaluation give them.
 """
 
-import hashlib
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -21,19 +19,35 @@ from hvtrain.data.description import (
     class_labels,
     count_classes,
     describe,
+    digest_of,
     missing_classes,
 )
-from hvtrain.data.kinds import input_kind, inputs_of
+from hvtrain.data.kinds import NAMES, input_kind, inputs_of
 from hvtrain.data.pipeline.streams import IndexedSource
 from hvtrain.data.pipeline.transform import IGNORED
-from hvtrain.data.source import Source
+from hvtrain.data.source import Source, StreamRequest
 from hvtrain.errors import UserError
 from hvtrain.finished.outputs import ProgressLines
+from hvtrain.training.augment import open_augmentation
 from hvtrain.training.setup import open_source, open_task
 
 BATCH_SIZE = 32
 NUM_SHOWN = 12
 NUM_ROWS = 5
+NUM_VIEWED = 4
+NUM_DRAWS = 3
+
+
+Row = tuple[Any, Any]
+"""The inputs and the target of an example, nested arrays without a batch axis."""
+
+
+class Example(NamedTuple):
+    """An example to be shown: its number among those that were read, and arrays without a batch axis."""
+
+    number: int
+    inputs: Any
+    target: Any
 
 
 @dataclass
@@ -41,7 +55,7 @@ class Values:
     """The values of an input or a target in the examples that were read."""
 
     kind: str
-    shape: list[int]
+    """In words, with the shape."""
     low: float = math.inf
     high: float = -math.inf
     total: float = 0.0
@@ -50,7 +64,7 @@ class Values:
     """Values that are NaN or infinite."""
 
     def add(self, array: np.ndarray) -> None:
-        if self.kind == "names":
+        if self.kind.startswith(NAMES):
             return
         finite = array[np.isfinite(array)]
         self.num_finite += finite.size
@@ -58,6 +72,7 @@ class Values:
         if finite.size:
             self.low = min(self.low, float(finite.min()))
             self.high = max(self.high, float(finite.max()))
+            # Sums of many float32 would lose the digits of the mean.
             self.total += float(finite.sum(dtype=np.float64))
 
 
@@ -69,61 +84,67 @@ class SplitFacts:
         name: train, validation or test.
         num_examples: examples in all.
         step: distance of the examples that are read.
-        num_read: examples that were read.
         values: by "inputs", "targets" and their names.
         class_counts: examples (of masks: pixels) of each class; None if targets are not classes.
         num_outside: labels that are no class.
-        digests: of the inputs of each example, with that of its target and its number among those read.
-        repeats: numbers of an example and of an earlier one with the same inputs.
-        num_contradictory: of these, those with another target.
-        shown: (number, inputs, targets) of the first examples, of every class.
+        digests: of the inputs and of the target of each example that was read.
+        shown: the first examples, of every class.
     """
 
     name: str
     num_examples: int
     step: int = 1
-    num_read: int = 0
     values: dict[str, Values] = field(default_factory=dict)
     class_counts: np.ndarray | None = None
     num_outside: int = 0
-    digests: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)
-    repeats: list[tuple[int, int]] = field(default_factory=list)
-    num_contradictory: int = 0
-    shown: list[tuple[int, Any, Any]] = field(default_factory=list)
-    _num_shown: Counter[int] = field(default_factory=Counter)
+    digests: list[tuple[bytes, bytes]] = field(default_factory=list)
+    shown: list[Example] = field(default_factory=list)
+
+    @property
+    def num_read(self) -> int:
+        return len(self.digests)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no example was left out, so that numbers of examples are known."""
+        return self.num_read == math.ceil(self.num_examples / self.step)
 
     def example(self, number: int) -> str:
         """Names an example by its number in the split; what could not be read has none."""
-        is_whole = self.num_read == math.ceil(self.num_examples / self.step)
-        return f"{'example' if is_whole else 'readable example'} {number * self.step}"
+        noun = "example" if self.is_whole else "readable example"
+        return f"{noun} {number * self.step}"
+
+    def equals(self, other: "SplitFacts") -> list[tuple[int, int]]:
+        """Numbers of examples, each with the first one of the other split that has the same inputs."""
+        first: dict[bytes, int] = {}
+        for number, (digest, _) in enumerate(other.digests):
+            first.setdefault(digest, number)
+        return [(number, first[digest]) for number, (digest, _) in enumerate(self.digests) if digest in first]
 
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
         """Takes a batch: inputs, targets and perhaps weights, as NumPy arrays."""
         inputs, targets = elements[:2]
         for part, structure in (("inputs", inputs), ("targets", targets)):
             for name, array in inputs_of(structure).items():
-                kind = input_kind(array)
-                label = f"{part}.{name}".rstrip(".")
-                self.values.setdefault(label, Values(kind["type"], kind["shape"])).add(array)
+                kind = input_kind(array.dtype, array.shape[1:])
+                size = " x ".join(map(str, kind["shape"]))
+                values = Values(", ".join(filter(None, [kind["type"], size])))
+                self.values.setdefault(f"{part}.{name}".rstrip("."), values).add(array)
 
-        labels = None
         if num_classes and isinstance(targets, np.ndarray) and targets.dtype.kind in "iu":
             self._count_classes(targets, num_classes)
-            if targets.ndim == 1:
-                labels = targets
         if len(elements) > 2 and getattr(inputs, "shape", None) == targets.shape:
-            inputs = targets  # Texts with hidden tokens hide others in each row; their targets are whole.
+            # Texts with hidden tokens hide others in each row; their targets are whole.
+            inputs = targets
 
         # Files are often listed class by class, so the first examples may all be of one.
-        most = NUM_SHOWN if labels is None else math.ceil(NUM_SHOWN / num_classes)
-        for row in range(len(tf.nest.flatten(inputs)[0])):
-            example, target = tf.nest.map_structure(lambda array, row=row: array[row], (inputs, targets))
-            self._note_repeat(_digest(example), _digest(target))
-            group = 0 if labels is None else int(labels[row])
-            if self._num_shown[group] < most and len(self.shown) < NUM_SHOWN:
-                self._num_shown[group] += 1
-                self.shown.append((self.num_read, example, target))
-            self.num_read += 1
+        most = math.ceil(NUM_SHOWN / max(num_classes, 1))
+        for example, target in rows_of((inputs, targets)):
+            target_digest = digest_of(tf.nest.flatten(target))
+            alike = [row for row in self.shown if self.digests[row.number][1] == target_digest]
+            if len(self.shown) < NUM_SHOWN and len(alike) < most:
+                self.shown.append(Example(self.num_read, example, target))
+            self.digests.append((digest_of(tf.nest.flatten(example)), target_digest))
 
     def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
         counts = count_classes(targets, num_classes)
@@ -131,20 +152,17 @@ class SplitFacts:
         # A mask may have pixels that do not count.
         if targets.ndim > 1 and num_classes <= IGNORED:
             self.num_outside -= int((targets == IGNORED).sum())
-        self.class_counts = counts + (0 if self.class_counts is None else self.class_counts)
-
-    def _note_repeat(self, digest: bytes, target_digest: bytes) -> None:
-        earlier = self.digests.setdefault(digest, (target_digest, self.num_read))
-        if earlier[1] < self.num_read:
-            self.repeats.append((self.num_read, earlier[1]))
-            self.num_contradictory += earlier[0] != target_digest
+        if self.class_counts is not None:
+            counts += self.class_counts
+        self.class_counts = counts
 
     def faults(self, class_names: list[str]) -> list[str]:
         """What a training would be refused for, a line each."""
-        lines = []
-        for name, values in self.values.items():
-            if values.num_gaps:
-                lines.append(f"{self.name}: {values.num_gaps:,} values of {name} are NaN or infinite; fix them")
+        lines = [
+            f"{self.name}: {values.num_gaps:,} values of {name} are NaN or infinite; fix them"
+            for name, values in self.values.items()
+            if values.num_gaps
+        ]
         if self.num_outside:
             last = len(class_names) - 1
             lines.append(f"{self.name}: {self.num_outside:,} labels are outside 0 ... {last}; fix the targets")
@@ -159,17 +177,21 @@ class SplitFacts:
         if self.class_counts is not None and self.num_read == self.num_examples:
             lines += missing_classes({self.name: self.class_counts.tolist()}, class_names)
 
-        if self.repeats:
-            example, earlier = map(self.example, self.repeats[0])
-            others = f", with another target {self.num_contradictory:,}" if self.num_contradictory else ""
-            count = f"{len(self.repeats):,} of {self.num_read:,} examples{others}"
-            lines.append(f"{self.name}: repeated {count}; {example} is {earlier}")
-        shared = [digest for digest in self.digests if digest in train.digests]
-        if shared and self is not train:
-            example = self.example(self.digests[shared[0]][1])
-            earlier = train.example(train.digests[shared[0]][1])
+        repeats = [(number, earlier) for number, earlier in self.equals(self) if earlier < number]
+        if repeats:
+            number, earlier = repeats[0]
+            count = f"{len(repeats):,} of {self.num_read:,} examples"
+            num_others = sum(self.digests[one][1] != self.digests[other][1] for one, other in repeats)
+            if num_others:
+                count += f", with another target {num_others:,}"
+            lines.append(f"{self.name}: repeated {count}; {self.example(number)} is {self.example(earlier)}")
+
+        shared = self.equals(train) if self is not train else []
+        if shared:
+            number, earlier = shared[0]
             count = f"{len(shared):,} of {self.num_read:,} examples"
-            lines.append(f"{self.name}: also in train {count}; {example} is {earlier} of train")
+            pair = f"{self.example(number)} is {train.example(earlier)} of train"
+            lines.append(f"{self.name}: also in train {count}; {pair}")
         return lines
 
 
@@ -182,18 +204,21 @@ class Findings:
         class_names: names, or numbers, of the classes.
         described: what the source itself says.
         splits: what was read of each split.
+        views: training images, each as a whole (without a target), as training draws it, and as
+            validation gives it to the model.
+        raw_rows: the first training rows of a table, by column.
         warnings: what is odd, a line each.
         refused: what a training would stop at, a line each.
-        raw_rows: the first training rows of a table, by column.
     """
 
     source: Source
     class_names: list[str] = field(default_factory=list)
     described: DataDescription = field(default_factory=DataDescription)
     splits: list[SplitFacts] = field(default_factory=list)
+    views: list[list[Row]] = field(default_factory=list)
+    raw_rows: list[Any] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    raw_rows: list[Any] = field(default_factory=list)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -212,7 +237,7 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
     """Reads up to `limit` examples of each split.
 
     Args:
-        config: the settings, of which data and dataset count, and task if has_task.
+        config: the settings, of which data, dataset and augment count, and task if has_task.
         limit: the most examples of a split.
         has_task: checks that the data fit the task.
 
@@ -229,8 +254,12 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
         source.take_counts([source.own_counts(Topology())])
         findings.described = describe(source)
         findings.class_names = class_labels(source)
-        if has_task:
-            open_task(config, source)
+        if has_task or config.augment:
+            task = open_task(config, source)
+        if config.augment:
+            open_augmentation(config, source, task)
+            # Nothing is on a device here: the layers work in the input pipeline, as in a resized run.
+            source.augmentation.in_step = False
     for split in source.SPLITS:
         with findings.collecting():
             facts = SplitFacts(split, source.num_examples(split))
@@ -238,14 +267,14 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
                 findings.splits.append(facts)
                 _read(source, facts, limit, len(findings.class_names))
     with findings.collecting():
+        if findings.splits:
+            findings.views = _views(source, findings.splits[0], config.seed)
         if isinstance(source.preprocessing().shape, dict):
             findings.raw_rows = source.raw_examples("train", Topology(), NUM_ROWS)
 
     skipped = [f"{item.location}: {item.problem}" for item in source.unreadable()]
-    if config.data.on_error == "stop":
-        findings.refused += skipped
-    else:
-        findings.warnings += skipped
+    lines = findings.refused if config.data.on_error == "stop" else findings.warnings
+    lines += skipped
     findings.warnings += findings.described.phrases.get("warnings", [])
     for facts in findings.splits:
         findings.refused += facts.faults(findings.class_names)
@@ -268,10 +297,46 @@ def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> No
         progress.update(facts.num_read)
 
 
-def _digest(structure: Any) -> bytes:
-    """A hash of one example's inputs or targets."""
-    digest = hashlib.blake2b(digest_size=12)
-    for value in map(np.asarray, tf.nest.flatten(structure)):
-        # Of text NumPy has only the addresses.
-        digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
-    return digest.digest()
+def _views(source: Source, train: SplitFacts, seed: int) -> list[list[Row]]:
+    """Reads training images as training and validation do; none if the inputs are not images."""
+    if not train.shown or image_of(train.shown[0].inputs) is None:
+        return []
+    # Only of single examples that all could be opened it is known which one a stream gives.
+    if not (isinstance(source, IndexedSource) and train.is_whole):
+        number = min(NUM_SHOWN, train.num_examples)
+        return [[row] for row in _drawn(source, Topology(), number, seed, steps=1)]
+
+    views = []
+    for example in train.shown[:NUM_VIEWED]:
+        # Among as many ranks as examples each one has a single example, and each step draws anew.
+        topology = Topology(example.number * train.step, train.num_examples)
+        whole = [(image, None) for image in source.raw_examples("train", topology, 1)]
+        plain = next(source.evaluation("train", topology, 1).as_numpy_iterator())
+        views.append([*whole, *_drawn(source, topology, 1, seed, NUM_DRAWS), *rows_of(plain)])
+    return views
+
+
+def _drawn(source: Source, topology: Topology, batch_size: int, seed: int, steps: int) -> list[Row]:
+    """The examples of the first training batches of a rank, as the model gets them."""
+    request = StreamRequest(topology, batch_size, seed, start_step=0, steps_per_epoch=1)
+    batches = source.training(request)
+    if source.augmentation:
+        batches = source.augmentation.of_stream(batches, request)
+    rows = []
+    for inputs, *others in batches.take(steps):
+        finished = source.finish(inputs) if source.raw_batches else inputs
+        rows += rows_of(tf.nest.map_structure(np.asarray, (finished, *others)))
+    return rows
+
+
+def rows_of(batch: tuple[Any, ...]) -> list[Row]:
+    """Inputs and target of each example of a batch of NumPy arrays."""
+    pair = batch[:2]
+    size = len(tf.nest.flatten(pair)[0])
+    return [tf.nest.map_structure(lambda array, row=row: array[row], pair) for row in range(size)]
+
+
+def image_of(inputs: Any) -> np.ndarray | None:
+    """The first grey or RGB image [height, width, 1 or 3] among the inputs of an example."""
+    arrays = map(np.asarray, inputs_of(inputs).values())
+    return next((array for array in arrays if array.ndim == 3 and array.shape[-1] in (1, 3)), None)

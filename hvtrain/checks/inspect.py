@@ -13,7 +13,8 @@ from hvtrain.config.schema import from_dict
 from hvtrain.core.files import write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
-from hvtrain.system.command import RUN_SETTINGS, Parser
+from hvtrain.system.command import RUN_SETTINGS, Parser, at_least
+from hvtrain.system.text import aligned
 
 if TYPE_CHECKING:
     from hvtrain.checks.examine_data import Findings
@@ -26,25 +27,24 @@ EPILOG = f"""\
 
 examples:
   python -m hvtrain inspect dataset=table dataset.file=houses.csv dataset.target=price
-  python -m hvtrain inspect dataset=image_folder dataset.dir=leaves limit=500
+  python -m hvtrain inspect dataset=image_folder dataset.dir=leaves augment=[random_crop] --limit 500
 """
 
 
 def main() -> int:
     """Composes the data set, examines it, prints and writes what was found; 2 if something is refused."""
     options = _parser().parse_with_overrides(sys.argv[1:])
-    limit = _take_limit(options.overrides)
     path = Path(options.output)
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or choose another file")
-    has_task = any(argument.startswith(("task=", "task.", "experiment=")) for argument in options.overrides)
+    has_task = any(text.startswith(("task=", "task.", "experiment=")) for text in options.overrides)
 
     for tree in compose(options.overrides):
         config = from_dict(tree)
         with console.quiet_import(config.verbose):
             from hvtrain.checks.data_figures import figures_of
             from hvtrain.checks.examine_data import examine
-        findings = examine(config, limit, has_task)
+        findings = examine(config, options.limit, has_task)
         write_atomic(path, _page(findings, [asdict(figure) for figure in figures_of(findings)]))
         _print(findings)
         print(f"{path} has it with pictures, rows and texts")
@@ -53,28 +53,18 @@ def main() -> int:
     return 0
 
 
-def _take_limit(overrides: list[str]) -> int:
-    """Takes limit=NUMBER out of the settings. Raises ConfigError for anything but a number of at least 1."""
-    texts = [argument.partition("=")[2] for argument in overrides if argument.startswith("limit=")]
-    overrides[:] = [argument for argument in overrides if not argument.startswith("limit=")]
-    if not texts:
-        return DEFAULT_LIMIT
-    if not texts[-1].isdecimal() or not int(texts[-1]):
-        raise ConfigError(f"limit={texts[-1]} came where a whole number of at least 1 was needed")
-    return int(texts[-1])
-
-
 def _page(findings: "Findings", figures: list[dict[str, Any]]) -> str:
     # Imported here, so that --help needs no template engine.
     from hvtrain.report.page import render
 
-    phrases = {label: texts for label, texts in findings.described.phrases.items() if label != "warnings"}
+    phrases = findings.described.phrases
     return render(
         "inspect.html.j2",
         folder=Path(__file__).parent,
         title=findings.source.name,
         origin=findings.source.origin,
-        data=[(label, ", ".join(texts)) for label, texts in phrases.items()],
+        # A phrase may have commas of its own.
+        data=[(label, "; ".join(phrases[label])) for label in phrases if label != "warnings"],
         warnings=findings.warnings,
         refused=findings.refused,
         figures=figures,
@@ -82,47 +72,45 @@ def _page(findings: "Findings", figures: list[dict[str, Any]]) -> str:
 
 
 def _print(findings: "Findings") -> None:
-    from rich.console import Console
-    from rich.table import Table as Grid
-
     from hvtrain.checks.data_figures import scope, tables_of
     from hvtrain.training.run import summary
 
-    # What users write may hold [brackets], which are no markup.
-    output = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     counts = ", ".join(f"{facts.num_examples:,} {facts.name}" for facts in findings.splits)
     lines = {
         "dataset": f"{findings.source.name}: {counts or 'no examples'}",
         "from": findings.source.origin,
         **findings.described.header(),
-        "read": scope(findings).removeprefix("Read: ") if findings.splits else "",
+        "read": scope(findings).removeprefix("Read: "),
+        # They follow below, with those that were found here.
+        "warnings": "",
     }
-    lines.pop("warnings", None)
-    output.print(summary({name: text for name, text in lines.items() if text}))
-
+    print(summary({name: text for name, text in lines.items() if text}))
     for table in tables_of(findings):
-        grid = Grid(*table.columns, box=None, pad_edge=False, header_style="")
-        for row in table.rows:
-            grid.add_row(*row)
-        output.print(grid)
-        output.print()
+        print(*aligned([table.columns, *table.rows]), "", sep="\n")
 
     for heading, texts in (("look at", findings.warnings), ("refused", findings.refused)):
         for text in texts[:MAX_LINES]:
-            output.print(f"{heading}: {text}")
+            print(f"{heading}: {text}")
         if len(texts) > MAX_LINES:
-            output.print(f"{heading}: and {len(texts) - MAX_LINES:,} more, see the page")
+            print(f"{heading}: and {len(texts) - MAX_LINES:,} more, see the page")
 
 
 def _parser() -> Parser:
     parser = Parser(
         "python -m hvtrain inspect",
-        usage="%(prog)s [dataset=CHOICE] [dataset.SETTING=VALUE ...] [limit=NUMBER] [--output FILE]",
-        description=f"""\
+        usage="%(prog)s [OPTION ...] [dataset=CHOICE] [dataset.SETTING=VALUE ...]",
+        description="""\
 Reads a data set without training: kinds and ranges of its inputs, classes of each split, sizes of images, repeated
-examples, examples that are in train and in test too, and what a training would refuse (exit code 2). At most
-limit={DEFAULT_LIMIT} examples of a split are read. With task=CHOICE the targets are checked for that task.""",
+examples, examples that are in train and in test too, and what a training would refuse (exit code 2). The page shows
+images as training and validation give them to the model. With task=CHOICE the targets are checked for that task.""",
         epilog=EPILOG,
+    )
+    parser.add_argument(
+        "--limit",
+        type=at_least(1),
+        default=DEFAULT_LIMIT,
+        metavar="NUMBER",
+        help=f"the most examples of a split that are read; default: {DEFAULT_LIMIT}",
     )
     parser.add_argument(
         "--output",

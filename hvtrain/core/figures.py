@@ -28,12 +28,17 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images, as PNG in base64 with a caption, and the meaning of their colors, as (name, #rrggbb)."""
+    """Images, as PNG in base64 with a caption, and the meaning of their colors, as (name, #rrggbb).
+
+    Args:
+        panels: Images side by side in each of them, for which the page leaves room.
+    """
 
     title: str
     note: str
     pictures: list[tuple[str, str]]
     legend: list[tuple[str, str]] = field(default_factory=list)
+    panels: int = 1
     kind: str = field(default="pictures", init=False)
 
 

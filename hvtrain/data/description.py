@@ -3,10 +3,12 @@
 `describe` adds to Source.description() what every source with known targets can tell. No TensorFlow.
 """
 
+import hashlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,15 +36,28 @@ class DataDescription:
     class_counts: dict[str, list[int]] = field(default_factory=dict)
 
     def header(self) -> dict[str, str]:
-        """The phrases as lines of a run's header, warnings last, each label in MAX_LINES at most."""
-        # The header's line "dataset" has the numbers of examples.
-        phrases = {label: texts for label, texts in self.phrases.items() if texts}
-        if all(text.replace(",", "").split()[-1].isdigit() for text in phrases.get("splits", [])):
-            phrases.pop("splits", None)
-        warnings = phrases.pop("warnings", [])
-        lines = {label: wrapped(texts) for label, texts in phrases.items()}
-        if warnings:
-            lines["warnings"] = wrapped(warnings, separator="; ")
+        """The phrases as lines of a run's header, each label in MAX_LINES at most.
+
+        >>> DataDescription({"features": [f"column {number}" for number in range(90)]}).header()["features"][-24:]
+        'column 21, ... 90 in all'
+        """
+        lines = {}
+        for label, phrases in self.phrases.items():
+            # The header's line "dataset" has the numbers of examples.
+            has_counts_alone = all(text.split()[-1].replace(",", "").isdigit() for text in phrases)
+            if not phrases or (label == "splits" and has_counts_alone):
+                continue
+            separator = "; " if label == "warnings" else ", "
+            cut = f" ... {len(phrases):,} in all"
+            text = separator.join(phrases)
+            # Names of files and columns stay in one piece.
+            lines[label] = textwrap.fill(
+                text,
+                HEADER_WIDTH,
+                max_lines=MAX_LINES,
+                placeholder=cut,
+                break_on_hyphens=False,
+            )
         return lines
 
 
@@ -54,9 +69,9 @@ def describe(source: "Source") -> DataDescription:
     # Sources that describe their targets themselves say it in their own way.
     if counts.get("train") and not {"classes", "target"} & phrases.keys():
         phrases["classes"] = [class_phrase(counts["train"], names)]
-        warnings = [*phrases.get("warnings", []), *missing_classes(counts, names)]
-        if warnings:
-            phrases["warnings"] = warnings
+        warnings = phrases.pop("warnings", [])
+        # Last, where a reader sees them.
+        phrases["warnings"] = [*warnings, *missing_classes(counts, names)]
     return DataDescription(phrases, counts)
 
 
@@ -70,7 +85,8 @@ def class_counts(source: "Source") -> dict[str, list[int]]:
         return {}
     counts = {}
     for split, targets in source.whole_targets().items():
-        array = np.asarray(targets) if not isinstance(targets, Mapping) else np.empty(0)
+        # Several targets, in a dict, make an array of an object.
+        array = np.asarray(targets)
         if array.size and array.dtype.kind in "iu":
             counts[split] = count_classes(array, num_classes).tolist()
     return counts
@@ -81,6 +97,16 @@ def count_classes(targets: np.ndarray, num_classes: int) -> np.ndarray:
     flat = targets.ravel()
     is_class = (flat >= 0) & (flat < num_classes)
     return np.bincount(flat[is_class].astype(np.int64), minlength=num_classes)
+
+
+def digest_of(arrays: Iterable[Any]) -> bytes:
+    """A hash of an example's arrays: equal for equal values, of texts too."""
+    digest = hashlib.blake2b(digest_size=12)
+    for array in map(np.asarray, arrays):
+        # Of texts an array of objects has only the addresses.
+        content = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
+        digest.update(content)
+    return digest.digest()
 
 
 def class_labels(source: "Source") -> list[str]:
@@ -99,14 +125,12 @@ def class_phrase(counts: Sequence[int], names: Sequence[str]) -> str:
     '2, 50% each'
     """
     total = sum(counts) or 1
-    order = np.argsort(counts, kind="stable")
-    rarest = order[0]
-    commonest = order[-1]
-    low = percent(counts[rarest] / total)
-    high = percent(counts[commonest] / total)
+    shares = [(percent(count / total), name) for count, name in sorted(zip(counts, names), key=itemgetter(0))]
+    low, rarest = shares[0]
+    high, commonest = shares[-1]
     if low == high:
         return f"{len(counts)}, {low} each"
-    return f"{len(counts)}, from {low} ({names[rarest]}) to {high} ({names[commonest]})"
+    return f"{len(counts)}, from {low} ({rarest}) to {high} ({commonest})"
 
 
 def percent(share: float) -> str:
@@ -141,30 +165,3 @@ def listed(names: Sequence[str], most: int = MAX_NAMES) -> str:
     shown = ", ".join(names[:most])
     num_hidden = len(names) - most
     return f"{shown} and {num_hidden:,} more" if num_hidden > 0 else shown
-
-
-def wrapped(
-    phrases: Sequence[str],
-    width: int = HEADER_WIDTH,
-    max_lines: int = MAX_LINES,
-    separator: str = ", ",
-) -> str:
-    """Joins phrases into lines; what does not fit is counted.
-
-    >>> print(wrapped([f"column {number}" for number in range(40)], width=30, max_lines=2))
-    column 0, column 1, column 2,
-    column 3, column 4 and 35 more
-    """
-    # No phrase takes less than three characters, so more than these cannot fit.
-    num_shown = min(len(phrases), max_lines * width // 3)
-    while True:
-        text = separator.join(phrases[:num_shown])
-        if num_shown < len(phrases):
-            text += f" and {len(phrases) - num_shown:,} more"
-        lines = textwrap.wrap(text, width, break_on_hyphens=False)
-        if len(lines) <= max_lines or num_shown == 1:
-            break
-        num_shown -= 1
-    if len(lines) > max_lines:  # One phrase is too long by itself.
-        lines = [*lines[: max_lines - 1], textwrap.shorten(" ".join(lines[max_lines - 1 :]), width, placeholder=" ...")]
-    return "\n".join(lines)

@@ -5,16 +5,15 @@ are meant to be others must still be of the same kind: numbers stay numbers, ima
 channels and the range of their values. They would be predicted without a word otherwise.
 """
 
-import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvtrain.core.files import read_file, write_atomic
+from hvtrain.core.files import read_json, write_json
 from hvtrain.data.description import DataDescription, class_counts, class_labels, listed, percent
 from hvtrain.data.manifest import refuse_or_warn, summarize
 from hvtrain.data.source import Source
@@ -30,6 +29,10 @@ LARGE = 0.99
 """The quantile of absolute values that is compared. The largest one says little: normalized by pixel,
 the border of Fashion-MNIST reaches 210, and a batch may have none of these pixels."""
 MAX_VALUES = 100_000
+"""Values of a batch that the quantile is taken of: a batch of large images has many million."""
+NAMES = "names"
+# By the letter that NumPy has for a dtype; all others are numbers.
+TYPES = {**dict.fromkeys("OSU", NAMES), **dict.fromkeys("iub", "whole numbers")}
 
 Kinds = dict[str, Any]
 """{"inputs": {name: {"type", "shape", "low", "high", "large"}}, "class_counts": {split: [...]}}"""
@@ -44,30 +47,27 @@ def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
     """The kinds of a batch of inputs, as the model gets them, by name."""
     kinds = {}
     for name, array in inputs_of(inputs).items():
-        kinds[name] = input_kind(array)
-        if array.size and array.dtype.kind in "iuf":
-            some = np.abs(array.ravel()[:: -(-array.size // MAX_VALUES)].astype(np.float32))
-            large = float(np.nanquantile(some, LARGE))
-            kinds[name] |= {"low": float(np.nanmin(array)), "high": float(np.nanmax(array)), "large": large}
+        kinds[name] = input_kind(array.dtype, array.shape[1:])
+        if array.size and kinds[name]["type"] != NAMES:
+            step = -(-array.size // MAX_VALUES)
+            sizes = np.abs(array.ravel()[::step].astype(np.float32))
+            kinds[name] |= {
+                "low": float(np.nanmin(array)),
+                "high": float(np.nanmax(array)),
+                "large": float(np.nanquantile(sizes, LARGE)),
+            }
     return kinds
-
-
-def input_kind(array: np.ndarray) -> dict[str, Any]:
-    """The type and the shape of the examples [n, ...] in a batch."""
-    return {"type": _type(array.dtype), "shape": list(array.shape[1:])}
 
 
 def spec_kinds(source: Source) -> dict[str, dict[str, Any]]:
     """The kinds of a source's inputs before any is read: without their ranges."""
     specs = inputs_of(source.element_spec[0])
-    return {name: {"type": _type(spec.dtype), "shape": list(spec.shape)} for name, spec in specs.items()}
+    return {name: input_kind(np.dtype(spec.dtype.as_numpy_dtype), spec.shape) for name, spec in specs.items()}
 
 
-def _type(dtype: Any) -> str:
-    name = getattr(dtype, "name", str(dtype))
-    if name in ("string", "object") or name.startswith(("str", "bytes")):
-        return "names"
-    return "whole numbers" if name.startswith(("int", "uint", "bool")) else "numbers"
+def input_kind(dtype: np.dtype[Any], shape: Iterable[int]) -> dict[str, Any]:
+    """The kind of an input whose examples have this shape."""
+    return {"type": TYPES.get(dtype.kind, "numbers"), "shape": list(shape)}
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -86,36 +86,30 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             texts.append(f"the input {name or 'array'} is missing")
             continue
         is_image = len(before["shape"]) == len(now["shape"]) == 3
+        types = {now["type"], before["type"]}
         # Pixels are pixels, as bytes or as fractions.
-        if now["type"] != before["type"] and not (is_image and "names" not in (now["type"], before["type"])):
+        if len(types) > 1 and (NAMES in types or not is_image):
             texts.append(f"{prefix}inputs are {now['type']}, were {before['type']}")
-            continue
-        if is_image and now["shape"][-1] != before["shape"][-1]:
-            texts.append(f"{prefix}images have {now['shape'][-1]} channels, were {before['shape'][-1]}")
-        if is_image and _range_differs(before, now):
-            texts.append(f"{prefix}values are {_range(now)}, were {_range(before)}")
+        elif is_image:
+            channels = [kind["shape"][-1] for kind in (now, before)]
+            if channels[0] != channels[1]:
+                texts.append(f"{prefix}images have {channels[0]} channels, were {channels[1]}")
+            sizes = [kind.get("large", 0.0) for kind in (now, before)]
+            # Black images say nothing about the range.
+            if min(sizes) > 0 and max(sizes) > RANGE_FACTOR * min(sizes):
+                ranges = [f"{kind['low']:.3g} to {kind['high']:.3g}" for kind in (now, before)]
+                texts.append(f"{prefix}values are {ranges[0]}, were {ranges[1]}")
     return texts
 
 
 def size_advice(kept: Kinds, source: Source) -> str:
-    """Advice about images of another size than the run's, for a model that does not fit; empty without."""
-    new = spec_kinds(source)
-    for name, before in kept.get("inputs", {}).items():
-        shape = new.get(name, before)["shape"]
-        if len(shape) == 3 and shape[:2] != before["shape"][:2]:
-            now, then = (" x ".join(map(str, size[:2])) for size in (shape, before["shape"]))
-            return f"; images of {source.name} are {now}, were {then}: resize them if the model needs that size"
+    """Advice about inputs of another shape than the run's, for a model that does not fit; empty without."""
+    for name, kind in spec_kinds(source).items():
+        old_kind = kept.get("inputs", {}).get(name, kind)
+        now, then = (" x ".join(map(str, shape)) for shape in (kind["shape"], old_kind["shape"]))
+        if now != then:
+            return f"; inputs of {source.name} are {now}, were {then}: resize them if the model needs that size"
     return ""
-
-
-def _range_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    sizes = before.get("large", 0.0), now.get("large", 0.0)
-    # Black images say nothing about the range.
-    return min(sizes) > 0 and max(sizes) > RANGE_FACTOR * min(sizes)
-
-
-def _range(kind: Mapping[str, Any]) -> str:
-    return f"{kind['low']:.3g} to {kind['high']:.3g}"
 
 
 def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -> None:
@@ -143,9 +137,8 @@ def warn_of_lost_classes(source: Source, kept: Kinds, split: str) -> None:
     """Warns if a class of the run's split has no example in that split of another data set."""
     old = kept.get("class_counts", {}).get(split, [])
     new = class_counts(source).get(split, [])
-    total = sum(old)
     lost = [
-        f"{name} ({percent(before / total)} of the run's)"
+        f"{name} ({percent(before / sum(old))} of the run's)"
         for name, before, now in zip(class_labels(source), old, new)
         if before and not now
     ]
@@ -157,15 +150,12 @@ def keep(run: Path, inputs: Any, described: DataDescription) -> None:
     """Writes the kinds into the run folder (chief only). An error is only a warning."""
     kinds = {"inputs": kinds_of(inputs), "class_counts": described.class_counts}
     try:
-        write_atomic(run / KINDS_FILE, json.dumps(kinds, indent=1) + "\n")
+        write_json(run / KINDS_FILE, kinds)
     except Exception as error:
         log.warning("%s is not written: %s", KINDS_FILE, in_one_line(error))
 
 
 def read(run: Path) -> Kinds:
     """Reads the kinds of a run; empty for a run without, or with a damaged file."""
-    try:
-        kinds = json.loads(read_file(run / KINDS_FILE))
-        return kinds if isinstance(kinds.get("inputs"), dict) else {}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
+    kinds = read_json(run / KINDS_FILE, dict)
+    return kinds if isinstance(kinds.get("inputs"), dict) else {}

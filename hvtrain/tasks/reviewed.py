@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 MAX_SIDE_PIXELS = 192
 """The longest side of an image in the report."""
@@ -61,17 +61,22 @@ def as_bytes(image: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.rint(stretched).astype(np.uint8), (*image.shape[:2], 3))
 
 
-def png(pixels: np.ndarray, panels: int = 1) -> str:
-    """Encodes uint8 [height, width, 3] as PNG in base64.
+def png(*panels: np.ndarray) -> str:
+    """Encodes images uint8 [height, width, 3] side by side, as one PNG in base64.
 
-    Args:
-        panels: Images side by side in these pixels, each shrunk to MAX_SIDE_PIXELS at most.
+    Each fits into the size of the last one, and is shrunk to MAX_SIDE_PIXELS at most.
     """
-    # A thumbnail is never larger than the image: 8x8 pixels stay 8x8.
-    image = Image.fromarray(np.ascontiguousarray(pixels))
-    # In place, and with its sides in proportion.
-    image.thumbnail((MAX_SIDE_PIXELS * panels, MAX_SIDE_PIXELS))
+    height, width, _ = panels[-1].shape
+    # The gap is transparent, since pages may be light or dark.
+    distance = width + max(1, width // 24)
+    image = Image.new("RGBA", (len(panels) * distance - distance + width, height))
+    for index, pixels in enumerate(panels):
+        panel = ImageOps.contain(Image.fromarray(np.ascontiguousarray(pixels)), (width, height))
+        left = index * distance + (width - panel.width) // 2
+        image.paste(panel, (left, (height - panel.height) // 2))
 
+    # A thumbnail is never larger than the image: 8x8 pixels stay 8x8. In place, with its sides in proportion.
+    image.thumbnail((MAX_SIDE_PIXELS * len(panels), MAX_SIDE_PIXELS))
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()

@@ -184,17 +184,16 @@ def _overlays(
         true_overlay = overlay(image, reviewed.targets[row], ignored_label)
         predicted_overlay = overlay(image, predicted[row], ignored_label)
 
-        # White lines between the panels.
-        gap = np.full((image.shape[0], max(1, image.shape[1] // 24), 3), 255, np.uint8)
-        panels = np.concatenate(
-            [image, gap, true_overlay, gap, predicted_overlay],
-            axis=1,
+        pictures.append(
+            (
+                png(image, true_overlay, predicted_overlay),
+                f"example {row}: mean IoU {mean_iou[row]:.2f}",
+            )
         )
-        pictures.append((png(panels, 3), f"example {row}: mean IoU {mean_iou[row]:.2f}"))
 
     note = f"Image, true mask, predicted mask: the worst {len(worst)} of {reviewed.description}, then the first ones."
     legend = [(name, overlay_color(label)) for label, name in enumerate(names) if label]
-    return Pictures("Masks", note, pictures, legend)
+    return Pictures("Masks", note, pictures, legend, panels=3)
 
 
 def overlay_color(label: int) -> str:

@@ -12,9 +12,10 @@ from PIL import Image
 
 import hvtrain
 from hvtrain.checks import inspect
+from hvtrain.checks.examine_data import examine
 from hvtrain.data import from_arrays, from_dataset, write_tfrecords
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.finished import evaluate, predict
+from hvtrain.finished.commands import evaluate, predict
 from tiny_data import random_images, write_folder
 
 HERE = Path(__file__).stem
@@ -47,10 +48,29 @@ def test_damaged_repeated_and_missing_images_are_named(tmp_path, monkeypatch, ca
     assert code == 2
     assert re.search(rf"refused: {damaged.relative_to(tmp_path)}: .+", output)
     assert re.search(r"class_2 +4 \(33%\) +1 \(\d+%\)", output)
-    assert page.count("data:image/png;base64,") == 12 and "class_1" in page and "http" not in page.split("</style>")[1]
+    assert page.count("data:image/png;base64,") == 12 + 4 and "class_1" in page
+    assert "http" not in page.split("</style>")[1]
 
     code, output, _ = inspected(monkeypatch, capsys, tmp_path, *words, "data.on_error=skip")
     assert code == 0 and f"look at: {damaged.relative_to(tmp_path)}" in output
+
+
+def test_images_are_shown_as_training_and_validation_give_them(tmp_path):
+    write_folder(tmp_path / "train", *random_images(12))
+    words = ["dataset=image_folder", f"dataset.dir={tmp_path}", "dataset.image_shape=[6,6,1]"]
+    views = examine(hvtrain.compose(words), 100, has_task=False).views
+    straight = []
+    for (whole, _), *draws, (plain, _) in views:
+        np.testing.assert_allclose(whole / 255, plain, atol=1e-6)
+        assert all(np.array_equal(draw, plain) or np.array_equal(draw[:, ::-1], plain) for draw, _ in draws)
+        straight += [np.array_equal(draw, plain) for draw, _ in draws]
+    assert len(straight) == 12 and 0 < sum(straight) < 12, "the data set flips half of the images"
+
+    for (whole, _), *draws, (plain, _) in examine(
+        hvtrain.compose([*words, "augment=[random_rotation]"]), 100, has_task=False
+    ).views:
+        np.testing.assert_allclose(whole / 255, plain, atol=1e-6)
+        assert len({draw.tobytes() for draw, _ in draws}) == 3, "layers of augment draw anew each time"
 
 
 def test_examples_in_train_and_test_and_repeats_with_another_target(tmp_path, monkeypatch, capsys):
@@ -71,7 +91,7 @@ def test_examples_in_train_and_test_and_repeats_with_another_target(tmp_path, mo
     assert "look at: test: also in train 2 of 2 examples; example 0 is example 5 of train\n" in output
     assert "look at: test has no 2\n" in output
 
-    code, output, _ = inspected(monkeypatch, capsys, tmp_path, "--config-dir", "conf", "dataset=own", "limit=10")
+    code, output, _ = inspected(monkeypatch, capsys, tmp_path, "--config-dir", "conf", "dataset=own", "--limit=10")
     assert "read     10 of 40 train, 2 of 2 test examples." in output
 
 
@@ -130,7 +150,7 @@ OWN = ["--config-dir", "conf", "dataset=own"]
 CASES = {
     "table": (write_table, TABLE, 0, r"people: 30 train, 10 test\n", "Rome"),
     "masks": (write_masks, SCENES, 0, r"train +targets +whole numbers, 8 x 8 +0 +2", "Pictures and masks"),
-    "records": (write_records, RECORDS, 0, r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ", 'alt="0: 0"'),
+    "records": (write_records, RECORDS, 0, r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ", "The first training batch, "),
     "text": (write_text, TEXT, 0, r"tales: \d+ train", "Once upon a time"),
     "own function": (write_pipeline, OWN, 2, r"inputs.age +numbers, 1 +0 +11", "note 2"),
     "wrong task": (write_table, [*TABLE, "task=segmentation"], 2, "refused: task=segmentation needs as ", "Rome"),
@@ -154,8 +174,7 @@ def test_every_kind_of_data_set(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["limit=0"], "limit=0 came where a whole number of at least 1 was needed"),
-        (["limit=many"], "limit=many came where a whole number"),
+        (["--limit", "0"], "0 came where a whole number of at least 1 was needed"),
         (["--output", "nowhere/page.html"], "--output nowhere/page.html: there is no folder nowhere"),
         (["dataset=image_folder", "dataset.dir=nowhere"], "nowhere"),
     ],
@@ -193,7 +212,11 @@ def test_a_run_keeps_what_its_data_were(digits_run):
     [
         (predict, ["input=dark.npy"], "dark.npy is of another kind than the run was trained on: values are "),
         (evaluate, ["dataset=shapes"], "shapes is of another kind than the run was trained on: images have 3 channels"),
-        (evaluate, ["dataset=synthetic", "dataset.image_shape=[9,9,1]"], "images of synthetic are 9 x 9, were 8 x 8"),
+        (
+            evaluate,
+            ["dataset=synthetic", "dataset.image_shape=[9,9,1]"],
+            "inputs of synthetic are 9 x 9 x 1, were 8 x 8 x 1",
+        ),
     ],
     ids=["range", "channels", "size"],
 )
@@ -202,7 +225,7 @@ def test_other_data_of_another_kind_are_refused(command, words, message, digits_
     np.save(tmp_path / "dark.npy", np.random.default_rng(0).random((5, 8, 8)))
     monkeypatch.setattr(sys, "argv", ["x", f"run={digits_run}", *words])
     with pytest.raises(Exception, match=re.escape(message)):
-        command.main()
+        command()
 
 
 def test_a_resumed_run_reads_inputs_of_the_same_kind(digits_run, tmp_path):

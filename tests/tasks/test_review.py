@@ -31,7 +31,7 @@ def one_hot(classes, number):
 
 
 def pixels(picture):
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture))))
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"))
 
 
 def test_a_classifier_has_its_confusions_and_worst_images():
@@ -134,4 +134,5 @@ def test_a_task_of_the_users_own_shows_nothing():
 def test_pictures_are_small_and_survive_constant_images():
     assert as_bytes(np.full((3, 3, 1), 5.0)).tolist() == np.zeros((3, 3, 3)).tolist()
     assert pixels(png(np.zeros((500, 250, 3), np.uint8))).shape == (192, 96, 3)
-    assert pixels(png(np.zeros((500, 1500, 3), np.uint8), panels=3)).shape == (192, 576, 3)
+    side = np.zeros((500, 500, 3), np.uint8)
+    assert pixels(png(side, side, side)).shape == (187, 576, 3), "with a gap of 20 between each two"
