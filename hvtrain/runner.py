@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import RunConfig, model_options
+from hvtrain.config.schema import ModelOptions, RunConfig
 from hvtrain.core.run_files import RESULT_FILE, RunRecord
 from hvtrain.data import fitted
 from hvtrain.data.description import describe as describe_data
@@ -21,12 +20,11 @@ from hvtrain.errors import Stopped, UserError
 from hvtrain.models.first_weights import begin_with
 from hvtrain.models.rates import take_averages
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
-from hvtrain.strategies.base import Strategy, report_failures
+from hvtrain.strategies.base import Comm, Strategy, report_failures
 from hvtrain.strategies.loop import batched, build_metrics
 from hvtrain.system import console, secrets
 from hvtrain.system.text import duration
 from hvtrain.training import comm_tuning
-from hvtrain.training.augment import open_augmentation
 from hvtrain.training.callbacks.checkpointing import Interruption
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import call_steps, make_callbacks
@@ -37,11 +35,11 @@ from hvtrain.training.consistency import check_first_batches, check_same_data, c
 from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.finish import in_words, make_record, test_metrics, write_results, write_review
 from hvtrain.training.repeated_step import LayerSearch
-from hvtrain.training.resume import ResumePoint, RunState, Start, changed_since, resume, with_change
-from hvtrain.training.run import Run, describe, summary
+from hvtrain.training.resume import changed_since, check_fits, checkpoint_meta, resume, with_change
+from hvtrain.training.run import ResumePoint, Run, RunState, Start, describe, summary
 from hvtrain.training.run_folder import CONFIG_FILE, note_start, open_run_folder, remove_if_empty
 from hvtrain.training.saved_model import MODEL_FILE
-from hvtrain.training.setup import build_model, checkpoint_meta, open_data, open_task, seed_everything
+from hvtrain.training.setup import Ingredients, build_model, plan_run
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +96,8 @@ def run_to_end(
 def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunRecord | None:
     """Runs from the newest checkpoint to the end; returns None if another plan is to continue from there."""
     run, saved = open_run(config, strategy, state)
-    model, start = restore(run, saved)
+    model = make_model(run)
+    start = restore(model, saved, strategy.comm, run.config.model_options)
     del saved  # Frees the checkpoint, which is as large as the model and the optimizer.
     context = RunContext.begin(run, model, start.step)
     with Tracking(context) as tracking:
@@ -116,7 +115,6 @@ def open_run(
     """
     join_ranks(config, strategy)
     config = claim_folder(config, strategy, state, parent)
-    seed_everything(config, strategy.topology.rank)
     # Elastic ranks continue from memory, which a rank that has just joined lacks.
     is_elastic = strategy.membership.commit_steps > 0
     folder = Path(str(config.run.dir))
@@ -159,36 +157,39 @@ def open_inputs(config: RunConfig, strategy: Strategy, state: RunState, saved: R
         if not any(name.startswith("dataset.") for name in changed):
             fitted_files = comm.on_chief(lambda: fitted.read(folder))
 
-    source, plan, topology = open_data(config, strategy, saved.meta if saved else None, fitted_files)
-    source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
+    ingredients = comm.all_or_raise(lambda: Ingredients(config, strategy.topology.rank, fitted_files))
+    source = ingredients.source
+    plan, topology = plan_run(config, source, strategy, saved.meta if saved else None)
     manifest = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
     meta = checkpoint_meta(config, plan, manifest, state.run_id, changes)
-    task, described = comm.all_or_raise(lambda: (open_task(config, source), describe_data(source)))
-    if config.augment:
-        comm.all_or_raise(lambda: open_augmentation(config, source, task, plan.is_resized))
-    return Run(config, strategy, topology, source, task, plan, folder, meta, state, changed, described)
+    if saved:
+        comm.on_chief(lambda: check_fits(saved, meta, config.guard.data))
+    described = comm.all_or_raise(lambda: describe_data(source))
+    return Run(config, strategy, topology, source, ingredients.task, plan, folder, meta, state, changed, described)
 
 
-def restore(run: Run, saved: ResumePoint | None) -> tuple[keras.Model, Start]:
-    """Builds the model with the weights of the checkpoint, or new ones, equal on all ranks."""
-    config = run.config
-    comm = run.strategy.comm
+def make_model(run: Run) -> keras.Model:
+    """Builds the model (every rank), once comm.tune has chosen how its gradients travel."""
+    strategy = run.strategy
 
     def new_model() -> keras.Model:
-        return build_model(config, run.source, run.task, run.plan, run.strategy)
+        return build_model(run.config, run.source, run.task, run.plan, strategy)
 
-    if config.comm.tune and run.topology.size > 1:
-        comm_tuning.tune(run, new_model)
-    model = comm.all_or_raise(new_model)
-    if saved is None:
-        options = model_options(config.model)
-        weights = options.weights
-        if weights:
-            comm.on_chief(lambda: begin_with(model, weights, options.weights_except or ()))
-    start = resume(run, model, saved)
+    if run.config.comm.tune and run.topology.size > 1:
+        bucket_mib = run.config.strategy.get("bucket_mib")
+        comm_tuning.tune(strategy, run.folder, bucket_mib, run.batches_from, new_model)
+    return strategy.comm.all_or_raise(new_model)
+
+
+def restore(model: keras.Model, saved: ResumePoint | None, comm: Comm, options: ModelOptions) -> Start:
+    """Sets the weights to those of the checkpoint, or to those it begins with, equal on all ranks."""
+    weights = options.weights
+    if saved is None and weights:
+        comm.on_chief(lambda: begin_with(model, weights, options.weights_except or ()))
+    start = resume(model, saved, comm)
     comm.broadcast_model(model)
-    return model, start
+    return start
 
 
 def fit(context: RunContext, start: Start, tracking: Tracking) -> None:

@@ -21,8 +21,9 @@ from hvtrain.training.run import training_batches
 from hvtrain.training.setup import (
     build_model,
     build_optimizer,
-    open_data,
+    open_source,
     open_task,
+    plan_run,
     seed_everything,
 )
 
@@ -38,8 +39,9 @@ class OwnRun:
         seed_everything(config, strategy.topology.rank)
         self.config = config
         self.strategy = strategy
-        self.source, self.plan, self.topology = open_data(config, strategy)
+        self.source = strategy.comm.all_or_raise(lambda: open_source(config))
         task = strategy.comm.all_or_raise(lambda: open_task(config, self.source))
+        self.plan, self.topology = plan_run(config, self.source, strategy)
         self.model = strategy.comm.all_or_raise(lambda: build_model(config, self.source, task, self.plan, strategy))
         strategy.comm.broadcast_model(self.model)
 

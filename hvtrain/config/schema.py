@@ -131,6 +131,27 @@ class WatchdogConfig:
 
 
 @dataclass
+class ModelOptions:
+    """Settings of any model, beside the builder's own in the group `model`. Builders never get them."""
+
+    weights: str | None = setting(
+        None, "begin with the weights of a .keras or .weights.h5 file, a run or a keras-hub preset"
+    )
+    weights_except: str | list[str] | None = setting(  # noqa: RUF009
+        None, "layers or variables that stay new under model.weights, by name or path: [aspp*,decoder*]"
+    )
+    freeze: str | list[str] | None = setting(  # noqa: RUF009
+        None, "layers or variables that do not train, by name or path: [conv*,*/bias]"
+    )
+    lora_rank: int | None = setting(
+        None, "train the head, and two matrices of this rank for each dense or embedding kernel, alone", low=1
+    )
+
+
+MODEL_OPTIONS = tuple(item.name for item in fields(ModelOptions))
+
+
+@dataclass
 class RunConfig:
     """All settings of a run."""
 
@@ -172,30 +193,24 @@ class RunConfig:
         return _plain(self)
 
     @cached_property
+    def model_options(self) -> ModelOptions:
+        """The settings of any model, from the group `model`. Raises ConfigError if one of them is wrong."""
+        values = {name: self.model[name] for name in MODEL_OPTIONS if name in self.model}
+        options: ModelOptions = typed(ModelOptions, values, "model.")
+        for name in ("freeze", "weights_except"):
+            patterns = getattr(options, name)
+            if isinstance(patterns, str):
+                setattr(options, name, [patterns])
+        if options.weights_except and not options.weights:
+            raise ConfigError(
+                "model.weights_except came without model.weights; name the source of the other weights there"
+            )
+        return options
+
+    @cached_property
     def flat(self) -> dict[str, Any]:
         """The record by dotted names."""
         return flatten(self.record)
-
-
-@dataclass
-class ModelOptions:
-    """Settings of any model, beside the builder's own in the group `model`. Builders never get them."""
-
-    weights: str | None = setting(
-        None, "begin with the weights of a .keras or .weights.h5 file, a run or a keras-hub preset"
-    )
-    weights_except: str | list[str] | None = setting(  # noqa: RUF009
-        None, "layers or variables that stay new under model.weights, by name or path: [aspp*,decoder*]"
-    )
-    freeze: str | list[str] | None = setting(  # noqa: RUF009
-        None, "layers or variables that do not train, by name or path: [conv*,*/bias]"
-    )
-    lora_rank: int | None = setting(
-        None, "train the head, and two matrices of this rank for each dense or embedding kernel, alone", low=1
-    )
-
-
-MODEL_OPTIONS = tuple(item.name for item in fields(ModelOptions))
 
 
 def from_dict(tree: dict[str, Any]) -> RunConfig:
@@ -211,7 +226,7 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     for group in SEVERAL:
         for name, choice in getattr(config, group).items():
             _check_group(f"{group}.{name}", choice if isinstance(choice, dict) else {})
-    model_options(config.model)
+    _ = config.model_options  # Refuses what is wrong in them.
     _check_rates(config.train.rates)
     _check_optimizer(config.optimizer)
 
@@ -227,19 +242,6 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
         config.augment = {}
         config.callbacks = {}
     return config
-
-
-def model_options(group: dict[str, Any]) -> ModelOptions:
-    """Reads the options of any model from the group `model`. Raises ConfigError."""
-    values = {name: group[name] for name in MODEL_OPTIONS if name in group}
-    options: ModelOptions = typed(ModelOptions, values, "model.")
-    for name in ("freeze", "weights_except"):
-        patterns = getattr(options, name)
-        if isinstance(patterns, str):
-            setattr(options, name, [patterns])
-    if options.weights_except and not options.weights:
-        raise ConfigError("model.weights_except came without model.weights; name the source of the other weights there")
-    return options
 
 
 def default_run_dir(config: RunConfig, parent: str = "runs") -> str:

@@ -143,8 +143,8 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
 def checkpoint_step(finished: FinishedConfig) -> int:
     """Returns the step of the checkpoint to read (chief only).
 
-    That is the best one, or the last if the command line asks for it, or if it asks for none and no checkpoint is
-    marked as the best.
+    That is the best one, or the last if the command line asks for it, or if it asks for none and no
+    checkpoint is marked as the best.
 
     Raises:
         CheckpointError: there is no checkpoint, or the best one is on another host.
@@ -172,7 +172,9 @@ def checkpoint_step(finished: FinishedConfig) -> int:
 
 def _open_like(config: RunConfig, files: dict[str, bytes], kept: kinds.Kinds) -> Source:
     """Opens the data set. Raises DataError if its inputs are of another kind."""
-    source = open_source(config, files)
+    source = open_source(config)
+    if files:
+        fitted.apply(source, files)
     if kept:
         # Before a model is built for them, whose layers the checkpoint would not fit.
         kinds.check(source.name, kept, kinds.spec_kinds(source), config.guard.data)

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from hvtrain.config.schema import RunConfig, model_options
+from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError
 from hvtrain.models.hub_models import backbone_of
 from hvtrain.models.memory import recompute
@@ -105,6 +105,7 @@ def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
             n=4,
             cutoff=0.5,
         )
+        # Some names of the model are better than no hint.
         nearest = nearest or list(known_names)[:4]
         raise ConfigError(
             f"{setting} names {pattern}, which matches nothing that trains; near names: {', '.join(nearest)}"
@@ -139,7 +140,7 @@ def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
     Raises:
         ConfigError: a setting names nothing, or does not go with the model.
     """
-    options = model_options(config.model)
+    options = config.model_options
     if config.train.sync_batch_norm:
         _synchronize(model, size)
     if options.lora_rank:
@@ -152,13 +153,14 @@ def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
 
 
 def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
-    """Makes what the patterns name not train.
+    """Freezes what the patterns name.
 
     A layer of which nothing trains any more runs as in inference.
 
     Raises:
         ConfigError: a pattern names nothing that trains, or nothing is left that trains.
     """
+    # By identity, as in `parts`.
     frozen_ids = set()
     for pattern in patterns:
         frozen_ids |= set(map(id, find_variables(model, pattern, "model.freeze")))
@@ -201,6 +203,7 @@ def add_lora(model: keras.Model, rank: int) -> None:
             "(model.freeze)"
         )
 
+    # First all, then the adapted layers train again through their new matrices.
     for part in body:
         for variable in part.variables:
             variable.trainable = False
@@ -223,7 +226,11 @@ def _save_plain(layer: Any) -> None:
     """Makes the layer save as a plain one."""
     # Keras saves the sum as the kernel, and with lora_rank it would load matrices of zeros besides.
     get_config = layer.get_config
-    layer.get_config = lambda: {key: value for key, value in get_config().items() if not key.startswith("lora_")}
+
+    def without_lora() -> dict[str, Any]:
+        return {key: value for key, value in get_config().items() if not key.startswith("lora_")}
+
+    layer.get_config = without_lora
 
 
 def _synchronize(model: keras.Model, size: int) -> None:

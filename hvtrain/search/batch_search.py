@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain import runner
-from hvtrain.config.schema import RunConfig, model_options
+from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan, make_plan
 from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.models.memory import footprint
@@ -32,8 +32,7 @@ from hvtrain.system.secrets import without_secrets
 from hvtrain.training.callbacks.guard import explain_errors, named
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.repeated_step import step_without_update
-from hvtrain.training.resume import RunState, Start
-from hvtrain.training.run import Run, describe, summary
+from hvtrain.training.run import Run, RunState, Start, describe, summary
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ def try_sizes(
 
     run, _ = runner.open_run(config, strategy, state, "find_batch")
     model = runner.make_model(run)
-    start = runner.restore(model, None, strategy.comm, model_options(config.model))
+    start = runner.restore(model, None, strategy.comm, config.model_options)
     description = describe(run, model, start)
     log.info(
         "%s",
@@ -218,8 +217,8 @@ class Sizes:
     def _fits(self, run: Run) -> bool:
         """True if a step without reduction and update finds memory on this rank.
 
-        A rank that failed in a step of all ranks would leave the others waiting for its gradients. What the reduction
-        itself needs does not depend on the batch.
+        A rank that failed in a step of all ranks would leave the others waiting for its gradients.
+        What the reduction itself needs does not depend on the batch.
         """
         model = self.model
 
@@ -251,6 +250,7 @@ def is_out_of_memory(error: tf.errors.OpError) -> bool:
 
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:
     """Logs the largest and the fastest size, and how to use it."""
+    # Not the largest: beyond some size a batch only takes longer.
     best = fastest(trials)
     # The other settings hold for the found size too.
     kept = [text for text in overrides if not text.startswith(("run.dir=", "train.batch_size="))]

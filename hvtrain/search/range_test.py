@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from hvtrain import runner
-from hvtrain.config.schema import RunConfig, model_options
+from hvtrain.config.schema import RunConfig
 from hvtrain.core.files import csv_text, write_atomic
 from hvtrain.errors import TrainingError
 from hvtrain.report.charts import picture
@@ -20,8 +20,7 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import call_steps
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
-from hvtrain.training.resume import RunState
-from hvtrain.training.run import describe, summary
+from hvtrain.training.run import RunState, describe, summary
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +65,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
     """True if the last loss is not finite, or the moving average is DIVERGED times its lowest value."""
     if not losses:
         return False
+    # A loss of NaN would never exceed anything.
     if not math.isfinite(losses[-1]):
         return True
     averages = smoothed(losses)
@@ -126,7 +126,7 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
     """Runs the test; returns the suggestion on every rank. Raises TrainingError if there is none."""
     run, _ = runner.open_run(config, strategy, state, "find_lr")
     model = runner.make_model(run)
-    start = runner.restore(model, None, strategy.comm, model_options(config.model))
+    start = runner.restore(model, None, strategy.comm, config.model_options)
     context = RunContext.begin(run, model, start.step)
     recorder = Recorder(context)
     log.info("%s", summary(describe(run, model, start)))

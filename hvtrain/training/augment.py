@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -10,20 +11,17 @@ import tensorflow as tf
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.data.pipeline.augmentation import Augmentation, Labels, Masks
+from hvtrain.data.pipeline.decoding import RandomResizedCrop
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks import Task
 
 BYTES = (0.0, 255.0)
+CROP_TARGET = f"{RandomResizedCrop.__module__}.{RandomResizedCrop.__name__}"
 
 
-def open_augmentation(
-    config: RunConfig,
-    source: Source,
-    task: Task,
-    is_resized: bool = False,
-) -> None:
-    """Builds the layers of augment, and sets source.augmentation.
+def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
+    """Builds the layers of augment, and sets source.augmentation; of random_resized_crop, the source's sizing.
 
     Raises ConfigError for layers that do not fit the images or the targets. Keras's names and
     random numbers are to be reset afterwards, as they are for a model without augmentation.
@@ -32,8 +30,6 @@ def open_augmentation(
         config: The run's settings.
         source: A data set of images.
         task: The task, which tells how targets are mixed.
-        is_resized: The run goes on with another number of ranks. Layers on the device then move to
-            the input pipeline, where batches are still those of the ranks before.
     """
     inputs, targets, *weights = source.element_spec
     if not isinstance(inputs, tf.TensorSpec) or inputs.shape.rank != 3:
@@ -41,6 +37,10 @@ def open_augmentation(
             f"augment={', '.join(config.augment)} changes images, and {source.name} gives none; leave it out, or "
             "choose another data set"
         )
+    with tf.device("CPU:0"):
+        names = _without_crop(config, source)
+    if not names:
+        return
     in_step = config.data.augment_on == "device"
     if in_step and config.train.jit_compile:
         raise ConfigError(
@@ -49,13 +49,23 @@ def open_augmentation(
         )
 
     keras.config.set_dtype_policy("float32")  # Whatever the precision of the model.
-    layers: dict[str, keras.Layer] = {}
+    limits = source.value_range()
+    height, width, _ = inputs.shape
+    facts: dict[str, Any] = {"height": height, "width": width}
+    if limits:
+        facts["value_range"] = limits
     with tf.device("CPU:0"):
-        for name in config.augment:
-            layers.update(build_layers(config, name, source))
+        settings = [f"augment.{name}" for name in names]
+        built = {setting: build(config, setting, keras.Layer, facts, source.name) for setting in settings}
+
+    layers: dict[str, keras.Layer] = {}
+    for setting, layer in built.items():
+        if "value_range" not in str(config.augment[setting.removeprefix("augment.")]):
+            _check_range(setting, layer, limits, source.name)
+        layers.update(_in_turn(setting, layer))
 
     # In a range smaller than that of a byte, such as 0 to 16, steps of 1 would be coarse.
-    keeps_integers = source.value_range() == BYTES or inputs.dtype.is_integer
+    keeps_integers = limits == BYTES or inputs.dtype.is_integer
     target_kind = _target_kind(source, task, targets, has_weights=bool(weights))
     shape = tuple(inputs.shape)
     source.augmentation = Augmentation(
@@ -63,9 +73,33 @@ def open_augmentation(
         shape,
         target_kind,
         keeps_integers,
-        in_step and not is_resized,
+        in_step,
     )
     source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
+
+
+def _without_crop(config: RunConfig, source: Source) -> list[str]:
+    """Returns the names of the layers, and has the source take the random crop while it decodes, if there is one.
+
+    Raises ConfigError if the source cannot, or another layer comes first.
+    """
+    names = list(config.augment)
+    crops = [name for name in names if config.augment[name].get("_target_") == CROP_TARGET]
+    if not crops:
+        return names
+    if names.index(crops[-1]):
+        raise ConfigError(
+            f"augment=[{','.join(names)}]: {crops[-1]} is taken while images are decoded, before all layers; name it "
+            "first, and once"
+        )
+    if source.no_random_crop:
+        raise ConfigError(
+            f"augment={crops[0]} is taken while images are decoded, and {source.name} {source.no_random_crop}; use "
+            "other layers, such as augment=[random_zoom,random_translation]"
+        )
+    crop = build(config, f"augment.{crops[0]}", RandomResizedCrop)
+    source.sizing = replace(source.sizing, crop=crop)
+    return names[1:]
 
 
 def _target_kind(
@@ -87,32 +121,29 @@ def _target_kind(
     return Labels(soften, math.prod(softened.shape[1:]))
 
 
-def build_layers(config: RunConfig, name: str, source: Source) -> dict[str, keras.Layer]:
-    """Builds one entry of augment; returns its layers by their settings.
+def _check_range(
+    setting: str,
+    layer: keras.Layer,
+    limits: tuple[float, float] | None,
+    source_name: str,
+) -> None:
+    """Raises ConfigError for a layer with another range, such as a default of 0 to 255: it would clip images wrongly.
 
-    Raises ConfigError for a layer whose value_range is not that of the images, and was not set.
+    Args:
+        setting: The layer's setting, in which value_range is not set.
+        layer: The layer, which may hold others.
+        limits: The range of the data set's images, if it is known.
+        source_name: The name of the data set.
     """
-    height, width, _ = source.element_spec[0].shape
-    facts: dict[str, Any] = {"height": height, "width": width}
-    limits = source.value_range()
-    if limits:
-        facts["value_range"] = limits
-
-    setting = f"augment.{name}"
-    layer = build(config, setting, keras.Layer, facts, source.name)
-    # With another range, such as a default of 0 to 255, a layer would clip images wrongly.
-    if "value_range" not in str(config.augment[name]):
-        for inner in layer._flatten_layers():
-            own_range = getattr(inner, "value_range", None)
-            if own_range is None or (limits and tuple(own_range) == limits):
-                continue
-            known = f"gives images from {limits[0]:g} to {limits[1]:g}" if limits else "does not say its own"
-            raise ConfigError(
-                f"{setting} ({type(inner).__name__}) is for values from {own_range[0]} to {own_range[1]}, and "
-                f"{source.name} {known}; set value_range in {setting}"
-            )
-
-    return dict(_in_turn(setting, layer))
+    for inner in layer._flatten_layers():
+        own_range = getattr(inner, "value_range", None)
+        if own_range is None or (limits and tuple(own_range) == limits):
+            continue
+        known = f"gives images from {limits[0]:g} to {limits[1]:g}" if limits else "does not say its own"
+        raise ConfigError(
+            f"{setting} ({type(inner).__name__}) is for values from {own_range[0]} to {own_range[1]}, and "
+            f"{source_name} {known}; set value_range in {setting}"
+        )
 
 
 def _in_turn(setting: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:

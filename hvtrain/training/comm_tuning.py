@@ -20,13 +20,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvtrain.config.schema import RunConfig
 from hvtrain.core.files import read_json, write_json
 from hvtrain.errors import ConfigError
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import make_steps
-from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -61,40 +59,49 @@ class CommSettings:
         strategy.restart({CYCLE_TIME: f"{self.cycle_ms:g}"}, self.bucket_mib)
 
 
-def default_settings(config: RunConfig) -> CommSettings:
+def default_settings(bucket_mib: float | None) -> CommSettings:
     """The settings of the run without comm.tune."""
     if "HOROVOD_FUSION_THRESHOLD" in os.environ:
         raise ConfigError(
             "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
         )
     cycle_ms = float(os.environ.get(CYCLE_TIME, CommSettings.cycle_ms))
-    return CommSettings(cycle_ms, float(config.strategy.get("bucket_mib", CommSettings.bucket_mib)))
+    return CommSettings(cycle_ms, CommSettings.bucket_mib if bucket_mib is None else float(bucket_mib))
 
 
-def tune(run: Run, build: Callable[[], keras.Model]) -> None:
+def tune(
+    strategy: Strategy,
+    folder: Path,
+    bucket_mib: float | None,
+    batches_from: Callable[[int], tf.data.Dataset],
+    build: Callable[[], keras.Model],
+) -> None:
     """Restarts communication with the fastest settings (every rank).
 
     Args:
-        run: The run, with its ranks started.
+        strategy: The started strategy.
+        folder: The run folder, where the result is kept.
+        bucket_mib: The strategy's setting; None: its default.
+        batches_from: batches_from(step) is this rank's stream from that step on.
         build: Makes a compiled model whose optimizer reduces by the strategy's current settings.
     """
-    comm = run.strategy.comm
-    default = default_settings(run.config)
+    comm = strategy.comm
+    default = default_settings(bucket_mib)
     sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in build().trainable_variables]
 
     hosts, devices = zip(*comm.gather((comm.topology.host, _device_kind())))
     measured_for = {"hosts": list(hosts), "devices": list(devices), "gradient_bytes": sizes}
-    best = comm.on_chief(lambda: _read(run.folder, measured_for))
+    best = comm.on_chief(lambda: _read(folder, measured_for))
     if best is not None:
-        log.info("comm.tune: %s, from %s\n", best, run.folder / FILE)
-        best.apply(run.strategy)
+        log.info("comm.tune: %s, from %s\n", best, folder / FILE)
+        best.apply(strategy)
         return
 
     began = time.monotonic()
     mib = sum(sizes) / MIB
     if default.bucket_mib >= mib:
         default = replace(default, bucket_mib=0.0)  # One bucket holds all gradients; 0 means that.
-    best, seconds = _search(run, build, default, mib)
+    best, seconds = _search(strategy, batches_from(0), build, default, mib)
 
     gain = "the default"
     if best != default:
@@ -108,12 +115,13 @@ def tune(run: Run, build: Callable[[], keras.Model]) -> None:
     )
     tried = [{**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()]
     content = {"comm": asdict(best), **measured_for, "tried": tried}
-    comm.on_chief(lambda: write_json(run.folder / FILE, content))
-    best.apply(run.strategy)
+    comm.on_chief(lambda: write_json(folder / FILE, content))
+    best.apply(strategy)
 
 
 def _search(
-    run: Run,
+    strategy: Strategy,
+    batches: tf.data.Dataset,
     build: Callable[[], keras.Model],
     default: CommSettings,
     mib: float,
@@ -122,8 +130,6 @@ def _search(
 
     The times are those of the slowest rank, so that all ranks choose alike.
     """
-    strategy = run.strategy
-    batches = run.batches_from(0)
     seconds: dict[CommSettings, float] = {}
 
     buckets = [0.0, *(size for size in BUCKETS_MIB if size < mib)]

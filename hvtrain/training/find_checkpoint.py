@@ -25,7 +25,8 @@ from hvtrain.core.run_files import HISTORY_FILE, RANKS_FILE, STARTS_FILE, TRACKE
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import LOCK_FILE
-from hvtrain.training.resume import ResumePoint, RunState, send_arrays
+from hvtrain.training.resume import send_arrays
+from hvtrain.training.run import ResumePoint, RunState
 
 log = logging.getLogger(__name__)
 

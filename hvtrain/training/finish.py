@@ -18,7 +18,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions
 from hvtrain.models.rates import take_averages
-from hvtrain.tasks.reviewed import ReviewedExamples
+from hvtrain.tasks.examples import ReviewedExamples
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.run import Run, versions
 from hvtrain.training.saved_model import BEST_FILE, export, save

@@ -5,28 +5,20 @@ Settings that differ from those of the checkpoint are recorded, or refused where
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import keras
 import numpy as np
 
 from hvtrain.checkpoint import store
-from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import flatten
-from hvtrain.core.checkpoint_notes import NoteKeeper
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.base import Comm
-from hvtrain.system.run_lock import RunLock
-from hvtrain.trackers.notice import Notice
-
-if TYPE_CHECKING:
-    from hvtrain.training.run import Run
-
-Arrays = dict[str, np.ndarray]
+from hvtrain.training.run import Arrays, ResumePoint, Start, versions
 
 # A message is in memory several times while it is packed; and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
@@ -56,92 +48,24 @@ _IRRELEVANT = (
 )
 
 
-@dataclass
-class RunState:
-    """State that survives a restart of the ranks.
-
-    Args:
-        began: time.monotonic() at the beginning of the run.
-        folder: The run folder, once it is open.
-        lock: The folder's lock.
-        signals: Signals that this rank has got.
-        checkpoint: The last commit to memory, in an elastic job.
-        run_id: The same in all checkpoints of the run, over all of its starts.
-        note_keeper: Notes on this host where the newest checkpoint is.
-        notice: The message that is sent at the end.
-    """
-
-    began: float
-    folder: Path | None = None
-    lock: RunLock = field(default_factory=RunLock)
-    signals: list[int] = field(default_factory=list)
-    checkpoint: Checkpoint | None = None
-    run_id: str | None = None
-    note_keeper: NoteKeeper = field(default_factory=NoteKeeper)
-    notice: Notice = field(default_factory=Notice)
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint to resume from.
-
-    Every rank has its meta, the chief its arrays, or every rank in an elastic job. host is the one
-    whose disk it is on; empty if it was in memory.
-    """
-
-    name: str
-    step: int
-    meta: dict[str, Any]
-    checkpoint: Checkpoint | None = None
-    host: str = ""
-
-
-@dataclass(frozen=True)
-class Start:
-    """The start of a run, at step 0 or at a checkpoint.
-
-    Args:
-        name: The checkpoint's name; None: the run begins.
-        step: Steps that are done.
-        ended: A callback of the user's has ended the training; nothing is left to do.
-        num_ranks: Ranks that wrote the checkpoint.
-        plan_ranks: Ranks for which their plan was made.
-        rank_state: This rank's own state, see store.rank_state.
-        callbacks: Numbers and best weights of the user's callbacks, by their names.
-        unlogged: Results of a validation that no epoch's logs had yet.
-    """
-
-    name: str | None = None
-    step: int = 0
-    ended: bool = False
-    num_ranks: int = 0
-    plan_ranks: int = 0
-    rank_state: Arrays = field(default_factory=dict)
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    unlogged: dict[str, float] = field(default_factory=dict)
-
-
-def resume(run: "Run", model: keras.Model, saved: ResumePoint | None) -> Start:
+def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     """Restores the chief's model and each rank's own state; returns the run's start (every rank).
 
     Args:
-        run: The run on the current ranks.
-        model: Its model, with the optimizer built. The other ranks get the weights by a broadcast
+        model: The model, with the optimizer built. The other ranks get the weights by a broadcast
             after this.
-        saved: The checkpoint; None: nothing is restored.
+        saved: The checkpoint, see check_fits; None: nothing is restored.
+        comm: The collectives of the current ranks.
 
     Raises:
-        CheckpointError: The checkpoint is of another model, or was made with other batches.
-        DataError: It was made on another data set, and that is refused.
+        CheckpointError: The checkpoint is of another model.
     """
-    comm = run.strategy.comm
-    size = run.plan.size
+    size = comm.topology.size
 
     def restore() -> tuple[Start, list[Arrays]]:
         if saved is None or saved.checkpoint is None:
             return Start(), [{}] * size
         checkpoint = saved.checkpoint
-        _check_fits(run, saved.name, checkpoint)
         store.restore(checkpoint, model)
         start = Start(
             saved.name,
@@ -161,11 +85,51 @@ def resume(run: "Run", model: keras.Model, saved: ResumePoint | None) -> Start:
     return start
 
 
-def _check_fits(run: "Run", name: str, checkpoint: Checkpoint) -> None:
-    """Raises DataError or CheckpointError if the run cannot continue from the checkpoint."""
-    before = checkpoint.meta
-    meta = run.meta
-    check_unchanged(name, before.get("data"), meta["data"], run.config.guard.data, ", or choose another run.dir")
+def checkpoint_meta(
+    config: RunConfig,
+    plan: StepPlan,
+    data: dict[str, Any],
+    run_id: str | None,
+    changes: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Facts about the run in each of its checkpoints: sharding, number of ranks, settings.
+
+    Args:
+        config: The run's settings.
+        plan: The plan, whose shares are those with which the run began.
+        data: The data set's manifest.
+        run_id: The same for all starts of a run.
+        changes: Changes of settings since the run began, see with_change.
+    """
+    return {
+        "num_ranks": len(plan.shares),
+        "batch_size": config.train.batch_size,
+        "batch_sizes": [share.batch_size for share in plan.shares],
+        "steps_per_epoch": plan.steps_per_epoch,
+        "uneven": config.data.uneven,
+        "world_size": plan.size,
+        "data": data,
+        "run_id": run_id,
+        "versions": versions(),
+        "config": config.record,
+        "changes": changes,
+    }
+
+
+def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> None:
+    """Checks that the run can continue from the checkpoint, before a model is built (chief only).
+
+    Args:
+        saved: The checkpoint.
+        meta: Facts of the run as it goes on, see checkpoint_meta.
+        refuse_data: Refuses data that have changed, instead of a warning.
+
+    Raises:
+        CheckpointError: It was made with other batches.
+        DataError: It was made on another data set.
+    """
+    before = saved.meta
+    check_unchanged(saved.name, before.get("data"), meta["data"], refuse_data, ", or choose another run.dir")
 
     keys = ["uneven"]
     # A plan for another number of ranks is meant to differ.
@@ -175,7 +139,7 @@ def _check_fits(run: "Run", name: str, checkpoint: Checkpoint) -> None:
 
     if different:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path.name} was made with {'; '.join(different)}; "
+            f"checkpoint {store.folder_name(saved.step)} was made with {'; '.join(different)}; "
             "start with the same numbers, or choose another run.dir"
         )
 
@@ -261,7 +225,7 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
     before = meta.get("config")
     if not isinstance(before, dict):
         return {}  # The file may be anybody's.
-    changed = changed_settings(before, config.record)
+    changed = changed_settings(before, config)
     for name, (then, now) in changed.items():
         if name in FIXED or name.startswith("task.metrics."):
             raise ConfigError(
@@ -283,21 +247,18 @@ def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) 
     return changes
 
 
-def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """Returns {name: [before, now]} of the settings that differ and change what is learned.
-
-    >>> changed_settings({"seed": 1, "train": {"epochs": 1}}, {"seed": 1, "train": {"epochs": 2, "max_time": "1h"}})
-    {'train.epochs': [1, 2]}
-    """
+def changed_settings(before: dict[str, Any], config: RunConfig) -> dict[str, list[Any]]:
+    """Returns {name: [before, now]} of the settings that differ and change what is learned."""
     old = flatten(before)
-    new = flatten(now)
+    new = config.flat
     changed = {
         name: [old.get(name), new.get(name)]
         for name in {**old, **new}
         if old.get(name) != new.get(name) and not name.startswith(_IRRELEVANT)
     }
     # Layers of augmentation act in their order, which names and values do not show.
-    old_layers, new_layers = (list(tree.get("augment") or {}) for tree in (before, now))
+    old_layers = list(before.get("augment") or {})
+    new_layers = list(config.augment)
     if old_layers != new_layers and sorted(old_layers) == sorted(new_layers):
         changed["augment"] = [old_layers, new_layers]
     return changed

@@ -3,15 +3,18 @@
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.config.schema import RunConfig
+from hvtrain.core.checkpoint_notes import NoteKeeper
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.core.version import VERSION
@@ -20,8 +23,76 @@ from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.models.parts import describe_trainable
 from hvtrain.strategies.base import Strategy
+from hvtrain.system.run_lock import RunLock
 from hvtrain.tasks import Task
-from hvtrain.training.resume import RunState, Start
+from hvtrain.trackers.notice import Notice
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
+class RunState:
+    """State that survives a restart of the ranks.
+
+    Args:
+        began: time.monotonic() at the beginning of the run.
+        folder: The run folder, once it is open.
+        lock: The folder's lock.
+        signals: Signals that this rank has got.
+        checkpoint: The last commit to memory, in an elastic job.
+        run_id: The same in all checkpoints of the run, over all of its starts.
+        note_keeper: Notes on this host where the newest checkpoint is.
+        notice: The message that is sent at the end.
+    """
+
+    began: float
+    folder: Path | None = None
+    lock: RunLock = field(default_factory=RunLock)
+    signals: list[int] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
+    run_id: str | None = None
+    note_keeper: NoteKeeper = field(default_factory=NoteKeeper)
+    notice: Notice = field(default_factory=Notice)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint to resume from.
+
+    Every rank has its meta, the chief its arrays, or every rank in an elastic job. host is the one
+    whose disk it is on; empty if it was in memory.
+    """
+
+    name: str
+    step: int
+    meta: dict[str, Any]
+    checkpoint: Checkpoint | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a run, at step 0 or at a checkpoint.
+
+    Args:
+        name: The checkpoint's name; None: the run begins.
+        step: Steps that are done.
+        ended: A callback of the user's has ended the training; nothing is left to do.
+        num_ranks: Ranks that wrote the checkpoint.
+        plan_ranks: Ranks for which their plan was made.
+        rank_state: This rank's own state, see store.rank_state.
+        callbacks: Numbers and best weights of the user's callbacks, by their names.
+        unlogged: Results of a validation that no epoch's logs had yet.
+    """
+
+    name: str | None = None
+    step: int = 0
+    ended: bool = False
+    num_ranks: int = 0
+    plan_ranks: int = 0
+    rank_state: Arrays = field(default_factory=dict)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unlogged: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -109,10 +109,8 @@ def open_run_folder(
         raise ConfigError(
             f"run.dir={folder} holds checkpoints of an earlier run; use resume=auto or choose another run.dir"
         )
-    write_atomic(
-        folder / CONFIG_FILE,
-        CONFIG_HEADER + OmegaConf.to_yaml(OmegaConf.create(reusable(config))),
-    )
+    settings = OmegaConf.to_yaml(OmegaConf.create(reusable(config)))
+    write_atomic(folder / CONFIG_FILE, CONFIG_HEADER + settings)
     write_atomic(folder / README_FILE, README.format(version=VERSION, folder=folder))
     return folder
 

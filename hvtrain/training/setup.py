@@ -19,8 +19,8 @@ from hvtrain.models.parts import change_parts
 from hvtrain.models.rates import decay_kernels, factors_of, keep_averages, multiply_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
+from hvtrain.training.augment import open_augmentation
 from hvtrain.training.prepared_step import class_weights, prepare_step
-from hvtrain.training.run import versions
 
 
 def seed_everything(config: RunConfig, rank: int) -> None:
@@ -36,26 +36,67 @@ def seed_everything(config: RunConfig, rank: int) -> None:
     keras.config.set_dtype_policy(config.train.precision)
 
 
-def open_data(
-    config: RunConfig,
-    strategy: Strategy,
-    saved: dict[str, Any] | None = None,
-    fitted_files: Mapping[str, bytes] | None = None,
-) -> tuple[Source, StepPlan, Topology]:
-    """Opens the data set (every rank).
+class Ingredients:
+    """The data set and the task that a run's settings name, with the layers of augment in the data set's streams.
+
+    Model and optimizer are built later, by build_model, since they need the run's plan.
 
     Args:
         config: The run's settings.
+        rank: The rank of this process.
+        fitted_files: What the run has fitted to its training data, if it has begun.
+
+    Raises:
+        ConfigError: Settings, data set and task do not fit each other.
+        DataError: The data set cannot be opened.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, fitted_files: Mapping[str, bytes] | None = None) -> None:
+        seed_everything(config, rank)
+        self.source = open_source(config)
+        self.task: Task = build(config, "task", Task)
+        if fitted_files:
+            fitted.apply(self.source, fitted_files)
+        self.task.prepare(self.source)
+        # On a GPU batches cross as they are stored, and the step normalizes them.
+        self.source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
+        if config.augment:
+            open_augmentation(config, self.source, self.task)
+
+
+def open_source(config: RunConfig) -> Source:
+    """Opens the data set."""
+    source: Source = build(config, "dataset", Source)
+    source.on_error = config.data.on_error
+    return source
+
+
+def open_task(config: RunConfig, source: Source) -> Task:
+    """Builds the task, and checks that it fits the source."""
+    task: Task = build(config, "task", Task)
+    task.prepare(source)
+    return task
+
+
+def plan_run(
+    config: RunConfig,
+    source: Source,
+    strategy: Strategy,
+    saved: dict[str, Any] | None = None,
+) -> tuple[StepPlan, Topology]:
+    """Plans the run for the size of its data set (every rank).
+
+    Args:
+        config: The run's settings.
+        source: The data set.
         strategy: The started strategy.
         saved: Meta of the checkpoint to resume, if any, whose plan continues.
-        fitted_files: What the run has fitted to its training data.
 
     Returns:
-        The data set, the plan for its size, and this rank's topology with its share.
+        The plan, and this rank's topology with its share of the data.
     """
     comm = strategy.comm
     num_processes = strategy.topology.size
-    source = comm.all_or_raise(lambda: open_source(config, fitted_files))
     # One entry for each rank of the plan; a process with several replicas stands for as many.
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
@@ -72,23 +113,10 @@ def open_data(
     if num_processes != len(hosts):
         # A process that leads several replicas takes their batches as one.
         plan = plan.on(num_processes)
-    return source, plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
-
-
-def open_source(config: RunConfig, fitted_files: Mapping[str, bytes] | None = None) -> Source:
-    """Opens the data set, with what a run has fitted to it, if that is given."""
-    source: Source = build(config, "dataset", Source)
-    source.on_error = config.data.on_error
-    if fitted_files:
-        fitted.apply(source, fitted_files)
-    return source
-
-
-def open_task(config: RunConfig, source: Source) -> Task:
-    """Builds the task, and checks that it fits the source."""
-    task: Task = build(config, "task", Task)
-    task.prepare(source)
-    return task
+    if plan.is_resized and source.augmentation:
+        # Layers on the device move to the input pipeline, where batches are still those of the ranks before.
+        source.augmentation.in_step = False
+    return plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
 
 
 def build_model(
@@ -271,34 +299,3 @@ def optimizer_at(rate: Any, config: RunConfig) -> keras.optimizers.Optimizer:
     decay_kernels(optimizer, config.train.weight_decay)
     keep_averages(optimizer, config.train.ema)
     return optimizer
-
-
-def checkpoint_meta(
-    config: RunConfig,
-    plan: StepPlan,
-    data: dict[str, Any],
-    run_id: str | None,
-    changes: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Facts about the run in each of its checkpoints: sharding, number of ranks, settings.
-
-    Args:
-        config: The run's settings.
-        plan: The plan, whose shares are those with which the run began.
-        data: The data set's manifest.
-        run_id: The same for all starts of a run.
-        changes: Changes of settings since the run began, see with_change.
-    """
-    return {
-        "num_ranks": len(plan.shares),
-        "batch_size": config.train.batch_size,
-        "batch_sizes": [share.batch_size for share in plan.shares],
-        "steps_per_epoch": plan.steps_per_epoch,
-        "uneven": config.data.uneven,
-        "world_size": plan.size,
-        "data": data,
-        "run_id": run_id,
-        "versions": versions(),
-        "config": config.record,
-        "changes": changes,
-    }

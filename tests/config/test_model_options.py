@@ -1,11 +1,13 @@
 """Settings of any model: they need no plus for any builder, and the builder never gets them."""
 
+from dataclasses import replace
+
 import keras
 import pytest
 
 from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.instantiate import build
-from hvtrain.config.schema import from_dict, model_options
+from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.training.resume import changed_settings
 
@@ -28,10 +30,10 @@ def takes_all(image_shape, num_classes, **options):
 @pytest.mark.parametrize("arguments", [[], ["model=mlp"], ["model=application", "model.name=MobileNet"]])
 def test_every_model_takes_them_without_a_plus(arguments):
     config = composed(*arguments, "model.weights=runs/1", "model.freeze=[conv*,*/bias]", "model.lora_rank=4")
-    options = model_options(config.model)
+    options = config.model_options
     assert (options.weights, options.freeze, options.lora_rank) == ("runs/1", ["conv*", "*/bias"], 4)
-    assert model_options(composed(*arguments, "model.freeze=conv?").model).freeze == ["conv?"]
-    assert model_options({"_target_": "a.b"}).freeze is None, "a run of an earlier version"
+    assert composed(*arguments, "model.freeze=conv?").model_options.freeze == ["conv?"]
+    assert replace(config, model={"_target_": "a.b"}).model_options.freeze is None, "a run of an earlier version"
 
 
 def test_the_builder_never_gets_them():
@@ -73,7 +75,7 @@ def test_a_builder_with_an_argument_of_that_name_is_refused(arguments):
 )
 def test_what_is_no_value_is_refused_in_one_line(argument, message):
     if message is None:
-        assert model_options(composed(argument).model).freeze == ["3"], "as the name of a layer"
+        assert composed(argument).model_options.freeze == ["3"], "as the name of a layer"
         return
     with pytest.raises(ConfigError) as caught:
         composed(argument)
@@ -87,10 +89,10 @@ def test_rates_are_told_by_pattern():
 
 def test_first_weights_and_recomputation_may_change_on_resume():
     before = composed("model.weights=a").record
-    assert changed_settings(before, composed("train.remat=true").record) == {}
-    assert changed_settings(before, composed("model.freeze=[a]").record) == {"model.freeze": [None, ["a"]]}
+    assert changed_settings(before, composed("train.remat=true")) == {}
+    assert changed_settings(before, composed("model.freeze=[a]")) == {"model.freeze": [None, ["a"]]}
     older = {**before, "model": {"_target_": "hvtrain.models.cnn", "dropout": [0.25, 0.5]}}
-    assert changed_settings(older, composed().record) == {}
+    assert changed_settings(older, composed()) == {}
 
 
 def test_help_has_them():

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import hvtrain.keras as hvd
+from hvtrain.config.schema import ModelOptions
 from hvtrain.errors import ConfigError
 from hvtrain.models import application, resnet20
 from hvtrain.models.memory import divide, recompute
@@ -19,7 +20,8 @@ Y = X[:, 0, 0, :2]
 
 
 def config(remat=False, sync=False, **model):
-    return SimpleNamespace(model=model, train=SimpleNamespace(remat=remat, sync_batch_norm=sync))
+    train = SimpleNamespace(remat=remat, sync_batch_norm=sync)
+    return SimpleNamespace(model_options=ModelOptions(**model), train=train)
 
 
 def network(depth=5, nested=False):

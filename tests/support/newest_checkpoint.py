@@ -4,7 +4,7 @@ import logging
 
 from hvtrain.strategies.base import Comm
 from hvtrain.training.find_checkpoint import find_checkpoint
-from hvtrain.training.resume import RunState
+from hvtrain.training.run import RunState
 
 # What a checkpoint must say of its run.
 META = {

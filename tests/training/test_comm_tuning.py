@@ -7,8 +7,6 @@ import keras
 import pytest
 import tensorflow as tf
 
-from hvtrain.config.compose import compose
-from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.base import Comm
 from hvtrain.strategies.horovod import ElasticStrategy
@@ -44,18 +42,17 @@ def network(width):
 def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monkeypatch):
     fastest, searched = comm_tuning.CommSettings(0.2, 4.0), []
 
-    def search(run, build, default, mib):
+    def search(strategy, batches, build, default, mib):
         searched.append(mib)
         return fastest, {default: 0.2, fastest: 0.1}
 
     monkeypatch.setattr(comm_tuning, "_search", search)
     applied = []
     strategy = SimpleNamespace(comm=Comm(), restart=lambda variables, mib: applied.append((variables, mib)))
-    run = SimpleNamespace(config=from_dict(compose(["comm.tune=true"])[0]), strategy=strategy, folder=tmp_path)
 
     def searches(width):
         before = len(searched)
-        comm_tuning.tune(run, lambda: network(width))
+        comm_tuning.tune(strategy, tmp_path, None, lambda step: None, lambda: network(width))
         assert applied.pop() == ({"HOROVOD_CYCLE_TIME": "0.2"}, 4.0)
         return len(searched) - before
 
@@ -78,4 +75,4 @@ def test_what_it_does_not_go_with(monkeypatch):
         ElasticStrategy().expect_restart()
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "4194304")
     with pytest.raises(ConfigError, match=r"comm\.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other"):
-        comm_tuning.default_settings(from_dict(compose(["comm.tune=true"])[0]))
+        comm_tuning.default_settings(None)

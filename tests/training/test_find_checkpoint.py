@@ -28,7 +28,8 @@ from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.base import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training.find_checkpoint import find_checkpoint
-from hvtrain.training.resume import RunState, send_arrays
+from hvtrain.training.resume import send_arrays
+from hvtrain.training.run import RunState
 from hvtrain.watchdog.processes import resume_advice
 
 META = {

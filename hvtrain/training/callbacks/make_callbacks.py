@@ -30,8 +30,7 @@ from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.repeated_step import LayerSearch
-from hvtrain.training.resume import Start
-from hvtrain.training.run import Run
+from hvtrain.training.run import Run, Start
 
 
 def make_callbacks(

@@ -32,10 +32,9 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError, in_one_line, place_of
 from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
-from hvtrain.training.augment import open_augmentation
 from hvtrain.training.prepared_step import class_weights, prepare_step, weights_of
 from hvtrain.training.run import training_batches, with_rank_weights
-from hvtrain.training.setup import build_model, build_optimizer, open_data, open_task, seed_everything
+from hvtrain.training.setup import Ingredients, build_model, build_optimizer, plan_run
 
 OWN = Path(__file__).parents[1] / "own"
 sys.path.insert(0, str(OWN))
@@ -83,11 +82,9 @@ def against_the_joint_batches(config):
     """
     strategy = staying(config)
     strategy.start()
-    seed_everything(config, hvd.rank())
-    source, plan, topology = open_data(config, strategy)
-    task = open_task(config, source)
-    if config.augment:
-        open_augmentation(config, source, task)
+    ingredients = Ingredients(config, hvd.rank())
+    source, task = ingredients.source, ingredients.task
+    plan, topology = plan_run(config, source, strategy)
     stream = training_batches(source, plan, topology, 1, 0)
     everyone = strategy.comm.gather(list(stream.take(plan.num_steps).as_numpy_iterator()))
     results = {"sizes": [[len(tf.nest.flatten(batch)[0]) for batch in batches] for batches in everyone]}
