@@ -12,11 +12,10 @@ from hvtrain.data.description import percent
 from hvtrain.data.kinds import inputs_of
 from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.data.source import Source
-from hvtrain.tasks.reviewed import as_bytes, png
+from hvtrain.tasks.examples import as_bytes, png
 from hvtrain.tasks.segmentation import overlay, overlay_color
 
 MAX_ROWS = 40
-NUM_MASKS = 6
 NUM_TEXTS = 3
 SHOWN_CHARACTERS = 400
 SHOWN_NUMBERS = 8
@@ -26,8 +25,8 @@ def figures_of(findings: Findings) -> list[Figure]:
     """The figures of the page, those that the data have something for."""
     figures: list[Figure] = []
     for facts in findings.splits[:1]:
-        figures += _pictures(facts, findings.class_names)
-        figures += _views(findings.views, findings.class_names)
+        if findings.views:
+            figures += [_pictures(facts, findings.class_names), _views(findings)]
         figures += _texts(facts, findings.source)
     figures += tables_of(findings)
 
@@ -80,50 +79,44 @@ def scope(findings: Findings) -> str:
     return f"Read: {', '.join(parts)} examples."
 
 
-def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> list[Figure]:
-    """Images with their classes, or with their masks beside them."""
+def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> Figure:
+    """Images with their classes, or under their masks."""
     pictures = []
-    has_masks = False
     for number, inputs, target in facts.shown:
-        image = image_of(inputs)
-        if image is None:
-            return []
-        panels = [as_bytes(image)]
-        has_masks = np.shape(target) == image.shape[:2]
-        if has_masks:
-            panels.append(overlay(panels[0], target, IGNORED))
+        (pixels,) = _painted([(inputs, target)])
         caption = f"{number * facts.step}: {_caption(target, class_names)}"
-        pictures.append((png(*panels), caption.rstrip(": ")))
-
-    if not has_masks:
-        return [Pictures("Pictures", f"Of {facts.name}, with their targets.", pictures)]
-    note = f"Of {facts.name}: the image, and the mask over it. Class 0 is not painted; ignored pixels are white."
-    legend = [(name, overlay_color(label)) for label, name in enumerate(class_names) if label]
-    return [Pictures("Pictures and masks", note, pictures[:NUM_MASKS], legend[:MAX_ROWS], panels=2)]
+        pictures.append((png(pixels), caption.rstrip(": ")))
+    return Pictures("Pictures", f"Of {facts.name}, with their targets.", pictures)
 
 
-def _views(views: Sequence[Sequence[Row]], class_names: Sequence[str]) -> list[Figure]:
-    """Training images as they are and as training and validation see them, each in a row."""
-    if not views:
-        return []
+def _views(findings: Findings) -> Figure:
+    """Training images as they are, and as training and validation see them, side by side."""
     pictures = []
-    for view in views:
-        images = [image_of(inputs) for inputs, _ in view]
-        panels = [as_bytes(image) for image in images[: -NUM_DRAWS - 1] if image is not None]
-        # What the model sees together, so that a change of brightness shows.
-        seen = [np.asarray(image) for image in images[-NUM_DRAWS - 1 :]]
-        whole = as_bytes(np.concatenate(seen, axis=1))
-        for pixels, (_, target) in zip(np.split(whole, len(seen), axis=1), view[-NUM_DRAWS - 1 :]):
-            has_mask = np.shape(target) == pixels.shape[:2]
-            panels.append(overlay(pixels, target, IGNORED) if has_mask else pixels)
-        pictures.append((png(*panels), _caption(view[-1][1], class_names)))
+    for view in findings.views:
+        seen = view[-NUM_DRAWS - 1 :]
+        wholes = [image_of(inputs) for inputs, _ in view[: -len(seen)]]
+        panels = [as_bytes(image) for image in wholes if image is not None]
+        panels += _painted(seen)
+        pictures.append((png(*panels), _caption(view[-1][1], findings.class_names)))
 
+    legend: list[tuple[str, str]] = []
     note = "The first training batch, with the augmentation of these settings."
-    if len(panels) > 1:
-        note = f"{NUM_DRAWS} draws of training, then what validation and the saved model see."
-    if len(panels) > NUM_DRAWS + 1:
-        note = f"The whole image, {note}"
-    return [Pictures("As the model sees them", note, pictures, panels=len(panels))]
+    if len(seen) > 1:
+        note = f"The whole image, {NUM_DRAWS} draws of training, and what validation and the saved model see."
+    if np.ndim(view[-1][1]) > 1:
+        note += " Masks are painted over it, but for class 0; ignored pixels are white."
+        legend = [(name, overlay_color(label)) for label, name in enumerate(findings.class_names) if label]
+    return Pictures("As the model sees them", note, pictures, legend[:MAX_ROWS], len(panels))
+
+
+def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
+    """Pixels of images, all in one range of values so that brightness shows, with masks over them."""
+    images = np.concatenate([np.asarray(image_of(inputs)) for inputs, _ in rows], axis=1)
+    panels = np.split(as_bytes(images), len(rows), axis=1)
+    for index, (_, target) in enumerate(rows):
+        if np.shape(target) == panels[index].shape[:2]:
+            panels[index] = overlay(panels[index], target, IGNORED)
+    return panels
 
 
 def _caption(target: Any, class_names: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ docs/compare.md has the method, and measured comparisons.
 
 
 def main() -> int:
-    """Checks all runs, then starts them one after the other. Returns 1 if one of them failed."""
+    """Checks all runs, then starts them one after another. Returns 1 if one of them failed."""
     parser = _parser()
     options = parser.parse_with_overrides(sys.argv[1:])
     target = parse_target(options.target) if options.target else None
@@ -48,6 +48,7 @@ def main() -> int:
     hosts = tuple(parser.host_options(options))
     launcher = Launcher(options.np, hosts, options.num_ps, options.single_cores)
     contest = Contest(strategies, launcher, folder, options.rounds, options.speed_steps, options.speed_only)
+    # Only now: a mistake on the command line leaves no folder behind.
     make_output(folder)
     # Before the first run, which makes the machine busy.
     facts = _facts(options)
@@ -69,6 +70,7 @@ def main() -> int:
         "interrupted": ended_by is not None,
         **summary(contest, target),
     }
+    # They go with the conclusions, which they limit.
     comparison["conclusion"] += facts["warnings"]
     # Written before the plan is made, which takes a while and can fail.
     write(comparison, folder)
@@ -87,6 +89,7 @@ def main() -> int:
     if ended_by:  # A signal, whose exit code is 128 and its number.
         raise ended_by
 
+    # Some results are better than none, but a script should see the failure.
     return 1 if contest.errors else 0
 
 
@@ -108,6 +111,7 @@ def parse_target(text: str) -> tuple[str, float]:
     try:
         number = float(value)
     except ValueError:
+        # Refused below, with the other values that are no numbers.
         number = math.nan
 
     if not metric or not math.isfinite(number):

@@ -163,7 +163,8 @@ def on_examples(examples: Mapping[str, int]) -> list[str]:
 def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] | None:
     """Returns the arguments of `hvtrain plan` that extend the comparison to num_ranks ranks.
 
-    The plan takes a rank's own work in a step from the rounds of horovod; None if it has not been measured.
+    The plan takes a rank's own work in a step from the rounds of horovod; None if it has not been
+    measured.
     """
     strategies = comparison["strategies"]
     entry = next((entry for entry in strategies if entry["name"].partition("@")[0] == PLANNED), None)

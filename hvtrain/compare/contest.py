@@ -34,6 +34,11 @@ _ONLY_STEPS = (
     "checkpoint.every_minutes=null",
 )
 
+# In place of the number of a round: a whole run.
+WHOLE = 0
+# Removed from short runs, of which there are many; whole runs keep them.
+_LARGE = ("checkpoints", "model.keras", "best.keras")
+
 
 @dataclass(frozen=True)
 class Contestant:
@@ -89,6 +94,7 @@ def contestants(overrides: Sequence[str], num_ranks: int, single_batch: str = JO
         else:
             common.append(text)
 
+    # A comma separates strategies, so their own settings begin with @.
     names = choice.partition("=")[2].split(",")
     if len(names) < 2:
         raise ConfigError(
@@ -129,6 +135,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
         overrides.append(setting)
 
     trees = compose(overrides)
+    # Hydra has printed what was asked for; there is nothing to compare.
     if not trees:
         return None
 
@@ -178,7 +185,7 @@ def joint_overrides(config: RunConfig, num_ranks: int) -> list[str]:
 
 
 def learning_rate_factor(config: RunConfig, num_ranks: int) -> float:
-    """Returns by how much num_ranks ranks multiply the learning rate of one."""
+    """Returns the factor by which num_ranks ranks multiply the learning rate of one."""
     # As core/step_plan.py has it, for the number of ranks alone: accumulation is the same for one process.
     factors = {"linear": num_ranks, "sqrt": math.sqrt(num_ranks), "none": 1}
     return factors[config.train.learning_rate_scale]
@@ -207,7 +214,9 @@ class Launcher:
         settings = [*overrides, override("run.dir", str(folder)), "notify=[]"]
         if contestant.is_single:
             return [*python, *settings]
+        # Every other strategy is launched, also on one host: so all have the same launcher.
         options = ["-np", str(self.num_ranks), *self.host_options]
+        # The launcher refuses servers for a strategy that has none.
         if self.num_ps and contestant.has_servers:
             options += ["--num-ps", str(self.num_ps)]
 
@@ -220,12 +229,6 @@ class Launcher:
             cores = cores[: self.single_cores]
 
         return set(cores)
-
-
-# In place of the number of a round: a whole run.
-WHOLE = 0
-# Removed from short runs, of which there are many; whole runs keep them.
-_LARGE = ("checkpoints", "model.keras", "best.keras")
 
 
 @dataclass
@@ -316,6 +319,7 @@ class Contest:
         if number != WHOLE:
             overrides = contestant.speed_overrides(self.speed_steps)
         command = self.launcher.command(contestant, overrides, folder / "run")
+        # The launcher divides these cores among its ranks.
         training = train(command, self.launcher.cores(contestant), folder)
         if number == WHOLE:
             self.whole[contestant.name] = training

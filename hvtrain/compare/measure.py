@@ -1,7 +1,7 @@
 """Measures trainings: one in processes of its own, many in rounds by turns, and the ratios between them.
 
-A shared machine can be slower for minutes at a time. So contenders take turns, and only runs of the same round are
-compared.
+A shared machine can be slower for minutes at a time. So contenders take turns, and only runs of the
+same round are compared.
 """
 
 import json
@@ -26,8 +26,12 @@ from hvtrain.errors import LostRankError
 from hvtrain.launch.child import ends_within, failure, started
 from hvtrain.report.charts import INK
 
+T = TypeVar("T")
+
 # A sample takes several milliseconds, which the run lacks too.
 SECONDS_BETWEEN_SAMPLES = 1.0
+# Probability that an interval should contain the true median.
+COVERAGE = 0.95
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
         LostRankError: the run failed; the message has the line of its output that says why.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Beside the run folder, which the run makes itself.
     log = folder / "output.txt"
     began = time.monotonic()
     # getrusage counts children that have been waited for, so this run is the difference.
@@ -130,17 +135,12 @@ def _children_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-T = TypeVar("T")
-
-# Probability that an interval should contain the true median.
-COVERAGE = 0.95
-
-
 @dataclass(frozen=True)
 class Ratio:
     """Median ratio over the rounds, and an interval that contains the true median with probability `coverage`.
 
-    The interval is the narrowest with a coverage of at least 0.95; below 6 rounds even the widest has less.
+    The interval is the narrowest with a coverage of at least 0.95; below 6 rounds even the widest
+    has less.
     """
 
     median: float
@@ -161,8 +161,8 @@ class Ratio:
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """Returns the ratio of two measurements by round, with the interval of order statistics.
 
-    No distribution is assumed: the true median lies below the k-th smallest of n ratios as often as fewer than k of n
-    tosses of a coin show heads, and above the k-th largest as often.
+    No distribution is assumed: the true median lies below the k-th smallest of n ratios as often as
+    fewer than k of n tosses of a coin show heads, and above the k-th largest as often.
 
     Args:
         numerators: of each round.
@@ -172,6 +172,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     Ratio(median=2.0, low=1.5, high=2.5, coverage=0.75)
     """
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    # From here on only the order of the ratios counts.
     count = len(ratios)
     # Leaves out as many values at one end as at the other, while what is left is sure enough.
     cut = 0
@@ -189,7 +190,8 @@ def _coverage(count: int, cut: int) -> float:
 def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]]]:
     """Yields each round's number, from 1, and its order; every second round goes backwards.
 
-    A machine that becomes slower during a round thus favors each of two contenders as often as the other.
+    A machine that becomes slower during a round thus favors each of two contenders as often as the
+    other.
 
     >>> list(in_turns("ab", 3))
     [(1, ['a', 'b']), (2, ['b', 'a']), (3, ['a', 'b'])]
@@ -222,6 +224,7 @@ def draw_rounds(axes: Any, values: Mapping[str, Sequence[float]], colors: Sequen
         axes.plot(runs, [row] * len(runs), "o", color=INK, markersize=3, alpha=0.7)
 
     axes.set_yticks(range(len(values)), list(values))
+    # The first row is at the top, as in the table.
     axes.set_ylim(len(values) - 0.5, -0.5)
     axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.set_axisbelow(True)

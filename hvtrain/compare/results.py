@@ -25,10 +25,17 @@ from hvtrain.system.text import format_known
 
 # A point for each epoch of a whole run: epoch, seconds, examples, and metrics.
 Curve = list[dict[str, Any]]
+
 # Parts of names of metrics. Of the others, such as accuracy, higher values are better.
 _LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse")
 # Of a default target, the first that all runs have. Metrics in validation say more than those in training.
 _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
+
+# Inches. A chart on the page has room for the names of the strategies.
+_CHART_SIZE = (5.2, 3.3)
+_PICTURE_WIDTH = 11.0
+_PANEL_HEIGHT = 4.0
+_UNITS = {"seconds": "seconds of training", "examples": "examples"}
 
 
 def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any]:
@@ -39,6 +46,7 @@ def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any
         target: metric and value; None: the best value that all whole runs reached.
     """
     curves = {name: curve(training) for name, training in contest.whole.items()}
+    # Without a target of the user's: one that all runs reach, so that all have a time.
     target = target or best_of_all(list(curves.values()))
     reached = {}
     if target:
@@ -48,6 +56,7 @@ def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
     for contestant, entry in zip(contest.contestants, entries):
         speed_ratio = against(speeds[contestant.name], speeds.get(SINGLE, {}))
+        # A ratio of `single` to itself would say nothing.
         entry["against_single"] = asdict(speed_ratio) if speed_ratio and not contestant.is_single else None
 
     num_ranks = contest.launcher.num_ranks
@@ -74,6 +83,7 @@ def _on_target(
     if not target or not whole:
         return []
     metric, value = target
+    # The order of history.csv, as the user sees it there.
     known = dict.fromkeys(name for training in whole.values() for row in training.epochs for name in row.metrics)
     if metric not in known:
         return [f"{metric} is not a metric of these runs; they have {', '.join(known)}."]
@@ -207,6 +217,7 @@ def best_of_all(curves: Sequence[Curve]) -> tuple[str, float] | None:
     if metric is None:
         return None
     sign = _sign(metric)
+    # The worst of the best values: the value that every run reached.
     bests = [max(sign * point[metric] for point in points if metric in point) for points in curves]
 
     return metric, sign * min(bests)
@@ -263,6 +274,7 @@ def _table_row(entry: Mapping[str, Any], tests: Sequence[str], has_gpus: bool) -
         row.append(_megabytes(entry["gpu_bytes"]))
     row.append(format_known(entry["cpu_seconds"], ",.0f"))
     row.append(format_known(entry["seconds"], ",.0f"))
+    # In the last column, so that what was measured before stays in its place.
     if entry["error"]:
         row[-1] = "failed"
 
@@ -271,13 +283,6 @@ def _table_row(entry: Mapping[str, Any], tests: Sequence[str], has_gpus: bool) -
 
 def _megabytes(num_bytes: int | None) -> str:
     return format_known(num_bytes and num_bytes / 1e6, ",.0f")
-
-
-# Inches. A chart on the page has room for the names of the strategies.
-_CHART_SIZE = (5.2, 3.3)
-_PICTURE_WIDTH = 11.0
-_PANEL_HEIGHT = 4.0
-_UNITS = {"seconds": "seconds of training", "examples": "examples"}
 
 
 def html(comparison: Mapping[str, Any]) -> str:
@@ -298,6 +303,7 @@ def html(comparison: Mapping[str, Any]) -> str:
 
 def write_png(comparison: Mapping[str, Any], path: Path) -> None:
     """Draws all panels, at least one, into one picture."""
+    # Two in a row, unless there is only one.
     shown = panels(comparison)
     columns = min(2, len(shown))
     write_panels(shown, path, columns, (_PICTURE_WIDTH / columns, _PANEL_HEIGHT))
@@ -312,6 +318,7 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
     loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
 
     shown: list[Panel] = []
+    # A comparison that failed early has nothing to draw.
     if any(entry["rounds"] for entry in strategies):
         speeds = {entry["name"]: list(speeds_by_round(entry).values()) for entry in strategies}
         draw = partial(draw_rounds, values=speeds, colors=SERIES * len(strategies))

@@ -1,9 +1,19 @@
-"""This process's rank among the others, as a value that is passed around."""
+"""This process's rank among the others, and the roles of all processes, as values that are passed around."""
 
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from hvtrain.errors import ConfigError
+
+# The jobs of TF_CONFIG, which users of TensorFlow know.
+COORDINATOR = "coordinator"
+SERVER = "ps"
+WORKER = "worker"
+# TensorFlow's other name for the coordinator.
+CHIEF = "chief"
 
 
 @dataclass(frozen=True)
@@ -65,3 +75,106 @@ def reduced(weights: Sequence[int]) -> tuple[int, ...]:
     """The same proportions in the smallest whole numbers: (48, 16) gives (3, 1)."""
     divisor = math.gcd(*weights) or 1
     return tuple(weight // divisor for weight in weights)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The processes of a run.
+
+    Rank 0 is the coordinator, ranks 1 to num_ps are parameter servers, the rest workers.
+
+    Args:
+        num_workers: processes that train.
+        num_ps: parameter servers; 0: none, and no coordinator.
+        num_replicas: replicas that the only worker trains; 0: each worker is one.
+    """
+
+    num_workers: int
+    num_ps: int = 0
+    num_replicas: int = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of processes by role, in the order of their ranks."""
+        # Without parameter servers there is no coordinator, and rank 0 is worker 0.
+        counts = {COORDINATOR: int(self.num_ps > 0), SERVER: self.num_ps, WORKER: self.num_workers}
+        return {role: count for role, count in counts.items() if count}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each rank's process.
+
+        >>> Roles(2, 1).names
+        ('coordinator 0', 'ps 0', 'worker 0', 'worker 1')
+        >>> Roles(2).names
+        ('worker 0', 'worker 1')
+        """
+        return tuple(f"{role} {index}" for role, count in self.counts.items() for index in range(count))
+
+    @property
+    def reason(self) -> str:
+        """Why a launcher of equal ranks cannot start these processes; empty if it can.
+
+        >>> Roles(2, 1).reason
+        'needs a coordinator and 1 parameter server(s) besides its 2 worker(s)'
+        """
+        if self.num_ps:
+            return f"needs a coordinator and {self.num_ps} parameter server(s) besides its {self.num_workers} worker(s)"
+        if self.num_replicas:
+            return "trains all its replicas in one process"
+        return ""
+
+    def label(self, rank: int) -> str:
+        """A rank as messages name it.
+
+        >>> Roles(2, 1).label(3), Roles(2).label(1)
+        ('worker 1 (rank 3)', 'rank 1')
+        """
+        # Without servers a rank and the index of its worker are the same number.
+        if self.num_ps and rank < len(self.names):
+            return f"{self.names[rank]} (rank {rank})"
+        return f"rank {rank}"
+
+    def rank_of(self, role: str, index: int) -> int:
+        """The rank of a process, by its role and its index there.
+
+        Raises ConfigError if there is no such process.
+        """
+        # TF_CONFIG has both names for it.
+        if role == CHIEF:
+            role = COORDINATOR
+        if role not in self.counts:
+            raise ConfigError(f"--job-name {role} is not a job of this run; it has {', '.join(self.counts)}")
+
+        count = self.counts[role]
+        if index >= count:
+            indices = "0" if count == 1 else f"0 to {count - 1}"
+            option = "--num-ps" if role == SERVER else "-np"
+            raise ConfigError(
+                f"--task-index {index} is out of range: {role} has {indices}; {option} says how many there are"
+            )
+        return self.names.index(f"{role} {index}")
+
+
+def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
+    """The processes of a strategy, known by its settings alone. Raises ConfigError.
+
+    A strategy with the setting `num_ps` needs that many parameter servers and a coordinator,
+    besides the workers. One with `num_replicas` is one process that trains all replicas. Under
+    other strategies every rank is a worker.
+
+    >>> roles_of({"num_ps": 1}, 4)
+    Roles(num_workers=4, num_ps=1, num_replicas=0)
+    >>> roles_of({"num_replicas": None}, 4)
+    Roles(num_workers=1, num_ps=0, num_replicas=4)
+    """
+    if "num_ps" in strategy:
+        num_ps = strategy["num_ps"]
+        # In Python True is an int.
+        if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
+            raise ConfigError(f"strategy.num_ps={num_ps} is out of range; it must be a whole number of at least 1")
+        return Roles(num_training, num_ps)
+
+    if "num_replicas" in strategy:
+        return Roles(1, num_replicas=num_training)
+    return Roles(num_training)

@@ -47,6 +47,7 @@ class FinishedConfig:
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
         """Returns the argument of that name. Raises ConfigError if its value is not allowed."""
         value = self.arguments.get(name, default)
+        # `split=` without a value is a mistake, not the default.
         if not value:
             raise ConfigError(f"{name}= is missing; give one of {', '.join(allowed)}")
         if value not in allowed:
@@ -118,6 +119,7 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
     if not own.get("run"):
         raise ConfigError("run=DIR is missing; name the folder of a run, such as run=runs/first")
     folder = Path(own.pop("run"))
+    # A folder of settings alone has no model to open.
     if not (folder / CONFIG_FILE).is_file() or not (folder / "checkpoints").is_dir():
         raise ConfigError(f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/")
 
@@ -139,7 +141,8 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
 def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
     """Returns what opening a run calls that neither hvtrain's choices nor these settings name, as NAME=TARGET.
 
-    A run folder may be somebody else's, and calling what it names, such as numpy.load, could execute anything.
+    A run folder may be somebody else's, and calling what it names, such as numpy.load, could
+    execute anything.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE), resolve=False)
@@ -152,6 +155,7 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
 
     overridden = {setting.partition("=")[0] for setting in settings}
     known = {setting.partition("=")[2] for setting in settings}
+    # hvtrain's own choices name only what a run of theirs calls.
     for path in CONFIGS.rglob("*.yaml"):
         known.update(re.findall(r"_target_: ([\w.]+)", path.read_text()))
 
@@ -174,6 +178,7 @@ def _targets(name: str, tree: Any) -> Iterator[tuple[str, str]]:
 
     Interpolations count as targets: only OmegaConf knows which settings it makes of them.
     """
+    # A run folder has ${run.dir} in its own settings, which names no code.
     if isinstance(tree, str) and "${" in tree.replace("${run.dir}", ""):
         yield name, tree
     branches: Any = ()

@@ -1,6 +1,7 @@
 """The commands that use a finished run: `python -m hvtrain evaluate`, `predict`, `export` and `generate`.
 
-The metrics and the predictions are the same on any number of ranks; export and generate take one process.
+The metrics and the predictions are the same on any number of ranks; export and generate take one
+process.
 """
 
 import json
@@ -75,6 +76,7 @@ def predict() -> int:
     )
     split = finished.choice("split", SPLITS, "test")
     path = finished.arguments.get("input")
+    # An explicit split only: without one, input= needs no other word.
     if path is not None and "split" in finished.arguments:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
@@ -90,6 +92,7 @@ def predict() -> int:
         if not examples.total:
             raise DataError(f"input={path} holds no examples; give a file that has some")
 
+        # Masks are images, which no row of a table holds.
         has_masks = run.task.targets_are_masks
         output = Path(options.output or ("masks" if has_masks else "predictions.csv"))
         # The files of the data set are settings of it; which ones differs, so all texts count as paths.
@@ -100,6 +103,7 @@ def predict() -> int:
         num_examples = 0
         try:
             for rows in predictions(run, examples):
+                # Every rank has the same rows; the chief writes them.
                 num_examples += len(rows["example"])
                 comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called at once
             comm.on_chief(writer.close)
@@ -174,6 +178,7 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
         needed = f"PATH{suffix}" if suffix else "a folder"
         raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
 
+    # What is there may be another export, and is not replaced.
     if path.exists():
         raise ConfigError(f"--output {path} exists already; choose another path")
     if not path.absolute().parent.is_dir():
@@ -199,6 +204,7 @@ def generate() -> int:
         temperature={"type": not_negative, "default": 0.7, "metavar": "T", "help": "default: 0.7; 0: greedy"},
         seed={"type": at_least(0), "default": 0, "metavar": "N", "help": "of the sampling; default: 0"},
     )
+    # An empty prompt has no token to begin with.
     prompt = finished.arguments.get("prompt")
     if not prompt:
         raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")

@@ -85,7 +85,8 @@ def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
 def files_beside(path: Path, model_format: str, facts: str, assets: Mapping[str, bytes]) -> dict[Path, bytes]:
     """Returns what an export writes beside the model: its description, and files such as a tokenizer.
 
-    Exports of the same model to other formats share them. Raises ConfigError if one of them is another model's.
+    Exports of the same model to other formats share them. Raises ConfigError if one of them is
+    another model's.
     """
     # The name of a folder, a SavedModel, may have dots that begin no suffix: lr0.1
     name = path.name if model_format == "savedmodel" else path.stem

@@ -16,7 +16,7 @@ from hvtrain.data.formats.image_files import SUFFIXES
 from hvtrain.data.formats.schema import read_cells
 from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import check_names
-from hvtrain.data.pipeline.decoding import decode_whole
+from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.features import filled
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
 from hvtrain.data.sources.table import NewRows, Table
@@ -55,12 +55,13 @@ class Examples:
 def of_split(run: FinishedRun, split: str) -> Examples:
     """Returns the examples of a split. Raises ConfigError if it has none.
 
-    If the source can open single examples, each rank opens only its own. Other data, such as record files, are read
-    whole by every rank, which predicts some of the batches.
+    If the source can open single examples, each rank opens only its own. Other data, such as record
+    files, are read whole by every rank, which predicts some of the batches.
     """
     source = run.source
     topology = run.strategy.topology
     batch_size = run.config.train.evaluation_batch_size
+    # Asked before anything is opened, because a split may be empty.
     total = source.num_examples(split)
     if not total:
         raise ConfigError(f"split={split} of {source.name} has no examples; choose another split, or input=PATH")
@@ -113,15 +114,18 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
         return _of_array(run, path)
     # A table may be called data.txt, and pictures are none.
     is_text = isinstance(run.source, Table) and path.is_file()
-    if is_text or is_table(path) or (path.is_dir() and any(map(is_table, path.rglob("*")))):
+    has_tables = path.is_dir() and any(map(is_table, path.rglob("*")))
+    if is_text or has_tables or is_table(path):
         return _of_table(run, path)
 
     paths = sorted(path.rglob("*")) if path.is_dir() else [path]
     images = [file for file in paths if file.suffix.lower() in SUFFIXES and not is_junk(file.name)]
     if not images:
         raise ConfigError(f"input={path} has no images ({', '.join(SUFFIXES)}); give {NEEDED}")
+
     shape = run.source.preprocessing().shape
-    if not isinstance(shape, tuple) or len(shape) not in (2, 3) or not hasattr(run.source, "image_shape"):
+    takes_images = isinstance(shape, tuple) and len(shape) in (2, 3) and hasattr(run.source, "image_shape")
+    if not takes_images:
         raise ConfigError(f"input={path} has images, and the model does not take images; give {NEEDED}")
 
     return _of_images(run, path, images, has_channels=len(shape) == 3)
@@ -139,14 +143,14 @@ def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
 def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels: bool) -> Examples:
     check_names(files)
     preprocessing = run.source.preprocessing()
-    channels = run.source.image_shape[-1]
+    sizing = run.source.sizing or Sizing(run.source.image_shape)
     # Names in the output are relative to what the user gave.
     root = path if path.is_dir() else path.parent
 
     def preprocessed(file: Path) -> np.ndarray:
         """Reads one image and preprocesses it by itself, since images may differ in size."""
         try:
-            pixels = decode_whole(tf.io.read_file(str(file)), channels, run.source.exif)
+            pixels = sizing.whole(tf.io.read_file(str(file)))
             batch = tf.cast(pixels, tf.float32)[tf.newaxis]
             if not has_channels:
                 batch = batch[..., 0]
@@ -157,6 +161,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
 
     def batches() -> Iterator[Batch]:
         for part in _parts(run, len(files)):
+            # So the same folder gives the same names, wherever it lies.
             names = [str(file.relative_to(root)) for file in files[part]]
             yield (
                 np.stack([preprocessed(file) for file in files[part]]),
@@ -183,9 +188,10 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
             _refuse_shape(path, array, "columns by name")
         dtype = spec.dtype.name
 
-    # None in the shape stands for any length.
     fits = array.ndim == len(shape) + 1
-    fits = fits and all(needed in (None, length) for needed, length in zip(shape, array.shape[1:]))
+    for needed, length in zip(shape, array.shape[1:]):
+        # None in the shape stands for any length.
+        fits = fits and needed in (None, length)
     if not fits:
         _refuse_shape(path, array, f"[examples, {', '.join(map(str, shape))}]")
 
@@ -231,6 +237,7 @@ def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     columns = [_column_of(name, part) for name, part in spec.items()]
     table = read_table(path, "input")
     cells = read_cells(columns, table, f"input={path}")
+    # By the names of the model's inputs, whatever the order of the columns.
     arrays = {}
     for column, part in zip(columns, spec.values()):
         array = np.asarray(filled(column, cells[column.name], f"input={path}"))
@@ -240,7 +247,11 @@ def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
             wrong = array[converted != array][0]
             raise DataError(f"input={path}: column {column.name} has {wrong}, which is not {part.dtype.name}; fix it")
         arrays[column.name] = converted.reshape(-1, *part.shape)
-    return NewRows(table.num_rows, lambda rows: {name: array[rows] for name, array in arrays.items()}, {}, {})
+
+    def raw(rows: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: array[rows] for name, array in arrays.items()}
+
+    return NewRows(table.num_rows, raw, {}, {})
 
 
 def _column_of(name: str, part: tf.TensorSpec) -> Column:

@@ -58,6 +58,7 @@ class TableWriter(Writer):
     def __init__(self, path: Path) -> None:
         path = path.resolve()  # If it is a link, the file behind it is replaced, and the link stays.
         super().__init__(path)
+        # Beside the file: a rename works only within one file system.
         self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
         self._file: Any = None
 
@@ -88,6 +89,7 @@ class ParquetWriter(TableWriter):
         self._group: list[pa.Table] = []
 
     def add(self, rows: Rows) -> None:
+        # Kept until there is enough for a group.
         self._group.append(pa.table(rows))
         if sum(table.nbytes for table in self._group) >= ROW_GROUP_BYTES:
             self._write_group()

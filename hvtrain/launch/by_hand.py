@@ -1,4 +1,4 @@
-"""Starts one process of a run on this host, for users who start each process by hand (--job-name and --task-index).
+"""Starts one process of a run here, for users who start each by hand (--job-name and --task-index).
 
 All processes meet at rank 0's (rendezvous.py), learn which of them share a host, and set the
 variables of Horovod's Gloo. Then each runs the command as its child, passes signals on to it, and
@@ -13,17 +13,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError
 from hvtrain.launch.child import die_with_parent, handle_signals
 from hvtrain.launch.first_failure import shell_code
-from hvtrain.launch.job import Roles, with_own_python
+from hvtrain.launch.job import with_own_python
 from hvtrain.launch.remote_hosts import Ssh, address_towards
 from hvtrain.launch.rendezvous import Rendezvous, claim
-from hvtrain.system import host_facts
+from hvtrain.system import console, host_facts
 
 START_SECONDS = 120.0
-# Set for a process that gets its signals alone: no launcher passes them to the others.
-BY_HAND = "HVTRAIN_BY_HAND"
 
 
 def start(
@@ -73,7 +72,7 @@ def start(
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
             "HOROVOD_GLOO_IFACE": interface,
             "PYTHONUNBUFFERED": "1",
-            BY_HAND: "1",
+            console.BY_HAND: "1",
             **horovod_variables(rank, [tuple(rank_host) for rank_host in rank_hosts]),
         }
         return _run(command, {**defaults, **os.environ, **variables, **gloo})

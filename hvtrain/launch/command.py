@@ -16,6 +16,7 @@ from typing import Any
 from hvtrain.config.compose import compose, own_folders
 from hvtrain.config.schema import default_run_dir, from_dict
 from hvtrain.core.files import refuse_link
+from hvtrain.core.topology import Roles, roles_of
 from hvtrain.errors import ConfigError
 from hvtrain.launch import by_hand, cluster_files, environment, remote_hosts, restart
 from hvtrain.launch.cluster_kinds import ClusterKind, Slurm
@@ -23,12 +24,10 @@ from hvtrain.launch.job import (
     SECONDS_TO_BEGIN,
     Host,
     Job,
-    Roles,
     launcher_command,
     parse_hostfile,
     parse_hosts,
     place_ranks,
-    roles_of,
 )
 from hvtrain.launch.options import check, given, parser
 from hvtrain.launch.remote_hosts import Ssh
@@ -122,7 +121,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
 def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> list[str]:
     """Removes notify=..., whose addresses ranks get as a variable: they may hold passwords.
 
-    So they are on no command line, which every user of a host can read, and in no file.
+    So they appear neither on a command line, which every user of a host can read, nor in a file.
     """
     others, value = secrets.take_addresses(arguments)
     if value is None:

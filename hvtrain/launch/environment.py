@@ -1,4 +1,4 @@
-"""Chooses the launcher's variables that travel to the ranks: by an allow-list, so that no secret does."""
+"""Chooses which of the launcher's variables travel to the ranks: by an allow-list, so that no secret does."""
 
 import os
 import re

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvtrain.errors import RESTART_HELPS, ConfigError
-from hvtrain.system import console
-from hvtrain.system.console import Verdict
+from hvtrain.system.console import UNSAVED, VERDICT_PREFIX, Verdict, read_verdict
 
 AGAIN = "run the same command with the same run.dir to resume from the newest checkpoint"
 RULER = "-" * 74  # Open MPI puts one before and after each of its messages.
@@ -119,9 +118,9 @@ class Listener:
 
         # A process between the launcher and a rank may have begun the line ("Exception in thread ")
         # and died.
-        begun, prefix, rest = line.partition(console.VERDICT_PREFIX)
+        begun, prefix, rest = line.partition(VERDICT_PREFIX)
         # That is horovodrun, which knows the rank by its name alone.
-        statement = console.read_verdict(f"{prefix}{rest}")
+        statement = read_verdict(f"{prefix}{rest}")
         if statement:
             self.first = self.first or End(str(statement.rank), shell_code(statement.code or 0))
             return f"{begun}\n" if begun else ""
@@ -132,7 +131,7 @@ class Listener:
     def rank(self, rank: int, line: str) -> bool:
         """Reads a line of a rank's error output. Returns True for a verdict, which is not shown."""
         text = line.rstrip()
-        statement = console.read_verdict(text)
+        statement = read_verdict(text)
         if statement:
             # A rank that fails writes why, and later that it stops: the verdict on itself counts.
             if statement.rank == rank or rank not in self.verdicts:
@@ -242,7 +241,7 @@ def judge(
         if statement is None:
             return Ending(code, f"preempted, saved; {AGAIN}")
         cause = f"{statement.cause}; {AGAIN}"
-        if statement.cause.endswith(console.UNSAVED):
+        if statement.cause.endswith(UNSAVED):
             return Ending(code, cause)
         if isinstance(statement.rank, int) and statement.rank < len(hosts):
             who = label(statement.rank)

@@ -9,7 +9,8 @@
 - The rendezvous server is ours (rendezvous.py). It listens only on the interface of the launch;
   Horovod's listens on all. Horovod's unpickles what anyone sends (CVE-2024-10190); this one accepts
   plain values and nothing that names code, and does not hand out the workers' keys. And Horovod's
-  keeps addresses of ranks that have met at times, so that ranks could not start again (comm.tune).
+  sometimes keeps the addresses of ranks that have met, so that ranks could not start again
+  (comm.tune).
 """
 
 import argparse
@@ -102,7 +103,7 @@ def give_gloo_time(args: argparse.Namespace) -> None:
 
 
 def _find_plain_hosts(script: Any) -> dict[str, int]:
-    """The hosts of a script without those whose names Horovod's shell lines or ssh would take for something else."""
+    """The hosts of a script, without names that a shell or ssh would take for something else."""
     slots: dict[str, int] = _find_hosts(script)
     for name in list(slots):
         if not re.fullmatch(HOST_NAME, name):

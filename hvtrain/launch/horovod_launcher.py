@@ -155,7 +155,7 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
 
 
 def prepare_elastic(args: argparse.Namespace) -> None:
-    """Sets the interface in the arguments of an elastic job, once there are hosts enough.
+    """Sets the interface in the arguments of an elastic job, once there are enough hosts.
 
     Raises ConfigError if the hosts do not appear in time, or the discovery script fails.
     """
@@ -182,7 +182,7 @@ def prepare_elastic(args: argparse.Namespace) -> None:
 
 
 def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
-    """The hosts that the discovery script lists, once they have slots enough.
+    """The hosts that the discovery script lists, once they have enough slots.
 
     Raises ConfigError.
     """

@@ -1,7 +1,4 @@
-"""A job to start, whatever starts it: its hosts, the role of each process, and the launcher's command line.
-
-Pure.
-"""
+"""A job to start, whatever starts it: its hosts, where its processes go, and the launcher's command line. Pure."""
 
 import os
 import re
@@ -10,19 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError
 from hvtrain.launch.on_host import MARK
 from hvtrain.launch.remote_hosts import URI_FILE, HostNetwork, Ssh
 
 HOST_NAME = r"\w[\w.-]*"  # ssh would take a leading dash for an option.
 
-# The jobs of TF_CONFIG, which users of TensorFlow know.
-COORDINATOR, SERVER, WORKER = "coordinator", "ps", "worker"
 # Until a rank runs on any host. --start-timeout sets it.
 SECONDS_TO_BEGIN = 300.0
-CHIEF = "chief"  # TensorFlow's name for the coordinator in TF_CONFIG.
 
 # Open MPI then notices a lost host or a cut network after 40 to 45 s: after the watchdog, which
 # explains it better. By default mpirun waits for that host for a quarter of an hour.
@@ -31,109 +25,6 @@ MPI_NOTICES_CUTS = [
     *("-mca", "oob_tcp_keepalive_intvl", "1"),
     *("-mca", "oob_tcp_keepalive_probes", "40"),
 ]
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The processes of a run.
-
-    Rank 0 is the coordinator, ranks 1 to num_ps are parameter servers, the rest workers.
-
-    Args:
-        num_workers: processes that train.
-        num_ps: parameter servers; 0: none, and no coordinator.
-        num_replicas: replicas that the only worker trains; 0: each worker is one.
-    """
-
-    num_workers: int
-    num_ps: int = 0
-    num_replicas: int = 0
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The number of processes of each role that the run has, in the order of their ranks."""
-        # Without parameter servers there is no coordinator, and rank 0 is worker 0.
-        counts = {COORDINATOR: int(self.num_ps > 0), SERVER: self.num_ps, WORKER: self.num_workers}
-        return {role: count for role, count in counts.items() if count}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name of each rank's process.
-
-        >>> Roles(2, 1).names
-        ('coordinator 0', 'ps 0', 'worker 0', 'worker 1')
-        >>> Roles(2).names
-        ('worker 0', 'worker 1')
-        """
-        return tuple(f"{role} {index}" for role, count in self.counts.items() for index in range(count))
-
-    @property
-    def reason(self) -> str:
-        """The reason why launchers that start equal ranks cannot start these processes; empty if they can.
-
-        >>> Roles(2, 1).reason
-        'needs a coordinator and 1 parameter server(s) besides its 2 worker(s)'
-        """
-        if self.num_ps:
-            return f"needs a coordinator and {self.num_ps} parameter server(s) besides its {self.num_workers} worker(s)"
-        if self.num_replicas:
-            return "trains all its replicas in one process"
-        return ""
-
-    def label(self, rank: int) -> str:
-        """A rank as messages name it.
-
-        >>> Roles(2, 1).label(3), Roles(2).label(1)
-        ('worker 1 (rank 3)', 'rank 1')
-        """
-        # Without servers a rank and the index of its worker are the same number.
-        if self.num_ps and rank < len(self.names):
-            return f"{self.names[rank]} (rank {rank})"
-        return f"rank {rank}"
-
-    def rank_of(self, role: str, index: int) -> int:
-        """The rank of a process, by its role and its index there.
-
-        Raises ConfigError if there is no such process.
-        """
-        # TF_CONFIG has both names for it.
-        if role == CHIEF:
-            role = COORDINATOR
-        if role not in self.counts:
-            raise ConfigError(f"--job-name {role} is not a job of this run; it has {', '.join(self.counts)}")
-
-        count = self.counts[role]
-        if index >= count:
-            indices = "0" if count == 1 else f"0 to {count - 1}"
-            option = "--num-ps" if role == SERVER else "-np"
-            raise ConfigError(
-                f"--task-index {index} is out of range: {role} has {indices}; {option} says how many there are"
-            )
-        return self.names.index(f"{role} {index}")
-
-
-def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
-    """The processes of a strategy, known by its settings alone. Raises ConfigError.
-
-    A strategy with the setting `num_ps` needs that many parameter servers and a coordinator,
-    besides the workers. One with `num_replicas` is one process that trains all replicas. Under
-    other strategies every rank is a worker.
-
-    >>> roles_of({"num_ps": 1}, 4)
-    Roles(num_workers=4, num_ps=1, num_replicas=0)
-    >>> roles_of({"num_replicas": None}, 4)
-    Roles(num_workers=1, num_ps=0, num_replicas=4)
-    """
-    if "num_ps" in strategy:
-        num_ps = strategy["num_ps"]
-        # In Python True is an int.
-        if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
-            raise ConfigError(f"strategy.num_ps={num_ps} is out of range; it must be a whole number of at least 1")
-        return Roles(num_training, num_ps)
-
-    if "num_replicas" in strategy:
-        return Roles(1, num_replicas=num_training)
-    return Roles(num_training)
 
 
 @dataclass(frozen=True)
@@ -263,8 +154,8 @@ def launcher_command(
 
     Args:
         job: what to start.
-        network: what joins the hosts; mpirun is told it, horovodrun finds it itself.
-        folder: the launch's, as Launch takes it; None: nobody supervises the command from outside.
+        network: of the hosts; mpirun has to be told, horovodrun finds it itself.
+        folder: of the launch, as Launch takes it; None: nobody supervises the command from outside.
     """
     rank_command = with_own_python(job.command)
     if job.mpirun:
@@ -301,7 +192,7 @@ def launcher_command(
 
 
 def with_own_python(command: Sequence[str]) -> list[str]:
-    """The command with this process's interpreter in place of its first word, if that is `python`.
+    """Replaces a leading `python` by this process's interpreter.
 
     A rank's PATH may lead to another one.
     """

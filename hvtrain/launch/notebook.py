@@ -1,10 +1,10 @@
 """Ranks for a notebook: calls a function of this process on ranks that the launcher starts, and returns its values.
 
-`%%ranks N` does so with a cell. IPython itself is not imported. `python -m hvtrain.launch.notebook FOLDER` is one rank,
-which calls the function that the notebook left in the folder.
+`%%ranks N` does so with a cell. IPython itself is not imported. `python -m hvtrain.launch.notebook
+FOLDER` is one rank, which calls the function that the notebook left in the folder.
 
-The function and what it returns are pickles. A pickle can run any code when it is read, so a file that another user
-could have written is refused. Nothing else in hvtrain unpickles.
+The function and what it returns are pickles. A pickle can run any code when it is read, so a file
+that another user could have written is refused. Nothing else in hvtrain unpickles.
 """
 
 import linecache
@@ -36,6 +36,10 @@ SECONDS_BETWEEN_LOOKS = 0.1
 LINES_OF_A_FAILURE = 200
 # What the launcher shows of other ranks, and what the error will say.
 _NOT_SHOWN = re.compile(r"\[rank [1-9]\d* \S+\] |hvtrain: (what each rank said|FIRST FAILURE)")
+
+FUNCTION_FILE = "function.pickle"
+# On a rank, once it has received Ctrl-C.
+_is_interrupted = threading.Event()
 
 
 def run_ranks(
@@ -147,10 +151,6 @@ def _value(folder: Path, rank: int) -> Any:
         return read_object(value_file(folder, rank))
     except FileNotFoundError as error:
         raise RankError(f"rank {rank} ended well before the function returned; let it return, without exit") from error
-
-
-FUNCTION_FILE = "function.pickle"
-_is_interrupted = threading.Event()
 
 
 def rank_main() -> int:

@@ -1,4 +1,4 @@
-"""A launch on one host: asks its ranks to stop, ends what is left of it.
+"""A launch on one host: asks its ranks to stop, and ends what is left of it.
 
 Standard library only: launch/remote_hosts.py runs this text on other hosts.
 
@@ -27,7 +27,7 @@ _RANK_MARKS = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
 def look(address: str) -> dict[str, Any]:
-    """The interface towards an address, None if there is no way; oom_kills(); versions; most open files of a login."""
+    """Describes this host: interface towards the address (None without a route), oom_kills, versions, file limit."""
     interface = None
     with suppress(OSError):
         interface = host_facts.interface_of(host_facts.address_towards(address))

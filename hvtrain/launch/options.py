@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Iterable
 
 from hvtrain.config.compose import setting_lines
+from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError
 from hvtrain.launch.cluster_kinds import KINDS, ClusterKind
-from hvtrain.launch.job import Roles
 from hvtrain.system.command import Parser, at_least, positive
 
 DESCRIPTION = """\

@@ -1,8 +1,9 @@
 """Passes on what a launcher and its ranks write; the listener learns from it which rank failed first.
 
-Launchers mark what ranks write: horovodrun --gloo with [3]<stdout>:, mpirun --tag-output with [1,3]<stdout>: (job,
-rank). mpirun marks each piece that a rank writes, so marks may stand in the middle of a line, and pieces of several
-ranks in one. MarkedStream tells who wrote which line, in whatever pieces it arrives.
+Launchers mark what ranks write: horovodrun --gloo with [3]<stdout>:, mpirun --tag-output with
+[1,3]<stdout>: (job, rank). mpirun marks each piece that a rank writes, so marks may stand in the
+middle of a line, and pieces of several ranks in one. MarkedStream tells who wrote which line, in
+whatever pieces it arrives.
 
 `hvtrain launch` uses RankOutput, and horovodrun PlainOutput. They have in common:
 
@@ -30,9 +31,15 @@ from hvtrain.system.drawing import Drawing, LiveDisplay
 MARK = re.compile(r"(?:\w{3} \w{3} [ \d]\d [\d:]{8} \d{4})?\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
 BEGUN_MARK = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?\Z")
 
-
 Source = tuple[int | None, str]
 """Whose text it is: a rank's on one of its streams, or the launcher's."""
+
+# What launchers write about ranks that explain it better themselves.
+_NOISE = re.compile(r"Process \d+ exit with status code|Terminating remaining workers after failure")
+# What a shell writes about a rank that a signal ended.
+_BY_SHELL = ("Killed\n", "Terminated\n")
+# From here on an unfinished line may become a verdict or a drawing.
+_MAY_BE_HIDDEN = re.compile(rf"(?:hvtrain-.*|{'|'.join('hvtrain'[:length] for length in range(7, 0, -1))})$", re.DOTALL)
 
 
 class Line(NamedTuple):
@@ -115,14 +122,6 @@ class MarkedStream:
             else:
                 self.begun[line.source] = line
             yield line
-
-
-# What launchers write about ranks that explain it better themselves.
-_NOISE = re.compile(r"Process \d+ exit with status code|Terminating remaining workers after failure")
-# What a shell writes about a rank that a signal ended.
-_BY_SHELL = ("Killed\n", "Terminated\n")
-# From here on an unfinished line may become a verdict or a drawing.
-_MAY_BE_HIDDEN = re.compile(rf"(?:hvtrain-.*|{'|'.join('hvtrain'[:length] for length in range(7, 0, -1))})$", re.DOTALL)
 
 
 class RankOutput:

@@ -41,12 +41,29 @@ for full_name, text in modules:
 print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
 """
 
+URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
+SECONDS_FOR_A_HOST = 20.0
+# Open files that a login must allow; systems allow 1,024 and more. With fewer MPI waits forever.
+FEWEST_FILES = 128
+ON_HOST = (host_facts, on_host)
+_FILE = "hosts.json"
+# Hosts that are asked at the same time. Each is an ssh process on this host.
+_PARALLEL_CALLS = 32
+
+# Exit codes by which _LOOK tells a host that lacks something from an ssh that failed (255).
+_NO_PYTHON = 86
+_NO_FOLDER = 87
+_LOOK = f'test -x "$0" || exit {_NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
+
+Answers = dict[str, dict[str, int] | None]
+"""What a function of on_host returned on each host; None: ssh did not reach it."""
+
 
 @dataclass(frozen=True)
 class Ssh:
     """Options of ssh: `-p` and `-i` of horovodrun.
 
-    Users and all others belong into ~/.ssh/config.
+    Users and everything else go into ~/.ssh/config.
     """
 
     port: int | None = None
@@ -54,7 +71,7 @@ class Ssh:
 
     @property
     def options(self) -> list[str]:
-        """The words between ssh and the host.
+        """The options between ssh and the host.
 
         A new host becomes known; one whose key has changed is refused.
         """
@@ -138,25 +155,6 @@ def answer(output: str) -> Any:
     return json.loads(match[1]) if match else None
 
 
-URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
-SECONDS_FOR_A_HOST = 20.0
-# Open files that a login must allow; systems allow 1,024 and more. With fewer MPI waits forever.
-FEWEST_FILES = 128
-ON_HOST = (host_facts, on_host)
-
-_FILE = "hosts.json"
-# Hosts that are asked at the same time. Each is an ssh process on this host.
-_PARALLEL_CALLS = 32
-
-# Exit codes by which _LOOK tells a host that lacks something from an ssh that failed (255).
-_NO_PYTHON = 86
-_NO_FOLDER = 87
-_LOOK = f'test -x "$0" || exit {_NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
-
-Answers = dict[str, dict[str, int] | None]
-"""What a function of on_host returned on each host; None: ssh did not reach it."""
-
-
 @dataclass(frozen=True)
 class HostCalls:
     """Calls functions of on_host on the hosts of a launch.
@@ -219,8 +217,7 @@ class HostCalls:
             return None
 
         result: dict[str, int] | None = answer(done.stdout)
-        # ssh was let in, but Python did not run there: the host is not lost, and nothing is known
-        # of it.
+        # ssh got in but Python did not run: the host is not lost, and nothing is known of it.
         if result is None and done.returncode != SSH_FAILED:
             return {}
         return result
@@ -238,7 +235,7 @@ class HostNetwork:
     """The network that joins the hosts.
 
     Args:
-        interface: this host's interface to it.
+        interface: this host's interface to that network.
         interfaces: every host's, each name once.
         subnet: its address and prefix length, 10.0.0.0/24.
         oom_kills: on_host.oom_kills() on the other hosts so far.
@@ -288,8 +285,8 @@ def check(hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
 
 def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises RankError for the first host whose packages differ from the first host's."""
-    # This host's own versions count if it has a rank; a host that only launches may be another kind
-    # of machine.
+    # This host's own versions count if it has a rank; a host that only launches may be of another
+    # kind.
     versions = {host: host_facts.versions() for host in hosts if host not in facts}
     versions.update((host, fact["versions"]) for host, fact in facts.items())
     first, *others = versions
@@ -360,7 +357,7 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
     elif facts is None:
         fault = "let us in by ssh and ran nothing; its shell's start files (~/.bashrc) must not end the shell"
     elif facts["interface"] is None:
-        fault = "has no IPv4 way to this host; Horovod needs one"
+        fault = "has no IPv4 route to this host; Horovod needs one"
     elif 0 <= facts["files"] < FEWEST_FILES:  # -1 is no limit.
         fault = (
             f"lets a login open {facts['files']} files, too few for MPI, which would wait forever; "

@@ -25,9 +25,9 @@ from typing import Any
 from hvtrain.errors import ConfigError, LostRankError
 
 SECONDS_FOR_AN_ANSWER = 5.0
-# Without so many claims in a row, a process has ended.
+# A process that misses so many claims in a row has ended.
 PAUSES_OF_A_CLAIM = 4
-# Connections that the kernel keeps for the server: all processes may connect at once.
+# Connections that the kernel queues for the server: all processes may connect at once.
 WAITING_CONNECTIONS = 1024
 
 # Of a body, whatever its head says: strangers reach the port too.
@@ -106,7 +106,7 @@ class Store(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Leaves a caller without an answer, and prints one line for each address, instead of a traceback."""
+        """Drops a caller without an answer, with one line for each address instead of a traceback."""
         host = client_address[0]
         if host not in self._strangers:
             # Once for each host, however often it comes back.
@@ -118,8 +118,8 @@ class Store(ThreadingHTTPServer):
 
         Returns False, and reads nothing, for anything else.
 
-        Each of N ranks asks for the N - 1 others. A thread and a parser of HTTP for each question cost
-        several times what the answer does.
+        Each of N ranks asks for the N - 1 others. A thread and a parser of HTTP for each question
+        cost several times what the answer does.
         """
         try:
             request = connection.recv(_MAX_GET, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -151,9 +151,8 @@ class Store(ThreadingHTTPServer):
     def leave(self, scope: str, rank: str) -> None:
         """Notes that a rank has met all others of the scope.
 
-        After the last one, their addresses are dropped.
-
-        So ranks that start again (comm.tune) do not find the earlier addresses.
+        After the last one their addresses are dropped, so that ranks that start again (comm.tune)
+        do not find them.
         """
         with self._lock:
             left = self._left.setdefault(scope, set())

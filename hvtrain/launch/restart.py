@@ -39,16 +39,16 @@ def run(
     max_restarts: int = 0,
     min_ranks: int | None = None,
 ) -> int:
-    """Starts the job, and again as long as that can help.
+    """Starts the job, and restarts it as long as that can help.
 
     Returns the exit code of the last attempt.
 
     Args:
         job: what to start.
-        logs: the folder for the ranks' output; with max_restarts it gets a folder for each attempt.
-        run_dir: where the job's checkpoints are, if that is known here.
+        logs: the folder for the ranks' output; with max_restarts, one folder inside it per attempt.
+        run_dir: the folder with the job's checkpoints, if it is known here.
         max_restarts: how many attempts may follow the first.
-        min_ranks: fewest ranks to restart with; None: all of them.
+        min_ranks: the fewest ranks to restart with; None: all of them.
 
     Raises UserError if an attempt cannot start.
     """
@@ -80,7 +80,7 @@ def run(
             attempt_logs = logs / f"attempt-{number:04d}"
         ending = _run_once(current, attempt_logs, signals)
         code = ending.code
-        # Any other code would come again, and after a signal nobody waits for a restart.
+        # Any other failure would happen again, and after a signal nobody waits for a restart.
         if code != RESTART_HELPS or signals.first is not None:
             break
         num_failures[ending.host] += 1
@@ -94,7 +94,7 @@ def _plan_restart(
     num_failures: Mapping[str, int],
     seconds: float,
 ) -> tuple[Job | None, str]:
-    """The job on the hosts that are left, None if they are too few, and a message about it.
+    """Returns the job on the hosts that are left (None if they are too few) and a message about it.
 
     Its ranks are told the newest checkpoint here. The hosts of an elastic job are those that its
     discovery script prints.
@@ -130,7 +130,7 @@ def choose_hosts(
     num_failures: Mapping[str, int],
     absent: Collection[str],
 ) -> tuple[tuple[Host, ...], int] | None:
-    """The hosts and the number of ranks to go on with; None if too few hosts are there.
+    """Chooses the hosts and the number of ranks to go on with; None if too few hosts are left.
 
     A host that has failed often is left out if enough remain without it.
     """

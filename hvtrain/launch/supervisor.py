@@ -1,4 +1,4 @@
-"""Runs a launcher as a child and supervises it: passes signals on, finds the first failure, leaves nothing behind."""
+"""Runs a launcher as a child and supervises it: passes signals on, finds the first failure, cleans up."""
 
 import os
 import signal
@@ -31,10 +31,10 @@ SECONDS_FOR_LAST_LINES = 5.0
 
 
 class Signals:
-    """Passes the signals that this process receives to the attempt that runs.
+    """Passes the signals of this process on to the current attempt.
 
     Attributes:
-        first: the first signal, which means that this process has to end; None so far.
+        first: the first signal, after which this process has to end; None before it.
         received: set once there is one.
     """
 
@@ -46,7 +46,7 @@ class Signals:
         handle_signals(self._receive)
 
     def pass_to(self, handler: Callable[[int], None] | None) -> None:
-        """Calls the handler for signals from now on, and at once for those that were waiting."""
+        """Calls the handler for every signal from now on, and at once for those that are waiting."""
         self._handler = handler
         # A signal may arrive before an attempt, or between two.
         while handler and self._waiting:
@@ -131,8 +131,7 @@ class Launch:
         readers = [_in_background(read, stream) for read, stream in zip(self._output.readers, self._streams)]
         try:
             code = self._wait_for_child()
-            # After a failure ranks may be left on any host. The others' answers tell which of them
-            # are lost.
+            # After a failure, ranks may be left on any host. The answers tell which hosts are lost.
             answers = self._clear() if code else {}
             for reader in readers:
                 reader.join(SECONDS_FOR_LAST_LINES)
@@ -141,7 +140,7 @@ class Launch:
             signals.pass_to(None)
 
     def _take_signal(self, number: int) -> None:
-        """Asks the ranks to stop, or passes the signal on; ends all by force at the second one."""
+        """Asks the ranks to stop or passes the signal on; the second signal ends everything by force."""
         # A request to save and stop, as before a time limit. A second one forces nothing.
         if number == signal.SIGUSR1:
             _in_background(self._ask, number)
@@ -164,7 +163,7 @@ class Launch:
         last_resort.start()
 
     def _ending(self, code: int, answers: Answers) -> Ending:
-        """Tells why the launcher ended with this code. answers: those of the other hosts to on_host.clear."""
+        """Explains why the launcher ended with this code. answers: what on_host.clear returned on the other hosts."""
         if code == 0:
             return Ending(0)
 

@@ -46,7 +46,10 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     excepted_ids = set()
     for pattern in excepted:
         excepted_ids |= set(map(id, find_variables(model, pattern, "model.weights_except")))
-    own = {key: variable for key, variable in _keyed(parts(model)).items() if id(variable) not in excepted_ids}
+    own = _keyed(parts(model))
+    for key, variable in list(own.items()):
+        if id(variable) in excepted_ids:
+            del own[key]
 
     def fits(key: str) -> bool:
         return key in arrays and arrays[key].shape == tuple(own[key].shape)

@@ -1,6 +1,7 @@
 """The memory that a model takes, and train.remat, which takes less: the backward pass computes activations again.
 
-Recomputation is after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
+Recomputation is after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
+(arXiv:1604.06174).
 
 Not keras.RematScope: on TensorFlow it fails in a graph if a layer takes `training`, and a layer
 with state, such as dropout or batch normalization, would change it twice. It also keeps what goes
@@ -45,6 +46,7 @@ def footprint(model: keras.Model, batch_size: int) -> Footprint:
     allocator); the rest is exact.
     """
     return Footprint(
+        # Moving statistics included, which are not trained.
         weight_bytes=num_bytes(model.weights),
         gradient_bytes=num_bytes(model.trainable_variables),
         slot_bytes=num_bytes(model.optimizer.variables),
@@ -148,6 +150,7 @@ def recompute(model: keras.Model) -> None:
         outputs = [known[id(symbol)] for symbol in graph.outputs]
         return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
 
+    # Keras calls this for each pass through the graph.
     graph._run_through_graph = run
 
 

@@ -1,6 +1,7 @@
 """Networks for images: small ones for small images, and any network of keras.applications, with a head for the task.
 
-Small ones are mlp and cnn for first runs, resnet20, and a separable CNN. Also what other builders share of them.
+Small ones are mlp and cnn for first runs, resnet20, and a separable CNN. Also what other builders
+share of them.
 """
 
 import inspect
@@ -20,6 +21,10 @@ STAGES = (16, 32, 64)
 BLOCKS = ((128,), (256, 256), (512, 512))
 # Pixels on a side, in every convolution of separable_cnn.
 KERNEL = 3
+# Of ImageNet's training images, red, green and blue, scaled to 0 ... 1, as in fb.resnet.torch, whose preprocessing
+# Goyal et al. follow.
+COLOR_MEANS = (0.485, 0.456, 0.406)
+COLOR_VARIANCES = (0.229**2, 0.224**2, 0.225**2)
 
 
 def image_input(image_shape: Sequence[int], network: str, min_side: int) -> Any:
@@ -180,8 +185,8 @@ def separable_cnn(
 ) -> keras.Model:
     """Chollet's separable convolutions between one plain convolution and one dense layer.
 
-    Chollet 2017, arXiv:1610.02357; docs/separable.md trains it. 2,887,306 parameters on 28x28x1 with 10
-    classes; images from 8x8.
+    Chollet 2017, arXiv:1610.02357; docs/separable.md trains it. 2,887,306 parameters on 28x28x1
+    with 10 classes; images from 8x8.
 
     Args:
         image_shape: (height, width, channels).
@@ -223,12 +228,6 @@ def _depthwise(name: str) -> keras.initializers.Initializer:
     if name == "unit_gain":
         return keras.initializers.RandomNormal(stddev=1 / KERNEL)
     return keras.initializers.get(name)
-
-
-# Of ImageNet's training images, red, green and blue, scaled to 0 ... 1, as in fb.resnet.torch, whose preprocessing
-# Goyal et al. follow.
-COLOR_MEANS = (0.485, 0.456, 0.406)
-COLOR_VARIANCES = (0.229**2, 0.224**2, 0.225**2)
 
 
 def application(
@@ -310,6 +309,7 @@ def body(
     **options: Any,
 ) -> keras.Model:
     """Builds Keras's own network without its head, with random weights; raises as `application`."""
+    # Only functions build networks; their modules lie beside them.
     networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))
     if name not in networks:
         raise ConfigError(f"keras.applications has no network {name!r}; {nearest(name, list(networks))}")

@@ -168,6 +168,7 @@ def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
         yield
         return
     variables = [variable.value for variable in inner._trainable_variables]
+    # Copies on the device, so that the weights come back bit by bit.
     weights = [tf.identity(variable) for variable in variables]
     for variable, average in zip(variables, inner._model_variables_moving_average):
         variable.assign(average)

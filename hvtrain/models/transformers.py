@@ -45,6 +45,7 @@ def transformer(
     check_counts("transformer", blocks=blocks, heads=heads)
     if width % heads:
         raise ConfigError(f"transformer was given width={width} and heads={heads}; the heads share the width evenly")
+    # Learned positions need a fixed length.
     (length,) = input_spec.shape
     tokens = keras.Input((length,), dtype="int32", name="tokens")
 

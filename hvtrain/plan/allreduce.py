@@ -4,11 +4,12 @@ Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFO
 algorithm bandwidth is bytes / time, and bus bandwidth is that times 2 (n - 1) / n, the share that
 each of n ranks has to send.
 
-`python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` is one rank: it measures seconds by size, for one of several
-methods, and reports one JSON file. `hvtrain` is the reduction that trainings use, inside a tf.function; `mpi4py` is
-MPI's own, on NumPy arrays; `memcpy` copies in memory, a bound for anything that moves data. `small` and `whole` reduce
-the same bytes as NUM_SMALL tensors and as one; `call` is a graph call that reduces nothing, which is part of the times
-of `hvtrain` too.
+`python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` is one rank: it measures seconds by size,
+for one of several methods, and reports one JSON file. `hvtrain` is the reduction that trainings
+use, inside a tf.function; `mpi4py` is MPI's own, on NumPy arrays; `memcpy` copies in memory, a
+bound for anything that moves data. `small` and `whole` reduce the same bytes as NUM_SMALL tensors
+and as one; `call` is a graph call that reduces nothing, which is part of the times of `hvtrain`
+too.
 """
 
 import json

@@ -72,7 +72,7 @@ def forecast(
     """Forecasts the run on num_ranks ranks.
 
     Args:
-        config: The run.
+        config: The run's settings.
         num_ranks: Ranks of the run.
         ranks_per_host: Ranks of each host; they share its data and its entry in train.batch_size.
         examples: Training examples of a data set that is not on this machine; nothing is opened

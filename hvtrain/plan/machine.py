@@ -25,7 +25,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """The best fit of a ring to measurements.
+    """The ring that fits measurements best.
 
     Attributes:
         start_seconds: Fixed cost of an all-reduce.

@@ -17,7 +17,6 @@ from hvtrain.report.run_files import RunFiles
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
 BLUE = "#1f6fb4"
 ORANGE = "#e07b39"
 GREY = "#8a949c"
@@ -34,6 +33,13 @@ _VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SE
 
 # A title, and the function that draws the panel on Matplotlib's axes.
 Panel = tuple[str, Callable[[Any], None]]
+# Epoch and value.
+Points = Sequence[tuple[float, float]]
+
+# Up to this many ranks have a curve each; of more there are the slowest, median and fastest.
+MOST_RANKS = 6
+_WIDTH = 4.4  # Inches.
+_HEIGHT = 2.6
 
 
 @contextmanager
@@ -69,6 +75,7 @@ def picture(
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     temporary.unlink(missing_ok=True)
     figure.savefig(temporary, dpi=dpi, format="png")
+    # A browser may read the picture at any moment.
     temporary.replace(path)
 
 
@@ -163,15 +170,6 @@ def _for_a_page(text: str, title: str) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 
 
-# Up to this many ranks have a curve each; of more there are the slowest, median and fastest.
-MOST_RANKS = 6
-_WIDTH = 4.4  # Inches.
-_HEIGHT = 2.6
-
-# Epoch and value.
-Points = Sequence[tuple[float, float]]
-
-
 @dataclass(frozen=True)
 class Series:
     """A curve, with a point for each epoch. Those of one color belong together."""
@@ -214,7 +212,11 @@ def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[C
     """Returns a chart for each metric in validation and in training, and for the speed, with a curve per run."""
 
     def curves(points_of: Callable[[RunFiles], Points]) -> list[Series]:
-        return [Series(label, points_of(run), color) for color, (run, label) in enumerate(zip(runs, labels))]
+        # A run has one color in all charts.
+        series: list[Series] = []
+        for run, label in zip(runs, labels):
+            series.append(Series(label, points_of(run), color=len(series)))
+        return series
 
     charts = []
     for name in _metric_names(runs):
@@ -246,6 +248,7 @@ def scatter_svg(figure: dict[str, Any]) -> str:
 
         axes.set(xlabel=figure["x_label"], ylabel=figure["y_label"])
 
+    # The page shows the figure's title above; screen readers need the axes too.
     title = f"{figure['title']}: {figure['y_label']} by {figure['x_label']}"
     return page_svg(title, draw, _WIDTH, _HEIGHT)
 
@@ -287,6 +290,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     Args:
         rank_seconds: by epoch, the seconds of each rank. A resume can change the number of ranks.
     """
+    series: list[Series] = []
     num_ranks = max(map(len, rank_seconds.values()))
     if num_ranks > MOST_RANKS:
         statistics: dict[str, Callable[[list[float]], float]] = {
@@ -294,16 +298,11 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
             "median": median,
             "fastest": min,
         }
-        return [
-            Series(
-                name,
-                [(epoch, 1000 * statistic(row)) for epoch, row in rank_seconds.items()],
-                color,
-            )
-            for color, (name, statistic) in enumerate(statistics.items())
-        ]
+        for name, statistic in statistics.items():
+            points = [(epoch, 1000 * statistic(row)) for epoch, row in rank_seconds.items()]
+            series.append(Series(name, points, color=len(series)))
+        return series
 
-    series = []
     for rank in range(num_ranks):
         points = [(epoch, 1000 * row[rank]) for epoch, row in rank_seconds.items() if rank < len(row)]
         series.append(Series(f"rank {rank}", points, rank))

@@ -1,7 +1,7 @@
 """`python -m hvtrain report RUN...`: writes the report of a run again, or compares several runs on one page.
 
-A comparison has a sortable table, curves in common charts, and the settings that differ. Everything on a page comes
-from the files of the run folders, so neither TensorFlow nor the data are needed.
+A comparison has a sortable table, curves in common charts, and the settings that differ. Everything
+on a page comes from the files of the run folders, so neither TensorFlow nor the data are needed.
 """
 
 import sys
@@ -12,23 +12,29 @@ from typing import Any
 from hvtrain.config.validate import flatten
 from hvtrain.core.files import write_atomic
 from hvtrain.errors import ConfigError
-from hvtrain.report import page
 from hvtrain.report.charts import SERIES, charts_of_several, svg
-from hvtrain.report.page import FOLDER, render, state_text, yaml_text
+from hvtrain.report.page import FOLDER, REPORT_FILE, render, state_text, write_page, yaml_text
 from hvtrain.report.run_files import RunFiles, read_run
 from hvtrain.system.command import Parser
 from hvtrain.system.text import duration, format_known
 
+# The value to sort by, None if it is unknown, and the text.
+Cell = tuple[Any, str]
+
 COMPARISON_FILE = "comparison.html"
+# They differ between any two runs, or say nothing about the training.
+_NOT_COMPARED = ("run.dir", "run.name", "run.report")
+_LAST_COLUMNS = ("ranks", "examples/s", "of each rank", "efficiency", "time", "began")
 
 
 def main() -> int:
     """Reads the run folders, writes the page, and prints which files it wrote."""
     options = _parser().parse_args(sys.argv[1:])
     runs = [read_run(Path(folder)) for folder in options.runs]
+    # One run has a page of its own kind, with all its figures.
     is_comparison = len(runs) > 1
 
-    default = Path(COMPARISON_FILE) if is_comparison else runs[0].folder / page.REPORT_FILE
+    default = Path(COMPARISON_FILE) if is_comparison else runs[0].folder / REPORT_FILE
     path = Path(options.output or default)
     if not path.parent.is_dir():
         raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or choose another file")
@@ -37,7 +43,7 @@ def main() -> int:
         write_atomic(path, comparison_html(runs))
         print(path)
     else:
-        written = page.write_page(runs[0], path)
+        written = write_page(runs[0], path)
         print(" and ".join(map(str, written)))
 
     return 0
@@ -60,22 +66,15 @@ the settings that differ.""",
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help=f"the page; default: RUN/{page.REPORT_FILE}, for several runs {COMPARISON_FILE} in this folder",
+        help=f"the page; default: RUN/{REPORT_FILE}, for several runs {COMPARISON_FILE} in this folder",
     )
     return parser
-
-
-# They differ between any two runs, or say nothing about the training.
-_NOT_COMPARED = ("run.dir", "run.name", "run.report")
-_LAST_COLUMNS = ("ranks", "examples/s", "of each rank", "efficiency", "time", "began")
-
-# The value to sort by, None if it is unknown, and the text.
-Cell = tuple[Any, str]
 
 
 def comparison_html(runs: Sequence[RunFiles]) -> str:
     """Returns the page that compares runs."""
     labels = folder_labels(runs)
+    # Runs of different tasks have different ones; each has a column.
     metrics = list(dict.fromkeys(name for run in runs for name in run.result.get("metrics", {})))
     bests = [run.result["best"] for run in runs if run.result.get("best")]
     best_columns = list(dict.fromkeys(f"best {best['metric']}" for best in bests))
@@ -130,6 +129,7 @@ def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequen
     # A run that is going has a speed, but neither a time nor an efficiency.
     rate = run.examples_per_second
     ranks = run.num_ranks
+    # It compares runs on different numbers of ranks.
     rate_of_each = rate / ranks if rate and ranks else None
     split = result.get("split") or {}
     seconds = result.get("seconds")

@@ -68,6 +68,7 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
     start = run.last_start
     git = start.get("git")
     if git and not with_diff:
+        # The names of changed files stay, which say that the commit is not all.
         git = {**git, "diff": _DIFF_LEFT_OUT}
     description = start.get("described", {})
     # The result has in full what the start's lines cut.
@@ -102,6 +103,7 @@ def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
         folder: of the template.
         **values: what the template shows.
     """
+    # The style is in the page, so that one file can be sent to others.
     page = _templates(folder).get_template(template)
     return page.render(
         style=(FOLDER / "style.css").read_text(encoding="utf-8"),
@@ -177,6 +179,7 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
         numbers.append(("examples per second", f"{run.examples_per_second:,.0f}", note))
 
     split = result.get("split")
+    # One rank waits for nobody.
     if split and result.get("num_ranks", 1) > 1 and split["efficiency"] is not None:
         note = "of a run whose reductions take no time"
         numbers.append(("efficiency", f"{split['efficiency']:.0%}", note))

@@ -84,6 +84,7 @@ class RunFiles:
     @property
     def num_ranks(self) -> int | None:
         """Number of replicas that compute gradients at the same time: ranks, workers, or devices of one process."""
+        # Until there is a result, the newest start says it.
         facts = self.result or self.last_start
         return facts.get("num_replicas") or facts.get("num_ranks")
 
@@ -101,6 +102,7 @@ class RunFiles:
         """Date and time of the first start; empty if it is unknown."""
         if not self.starts:
             return ""
+        # To the minute, without the T of ISO 8601.
         return str(self.starts[0].get("began", "")).replace("T", " ")[:16]
 
     @property
@@ -168,6 +170,7 @@ def read_run(folder: Path) -> RunFiles:
     result = _read_result(folder)
     messages = _read_messages(folder)
     step = newest_step(folder)
+    # A damaged one costs its part of the page only.
     review = read_json(folder / REVIEW_FILE, list)
 
     return RunFiles(
@@ -234,6 +237,7 @@ def _read_messages(folder: Path) -> list[Message]:
                 continue
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LOG_BYTES))
+                # The first line may be cut, and then matches nothing.
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             continue

@@ -52,6 +52,7 @@ def main() -> int:
     """Prints the table, or JSON."""
     options = _parser().parse_args(sys.argv[1:])
     folder = Path(options.dir)
+    # The default may be missing: nothing has been trained here yet.
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder that holds the runs")
 

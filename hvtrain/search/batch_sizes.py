@@ -82,8 +82,8 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: float) -> float:
     """Returns the bytes of a rank with batches of that size.
 
-    This is the line through the last peak with the steepest slope so far; an allocator that reuses memory may hide
-    growth for a while.
+    This is the line through the last peak with the steepest slope so far; an allocator that reuses
+    memory may hide growth for a while.
 
     Args:
         peaks: earlier sizes and their peaks, smallest first. Size 0 is the rank before the first step.
@@ -99,6 +99,7 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
     pairs = list(pairwise(peaks[1:])) or list(pairwise(peaks))
     slopes = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairs]
     slope = max(0.0, *slopes) if slopes else first_slope
+    # From the last peak on, which a line through all of them might miss.
     last_size, last_peak = peaks[-1]
 
     return last_peak + slope * (size - last_size)
@@ -142,6 +143,7 @@ def write_sizes(folder: Path, trials: Sequence[Trial], ended: str | None = None)
         ended: the reason for which no other size is tried; None before the end.
     """
     sizes = [{**vars(trial), "examples_per_second": round(trial.examples_per_second, 1)} for trial in trials]
+    # Complete after each size: the kernel may end the next one.
     content = {
         "sizes": sizes,
         "ended": ended,

@@ -1,11 +1,12 @@
 """`python -m hvtrain find_lr` and `find_batch`: runs that only try something out, on all ranks, with other settings.
 
-find_lr trains some steps at a growing learning rate, and suggests a rate (Smith 2015, arxiv.org/abs/1506.01186).
-range_test trains and judges the losses.
+find_lr trains some steps at a growing learning rate, and suggests a rate (Smith 2015,
+arxiv.org/abs/1506.01186). range_test trains and judges the losses.
 
-find_batch trains some steps with ever larger batches, and says which fit and which is fastest. All sizes are tried in
-one process for each rank, which is started once: memory is read as a peak that is reset before each size, and sizes
-only grow, so what an earlier one left behind is never the larger part. batch_search measures, batch_sizes judges.
+find_batch trains some steps with ever larger batches, and says which fit and which is fastest. All
+sizes are tried in one process for each rank, which is started once: memory is read as a peak that
+is reset before each size, and sizes only grow, so what an earlier one left behind is never the
+larger part. batch_search measures, batch_sizes judges.
 """
 
 import sys
@@ -31,6 +32,7 @@ examples:
 def find_lr() -> int:
     """Composes the run, trains with growing rates, and prints the suggestion on rank 0."""
     options = _find_lr_parser().parse_with_overrides(sys.argv[1:])
+    # Refused before TensorFlow is imported, which takes seconds.
     if options.lowest >= options.highest:
         raise ConfigError(f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range")
     for tree in compose(options.overrides):
@@ -57,8 +59,8 @@ def as_range_test(config: RunConfig, num_steps: int, lowest: float, highest: flo
 def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
     """Returns the settings of a run that only tries something out; find_batch uses it too.
 
-    It has no checkpoints, no notices, and nothing that acts on its losses. run.dir stays as it is: a folder named by
-    the clock could differ between ranks, so the chief makes the name.
+    It has no checkpoints, no notices, and nothing that acts on its losses. run.dir stays as it is:
+    a folder named by the clock could differ between ranks, so the chief makes the name.
 
     Args:
         config: the user's run.
@@ -69,13 +71,17 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
     accumulate = config.train.accumulate
     train = replace(
         config.train,
+        # Half an accumulation would change no weights.
         steps=round_up_to_accumulation(num_steps, accumulate),
         steps_per_execution=accumulate,
+        # The steps are those of the test, on any number of ranks.
         divide_steps_by_size=False,
         max_time=None,
         validate_every_steps=None,
+        # Nothing is validated or saved, for which averages are kept.
         ema=None,
     )
+    # Nobody resumes a test, and saving would be timed too.
     checkpoint = replace(config.checkpoint, every_epochs=None, every_steps=None, every_minutes=None)
 
     return replace(
@@ -142,6 +148,7 @@ def find_batch() -> int:
         with console.quiet_import(config.verbose):
             from hvtrain import runner
             from hvtrain.search.batch_search import try_sizes
+        # None leaves the limit to what is free.
         limit_bytes = options.memory and int(options.memory * 2**30)
         attempt = partial(try_sizes, largest=options.largest, limit_bytes=limit_bytes, overrides=options.overrides)
         runner.on_all_ranks(config, attempt)
@@ -164,6 +171,7 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
         # All batches are whole then, so each step has the memory and the time of its size.
         data=replace(config.data, uneven="trim"),
     )
+    # as_trial has rounded them up to whole accumulations.
     steps = trial.train.steps or call_steps
     train = replace(
         trial.train,

@@ -35,6 +35,7 @@ class SearchSpace:
     def examples(self) -> list[dict[str, Any]]:
         """Returns values of all settings, which between them reach both ends and every choice of each."""
         ranges = {name: line.get("choices") or (line["low"], line["high"]) for name, line in self.settings.items()}
+        # The longest list of choices decides; shorter ones begin again.
         count = max(map(len, ranges.values()))
         return [{name: values[index % len(values)] for name, values in ranges.items()} for index in range(count)]
 
@@ -69,6 +70,7 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
 
 
 def _space_file(name: str, overrides: list[str]) -> Path:
+    # A path may lie anywhere; names are looked up in the folders.
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
             raise ConfigError(f"sweep={name} does not exist; name a YAML file, or one of the folder sweep")
@@ -87,6 +89,7 @@ def _check_line(location: str, line: Any) -> None:
     """Checks one line of a space. location: the file and the setting's name, which begin each message."""
     if not isinstance(line, dict):
         raise ConfigError(f"{location} is {line!r}, which is not what to search; {_FORM}")
+    # A misspelt key would be a setting that silently does nothing.
     unknown = next((key for key in line if key not in _KEYS), None)
     if unknown:
         raise ConfigError(f"{location}: unknown key '{unknown}'; {nearest(str(unknown), _KEYS)}")
@@ -128,6 +131,7 @@ def _check_range(location: str, line: Setting) -> None:
     high = line["high"]
     if low >= high:
         raise ConfigError(f"{location}: low {low:g} is not below high {high:g}; widen the range")
+    # optuna takes neither.
     if log and (low <= 0 or "step" in line):
         raise ConfigError(f"{location}: log needs a low above 0, and no step; change the range or leave out log")
     if "step" in line:
@@ -191,6 +195,7 @@ class Goal:
         Raises:
             ConfigError: the task says the opposite, and the user said nothing.
         """
+        # The newest start: an earlier one may have had other settings.
         last = starts[-1] if starts else {}
         directions = {1: MAX, -1: MIN}
         of_task = directions.get(last.get("sign", 0), self.direction)

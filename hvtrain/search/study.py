@@ -1,4 +1,4 @@
-"""The study of a sweep: optuna's, in a file of the output folder, which goes on after any end of the process."""
+"""The study of a sweep: optuna's, in a file of the output folder, so that it survives the process."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,7 +99,8 @@ class Study:
     def try_next(self, run: RunTrial) -> Any:
         """Runs the next trial, and returns it after its end.
 
-        A LostRankError of `run` makes it a failed one. Whatever else `run` raises is raised here too.
+        A LostRankError of `run` makes it a failed one. Whatever else `run` raises is raised here
+        too.
         """
         trial = self._study.ask(self._distributions)
 

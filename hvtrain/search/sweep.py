@@ -48,6 +48,7 @@ def main() -> int:
 
     space = read_space(request.space, request.overrides)
     configs = _compose_examples(space, request.overrides)
+    # Hydra has printed a run, and no sweep was asked for.
     if not configs:
         return 0
 
@@ -66,6 +67,7 @@ def main() -> int:
         **facts,
     }
     launcher = ("-np", str(options.np), *parser.host_options(options))
+    # The same name for the same sweep, so that the same command goes on with it.
     folder = Path(options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}").absolute()
     prune_after = None if options.no_pruning else options.prune_after
 
@@ -96,8 +98,10 @@ class Request(NamedTuple):
 def parse_request(arguments: Sequence[str]) -> Request:
     """Separates sweep=SPACE and trials=N from the settings. Raises ConfigError if one of them is wrong."""
     space = ""
+    # As text, since the line may give another one.
     trials = "20"
 
+    # What is left goes to Hydra, which knows the settings.
     overrides = []
     for argument in arguments:
         name, _, value = argument.partition("=")
@@ -114,6 +118,7 @@ def parse_request(arguments: Sequence[str]) -> Request:
 
     if not space:
         raise ConfigError("sweep=SPACE is missing; name a search space, such as sweep=optimizer")
+    # isdecimal refuses signs and fractions, which int or float would take.
     if not trials.isdecimal() or int(trials) < 1:
         raise ConfigError(f"trials={trials} is not a whole number of at least 1")
 
@@ -131,6 +136,7 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
 
     configs = []
     for example in space.examples():
+        # As a trial will give them on its command line.
         searched = [override(name, value) for name, value in example.items()]
         trees = compose([*overrides, *searched])
         if not trees:
@@ -144,6 +150,7 @@ def _take(lock: RunLock, folder: Path) -> None:
     """Keeps the folder to one sweep at a time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # A sweep takes hours, so there is nothing to wait for.
         lock.take(folder, wait_seconds=0.0)
     except BusyError as error:
         raise BusyError(f"--output {folder} is in use by another sweep; wait for its end, or choose another") from error

@@ -138,7 +138,8 @@ def write(results: Results, folder: Path) -> None:
 def write_png(results: Results, path: Path) -> None:
     """Draws the values by trial and over each setting. At least one trial has a value.
 
-    optuna's own plots leave out pruned trials, and show the numbers of choices, since it stores no lists (study.py).
+    optuna's own plots leave out pruned trials, and show the numbers of choices, since it stores no
+    lists (study.py).
     """
     # By importance, as soon as there are enough trials to know it.
     names = list(results["importances"] or results["space"])[:MOST_PANELS]

@@ -122,6 +122,7 @@ class Trials:
         searched = [override(name, value) for name, value in settings.items()]
         # A sweep is one piece of work for the user, so its trials send no notices.
         own = [override("run.dir", str(self._run_folder(number))), "notify=[]"]
+        # By the launcher, which ends all ranks of a trial that is pruned.
         launch = [sys.executable, "-m", "hvtrain", "launch", *self.launcher, "--"]
         return [*launch, *self.overrides, *searched, *own]
 
@@ -178,6 +179,7 @@ def train_trial(command: Sequence[str], folder: Path, goal: Goal, is_hopeless: I
     # Beside the run folder, which the run makes itself.
     log = folder.with_suffix(".txt")
 
+    # Epochs are reported once each, whenever the file is read.
     newest = 0
     with started(command, log) as process:
         has_ended = False
@@ -193,6 +195,7 @@ def train_trial(command: Sequence[str], folder: Path, goal: Goal, is_hopeless: I
             # Each new epoch is reported, also if the first of them is hopeless: later trials are judged by all.
             verdicts = [is_hopeless(epoch, value) for epoch, value in values.items() if epoch > newest]
             newest = max(values, default=newest)
+            # A run that has ended anyway keeps its result.
             if any(verdicts) and not has_ended and not _is_trained(history, starts):
                 _stop(process)
                 return None
@@ -212,7 +215,8 @@ def _is_trained(history: Sequence[EpochRecord], starts: Sequence[dict[str, Any]]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the launcher to end all ranks, and ends them by force when it does not."""
+    """Asks the launcher to end all ranks; ends them by force if it does not."""
+    # SIGTERM: all ranks save and stop together.
     process.terminate()
     if not ends_within(process, SECONDS_TO_SAVE):
         end(process)

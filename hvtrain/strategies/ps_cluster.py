@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 import hvtrain.keras as hvd
+from hvtrain.core.topology import CHIEF, COORDINATOR, SERVER, WORKER, Roles
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.devices import View, choose_gpus, exchange, gpu_uuids, visible_names
-from hvtrain.launch.by_hand import BY_HAND
-from hvtrain.launch.job import COORDINATOR, SERVER, WORKER, Roles
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import error_of
 from hvtrain.strategies.multi_worker_mirrored import cluster_addresses, refuse_own_cluster
@@ -29,8 +28,6 @@ from hvtrain.watchdog import Watchdog, processes
 from hvtrain.watchdog import start as start_watchdog
 from hvtrain.watchdog.progress import EXCHANGE
 
-# TensorFlow's name for the coordinator's job.
-CHIEF = "chief"
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
@@ -211,7 +208,7 @@ def serve(cluster: Cluster) -> None:
     def note(number: int, *_: object) -> None:
         console.note_signal()
         signalled.set()
-        if BY_HAND in os.environ:
+        if console.BY_HAND in os.environ:
             watchdog.signal_rank_0(number)
 
     # Signals do not end this process: the coordinator saves and stops, and then this ends.

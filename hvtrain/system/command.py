@@ -23,11 +23,12 @@ RUN_SETTINGS = "GROUP=CHOICE and SETTING=VALUE are those of python -m hvtrain; i
 class Parser(argparse.ArgumentParser):
     """The options of a command, whose errors are one line.
 
-    prog begins with "python -m hvtrain COMMAND" or "python -m MODULE", for subcommands too. more_help makes what
-    follows --help, called only for that.
+    prog begins with "python -m hvtrain COMMAND" or "python -m MODULE", for subcommands too.
+    more_help makes what follows --help, called only for that.
     """
 
     def __init__(self, prog: str, *, more_help: Callable[[], str] = lambda: "", **options: Any) -> None:
+        # Raw, because descriptions and examples have lines of their own.
         formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **options)
         self._more_help = more_help
@@ -42,6 +43,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_hosts(self) -> None:
         """Adds -H and --hostfile, for commands that hand them on to hvtrain launch."""
+        # As hvtrain launch has them.
         hosts = self.add_mutually_exclusive_group()
         hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain launch")
         hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
@@ -62,6 +64,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_with_overrides(self, arguments: list[str]) -> argparse.Namespace:
         """Parses its options. The others, settings of a run and options of Hydra, are in `overrides` of the result."""
+        # Settings have no dashes, so argparse cannot know them.
         options, others = self.parse_known_args(arguments)
         for argument in others:
             is_hydras = argument.startswith(("--config-", "-c"))
@@ -104,6 +107,7 @@ def positive(text: str) -> float:
 def make_output(folder: Path) -> None:
     """Makes the folder of --output. Raises ConfigError if that is impossible, or if something is in it already."""
     try:
+        # An empty folder may be there already, made for this output.
         folder.mkdir(parents=True, exist_ok=True)
         is_used = any(folder.iterdir())
     except FileExistsError:
@@ -116,6 +120,7 @@ def make_output(folder: Path) -> None:
 
 def enter(work: Callable[[], int]) -> None:
     """Does the work and exits with its code: 0 done, 2 bad input, 75 start again, 130 interrupted, 1 other."""
+    # By the launcher's variables: Horovod may not have started.
     rank = console.launched_rank()
     try:
         _check_arguments()
@@ -148,8 +153,9 @@ def _check_arguments() -> None:
 def _end_without_python(code: int) -> None:
     """Calls the other exit functions, then ends the process before Python finalizes.
 
-    After a failure the input pipeline may still read ahead. A thread of it that returns from TensorFlow into a
-    finalizing Python aborts the process, and the exit code would be that of a crash.
+    After a failure the input pipeline may still read ahead. A thread of it that returns from
+    TensorFlow into a finalizing Python aborts the process, and the exit code would be that of a
+    crash.
     """
     atexit.unregister(_end_without_python)
     atexit._run_exitfuncs()
@@ -161,8 +167,8 @@ def _end_without_python(code: int) -> None:
 def _end_within(seconds: float, code: int) -> None:
     """Ends the process after that time, if it has not ended by itself.
 
-    At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. The launcher would wait
-    for such a process for ever, even after a success.
+    At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. The
+    launcher would wait for such a process for ever, even after a success.
     """
     last_resort = threading.Timer(seconds, os._exit, [code])
     last_resort.daemon = True

@@ -1,6 +1,7 @@
 """Where messages go: rank 0's to the console, every rank's to a log file of its own, TensorFlow's nowhere.
 
-A launcher also reads a rank's verdict on a failure: one line of JSON on the error output, which is not shown.
+A launcher also reads a rank's verdict on a failure: one line of JSON on the error output, which is
+not shown.
 """
 
 import json
@@ -22,6 +23,8 @@ from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+# Set for a process that gets its signals alone: no launcher passes them to the others.
+BY_HAND = "HVTRAIN_BY_HAND"
 SECONDS_FOR_ANOTHER_RANK = 10.0
 VERDICT_PREFIX = "hvtrain-verdict: "
 UNSAVED = "before training began, so nothing was saved"
@@ -32,8 +35,8 @@ _WATCHED = "HVTRAIN_LAUNCH"
 class SignalFlag:
     """An event that a signal handler may set, for one thread that waits.
 
-    threading.Event may deadlock there: the handler may interrupt the very thread that holds the event's lock, which is
-    not reentrant. SimpleQueue.put is, as its documentation says.
+    threading.Event may deadlock there: the handler may interrupt the very thread that holds the
+    event's lock, which is not reentrant. SimpleQueue.put is, as its documentation says.
     """
 
     def __init__(self) -> None:
@@ -85,19 +88,21 @@ def is_launched() -> bool:
 def quiet_import(verbose: bool) -> Iterator[None]:
     """Surrounds the first import of TensorFlow and Keras, whose notes are shown if verbose or if the block fails.
 
-    TensorFlow writes its first notes before it reads its log level, so no variable can silence them. A third of Keras's
-    import goes to scikit-learn and Matplotlib, for wrappers and galleries that no rank uses, so they look to it as if
-    they were not installed.
+    TensorFlow writes its first notes before it reads its log level, so no variable can silence
+    them. A third of Keras's import goes to scikit-learn and Matplotlib, for wrappers and galleries
+    that no rank uses, so they are hidden from it.
     """
     if not verbose:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
         logging.getLogger("absl").setLevel(logging.ERROR)
+    # A signal handler writes there, also while descriptor 2 is redirected.
     global _error_output
     left_out = {"sklearn", "matplotlib"} - set(sys.modules)
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
     sys.stderr.flush()
     console = _error_output = os.dup(2)
+    # In a file, since a pipe that nobody reads could fill up.
     with tempfile.TemporaryFile() as held:
         if not verbose:
             os.dup2(held.fileno(), 2)
@@ -118,6 +123,7 @@ def quiet_import(verbose: bool) -> Iterator[None]:
 
 def start_log(is_chief: bool) -> None:
     """Sends hvtrain's log and Python's warnings to the chief's console."""
+    # Warnings go through the log too, which only rank 0 shows.
     logging.captureWarnings(True)
     handler = _ToStdout()
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -125,6 +131,7 @@ def start_log(is_chief: bool) -> None:
     for name in ("hvtrain", "py.warnings"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
+        # A root logger of the user's would show each line twice.
         logger.propagate = False
         logger.handlers = [handler]
 
@@ -179,7 +186,8 @@ def has_noted_signal() -> bool:
 def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: signal.Signals) -> None:
     """Installs a handler for these signals, by default those of schedulers and launchers.
 
-    Does nothing in other threads than the main one, where Python allows no handlers: such a run was not launched.
+    Does nothing in other threads than the main one, where Python allows no handlers: such a run was
+    not launched.
     """
     if threading.current_thread() is threading.main_thread():
         for number in numbers or (signal.SIGTERM, signal.SIGUSR1):
@@ -190,7 +198,8 @@ def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: sig
 def signals_held() -> Iterator[Callable[[], None]]:
     """Holds signals back while a process is started, until the block calls release() or ends.
 
-    Python drops whatever a handler raises inside the hooks that it runs around a fork, so a Ctrl-C would be lost.
+    Python drops whatever a handler raises inside the hooks that it runs around a fork, so a Ctrl-C
+    would be lost.
     """
     pending: list[int] = []
     handlers: dict[int, Any] = {}
@@ -243,14 +252,15 @@ def end_before_training(number: int, *_: object) -> None:
     if rank == 0:
         lines += f"hvtrain: {text}\n"
     os.write(_error_output, lines.encode())
+    # Python may be anywhere, such as inside an import, so nothing is cleaned up.
     os._exit(RESTART_HELPS)
 
 
 def say_stopping() -> None:
     """Says what the first Ctrl-C does.
 
-    In a thread, because the signal may have interrupted a write of this one; and through sys.stderr, because a live
-    display replaces it to stay below what is written.
+    In a thread, because the signal may have interrupted a write of this one; and through
+    sys.stderr, because a live display replaces it to stay below what is written.
     """
 
     def say() -> None:
@@ -281,6 +291,7 @@ def say_error(
     for handler in logger.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
+    # Rank 0 speaks first, since its output is what people see.
     if wait_seconds is None:
         wait_seconds = SECONDS_FOR_ANOTHER_RANK if rank else 0.0
     if wait_seconds and _signal_arrived.wait(wait_seconds) and is_repeated:

@@ -1,6 +1,7 @@
 """Progress bars on a terminal. Rank 0 sends each drawing as a line of JSON, and its launcher shows it.
 
-A launcher marks each line of a rank, and shows lines of others between them, so only the launcher itself can draw.
+A launcher marks each line of a rank, and shows lines of others between them, so only the launcher
+itself can draw.
 """
 
 import atexit
@@ -85,7 +86,8 @@ def is_requested() -> bool:
 class LiveDisplay:
     """Progress bars at the bottom of a terminal while a run trains; lines of text scroll by above them.
 
-    It begins with the first drawing and redraws only when told to, without a thread of its own. stop() clears it.
+    It begins with the first drawing and redraws only when told to, without a thread of its own.
+    stop() clears it.
 
     Write only whole lines meanwhile. rich is imported when it is needed, because a launcher
     often does without.
@@ -95,14 +97,16 @@ class LiveDisplay:
         self._live: Any = None
 
     def prepare(self) -> None:
-        """Does what only the first drawing needs, so that a launcher does it while its ranks load TensorFlow."""
+        """Loads what the first drawing needs, while the ranks load TensorFlow."""
         if can_draw(sys.stdout):
             console = _console()
             with console.capture():
+                # What is printed here is thrown away: it only loads rich.
                 console.print(_picture(Drawing((Bar("Run", 0, 1, ""),), ("",))))
 
     def show(self, drawing: Drawing) -> None:
         """Shows the bars, and below them the lines."""
+        # A drawing without bars is the end.
         if not drawing.bars:
             self.stop()
             return
@@ -111,6 +115,7 @@ class LiveDisplay:
         self._live.update(_picture(drawing), refresh=True)
 
     def stop(self) -> None:
+        # stop may be called several times.
         atexit.unregister(self.stop)
         if self._live:
             self._live.stop()

@@ -1,7 +1,7 @@
 """Facts of a host: its software (Python, packages, code, git checkout, Horovod's library), and its network interfaces.
 
-launch, doctor and ranks compare software between hosts. Standard library of Python 3.9 only: launch/remote_hosts.py
-runs this text on other hosts.
+launch, doctor and ranks compare software between hosts. Standard library of Python 3.9 only:
+launch/remote_hosts.py runs this text on other hosts.
 """
 
 from __future__ import annotations
@@ -32,6 +32,18 @@ MOST_FILES = 65_536
 _CUDA_PACKAGES = ("nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn")
 # Symbols in the library if Horovod was built with these.
 _SYMBOLS = {"MPI": b"MPI_Allreduce", "Gloo": b"GlooContext", "NCCL": b"ncclAllReduce"}
+
+# A disk that hangs may not keep git, and the run with it.
+GIT_SECONDS = 5.0
+# A record is to be read, and generated files may be large.
+MAX_FILES = 50
+MAX_DIFF = 20_000
+
+# From linux/sockios.h.
+_SIOCGIFCONF = 0x8912
+_SIOCGIFNETMASK = 0x891B
+_IFREQ_BYTES = 40  # On 64-bit machines: 16 for the name, 24 for the largest answer.
+_MAX_BYTES = 64 * 1024
 
 
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
@@ -66,7 +78,8 @@ def cuda_versions() -> dict[str, str]:
 def origin_of(package: str) -> Path | None:
     """The file that Python would import; None if there is none.
 
-    importlib.util.find_spec would find modules of the doctor's probe, which have the names of hvtrain's.
+    importlib.util.find_spec would find modules of the doctor's probe, which have the names of
+    hvtrain's.
     """
     for finder in sys.meta_path:
         spec = finder.find_spec(package, None) if hasattr(finder, "find_spec") else None
@@ -90,12 +103,14 @@ def code_facts() -> dict[str, Any]:
     if origin is None:
         return {"folder": None, "files": {}}
     folder = origin.parent
+    # A wheel carries conf/ inside the package, a checkout beside it.
     configs = next((path for path in (folder / "conf", folder.parent / "conf") if path.is_dir()), folder / "conf")
     of_configs = {f"conf/{path.relative_to(configs)}": _checksum(path) for path in sorted(configs.rglob("*.yaml"))}
     return {"folder": str(folder), "files": {**code_files("hvtrain"), **of_configs}}
 
 
 def _checksum(path: Path) -> str:
+    # Enough digits to tell versions of a file apart.
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
@@ -103,16 +118,12 @@ def horovod_facts() -> dict[str, Any]:
     """Horovod's library, None if there is none, and the controllers that it was built with."""
     origin = origin_of("horovod")
     libraries = sorted((origin.parent / "tensorflow").glob("mpi_lib*.so")) if origin else []
+    # The library is searched, not imported: that would start TensorFlow.
     content = b"".join(path.read_bytes() for path in libraries)
     return {
         "library": str(libraries[0]) if libraries else None,
         "built_with": [name for name, symbol in _SYMBOLS.items() if symbol in content],
     }
-
-
-_SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B  # linux/sockios.h
-_IFREQ_BYTES = 40  # On 64-bit machines: 16 for the name, 24 for the largest answer.
-_MAX_BYTES = 64 * 1024
 
 
 def all_interfaces() -> list[dict[str, str]]:
@@ -133,9 +144,9 @@ def all_interfaces() -> list[dict[str, str]]:
 
 
 def address_towards(address: str) -> str:
-    """This host's own IPv4 address on the way to another one. Raises OSError if there is no way."""
+    """This host's own IPv4 address on the route to another one. Raises OSError without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # Nothing is sent: the kernel only chooses the way.
+        probe.connect((address, 9))  # Nothing is sent: the kernel only chooses the route.
         return str(probe.getsockname()[0])
 
 
@@ -145,10 +156,6 @@ def interface_of(address: str) -> str | None:
         if interface["address"] == address:
             return interface["name"]
     return None
-
-
-SECONDS = 5.0
-MAX_FILES, MAX_DIFF = 50, 20_000
 
 
 def checkout(folder: Path) -> dict[str, Any] | None:
@@ -175,12 +182,13 @@ def checkout(folder: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
+            # Another git of the user's may be at work in this checkout.
             ["git", "--no-optional-locks", *arguments],
             cwd=folder,
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=SECONDS,
+            timeout=GIT_SECONDS,
             check=True,
         )
         return done.stdout.decode(errors="replace")

@@ -15,9 +15,16 @@ import psutil
 
 from hvtrain.errors import RankError
 
+log = logging.getLogger(__name__)
+
 _CPUS = Path("/sys/devices/system/cpu")
 # This process's share, once `pin_to_cores` has set it.
 _mine: set[int] | None = None
+
+CGROUPS = Path("/sys/fs/cgroup")
+# Names of the limit, of what is used, and of the part of it that is cached files, by version of control groups.
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def pin_to_cores(local_rank: int, local_size: int) -> set[int] | None:
@@ -54,6 +61,7 @@ def thread_ids() -> set[int]:
 
 def share_of_cores(cpus: Sequence[int], local_rank: int, local_size: int) -> set[int] | None:
     """One rank's share: neighbours in the given order; None if the CPUs cannot be shared evenly."""
+    # Unequal shares would make some ranks slower, and all wait for the slowest.
     count, remainder = divmod(len(cpus), local_size)
     if remainder or not count:
         return None
@@ -68,12 +76,6 @@ def sorted_by_core(cpus: Iterable[int], folder: Path = _CPUS) -> list[int]:
         return int(path.read_text()) if path.exists() else 0
 
     return sorted(cpus, key=lambda cpu: (number(cpu, "physical_package_id"), number(cpu, "core_id"), cpu))
-
-
-CGROUPS = Path("/sys/fs/cgroup")
-# Names of the limit, of what is used, and of the part of it that is cached files, by version of control groups.
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def resident_bytes() -> int:
@@ -102,6 +104,7 @@ def free_bytes(cgroups: Path = CGROUPS) -> int:
 
 
 def _free_in_groups(cgroups: Path) -> Iterator[int]:
+    # Version 2 has one line without controllers, version 1 a line for each.
     groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in groups:
         if controllers == "":
@@ -116,9 +119,6 @@ def _free_in_groups(cgroups: Path) -> Iterator[int]:
                 limit, used = (int((folder / name).read_text()) for name in names[:2])
                 numbers = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 yield limit - used + int(numbers.get(names[2], 0))
-
-
-log = logging.getLogger(__name__)
 
 
 def physical_gpus() -> list[Any]:
@@ -209,6 +209,7 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     if cuda is None or get_uuid is None:
         return ()
 
+    # The driver writes into both.
     device = ctypes.c_int()
     buffer = (ctypes.c_ubyte * 16)()
     uuids = []

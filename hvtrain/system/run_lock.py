@@ -45,6 +45,7 @@ class RunLock(AbstractContextManager["RunLock"]):
         # No link is followed out of the run folder.
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         file = os.fdopen(descriptor, "r+", encoding="utf-8")
+        # Tried at least once, however short the time.
         deadline = time.monotonic() + wait_seconds
         claim = folder / CLAIM_FILE
         while not self._lock(file, claim):

@@ -8,9 +8,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 NOTIFY_VARIABLE = "HVTRAIN_NOTIFY"
+# Hydra adds a setting with + and overrides it with ++.
 _ARGUMENT = re.compile(r"\+{0,2}notify=(.*)", re.DOTALL)
+# Commas may stand in an address (to=a,b), so a separator is one before a scheme.
 _BEFORE_AN_ADDRESS = re.compile(r"[\s,]+(?=['\"]?[A-Za-z][\w.+-]*://)")
 _SCHEME = re.compile(r"[A-Za-z][\w.+-]{0,30}(?=://)")
+
+SECRET = re.compile(
+    r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|NOTIFY|AUTHORIZATION|SIGNATURE|KEY(?!\w)|_KEY_", re.IGNORECASE
+)
+"""Names that may be those of secrets."""
+# Names whose values are secrets whatever they look like, numbers too.
+_SURE = re.compile(
+    r"SECRET|PASSW|PASSPHRASE|PWD|CREDENTIAL|NOTIFY|AUTHORIZATION|SIGNATURE|^(KEY|TOKEN|PASS)$"
+    r"|(API|ACCESS|ACCOUNT|AUTH|BEARER|CLIENT|PRIVATE|SIGNING|STORAGE|SUBSCRIPTION|SESSION|SAS)[-_.]?(KEY|TOKEN)",
+    re.IGNORECASE,
+)
+# Other names, such as dataset.target_key or model.mask_token, may have words or symbols as values. Secrets seldom do.
+_PLAIN = re.compile(r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}")
+WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@|https?://[^/\s@?#]+@", re.IGNORECASE)
+_IN_A_TEXT = re.compile(
+    r"(?P<before>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}"
+    r"|(?P<name>[?&](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|\w*token|\w*key|\w*secret"
+    r"|password|googleaccessid|awsaccesskeyid)=)[^&\s'\"#]+"
+    r"|\b(?:gh[pousr]_\w{16,}|github_pat_\w{16,}|hf_\w{16,}|sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}"
+    r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)",
+    re.IGNORECASE,
+)
+# NAME: VALUE in the groups of a command line, such as +dataset.storage={key:...,url:...}.
+_IN_A_GROUP = re.compile(r"([\w.]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,{}\[\]]+)")
+HIDDEN = "***"
 
 
 def split_addresses(text: str) -> list[str]:
@@ -34,6 +61,7 @@ def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]
     >>> chosen_addresses(None, {"HVTRAIN_NOTIFY": "json://here json://there"}), chosen_addresses([], {"HVTRAIN_NOTIFY": "json://here"})
     (['json://here', 'json://there'], [])
     """
+    # An empty list turns notices off, whatever the variable says.
     if isinstance(setting, list):
         return setting
     return split_addresses(environ.get(NOTIFY_VARIABLE, "") if setting is None else setting)
@@ -66,32 +94,6 @@ def shown_address(address: str) -> str:
     return f"{scheme[0]}://***" if scheme else "***"
 
 
-SECRET = re.compile(
-    r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|NOTIFY|AUTHORIZATION|SIGNATURE|KEY(?!\w)|_KEY_", re.IGNORECASE
-)
-"""Names that may be those of secrets."""
-# Names whose values are secrets whatever they look like, numbers too.
-_SURE = re.compile(
-    r"SECRET|PASSW|PASSPHRASE|PWD|CREDENTIAL|NOTIFY|AUTHORIZATION|SIGNATURE|^(KEY|TOKEN|PASS)$"
-    r"|(API|ACCESS|ACCOUNT|AUTH|BEARER|CLIENT|PRIVATE|SIGNING|STORAGE|SUBSCRIPTION|SESSION|SAS)[-_.]?(KEY|TOKEN)",
-    re.IGNORECASE,
-)
-# Other names, such as dataset.target_key or model.mask_token, may have words or symbols as values. Secrets seldom do.
-_PLAIN = re.compile(r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}")
-WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@|https?://[^/\s@?#]+@", re.IGNORECASE)
-_IN_A_TEXT = re.compile(
-    r"(?P<before>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}"
-    r"|(?P<name>[?&](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|\w*token|\w*key|\w*secret"
-    r"|password|googleaccessid|awsaccesskeyid)=)[^&\s'\"#]+"
-    r"|\b(?:gh[pousr]_\w{16,}|github_pat_\w{16,}|hf_\w{16,}|sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}"
-    r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)",
-    re.IGNORECASE,
-)
-# NAME: VALUE in the groups of a command line, such as +dataset.storage={key:...,url:...}.
-_IN_A_GROUP = re.compile(r"([\w.]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,{}\[\]]+)")
-HIDDEN = "***"
-
-
 def without_passwords(text: str) -> str:
     """Puts *** in place of passwords, tokens and signatures in a text, such as an error's.
 
@@ -112,11 +114,14 @@ def redacted(value: Any, name: str = "") -> Any:
     >>> redacted({"header": "Bearer abc.def-123", "mask_token": "<mask>", "my_key": "q7Xw93jf", "token": "any"})
     {'header': 'Bearer ***', 'mask_token': '<mask>', 'my_key': '***', 'token': '***'}
     """
+    # By the last part of a dotted name: the groups before it say nothing.
     is_sure = bool(_SURE.search(name.rpartition(".")[2]))
     if isinstance(value, dict):
+        # What is in a group of secrets is secret, by whatever name.
         return {key: redacted(item, name if is_sure else str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
+    # They hold no secret, and records should show that they are not set.
     if value is None or isinstance(value, bool) or value == "":
         return value
     if is_sure:

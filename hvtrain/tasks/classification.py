@@ -12,8 +12,7 @@ from hvtrain.core.figures import Figure, Matrix, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import subclass_under_its_name
-from hvtrain.tasks.exact_metrics import draw_classes
-from hvtrain.tasks.reviewed import ReviewedExamples, as_bytes, png
+from hvtrain.tasks.examples import ReviewedExamples, as_bytes, draw_classes, png
 from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
 
 MAX_MATRIX_CLASSES = 20
@@ -318,6 +317,7 @@ def _confusions(
         note = f"{accuracy}. Rows: true class, columns: predicted."
         return Matrix("Confusion matrix", note, list(names), counts.numpy().tolist())
 
+    # Right answers would fill the list.
     is_wrong = targets != predicted
     pairs = Counter(zip(targets[is_wrong].tolist(), predicted[is_wrong].tolist()))
     rows = [

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.tasks.exact_metrics import draw
+from hvtrain.tasks.examples import draw
 from hvtrain.tasks.task import Losses, Metrics, Task
 
 
@@ -53,6 +53,7 @@ class Custom(Task):
         if loss_weights is None:
             return
 
+        # A single loss has one output, whose weight would be a factor of the learning rate.
         outputs = list(loss) if isinstance(loss, Mapping) else []
         if not outputs or set(loss_weights) - set(outputs):
             raise ConfigError(
@@ -72,6 +73,7 @@ class Custom(Task):
         self.complete(source)
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
+        # Metrics by output are nested, and then their keys are names of outputs.
         needed = {key for key, metric in self.metrics.items() if isinstance(metric, Mapping)}
         if isinstance(self.loss, Mapping):
             needed |= set(self.loss)
@@ -85,6 +87,7 @@ class Custom(Task):
                 "outputs by these names"
             )
         if self.metrics:
+            # The same on all ranks, so that all of them accept or refuse a metric.
             rng = np.random.default_rng(0)
             targets = keras.tree.map_structure(
                 lambda spec: draw(rng, spec.shape, spec.dtype.name),

@@ -11,8 +11,7 @@ import tensorflow as tf
 from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.tasks.exact_metrics import draw_classes
-from hvtrain.tasks.reviewed import ReviewedExamples
+from hvtrain.tasks.examples import ReviewedExamples, draw_classes
 from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
 
 # Above this cross-entropy the perplexity, exp(50), means nothing. It would overflow at 710.
@@ -78,6 +77,7 @@ class Language(Task):
 
         None if the targets are not the next tokens, or if the source has no tokenizer.
         """
+        # A text that the model has not trained on says more.
         split = "test" if source.num_examples("test") else "train"
         batch = next(source.evaluation(split, topology, 1).as_numpy_iterator(), None)
         if batch is None:
@@ -90,6 +90,7 @@ class Language(Task):
         tokens = inputs[0]
         prompt = tokens[:PROMPT_TOKENS]
         text = source.text_of(prompt)
+        # Without a tokenizer there are only numbers to show.
         if text is None:
             return None
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvtrain.core.figures import Figure, Scatter
 from hvtrain.data.source import Source
-from hvtrain.tasks.reviewed import ReviewedExamples
+from hvtrain.tasks.examples import ReviewedExamples
 from hvtrain.tasks.task import Losses, Metrics, Task
 
 
@@ -49,6 +49,7 @@ class Regression(Task):
         return hasattr(target, "dtype") and target.dtype.is_floating
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
+        # MixUp may mix numbers as they are.
         return lambda targets: tf.cast(targets, tf.float32)
 
     def review(
@@ -61,6 +62,7 @@ class Regression(Task):
         targets = _first_numbers(reviewed.targets)
         predictions = _first_numbers(reviewed.outputs)
 
+        # Positive where the model predicts too much.
         residuals = predictions - targets
 
         description = reviewed.description

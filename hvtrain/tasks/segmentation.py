@@ -12,8 +12,7 @@ from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import class_names
-from hvtrain.tasks.exact_metrics import draw_classes
-from hvtrain.tasks.reviewed import ReviewedExamples, as_bytes, png
+from hvtrain.tasks.examples import ReviewedExamples, as_bytes, draw_classes, png
 from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
 
 NUM_PICTURES = 6

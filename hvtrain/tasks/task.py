@@ -15,8 +15,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.step.joint_loss import ExactLoss
-from hvtrain.tasks.exact_metrics import check_adds_up, draw, fresh
-from hvtrain.tasks.reviewed import ReviewedExamples
+from hvtrain.tasks.examples import ReviewedExamples, check_adds_up, draw, fresh
 
 Losses: TypeAlias = keras.losses.Loss | Mapping[str, keras.losses.Loss] | None
 Metrics: TypeAlias = Mapping[str, Any]

@@ -34,11 +34,14 @@ class Tracker(ABC):
 
     def check(self, name: str) -> None:
         """Raises ConfigError if a package is missing. name: of the choice, as in tracker=name."""
+        # All of them are named at once, so that one installation is enough.
         missing = []
         for need in self.needs:
             module, _, package = need.partition("=")
+            # Looked for, not imported: that takes seconds.
             if not find_spec(module):
                 missing.append(package or module)
+
         if missing:
             verb = "is" if len(missing) == 1 else "are"
             packages = " and ".join(missing)

@@ -44,24 +44,30 @@ class MLflow(Tracker):
             os.environ.setdefault(name, value)
         import mlflow
 
+        # They log the migrations of a new file.
         for logger in ("mlflow", "alembic"):
             logging.getLogger(logger).setLevel(logging.WARNING)
+
         self._client = mlflow.MlflowClient(self.uri)
         if known and self._exists(known):
             self._id = known
             self._client.update_run(known, "RUNNING")
         else:
-            self._id = self._client.create_run(self._experiment_id(), run_name=run.name).info.run_id
+            created = self._client.create_run(self._experiment_id(), run_name=run.name)
+            self._id = created.info.run_id
             self._log_settings(run.settings)
-        if run.changes:  # MLflow's parameters never change.
+        # As a tag: MLflow's parameters never change.
+        if run.changes:
             self._client.set_tag(self._id, "changes", json.dumps(run.changes))
         return self._id
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
 
+        # MLflow wants milliseconds, and the same for all metrics of a step.
         now = int(1000 * time.time())
-        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, state: str, files: Sequence[Path]) -> None:
         for path in files:
@@ -72,17 +78,21 @@ class MLflow(Tracker):
         from mlflow.exceptions import MlflowException
 
         try:
-            return bool(self._client.get_run(known).info.lifecycle_stage == "active")
+            info = self._client.get_run(known).info
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
+        # Somebody may have deleted it meanwhile.
+        return bool(info.lifecycle_stage == "active")
 
     def _experiment_id(self) -> str:
         experiment = self._client.get_experiment_by_name(self.experiment)
         if experiment:
             return str(experiment.experiment_id)
-        artifacts = None  # A server knows where it keeps them.
+
+        # A server knows where it keeps them.
+        artifacts = None
         if self.uri.startswith("sqlite:"):
             # MLflow would look for them below the working folder of whoever opens the file later.
             artifacts = Path("mlruns").absolute().as_uri()
@@ -91,6 +101,8 @@ class MLflow(Tracker):
     def _log_settings(self, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in flatten(settings).items()]
+        params = []
+        for name, value in flatten(settings).items():
+            params.append(Param(name, str(value)[:LONGEST_PARAM]))
         for begin in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])

@@ -1,12 +1,13 @@
 """The notice of a run's end. Rank 0 prepares it, and a process that outlives rank 0 sends it by apprise.
 
-That process is `python -m hvtrain.trackers.notice PID`, with the number of rank 0's process. It reads rank 0's
-messages, lines of JSON, from its standard input: first {"addresses", "name", "folder", "lost"}, then each notice
-{"kind", "body"} that is to be sent if rank 0 ends now; "is_last" sends it at once. It answers twice, on its standard
-output: with the indices of addresses that apprise does not know, and of those that did not take the notice.
+That process is `python -m hvtrain.trackers.notice PID`, with the number of rank 0's process. It
+reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name",
+"folder", "lost"}, then each notice {"kind", "body"} that is to be sent if rank 0 ends now;
+"is_last" sends it at once. It answers twice, on its standard output: with the indices of addresses
+that apprise does not know, and of those that did not take the notice.
 
-No launcher knows of it: it has a session of its own, no parent and no variable of the launch, by which launchers find
-what they kill. It ends by itself, SECONDS_TO_SEND after rank 0 at the latest.
+No launcher knows of it: it has a session of its own, no parent and no variable of the launch, by
+which launchers find what they kill. It ends by itself, SECONDS_TO_SEND after rank 0 at the latest.
 """
 
 import json
@@ -26,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
-from hvtrain.system import secrets
-from hvtrain.system.secrets import without_passwords
+from hvtrain.system.secrets import shown_address, without_passwords
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Notice:
 
     def begin(self, chosen: Sequence[str], folder: Path) -> None:
         """Starts the process that sends it, unless it is running already. Raises ConfigError for a wrong address."""
+        # A restart of the ranks begins it again.
         if chosen and self._sender is None:
             if not find_spec("apprise"):
                 raise ConfigError(f"notify needs apprise, which is not installed; install: {INSTALL}")
@@ -94,33 +95,38 @@ class Notice:
             if failed is None:  # The sender is gone.
                 failed = list(range(len(self._addresses)))
             for index in failed:
-                log.warning("the notice could not be sent to %s; test it with the command apprise", self._name(index))
+                name = self._name(index)
+                log.warning("the notice could not be sent to %s; test it with the command apprise", name)
         self._sender = None
 
     def _start(self, folder: Path) -> None:
-        self._sender = sender = subprocess.Popen(
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCH)}
+        sender = subprocess.Popen(
             [sys.executable, "-m", "hvtrain.trackers.notice", str(os.getpid())],
-            env={name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCH)},
+            env=variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # apprise may write secrets there, and launchers wait until it is closed.
             start_new_session=True,
         )
+        self._sender = sender
+        advice = f"run the same command with run.dir={folder} to resume"
         self._write(
             {
                 "addresses": self._addresses,
                 "name": folder.name,
                 "folder": f"{folder} on {socket.gethostname()}",
-                "lost": f"rank 0 was killed, by its launcher or otherwise; run the same command with run.dir={folder} "
-                "to resume",
+                "lost": f"rank 0 was killed, by its launcher or otherwise; {advice}",
             }
         )
+
         unknown = self._answer(SECONDS_TO_START)
         if unknown is None:
             with suppress(ProcessLookupError):
                 os.killpg(sender.pid, signal.SIGKILL)
             log.warning("no notice will be sent: the process that sends it has not started")
         sender.wait()  # For the process that forked the sender.
+        # It has not started, or has ended with the wrong address.
         if unknown != []:
             self._sender = None
         if unknown:
@@ -128,6 +134,7 @@ class Notice:
             raise ConfigError(f"notify: {name} is not an address that apprise takes; see docs/notices.md")
 
     def _tell(self, kind: str, text: str, is_last: bool = True) -> None:
+        # An error may quote an address or a token of the data.
         text = without_passwords(text).removeprefix("stopped because ")
         self._write({"kind": kind, "body": text[:MOST_CHARACTERS], "is_last": is_last})
 
@@ -147,7 +154,7 @@ class Notice:
         return list(json.loads(line)) if line else None
 
     def _name(self, index: int) -> str:
-        return f"address {index + 1} of {len(self._addresses)} ({secrets.shown_address(self._addresses[index])})"
+        return f"address {index + 1} of {len(self._addresses)} ({shown_address(self._addresses[index])})"
 
 
 def cause_in_words(error: BaseException) -> str:
@@ -161,12 +168,15 @@ def cause_in_words(error: BaseException) -> str:
 
 def sender_main() -> None:
     """Waits for the end of rank 0, and sends what it said last."""
+    # The child has no parent by which a launcher could find it.
     if os.fork():
         os._exit(0)
+
     messages = read_messages(0, int(sys.argv[1]))
     begin = next(messages, None)
     if begin is None:
         return
+
     import apprise
 
     servers = [apprise.Apprise.instantiate(address) for address in begin["addresses"]]
@@ -174,10 +184,13 @@ def sender_main() -> None:
     write_answer(unknown)
     if unknown:
         return
+
+    # What is sent if rank 0 says nothing more.
     notice = {"kind": LOST, "body": begin["lost"]}
     for notice in messages:
         if notice.get("is_last"):
             break
+
     title = TITLES[notice["kind"]].format(begin["name"])
     body = f"{notice['body']}\n{begin['folder']}"
     notify_type = apprise.NotifyType(_TYPES.get(notice["kind"], "failure"))
@@ -191,6 +204,7 @@ def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
     # It may have ended; kernels before Linux 5.3, and Pythons built with older headers, do not have it.
     with suppress(OSError, AttributeError):
         end = [os.pidfd_open(process)]
+
     text = b""
     while True:
         ready = select.select([pipe, *end], [], [])[0]
@@ -209,12 +223,15 @@ def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any
         if servers[index].notify(**notice):
             taken.add(index)
 
+    # One slow server may not keep the others waiting.
     threads = [threading.Thread(target=send_to, args=[index], daemon=True) for index in range(len(servers))]
     for thread in threads:
         thread.start()
+
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
     return [index for index in range(len(servers)) if index not in taken]
 
 

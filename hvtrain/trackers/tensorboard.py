@@ -25,16 +25,20 @@ class TensorBoard(Tracker):
 
         self._scalar = scalar_pb
         self._writer = tf.summary.create_file_writer(str(self.folder))
+        # A resumed run goes on in its folder, where the settings are already.
         if known != str(self.folder):
             text = yaml.safe_dump(run.settings, sort_keys=False)
+            # Markdown shows a block that is indented by four as it is.
+            block = "".join(f"    {line}\n" for line in text.splitlines())
             with self._writer.as_default():
-                tf.summary.text("settings", "".join(f"    {line}\n" for line in text.splitlines()), step=0)
+                tf.summary.text("settings", block, step=0)
             self._writer.flush()
         return str(self.folder)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         # tf.summary.scalar writes the same, but runs several operations for each number while the other ranks wait.
-        summary = b"".join(self._scalar(name, value).SerializeToString() for name, value in values.items())
+        summaries = [self._scalar(name, value) for name, value in values.items()]
+        summary = b"".join(each.SerializeToString() for each in summaries)
         with self._writer.as_default():
             tf.summary.experimental.write_raw_pb(summary, step=step)
         self._writer.flush()

@@ -24,11 +24,15 @@ class WeightsAndBiases(Tracker):
     def __init__(self, dir: str, project: str = "hvtrain", entity: str | None = None, mode: Mode = "offline") -> None:
         if mode not in MODES:
             raise ConfigError(f"tracker.wandb.mode={mode} is not one of {', '.join(MODES)}")
-        self.folder, self.project, self.entity, self.mode = Path(dir).absolute(), project, entity, mode
+        self.folder = Path(dir).absolute()
+        self.project = project
+        self.entity = entity
+        self.mode = mode
         self._run: Any = None
 
     def start(self, run: TrackedRun, known: str | None) -> str:
-        self.folder.mkdir(parents=True, exist_ok=True)  # wandb would take a temporary folder.
+        # Without the folder wandb would take a temporary one.
+        self.folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -65,8 +69,11 @@ class WeightsAndBiases(Tracker):
         for path in files:
             link = Path(self._run.dir) / path.name
             link.unlink(missing_ok=True)
-            link.symlink_to(path)  # As wandb does itself, with a warning.
+            # As wandb does itself, with a warning.
+            link.symlink_to(path)
             self._run.save(str(link), base_path=self._run.dir, policy="now")
+
+        # It is to be resumed, which its page then says.
         if state == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=int(state != "finished"))

@@ -54,13 +54,13 @@ class Kind(str, Enum):
     STACKS = "stacks"  # wake: ranks and processes; rank, text, state
     BYE = "bye"
 
-    # What the connection's end becomes: closed by the other side, or by the kernel for a lost host
-    # or network.
+    # Stands for the end of a connection: closed by the other side, or by the kernel if host or
+    # network are lost.
     GONE = "gone"  # is_cut
 
 
 def loss(rank_name: str, is_cut: bool) -> str:
-    """Describes the loss of a rank whose connection ended so."""
+    """Describes the loss of a rank by the way in which its connection ended."""
     if is_cut:
         return f"{rank_name} cannot be reached any more (its host is down, or the network is cut)"
     return f"{rank_name} is gone (killed, or its host is lost)"
@@ -129,7 +129,7 @@ def notice_cuts(connection: socket.socket) -> None:
 
 @dataclass(eq=False)
 class Connection:
-    """process and state are set once it has proved its rank."""
+    """A connection to the hub; process and state are set once it has proved its rank."""
 
     socket: socket.socket
     challenge: str

@@ -118,7 +118,7 @@ class Hub:
         self._lost_at = self._lost_at or time.monotonic()
 
     def _pass_signal(self, number: int) -> None:
-        """Sends this process the first signal that another rank received, unless one arrives here too."""
+        """Sends this process the first signal that another rank received, unless it gets one itself."""
         if self._passes_signal:
             return
         self._passes_signal = True

@@ -22,6 +22,8 @@ import psutil
 from hvtrain.core import checkpoint_notes as notes
 from hvtrain.system import console
 
+T = TypeVar("T")
+
 ENDED = "at its end"
 _STATES = {
     psutil.STATUS_STOPPED: "stopped by a signal (SIGSTOP, Ctrl-Z)",
@@ -31,6 +33,10 @@ _STATES = {
 }
 # Two processes may compute the start of a third one differently by so much.
 _START_TOLERANCE_SECONDS = 2.0
+
+STACKS_FOLDER = "stacks"
+# A hanging disk may be the reason to end, so file access is abandoned after this time.
+SECONDS_FOR_FILES = 5.0
 
 
 def machine_id(namespace: str = "pid") -> str:
@@ -50,7 +56,7 @@ def machine_id(namespace: str = "pid") -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """A process as others of its machine find it again, although its number may have been reused.
+    """A process that others on its machine can find again, even if its number is reused.
 
     Args:
         machine: its machine_id().
@@ -69,7 +75,7 @@ class Process:
         return self.machine == machine_id() and self.number != os.getpid()
 
     def state(self) -> str:
-        """The reason why it may not answer; empty if it just runs."""
+        """Why it may not answer; empty if it simply runs."""
         try:
             process = psutil.Process(self.number)
             # Numbers are used again, so the start has to fit too.
@@ -188,13 +194,6 @@ class Launcher:
         except OSError as error:
             return isinstance(error, ConnectionRefusedError)
         return False
-
-
-T = TypeVar("T")
-
-STACKS_FOLDER = "stacks"
-# A hanging disk may be the reason to end, so file access is abandoned after this time.
-SECONDS_FOR_FILES = 5.0
 
 
 def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:

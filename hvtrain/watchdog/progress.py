@@ -1,7 +1,7 @@
 """The progress of ranks: what each of them does, and which one holds the run up.
 
-A rank's main thread reports what it begins, and the watchdog's thread looks from time to time. The hub judges by the
-statuses of all ranks; the functions that judge are pure.
+A rank's main thread reports what it begins, and the watchdog's thread looks from time to time. The
+hub judges by the statuses of all ranks; the functions that judge are pure.
 """
 
 import time
@@ -44,7 +44,7 @@ class Status:
 
 
 class SuspensionClock:
-    """Measures how long this process itself was suspended, for which it blames nobody."""
+    """Measures how long this process itself was suspended, which is no other rank's fault."""
 
     def __init__(self, usual_seconds: float = 1.0) -> None:
         # Of a thread that is only slow: a beat may be late by as much as a beat.
@@ -59,7 +59,7 @@ class SuspensionClock:
 
 
 class Progress:
-    """The main thread reports at almost no cost; `look` is for one other thread.
+    """What this rank does. The main thread reports at almost no cost; `look` is for one other thread.
 
     marks: how far this process's steps are inside the graph, where Python sees nothing.
     """
@@ -162,8 +162,8 @@ class Progress:
 PATIENCE_AT_START = 3
 # A rank that misses so many of its beats is silent, not late.
 BEATS_UNTIL_SILENT = 10
-# A main thread that others' end has freed says more than the watchdog; one that is blocked forever
-# says nothing.
+# A main thread that is freed by the end of other ranks says more than the watchdog; one that is
+# blocked forever says nothing.
 SECONDS_FOR_THE_MAIN_THREAD = 3.0
 
 
@@ -183,9 +183,9 @@ class Rules:
 
     @property
     def main_thread_seconds(self) -> float:
-        """Seconds that the main thread has to notice a lost rank before its process is ended.
+        """Seconds for the main thread to notice a lost rank before its process is ended.
 
-        Where it goes on without that rank, it may be as slow as at anything else.
+        If the run goes on without that rank, the thread may be as slow as at anything else.
         """
         return self.limit if self.survives_loss else SECONDS_FOR_THE_MAIN_THREAD
 

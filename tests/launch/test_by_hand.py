@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import pytest
 
 import launching
+from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.launch.by_hand import start
-from hvtrain.launch.job import Roles
 from hvtrain.launch.rendezvous import PAUSES_OF_A_CLAIM, Rendezvous, claim, pause_seconds
 from lab import PYTHON, Lab, needs_lab
 from launcher_lab import fate, wait_for

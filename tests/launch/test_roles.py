@@ -7,17 +7,16 @@ import sys
 import pytest
 
 import launching
+from hvtrain.core.topology import Roles, roles_of
 from hvtrain.errors import ConfigError
 from hvtrain.launch.command import main
 from hvtrain.launch.first_failure import End, judge
 from hvtrain.launch.job import (
     Job,
-    Roles,
     hosts_option,
     launcher_command,
     parse_hosts,
     place_ranks,
-    roles_of,
 )
 from hvtrain.launch.restart import choose_hosts
 from hvtrain.system.console import Verdict

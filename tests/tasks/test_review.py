@@ -12,7 +12,7 @@ from PIL import Image
 
 from hvtrain.data import from_arrays
 from hvtrain.tasks import Binary, Classification, Custom, Language, Multilabel, Regression, Segmentation
-from hvtrain.tasks.reviewed import ReviewedExamples, as_bytes, png
+from hvtrain.tasks.examples import ReviewedExamples, as_bytes, png
 
 
 def source(x, y, **facts):
