@@ -316,7 +316,7 @@ def test_damage_in_packed_records_is_named(tmp_path):
     (path,) = write_tfrecords(tmp_path, "train", *random_images(4), num_files=1)
     whole = path.read_bytes()
     path.write_bytes(gzip.compress(whole)[:-20])
-    with pytest.raises(DataError, match=rf"{path}: cannot be unpacked after record \d|truncated or damaged"):
+    with pytest.raises(DataError, match=rf"{path}: cannot be read after record \d|truncated or damaged"):
         TFRecords(str(tmp_path), (6, 6, 1), 3).num_examples("train")
     damaged = bytearray(whole)
     damaged[-20] ^= 1
@@ -333,7 +333,11 @@ RECORD_LABELS = [
     ({"int64_list": tf.train.Int64List(value=[1])}, {}, 1),
     ({"float_list": tf.train.FloatList(value=[1.0])}, {}, 1),
     ({"bytes_list": tf.train.BytesList(value=[b"dog"])}, TEXT_LABELS, 1),
-    ({"bytes_list": tf.train.BytesList(value=[b"dog"])}, {}, r"label holds text \(dog\); give the names of all 2"),
+    (
+        {"bytes_list": tf.train.BytesList(value=[b"dog"])},
+        {},
+        r"label holds 1 names \(dog\) and .*num_classes is 2; set it to 1, or give",
+    ),
     ({"bytes_list": tf.train.BytesList(value=[b"cow"])}, TEXT_LABELS, "label 'cow' is none of dataset.class_names"),
     ({"float_list": tf.train.FloatList(value=[0.5])}, {}, "label 0.5 is outside 0 ... 1"),
     ({"int64_list": tf.train.Int64List(value=[0, 1])}, {}, "Values size: 2 but output shape"),
@@ -352,6 +356,22 @@ def test_labels_of_records(label, options, expected, tmp_path):
     else:
         (image,), classes = explained_examples(source)
         assert classes.tolist() == [expected] and np.array_equal(image, COLORS[::-1, ::-1])
+
+
+def test_names_in_records_are_those_of_the_training_part(tmp_path, monkeypatch):
+    for split, names in (("train", ["hen", "cow", "hen"]), ("test", ["cow"])):
+        with tf.io.TFRecordWriter(str(tmp_path / f"{split}.tfrecord")) as writer:
+            for name in names:
+                label = {"bytes_list": tf.train.BytesList(value=[name.encode()])}
+                writer.write(record(encoded(PICTURE), **label))
+    source = TFRecords(str(tmp_path), SHAPE, 2)
+    assert source.facts()["class_names"] == ["cow", "hen"]
+    assert examples(source, "train")[1].tolist() == [1, 0, 1] and examples(source, "test")[1].tolist() == [0]
+    monkeypatch.setattr("hvtrain.data.sources.tfrecord.MAX_NAMED_BYTES", 9)
+    with pytest.raises(
+        DataError, match=r"label holds text \(cow, hen\); give the names of all 2 .*class_names=\[cow,hen,"
+    ):
+        TFRecords(str(tmp_path), SHAPE, 2).facts()
 
 
 # 10 and 11. Pixels and labels of two files, options, the classes or the message.

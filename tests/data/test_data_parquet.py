@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,8 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
-from hvtrain.data.sources.parquet import Parquet
+from hvtrain.data.formats.row_groups import RowGroup
+from hvtrain.data.sources.parquet import Parquet, pieces_of
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import SHAPE, images_of, joined, random_images, scaled
 
@@ -80,6 +83,29 @@ def test_a_stream_that_starts_later_is_the_tail(folder, num_examples, start_step
         np.testing.assert_array_equal(images, tail_images)
         np.testing.assert_array_equal(labels, tail_labels)
     assert [len(labels) for _, labels in whole] == ([5, 5, 1] * 3 if num_examples else [5] * 9)
+
+
+def test_a_stream_that_starts_later_reads_nothing_of_before():
+    groups = [RowGroup("file", number, 10) for number in range(6)]
+    whole = list(islice(pieces_of(groups, 2, StreamRequest(Topology(), 5, 1, 0, 12)), 6))
+    assert [len(piece.groups) for piece in whole] == [2] * 6, "so many are in memory"
+    later = next(pieces_of(groups, 2, StreamRequest(Topology(), 5, 1, 12 + 7, 12)))
+    assert later.groups == whole[4].groups
+    np.testing.assert_array_equal(later.rows, whole[4].rows[15:])
+
+
+def test_one_piece_is_read_ahead_and_no_more(folder, monkeypatch):
+    source = Parquet(str(folder), SHAPE, 3, shuffle_groups=1)
+    num_read = []
+    read = source._read
+    monkeypatch.setattr(source, "_read", lambda piece: num_read.append(piece) or read(piece))
+    batches = iter(source.training_batches(StreamRequest(Topology(), 1, 1, 0, 23)))
+    next(batches)
+    deadline = time.monotonic() + 20
+    while len(num_read) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # For one more that would be too many.
+    assert len(num_read) == 2
 
 
 def test_fewer_row_groups_than_ranks_is_refused_for_training_but_not_for_testing(folder):

@@ -96,7 +96,7 @@ def test_a_label_outside_the_classes_is_traced_to_its_file(tmp_path):
     _, path = write_tfrecords(tmp_path, "train", images, labels, num_files=2)
     message = explained(TFRecords(str(tmp_path), SHAPE, 3))
     assert message.startswith(f"{path}, record 2 at byte "), message
-    assert ": label 7 is outside 0 ... 2; fix or remove it" in message
+    assert ": label 7 is outside 0 ... 2; write or fetch the file again, or" in message
 
 
 def test_a_missing_feature_and_a_bad_image_are_traced_to_their_file(tmp_path):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import Source, StreamRequest, write_tfrecords
-from hvtrain.data.formats.record_files import masked_crc, scan_records, walk
+from hvtrain.data.formats.record_files import masked_crc, scan_records
 from hvtrain.data.formats.row_groups import Columns, pixel_type, read_footer, read_group
 from hvtrain.data.source import reason
 from hvtrain.data.sources.file_source import FileSource
@@ -79,16 +79,16 @@ def outcome(source: Source, batches: tf.data.Dataset) -> list | DataError:
         return explained
 
 
-def read_or_told(source: FileSource, batch: np.ndarray, place: str) -> None:
+def read_or_told(source: FileSource, *batch: np.ndarray, place: str) -> None:
     """One example is read as streams read it, or located with a reason."""
     try:
         with tf.device("CPU:0"):
-            _, labels = source.sure_reader("train", Topology())(tf.constant(batch))
+            _, labels = source.sure_reader("train", Topology())(*map(tf.constant, batch))
         why = "" if labels[0] < 0 else None
     except tf.errors.OpError as error:
         why = reason(error)
     if why is not None:
-        found = source.locate("train", Topology(), [batch], why)
+        found = source.locate("train", Topology(), batch, why)
         assert found.location == place and found.problem
 
 
@@ -128,10 +128,12 @@ def test_records_one_by_one(mutate, records):
     for check_lengths in (False, True):
         offsets, problem = scan_records(path, check_lengths)
         assert len(offsets) <= len(whole) // 16 + 4 and (problem or offsets)
-    data = [piece[1] for pieces in walk(str(path).encode()) for piece in pieces]
+    skip._scans.clear()  # A run meets no more than one version of a file.
     for number, offset in enumerate(offsets):
-        place = f"{path}, record {number} at byte {offset}"
-        read_or_told(skip, np.array([[place.encode(), data[number]]], object), place)
+        # As a stream gives it after a damaged one: without its data.
+        read_or_told(
+            skip, np.array([b""], object), np.array([number]), place=f"{path}, record {number} at byte {offset}"
+        )
 
 
 @examples(8)
@@ -179,7 +181,7 @@ def test_images_one_by_one(mutate, kind, images):
     """Decoded as streams do it, or told why not."""
     path, whole, ((source, _), _) = images
     path.write_bytes(mutate(whole[kind]))
-    read_or_told(source, np.array([1]), str(path))
+    read_or_told(source, np.array([1]), place=str(path))
 
 
 @pytest.mark.nightly

@@ -7,10 +7,8 @@ uint32. A file may be gzipped as a whole; its offsets are then those of the unpa
 import gzip
 import re
 import struct
-import time
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,8 +20,6 @@ from hvtrain.data.formats.folders import left_out, split_files, visible
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
-PIECE_RECORDS = 64
-"""Records that walk() returns at a time."""
 CORRUPTED = "corrupted record"
 EMPTY = "is empty"
 GZIP_BEGIN = b"\x1f\x8b\x08"
@@ -62,11 +58,11 @@ def is_gzipped(path: str | Path) -> bool:
 def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]", str | None]:
     """Finds the records of a file by their lengths, without reading the data.
 
-    The CRCs of the data are not checked.
+    The CRCs of the data are not checked. A gzipped file is unpacked as a whole.
 
     Args:
         check_lengths: Stop at a length whose CRC is wrong, since the bytes after it would be taken
-            for records.
+            for records. Always in a gzipped file, where a huge length costs more than its CRC.
 
     Returns:
         The offset of each record, and the defect that hides the rest of the file, if there is one.
@@ -74,53 +70,37 @@ def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]",
     offsets = array("Q")
     offset = 0
     try:
-        if is_gzipped(path):
-            return _scan_gzipped(path)
+        is_packed = is_gzipped(path)
         file_bytes = path.stat().st_size
         # Unbuffered: of a large record only the header is read.
-        with path.open("rb", buffering=0) as file:
-            while offset < file_bytes:
-                file.seek(offset)
-                header = file.read(HEADER_BYTES)
+        with gzip.open(path) if is_packed else path.open("rb", buffering=0) as file:
+            header = file.read(HEADER_BYTES)
+            while header:
+                record = f"record {len(offsets)} at byte {offset}"
+                if (check_lengths or is_packed) and header[8:] != masked_crc(header[:8]):
+                    return offsets, f"{record} has a length whose CRC is wrong: it is truncated or damaged"
+
                 length = 0
                 if len(header) == HEADER_BYTES:
                     length = struct.unpack("<Q", header[:8])[0]
                 end = offset + HEADER_BYTES + length + FOOTER_BYTES
 
-                record = f"record {len(offsets)} at byte {offset}"
+                if is_packed:
+                    # Seeking stops at the end of the unpacked data.
+                    file_bytes = file.seek(end)
                 if end > file_bytes:
                     return offsets, (
                         f"{record} should end at byte {end}, but the file has {file_bytes} bytes: "
                         "it is truncated or damaged"
                     )
-                if check_lengths and header[8:] != masked_crc(header[:8]):
-                    return offsets, f"{record} has a length whose CRC is wrong: it is damaged"
+
                 offsets.append(offset)
                 offset = end
-    except OSError as error:
-        return offsets, f"cannot be read ({error.strerror})"
-    return offsets, None if offsets else EMPTY
-
-
-def _scan_gzipped(path: Path) -> tuple["array[int]", str | None]:
-    """As scan_records(), by unpacking the whole file."""
-    offsets = array("Q")
-    offset = 0
-    try:
-        with gzip.open(path) as file:
-            header = file.read(HEADER_BYTES)
-            while header:
-                end = offset + HEADER_BYTES + FOOTER_BYTES
-                if len(header) == HEADER_BYTES:
-                    end += struct.unpack("<Q", header[:8])[0]
-                # A damaged length may be huge: seeking stops at the end of the data.
-                if header[8:] != masked_crc(header[:8]) or file.seek(end) < end:
-                    return offsets, f"record {len(offsets)} at byte {offset} (unpacked) is truncated or damaged"
-                offsets.append(offset)
-                offset = end
+                file.seek(end)
                 header = file.read(HEADER_BYTES)
     except (OSError, EOFError, zlib.error) as error:
-        return offsets, f"cannot be unpacked after record {len(offsets) - 1} ({error})"
+        progress = f" after record {len(offsets) - 1}" if offsets else ""
+        return offsets, f"cannot be read{progress} ({getattr(error, 'strerror', None) or error})"
     return offsets, None if offsets else EMPTY
 
 
@@ -140,24 +120,6 @@ def masked_crc(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def walk(path: bytes) -> Iterator[np.ndarray]:
-    """Reads the records of a file in turn, in pieces [n, 2] of (location, data).
-
-    The data of a damaged record are empty.
-    """
-    # tf.data calls this function, and passes strings as bytes.
-    name = path.decode()
-    offsets, _ = scan_records(Path(name), check_lengths=True)
-    records = _records(name, offsets)
-    for begin in range(0, len(offsets), PIECE_RECORDS):
-        piece = enumerate(offsets[begin : begin + PIECE_RECORDS], start=begin)
-        rows = []
-        for number, offset in piece:
-            location = location_of(name, number, offset)
-            rows.append((location.encode(), next(records)))
-        yield np.array(rows, object)
-
-
 def first_records(path: str, number: int) -> list[bytes]:
     """The data of a file's first records, as far as they can be read."""
     packing = "GZIP" if is_gzipped(path) else ""
@@ -168,93 +130,35 @@ def first_records(path: str, number: int) -> list[bytes]:
     return records
 
 
-def _records(path: str, offsets: Iterable[int]) -> Iterator[bytes]:
-    """Reads a file's first records, one for each offset; empty if they are damaged."""
-    if not is_gzipped(path):
-        reader = tf_record_random_reader(path)
-        for offset in offsets:
-            yield _read(reader, offset)
-        return
+def stream_records(
+    path: tf.Tensor,
+    num_records: tf.Tensor,
+    first_code: tf.Tensor,
+    packing: str,
+) -> tf.data.Dataset:
+    """Reads the records of a file as ((data, _), code), as many as it is known to hold.
 
-    # TensorFlow finds no record of a packed file by its offset.
-    unpacked = tf.data.TFRecordDataset(path, compression_type="GZIP").as_numpy_iterator()
-    for _ in offsets:
-        record = b""
-        with suppress(tf.errors.OpError, StopIteration):
-            record = next(unpacked)
-        yield record
+    A damaged record, and all after it in its file, come empty: the reader knows them by their codes.
+    So damage has a location, and no error ends the stream before it is told.
+
+    Args:
+        first_code: The code of the file's first record. Those of the others follow.
+        packing: tf.data's name for the file's compression.
+    """
+    records = tf.data.TFRecordDataset(path, compression_type=packing)
+    # The range bounds the attempts: TensorFlow would try to open a missing file for ever.
+    readable = tf.data.Dataset.zip(records, tf.data.Dataset.range(num_records)).ignore_errors()
+    blank = tf.data.Dataset.from_tensors((b"", tf.constant(-1, tf.int64))).repeat()
+    codes = tf.data.Dataset.range(first_code, first_code + num_records)
+    return tf.data.Dataset.zip(readable.concatenate(blank), codes)
 
 
-def location_of(path: str, number: int, offset: int) -> str:
-    return f"{path}, record {number} at byte {offset}"
-
-
-def _read(reader: tf_record_random_reader, offset: int) -> bytes:
-    """Reads the data of a record; empty if they are damaged."""
+def read_record(path: str, offset: int) -> bytes:
+    """Reads the data of a record in a file that is not gzipped; empty if they are damaged."""
     # TensorFlow raises IndexError at and beyond the end of a file.
     with suppress(tf.errors.OpError, IndexError):
-        return reader.read(offset)[0]
+        return tf_record_random_reader(path).read(offset)[0]
     return b""
-
-
-def find_record(paths: Iterable[str], record: bytes, deadline_seconds: float) -> str | None:
-    """Finds the location of the record with these bytes.
-
-    Args:
-        deadline_seconds: The time of time.monotonic() at which to give up, with None.
-    """
-    record_bytes = HEADER_BYTES + len(record) + FOOTER_BYTES
-    for path in paths:
-        offsets, _ = scan_records(Path(path))
-        ends = np.append(np.asarray(offsets), Path(path).stat().st_size if offsets else ())
-        numbers = np.arange(len(offsets))
-        records = _records(path, offsets)
-        if not is_gzipped(path):
-            # Only records of the right length are read.
-            numbers = np.flatnonzero(np.diff(ends) == record_bytes)
-            records = _records(path, (offsets[number] for number in numbers))
-        for number, content in zip(numbers, records):
-            if content == record:
-                return location_of(path, int(number), offsets[number])
-            if time.monotonic() > deadline_seconds:
-                return None
-    return None
-
-
-def find_damage(
-    counts: Mapping[str, int],
-    message: str,
-    skips: bool,
-    deadline_seconds: float,
-) -> str | None:
-    """Finds the file or record that TensorFlow's message is about, and the defect in it.
-
-    Args:
-        counts: Records that the files held when they were opened.
-        message: Names the byte of a record at most, never its file.
-        skips: Damage that was known when the files were opened has been left out.
-        deadline_seconds: The time of time.monotonic() at which to give up, with None.
-    """
-    match = re.search(r"record at (\d+)", message)
-    # TensorFlow names the begin of the record's header, or of its data.
-    suspects = {int(match[1]), int(match[1]) - HEADER_BYTES} if match else set()
-    for path, count in counts.items():
-        # Scanning lengths is fast, and reveals a file that was truncated or replaced.
-        offsets, defect = scan_records(Path(path), skips)
-        if len(offsets) != count or (defect and not skips):
-            return f"{path}: {defect or f'holds {len(offsets)} records and had {count} before'}"
-        if is_gzipped(path):
-            records = enumerate(_records(path, offsets))
-            damaged = [number for number, record in records if not record][:1]
-        else:
-            numbers = [number for number, offset in enumerate(offsets) if offset in suspects]
-            reader = tf_record_random_reader(path)
-            damaged = [number for number in numbers if not _read(reader, offsets[number])]
-        if damaged:
-            return f"{location_of(path, damaged[0], offsets[damaged[0]])}: {CORRUPTED}"
-        if time.monotonic() > deadline_seconds:
-            break
-    return None
 
 
 def write_tfrecords(

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from hvtrain.core.step_plan import Share
-from hvtrain.data.pipeline.streams import FOREVER, ORDER, end_with_python, unconverted
+from hvtrain.data.pipeline.streams import FOREVER, ORDER, end_with_python, step_sizes, unconverted
 
 # tf.data opens the epochs of several streams in threads of its own, and the seed is global.
 _seeding = threading.RLock()
@@ -92,8 +91,7 @@ def cut_epoch(
         ends: The stream fails as well if the examples do not end with the share.
     """
     if not share.is_full:
-        begins = [share.begin(step) for step in range(first_step, share.steps + 1)]
-        sizes = [end - begin for begin, end in pairwise(begins)]
+        sizes = step_sizes(share, first_step)
         # A run that is resumed at the end of an epoch has no step left in it.
         batches = batches.rebatch(sizes) if sizes else batches
 

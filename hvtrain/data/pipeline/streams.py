@@ -8,13 +8,15 @@ import atexit
 import gc
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
-from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.transform import Transform, Unchanged
 from hvtrain.data.source import Preprocessing, Source, StreamRequest
@@ -32,6 +34,7 @@ ORDER = 0
 AUGMENT = 1
 BLOCK = 2
 LAYERS = 3
+CROP = 4
 
 # An end that no stream reaches.
 FOREVER = 2**62
@@ -47,6 +50,12 @@ def derive_seed(seed: int, purpose: int, *parts: int | tf.Tensor) -> tf.Tensor:
     for part in parts:
         derived = tf.random.experimental.stateless_fold_in(derived, tf.cast(part, tf.int64))
     return derived
+
+
+def step_sizes(share: Share, first_step: int = 0) -> list[int]:
+    """The examples of each step of an epoch from first_step on."""
+    begins = [share.begin(step) for step in range(first_step, share.steps + 1)]
+    return [end - begin for begin, end in pairwise(begins)]
 
 
 def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
@@ -155,10 +164,12 @@ class StreamedSource(Source):
         """
         # The reader comes first, since it may fit the transform that postprocess uses.
         read = self.reader(split, topology)
-        return batches.map(
-            lambda step, batch: postprocess(step, *read(batch)),
-            num_parallel_calls=tf.data.AUTOTUNE,
-        )
+
+        def load_batch(step: tf.Tensor, batch: Any) -> tuple[Any, ...]:
+            parts = batch if isinstance(batch, tuple) else (batch,)
+            return postprocess(step, *read(*parts))
+
+        return batches.map(load_batch, num_parallel_calls=tf.data.AUTOTUNE)
 
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         topology = request.topology
@@ -173,7 +184,16 @@ class StreamedSource(Source):
             return inputs, *others
 
         batches = self.training_batches(request)
+        if self.sizing and self.sizing.crop:
+            batches = batches.map(partial(self._with_crops, request))
         return finish(self.load(batches, "train", topology, augment), topology)
+
+    @unconverted
+    def _with_crops(self, request: StreamRequest, step: tf.Tensor, batch: Any) -> tuple[Any, ...]:
+        """Draws a batch's random crops, as its last part: examples that are read alone keep theirs."""
+        parts = batch if isinstance(batch, tuple) else (batch,)
+        seed = derive_seed(request.seed, CROP, request.topology.rank, step)
+        return step, (*parts, self.sizing.crop.draw(tf.shape(parts[0])[0], seed))
 
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
         """Augments the raw elements of a training batch. Pure function of them and seed int64 [2]."""

@@ -6,8 +6,8 @@ example alone.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -15,7 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import listed
 from hvtrain.data.manifest import describe_files, user_path
+from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.streams import (
     Postprocess,
     Read,
@@ -51,7 +53,7 @@ class NotesFailure:
 class FileSource(NotesFailure, StreamedSource):
     """A source of files with encoded images of any size.
 
-    A subclass whose files hold pixels overrides preprocessing().
+    A subclass whose files hold pixels overrides preprocessing() and no_random_crop.
 
     on_error="stop": an example that cannot be read ends the stream with an error that explain()
         understands.
@@ -60,18 +62,23 @@ class FileSource(NotesFailure, StreamedSource):
         it is left out.
     """
 
+    ADVICE: ClassVar[str] = "fix or remove it"
+    """What to do about an example that cannot be read, for the message."""
+
+    no_random_crop = ""
+
     def __init__(
         self,
         dir: str,
         image_shape: Sequence[int],
         transform: Transform,
-        exif: bool = True,
+        **sizing: Any,
     ) -> None:
         self.folder = user_path(dir)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.transform = transform
-        self.exif = exif
+        self.sizing = Sizing(self.image_shape, **sizing)
         self._new: list[Unreadable] = []  # Left out since the last call of unreadable().
         # The locations of all that was left out: every epoch meets such an example again, but it
         # counts once.
@@ -102,7 +109,7 @@ class FileSource(NotesFailure, StreamedSource):
         return with_files(super().manifest(), self.folder, self.paths)
 
     def preprocessing(self) -> Preprocessing:
-        return decoded_preprocessing(self.transform, self.image_shape)
+        return decoded_preprocessing(self.transform, self.sizing)
 
     def leave_out(self, item: Unreadable) -> None:
         """Notes a file, or a part of one, that on_error="skip" leaves out."""
@@ -197,9 +204,11 @@ class _BatchRepair:
             except tf.errors.OpError as error:
                 problem = reason(error)
 
-        item = source.locate(self._split, self._topology, example, problem)
+        # The crop's draws, which come last, are none of the source's parts.
+        parts = example[:-1] if self._is_training and source.sizing.crop else example
+        item = source.locate(self._split, self._topology, parts, problem)
         if not source.skips:
-            raise source.fail(f"{item.location}: {item.problem}; fix or remove it, {LEAVE_OUT}")
+            raise source.fail(f"{item.location}: {item.problem}; {source.ADVICE}, {LEAVE_OUT}")
 
         source.leave_out(item)
         self._skipped[item.location] = item
@@ -274,14 +283,14 @@ def with_files(
     return manifest
 
 
-def decoded_preprocessing(transform: Transform, image_shape: tuple[int, int, int]) -> Preprocessing:
+def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing:
     """Returns the preprocessing of image files: a saved model takes decoded images of any size."""
-    return transform.preprocessing(
-        (None, None, image_shape[2]),
-        image_shape,
-        "pixels of a decoded image (tf.io.decode_image, keras.utils.load_img), not divided by 255",
-        (0.0, 255.0),
-    )
+    shape: tuple[int | None, ...] = (None, None, sizing.image_shape[2])
+    values = "pixels of a decoded image (tf.io.decode_image, keras.utils.load_img), not divided by 255"
+    if sizing.is_fixed:
+        shape = sizing.image_shape
+        values += f", {sizing.phrase()}"
+    return transform.preprocessing(shape, sizing.image_shape, values, (0.0, 255.0), sizing.layers())
 
 
 def check_class_names(class_names: Sequence[str] | None, num_classes: int) -> Sequence[str] | None:
@@ -296,6 +305,9 @@ class DealtSource(FileSource):
 
     PIECE: ClassVar[str]
     """The name of a piece, for error messages."""
+    ROW_BITS: ClassVar[int] = 40
+    """An example's code, the last part of a batch, is the number of its piece, shifted by this many
+    bits, plus its row in the piece."""
 
     @property
     @abstractmethod
@@ -304,6 +316,47 @@ class DealtSource(FileSource):
 
         Counted on first use, since on_error, which is set after opening, says what damage does.
         """
+
+    @abstractmethod
+    def locate_row(self, piece: Any, row: int, example: Example, problem: str) -> Unreadable:
+        """As locate(), by the example's piece and its row in the piece."""
+
+    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
+        return self.locate_row(*self.piece_and_row(example[-1]), example, problem)
+
+    def piece_and_row(self, codes: np.ndarray) -> tuple[Any, int]:
+        """Returns the piece and the row of the example with codes[0]."""
+        number, row = divmod(int(codes[0]), 1 << self.ROW_BITS)
+        return self._pieces[number], row
+
+    @cached_property
+    def _pieces(self) -> list[Any]:
+        return [piece for pieces in self.counts.values() for piece in pieces]
+
+    @cached_property
+    def first_codes(self) -> dict[Any, int]:
+        """The code of each piece's first example."""
+        return {piece: number << self.ROW_BITS for number, piece in enumerate(self._pieces)}
+
+    def facts(self) -> dict[str, Any]:
+        self.num_examples("train")  # Counting reads the names of classes.
+        return super().facts()
+
+    def take_class_names(self, names: Collection[str], label: str) -> None:
+        """Takes the names of classes, sorted, from the labels of the training part.
+
+        Args:
+            label: The name of the column, for the message.
+
+        Raises:
+            DataError: There are other than num_classes of them.
+        """
+        if len(names) != self.num_classes:
+            raise DataError(
+                f"{self.origin}: {label} holds {len(names)} names ({listed(sorted(names))}) and "
+                f"dataset.num_classes is {self.num_classes}; set it to {len(names)}, or give dataset.class_names"
+            )
+        self.class_names = sorted(names)
 
     def num_examples(self, split: str) -> int:
         return sum(self.counts.get(split, {}).values())

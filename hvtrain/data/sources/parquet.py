@@ -5,7 +5,6 @@ Only two columns are read: a file with many more costs no more.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,6 @@ import pyarrow as pa
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.description import listed
 from hvtrain.data.formats import row_groups
 from hvtrain.data.formats.image_files import MAX_SAMPLE, describe_images
 from hvtrain.data.formats.row_groups import Columns, RowGroup, is_encoded
@@ -27,13 +25,8 @@ from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example, check_class_names
 from hvtrain.errors import ConfigError, DataError
 
-# A row's code is the number of its row group, shifted by this many bits, plus the row's number.
-ROW_BITS = 40
-
-Batch = tuple[np.ndarray, ...]
-"""Images, labels, and the codes of their rows."""
-Content = tuple[Batch, np.ndarray]
-"""All rows of a piece, and the numbers of those that are used, in order."""
+Rows = tuple[np.ndarray, ...]
+"""Images, labels, and the codes of the rows."""
 
 
 class Piece(NamedTuple):
@@ -67,7 +60,7 @@ class Parquet(DealtSource):
         shuffle_groups: number of row groups whose rows are shuffled together.
         shift_pixels, flip: augmentation of training images; see Transform.
         class_names: by class, if labels are text; None: those of the training part, sorted.
-        exif: turns encoded photographs upright, as their EXIF orientation says.
+        sizing: of encoded images: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
         ConfigError: if a setting is out of range.
@@ -92,7 +85,7 @@ class Parquet(DealtSource):
         shift_pixels: int = 0,
         flip: bool = False,
         class_names: Sequence[str] | None = None,
-        exif: bool = True,
+        **sizing: Any,
     ) -> None:
         if not scale > 0:
             raise ConfigError(f"dataset.scale={scale} cannot divide pixels; give the largest value, 255 or 1")
@@ -100,7 +93,7 @@ class Parquet(DealtSource):
             raise ConfigError(f"dataset.shuffle_groups={shuffle_groups} is out of range; it must be at least 1")
 
         transform = Transform(scale=scale, shift_pixels=shift_pixels, flip=flip)
-        super().__init__(dir, image_shape, transform, exif)
+        super().__init__(dir, image_shape, transform, **sizing)
         self.num_classes = num_classes
         self.class_names = check_class_names(class_names, num_classes)
         self._ranges: dict[Path, tuple[float, float]] = {}  # Of the pixels, by file.
@@ -150,18 +143,8 @@ class Parquet(DealtSource):
             return
         if self.class_names is None:
             labels = row_groups.read_labels(paths, self._columns)
-            names = sorted(str(name) for name in labels.unique().drop_null().to_pylist())
-            if len(names) != self.num_classes:
-                raise DataError(
-                    f"{self.folder}: {self._columns.label} holds {len(names)} names ({listed(names)}) and "
-                    f"dataset.num_classes is {self.num_classes}; set it to {len(names)}, or give dataset.class_names"
-                )
-            self.class_names = names
-        self._columns = replace(self._columns, class_names=tuple(self.class_names))
-
-    def facts(self) -> dict[str, Any]:
-        self.num_examples("train")  # Counting finds the names of classes.
-        return super().facts()
+            self.take_class_names(labels.unique().drop_null().to_pylist(), self._columns.label)
+        self._columns = replace(self._columns, class_names=tuple(self.class_names or ()))
 
     def description(self) -> dict[str, list[str]]:
         description = super().description()
@@ -170,7 +153,7 @@ class Parquet(DealtSource):
             group = next(iter(self.counts["train"]))
             images = [image for image in self._read_group(group)[0][:MAX_SAMPLE] if image]
             named = [(f"{group}, row {row}", image) for row, image in enumerate(images)]
-            description["images"] = describe_images(named, self.image_shape, self.exif)
+            description["images"] = describe_images(named, self.sizing.phrase(), self.sizing.exif)
         elif self._ranges:
             low = min(low for low, _ in self._ranges.values())
             high = max(high for _, high in self._ranges.values())
@@ -198,10 +181,6 @@ class Parquet(DealtSource):
                 self._ranges[path] = pixel_range
         return groups
 
-    @cached_property
-    def _all_groups(self) -> list[RowGroup]:
-        return [group for groups in self.counts.values() for group in groups]
-
     def paths(self, split: str) -> list[str]:
         # Each file once, in order. Files without rows have no row groups here.
         return list(dict.fromkeys(group.path for group in self.counts[split]))
@@ -209,37 +188,32 @@ class Parquet(DealtSource):
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
         groups = self.shard("train", request.topology)
         share = request.share_of(sum(group.num_rows for group in groups))
-
-        def batches():
-            _, first_step = request.position
-            steps = (step % share.steps for step in itertools.count(first_step))
-            sizes = (share.begin(step + 1) - share.begin(step) for step in steps)
-            return self._cut(pieces_of(groups, self._shuffle_groups, request), sizes)
-
-        # Epochs that are cut to num_examples end with a smaller batch.
-        batch_size = share.batch_size if share.is_full else None
-        return self._stream(batches, batch_size).enumerate(request.start_step)
+        rows = self._stream(lambda: pieces_of(groups, self._shuffle_groups, request))
+        if share.is_full:
+            batches = rows.rebatch(share.batch_size, drop_remainder=True)
+        else:
+            # The sizes of an epoch's steps in turn, from the first step that is left of this epoch.
+            _, steps_done = request.position
+            batches = rows.rebatch(np.roll(streams.step_sizes(share), -steps_done))
+        return batches.enumerate(request.start_step)
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        groups = self.shard(split, topology)
-        num_local = sum(group.num_rows for group in groups)
-
-        def batches():
-            # One row group at a time, in order.
-            pieces = (Piece([group], np.arange(group.num_rows)) for group in groups)
-            starts = range(0, num_local, batch_size)
-            sizes = (min(batch_size, num_local - start) for start in starts)
-            return self._cut(pieces, sizes)
-
-        return self._stream(batches, None).enumerate()
+        # One row group at a time, in order.
+        pieces = [Piece([group], np.arange(group.num_rows)) for group in self.shard(split, topology)]
+        return self._stream(lambda: pieces).rebatch(batch_size).enumerate()
 
     def reader(self, split: str, topology: Topology) -> streams.Read:
-        def decode(images, labels, codes):
+        def decode(images, labels, codes, *draws):
             if self._encoded:
-                images = decode_batch(images, self.image_shape, self.exif)
+                images = decode_batch(images, self.sizing, *draws)
             return images, labels
 
         return decode
+
+    @property
+    def no_random_crop(self) -> str:  # type: ignore[override]
+        # Counting reads the footers, which tell whether images are encoded.
+        return "" if self.counts and self._encoded else "holds pixels of one size"
 
     def preprocessing(self) -> Preprocessing:
         # Counting reads the footers, which tell whether images are encoded.
@@ -252,33 +226,29 @@ class Parquet(DealtSource):
             (0.0, float(self.transform.scale)),
         )
 
-    def _stream(self, batches: Callable[[], Iterator[Batch]], batch_size: int | None) -> tf.data.Dataset:
-        """Returns a stream of what a Python generator yields: images, labels and codes."""
-        if self._encoded:
-            images = tf.TensorSpec([batch_size], tf.string)
-        else:
-            images = tf.TensorSpec([batch_size, *self.image_shape], self._pixel_type)
+    def _stream(self, pieces: Callable[[], Iterable[Piece]]) -> tf.data.Dataset:
+        """Returns the rows of the pieces: images, labels and codes."""
+        images = tf.TensorSpec([None], tf.string)
+        if not self._encoded:
+            images = tf.TensorSpec([None, *self.image_shape], self._pixel_type)
+        labels = tf.TensorSpec([None], tf.int32)
+        codes = tf.TensorSpec([None], tf.int64)
+        rows = tf.data.Dataset.from_generator(
+            lambda: map(self._read, pieces()),
+            output_signature=(images, labels, codes),
+        )
+        # While one piece is in use, the next one is being read, and no other: more would take more
+        # memory.
+        return rows.prefetch(1)
 
-        labels = tf.TensorSpec([batch_size], tf.int32)
-        codes = tf.TensorSpec([batch_size], tf.int64)
-        return tf.data.Dataset.from_generator(batches, output_signature=(images, labels, codes))
-
-    def _cut(self, pieces: Iterable[Piece], sizes: Iterable[int]) -> Iterator[Batch]:
-        """Yields the rows of the pieces in batches of these sizes."""
-        pool = ThreadPoolExecutor(1, "parquet")  # Reads the next piece while one is in use.
-        try:
-            yield from rebatch(read_ahead(pool, self._read, pieces), sizes)
-        finally:
-            # A dropped stream must not wait for a piece that nobody will use.
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _read(self, piece: Piece) -> Content:
-        images, labels, codes = _joined([self._read_group(group) for group in piece.groups])
+    def _read(self, piece: Piece) -> Rows:
+        rows = [self._read_group(group) for group in piece.groups]
+        images, labels, codes = (np.concatenate(parts)[piece.rows] for parts in zip(*rows))
         if not self._encoded:
             images = images.astype(self._pixel_type.as_numpy_dtype, copy=False)
-        return (images, labels, codes), piece.rows
+        return images, labels, codes
 
-    def _read_group(self, group: RowGroup) -> Batch:
+    def _read_group(self, group: RowGroup) -> Rows:
         """Returns images, labels (-1 in rows that cannot be used), and codes.
 
         Why they cannot be used is noted for locate(), which gets the codes of such rows.
@@ -291,8 +261,7 @@ class Parquet(DealtSource):
             images = self._blank_images(group.num_rows)
             labels = np.full(group.num_rows, -1, np.int32)
 
-        first_code = self._all_groups.index(group) << ROW_BITS
-        return images, labels, first_code + np.arange(group.num_rows)
+        return images, labels, self.first_codes[group] + np.arange(group.num_rows)
 
     def _blank_images(self, number: int) -> np.ndarray:
         """Returns placeholders for the images of an unreadable row group."""
@@ -300,13 +269,10 @@ class Parquet(DealtSource):
             return np.full(number, b"", object)
         return np.zeros([number, *self.image_shape], self._pixel_type.as_numpy_dtype)
 
-    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
-        code = int(example[-1][0])
-        number, row = divmod(code, 1 << ROW_BITS)
-        group = self._all_groups[number]
-        if group in self._wrong_groups:
-            return Unreadable(str(group), self._wrong_groups[group], group.num_rows)
-        return Unreadable(f"{group}, row {row}", self._wrong_rows.get((group, row), problem))
+    def locate_row(self, piece: RowGroup, row: int, example: Example, problem: str) -> Unreadable:
+        if piece in self._wrong_groups:
+            return Unreadable(str(piece), self._wrong_groups[piece], piece.num_rows)
+        return Unreadable(f"{piece}, row {row}", self._wrong_rows.get((piece, row), problem))
 
 
 def pieces_of(
@@ -343,55 +309,3 @@ def pieces_of(
                 yield Piece(chosen, random.permutation(num_rows)[low:high])
 
             piece_begin += num_rows
-
-
-def read_ahead(
-    pool: Executor,
-    read: Callable[[Piece], Content],
-    pieces: Iterable[Piece],
-) -> Iterator[Content]:
-    """Yields read(piece) of each piece in turn.
-
-    While one is in use, the next one is being read, and no other: more would take more memory.
-    """
-    reading: Future[Content] | None = None
-    for piece in pieces:
-        ready = reading.result() if reading else None
-        try:
-            reading = pool.submit(read, piece)
-        except RuntimeError:
-            # Python is shutting down, and TensorFlow's threads still ask for more.
-            return
-
-        if ready:
-            yield ready
-
-    if reading:
-        yield reading.result()
-
-
-def rebatch(contents: Iterator[Content], sizes: Iterable[int]) -> Iterator[Batch]:
-    """Yields batches of the given sizes, across the boundaries of pieces, until the pieces end."""
-    arrays: Batch = ()
-    rows = np.empty(0, np.int64)  # Of these arrays, not yet used.
-    for size in sizes:
-        parts = []
-        while size:
-            if not len(rows):
-                content = next(contents, None)
-                if content is None:
-                    return
-                arrays, rows = content
-
-            taken = rows[:size]
-            rows = rows[size:]
-            parts.append(tuple(array[taken] for array in arrays))
-            size -= len(taken)
-
-        yield _joined(parts)
-
-
-def _joined(batches: list[Batch]) -> Batch:
-    if len(batches) == 1:
-        return batches[0]
-    return tuple(map(np.concatenate, zip(*batches)))

@@ -1,12 +1,12 @@
 """TFRecord files of encoded images, dealt to the ranks by file."""
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
@@ -15,13 +15,12 @@ from hvtrain.data.formats.image_files import describe_images, sample
 from hvtrain.data.formats.record_files import (
     CORRUPTED,
     EMPTY,
-    find_damage,
     find_files,
-    find_record,
     first_records,
     is_gzipped,
+    read_record,
     scan_records,
-    walk,
+    stream_records,
 )
 from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.streams import (
@@ -30,21 +29,21 @@ from hvtrain.data.pipeline.streams import (
     ORDER,
     Read,
     derive_seed,
+    step_sizes,
     unconverted,
 )
 from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable, reason
+from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example, check_class_names
 from hvtrain.errors import DataError
 
-# TensorFlow's words if a file holds fewer records than when it was counted (assert_cardinality).
-SHORTENED = "dataset was expected to contain"
 # Of each file that is looked at.
 SAMPLED_RECORDS = 4
 # A constant: the order of examples must not depend on the machine.
 INTERLEAVED_FILES = 8
-# The longest search for a bad record, since files may be large.
-SEARCH_SECONDS = 5.0
+# Training files up to this size in all are read once for the names of classes. Larger ones would
+# keep every rank waiting before its first step.
+MAX_NAMED_BYTES = 2**28
 
 
 class TFRecords(DealtSource):
@@ -59,12 +58,15 @@ class TFRecords(DealtSource):
             validation/ and test/ of such files; the last two are optional. Names may end in
             .tfrecords or .tfrec, or in -00000-of-00001; files may be gzipped.
         image_shape: [height, width, channels] to which images are resized.
-        num_classes: labels are whole numbers from 0 to num_classes - 1.
+        num_classes: labels are num_classes whole numbers, from first_label on.
         image_key, label_key: names of the features of a tf.train.Example.
-        class_names: by class, if labels are text.
+        class_names: by class, if labels are text; None: those of the training part, sorted, if its files
+            are small enough to be read for them.
         shuffle_buffer: records of a block that is shuffled; less than 2: only files are.
         shift_pixels, flip: augmentation of training images; see Transform.
-        exif: turns photographs upright, as their EXIF orientation says.
+        sizing: resize, fit, crop_fraction and exif; see Sizing.
+        first_label: the label of class 0; 1 in files of TensorFlow's scripts for ImageNet, where 0
+            stands for the background.
 
     Raises:
         DataError: if there is no training file; once counted, if a file is damaged.
@@ -72,6 +74,7 @@ class TFRecords(DealtSource):
 
     name = "tfrecord"
     PIECE = "TFRecord file"
+    ADVICE = "write or fetch the file again"
 
     def __init__(
         self,
@@ -84,17 +87,19 @@ class TFRecords(DealtSource):
         shift_pixels: int = 0,
         flip: bool = False,
         class_names: Sequence[str] | None = None,
-        exif: bool = True,
+        first_label: int = 0,
+        **sizing: Any,
     ) -> None:
         transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
-        super().__init__(dir, image_shape, transform, exif)
+        super().__init__(dir, image_shape, transform, **sizing)
         self.num_classes = num_classes
         self.class_names = check_class_names(class_names, num_classes)
         self._image_key = image_key
         self._label_key = label_key
+        self._first_label = first_label
         self._shuffle_buffer = shuffle_buffer
-        # Files that streams of this process read, and how many records they held.
-        self._opened: dict[str, int] = {}
+        # Offsets of the records, and defects, of files in which a record could not be used.
+        self._scans: dict[str, tuple[Sequence[int], str | None]] = {}
 
         self._empty: list[str] = []  # Files without records, for the description.
         self._paths, self._warnings = find_files(self.folder)
@@ -112,6 +117,8 @@ class TFRecords(DealtSource):
 
         if not counts["train"]:
             raise DataError(f"{self.folder}: all training files are empty; write or fetch them again")
+        if self._features[self._label_key].dtype == tf.string and self.class_names is None:
+            self._name_classes()
         return counts
 
     def _packing(self, split: str) -> str:
@@ -125,7 +132,7 @@ class TFRecords(DealtSource):
     @cached_property
     def _sample(self) -> list[tuple[str, bytes]]:
         """Some training records with their locations."""
-        paths = sample(list(self.counts["train"]), 4)
+        paths = sample([path for path in self._paths["train"] if Path(path).stat().st_size], 4)
         records = [(path, first_records(path, SAMPLED_RECORDS)) for path in paths]
         return [(f"{path}, record {number}", record) for path, part in records for number, record in enumerate(part)]
 
@@ -138,16 +145,32 @@ class TFRecords(DealtSource):
             label_type = tf.float32
         if labels and labels[0].bytes_list.value:
             label_type = tf.string
-            texts = {text.decode(errors="replace") for label in labels for text in label.bytes_list.value}
-            if self.class_names is None:
-                raise DataError(
-                    f"{self.folder}: {self._label_key} holds text ({listed(sorted(texts))}); give the names of all "
-                    f"{self.num_classes} classes, as in 'dataset.class_names=[{','.join(sorted(texts)[:3])},...]'"
-                )
         return {
             self._image_key: tf.io.FixedLenFeature([], tf.string),
             self._label_key: tf.io.FixedLenFeature([], label_type),
         }
+
+    def _name_classes(self) -> None:
+        """Takes the names of classes from labels that are text.
+
+        Raises:
+            DataError: The files are too large to be read for that, or hold others than num_classes.
+        """
+        paths = self._paths["train"]
+        if sum(Path(path).stat().st_size for path in paths) > MAX_NAMED_BYTES:
+            labels = [self._feature(record, self._label_key) for _, record in self._sample]
+            names = sorted({name.decode(errors="replace") for label in labels for name in label.bytes_list.value})
+            raise DataError(
+                f"{self.folder}: {self._label_key} holds text ({listed(names)}); give the names of all "
+                f"{self.num_classes} classes, as in 'dataset.class_names=[{','.join(names[:3])},...]'"
+            )
+
+        feature = {self._label_key: tf.io.FixedLenFeature([], tf.string)}
+        records = tf.data.TFRecordDataset(paths, self._packing("train"))
+        labels = records.map(lambda record: tf.io.parse_single_example(record, feature)[self._label_key])
+        # Without records that cannot be read: those are the business of the streams.
+        distinct = labels.ignore_errors().unique().as_numpy_iterator()
+        self.take_class_names([name.decode(errors="replace") for name in distinct], self._label_key)
 
     def _feature(self, record: bytes, key: str) -> tf.train.Feature:
         """Returns a feature of a record; an empty one if the record has none, or is something else."""
@@ -161,7 +184,7 @@ class TFRecords(DealtSource):
         images = []
         for location, record in self._sample:
             images += [(location, image) for image in self._feature(record, self._image_key).bytes_list.value]
-        return describe_images(images, self.image_shape, self.exif)
+        return describe_images(images, self.sizing.phrase(), self.sizing.exif)
 
     def description(self) -> dict[str, list[str]]:
         warnings = list(self._warnings)
@@ -187,29 +210,24 @@ class TFRecords(DealtSource):
     def paths(self, split: str) -> list[str]:
         return self._paths.get(split, [])
 
-    def _open(self, split: str, topology: Topology) -> dict[str, int]:
-        """Returns this rank's files and their records, and notes them for explain()."""
+    def _files(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns this rank's files: their paths, numbers of records, and codes of their first ones."""
         # Refuses images that would be read wrongly.
         self._look  # noqa: B018
-        counts = {path: self.counts[split][path] for path in self.shard(split, topology)}
-        self._opened.update(counts)
-        return counts
+        paths = self.shard(split, topology)
+        counts = [self.counts[split][path] for path in paths]
+        first_codes = [self.first_codes[path] for path in paths]
+        return tf.constant(paths, tf.string), tf.constant(counts, tf.int64), tf.constant(first_codes, tf.int64)
 
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
-        counts = self._open("train", request.topology)
-        share = request.share_of(sum(counts.values()))
+        files = self._files("train", request.topology)
+        share = request.share_of(int(sum(files[1])))
         first_epoch, steps_done = request.position
-        sizes = tf.constant(
-            [share.begin(step + 1) - share.begin(step) for step in range(share.steps)],
-            tf.int64,
-        )
+        sizes = tf.constant(step_sizes(share), tf.int64)
 
         @unconverted
         def epoch_batches(epoch):
-            records = self._shuffled(list(counts), request, epoch).take(share.num_examples)
-            # Without this the search for records in files that were emptied meanwhile would never
-            # end.
-            records = records.apply(tf.data.experimental.assert_cardinality(share.num_examples))
+            records = self._shuffled(files, request, epoch).take(share.num_examples)
             # Only the first epoch of a resumed run begins in the middle. Records are skipped
             # before they are decoded.
             first_step = tf.where(epoch == first_epoch, steps_done, 0)
@@ -218,21 +236,21 @@ class TFRecords(DealtSource):
             return batches if share.is_full else batches.rebatch(sizes[first_step:])
 
         epochs = tf.data.Dataset.range(first_epoch, FOREVER)
-        return epochs.flat_map(epoch_batches).enumerate(start=request.start_step)
+        return epochs.flat_map(epoch_batches).map(_flat).enumerate(start=request.start_step)
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        paths = tf.constant(list(self._open(split, topology)), tf.string)
-        return self._records(paths, self._packing(split)).batch(batch_size).enumerate()
+        files = tf.data.Dataset.from_tensor_slices(self._files(split, topology))
+        records = files.flat_map(partial(stream_records, packing=self._packing(split)))
+        return records.batch(batch_size).map(_flat).enumerate()
 
-    def _shuffled(self, paths: list[str], request: StreamRequest, epoch: tf.Tensor) -> tf.data.Dataset:
+    def _shuffled(self, files: tuple[tf.Tensor, ...], request: StreamRequest, epoch: tf.Tensor) -> tf.data.Dataset:
         """Returns all of this rank's records once, in the order of that epoch."""
         seed = request.seed
         rank = request.topology.rank
         file_order = derive_seed(seed, ORDER, rank, epoch)
-        shuffled = tf.random.experimental.stateless_shuffle(tf.constant(paths), seed=file_order)
-        records = tf.data.Dataset.from_tensor_slices(shuffled).interleave(
-            partial(self._records, packing=self._packing("train")),
-            cycle_length=min(INTERLEAVED_FILES, len(paths)),
+        records = tf.data.Dataset.from_tensor_slices(_shuffle(files, file_order)).interleave(
+            partial(stream_records, packing=self._packing("train")),
+            cycle_length=min(INTERLEAVED_FILES, len(files[0])),
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
         )
@@ -241,34 +259,40 @@ class TFRecords(DealtSource):
             return records
 
         def shuffle_block(number, block):
-            block_seed = derive_seed(seed, BLOCK, rank, epoch, number)
-            return tf.random.experimental.stateless_shuffle(block, seed=block_seed)
+            return _shuffle(block, derive_seed(seed, BLOCK, rank, epoch, number))
 
         return records.batch(self._shuffle_buffer).enumerate().map(shuffle_block).unbatch()
 
-    def _records(self, paths: tf.Tensor, packing: str) -> tf.data.Dataset:
-        """Returns the records of a file, or of several in turn.
-
-        If damaged records are left out, each comes as (location, data), read in Python, which is
-        slower.
-        """
-        if not self.skips:
-            return tf.data.TFRecordDataset(paths, compression_type=packing)
-
-        signature = tf.TensorSpec([None, 2], tf.string)
-        walked = partial(tf.data.Dataset.from_generator, walk, output_signature=signature)
-        files = tf.data.Dataset.from_tensor_slices(tf.reshape(paths, [-1]))
-        return files.flat_map(lambda path: walked(args=(path,)).unbatch())
-
     def reader(self, split: str, topology: Topology) -> Read:
-        def parse(records):
-            if self.skips:
-                records = records[:, 1]  # Without their locations.
+        def parse(records, codes, *draws):
             features = tf.io.parse_example(records, self._features)
             labels = self._classes(features[self._label_key])
-            return decode_batch(features[self._image_key], self.image_shape, self.exif), labels
+            return decode_batch(features[self._image_key], self.sizing, *draws), labels
 
         return parse
+
+    def sure_reader(self, split: str, topology: Topology) -> Read:
+        parse = self.reader(split, topology)
+
+        def read(records, codes, *draws):
+            found_again = tf.numpy_function(self._read_again, [records, codes], tf.string)
+            return parse(tf.ensure_shape(found_again, [None]), codes, *draws)
+
+        return read
+
+    def _read_again(self, records: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        """Reads a record that came empty, which may be a good one after a damaged one of its file."""
+        path, row = self.piece_and_row(codes)
+        offsets, _ = self._scan(path)
+        # TensorFlow finds no record of a packed file by its offset.
+        if records[0] or row >= len(offsets) or is_gzipped(path):
+            return records
+        return np.array([read_record(path, offsets[row])], object)
+
+    def _scan(self, path: str) -> tuple[Sequence[int], str | None]:
+        if path not in self._scans:
+            self._scans[path] = scan_records(Path(path), self.skips)
+        return self._scans[path]
 
     def _classes(self, labels: tf.Tensor) -> tf.Tensor:
         """Returns labels [batch] as int32 classes; -1 marks an example that cannot be used."""
@@ -276,47 +300,47 @@ class TFRecords(DealtSource):
             is_name = labels[:, tf.newaxis] == tf.constant(self.class_names)
             indices = tf.argmax(is_name, axis=1, output_type=tf.int32)
             return tf.where(tf.reduce_any(is_name, axis=1), indices, -1)
+        labels -= self._first_label
         is_class = (labels >= 0) & (labels < self.num_classes)
         if labels.dtype.is_floating:
             is_class &= labels == tf.floor(labels)
         return tf.cast(tf.where(is_class, labels, -1), tf.int32)
 
-    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
-        # (location, data) if the source skips, else the data alone.
-        *locations, record = example[0].ravel()
-        if not problem:
+    def locate_row(self, piece: str, row: int, example: Example, problem: str) -> Unreadable:
+        record = example[0][0]
+        if not record and not self.skips:
+            # The file may have changed since its last damage.
+            self._scans.pop(piece, None)
+        offsets, defect = self._scan(piece)
+
+        if not record and (row >= len(offsets) or not self.skips):
+            count = next(counts[piece] for counts in self.counts.values() if piece in counts)
+            if len(offsets) != count:
+                defect = defect or f"holds {len(offsets)} records and had {count} before"
+            if defect:
+                return Unreadable(piece, defect)
+
+        if not record:
+            problem = CORRUPTED
+        elif not problem:
             label = tf.io.parse_single_example(record, self._features)[self._label_key].numpy()
-            problem = f"label {label} is outside 0 ... {self.num_classes - 1}"
+            last_label = self._first_label + self.num_classes - 1
+            problem = f"label {label} is outside {self._first_label} ... {last_label}"
+            if label == last_label + 1:
+                problem += f"; if labels begin at {self._first_label + 1}, set dataset.first_label to that"
             if isinstance(label, bytes):
                 problem = f"label {label.decode(errors='replace')!r} is none of dataset.class_names"
 
-        problem = problem.removeprefix("Name: <unknown>, ") if record else CORRUPTED
-        if locations:
-            return Unreadable(locations[0].decode(), problem)
+        location = f"{piece}, record {row} at byte {offsets[row]}"
+        return Unreadable(location, problem.removeprefix("Name: <unknown>, "))
 
-        # A record that comes without its location is searched for by its bytes.
-        location = find_record(self._opened, record, time.monotonic() + SEARCH_SECONDS)
-        if location is None:
-            seconds = f"{SEARCH_SECONDS:.0f} s"
-            location = f"{self.origin}, a record not found in {seconds} (skip would name it)"
 
-        return Unreadable(location, problem)
+def _shuffle(rows: Any, seed: tf.Tensor) -> Any:
+    """Shuffles the rows of all tensors in the same order."""
+    return tf.nest.map_structure(lambda part: tf.random.experimental.stateless_shuffle(part, seed=seed), rows)
 
-    def explain(self, error: Exception) -> Exception:
-        """Explains damage between records, too, for which TensorFlow names no file."""
-        explained = super().explain(error)
-        if explained is not error:
-            return explained
 
-        message = str(error)
-        is_damage = isinstance(error, tf.errors.DataLossError) or SHORTENED in message
-        if not is_damage and not any(path in message for path in self._opened):
-            return error
-
-        damage = find_damage(self._opened, message, self.skips, time.monotonic() + SEARCH_SECONDS)
-        if damage:
-            return DataError(f"{damage}; write or fetch the file again, {LEAVE_OUT}")
-        return DataError(
-            f"{self.origin}: {reason(error)}, in one of {len(self._opened):,} files; it was not "
-            f"found in {SEARCH_SECONDS:.0f} s, but data.on_error=skip names it"
-        )
+@unconverted
+def _flat(readable: tuple[tf.Tensor, tf.Tensor], codes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns a batch of stream_records() as a reader takes it: the records and their codes."""
+    return readable[0], codes
