@@ -154,8 +154,10 @@ class Source(ABC):
     raw_batches: bool = False
     """True if training streams leave `finish` to the step, where a GPU does it. Images are then sent
     as bytes, a quarter of the size. Set before streams are opened."""
-    exif: bool = True
-    """True if encoded photographs are turned upright, as their EXIF orientation says."""
+    sizing: Any = None
+    """How encoded images become image_shape, see pipeline/decoding.py; None: the source decodes none."""
+    no_random_crop: str = "gives images that are decoded already"
+    """The reason why augment=random_resized_crop cannot be taken while images are decoded; empty if it can."""
     end_token: int | None = None
     """The token that ends a text, if there is one."""
     augmentation: Any = None

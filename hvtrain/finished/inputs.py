@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvtrain.data.formats.columns import Column
 from hvtrain.data.formats.folders import is_junk
 from hvtrain.data.formats.image_files import SUFFIXES
-from hvtrain.data.formats.schema import read_cells
+from hvtrain.data.formats.schema import plain_columns, read_cells
 from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import check_names
 from hvtrain.data.pipeline.decoding import Sizing
@@ -236,7 +236,7 @@ def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     """Reads a table for a model that takes columns by name, and is not of dataset=table."""
     columns = [_column_of(name, part) for name, part in spec.items()]
     table = read_table(path, "input")
-    cells = read_cells(columns, table, f"input={path}")
+    cells = read_cells(columns, plain_columns(table), f"input={path}")
     # By the names of the model's inputs, whatever the order of the columns.
     arrays = {}
     for column, part in zip(columns, spec.values()):

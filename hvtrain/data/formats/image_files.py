@@ -40,7 +40,7 @@ def sample(items: Sequence[Item], number: int = MAX_SAMPLE) -> list[Item]:
 
 def describe_images(
     images: Iterable[tuple[str, str | bytes]],
-    image_shape: Sequence[int],
+    sizing: str,
     exif: bool,
 ) -> list[str]:
     """Describes some images by their headers: formats, sizes, orientation.
@@ -48,7 +48,7 @@ def describe_images(
     Args:
         images: The location of each, for messages, and its path or its bytes. What cannot be read
             is left to the streams, which name it.
-        image_shape: The shape to which they are resized.
+        sizing: How they become one size, in words.
         exif: EXIF orientations are applied.
 
     Raises:
@@ -83,7 +83,7 @@ def describe_images(
 
     kinds = " and ".join(name for name, _ in formats.most_common())
     scope = f"{sum(formats.values())} looked at"
-    phrases = [f"{kinds} of {_size_phrase(sizes)} ({scope}), resized to {list(image_shape)}"]
+    phrases = [f"{kinds} of {_size_phrase(sizes)} ({scope}), {sizing}"]
     if num_turned:
         state = "turned upright" if exif else "left as they are stored (dataset.exif=false)"
         phrases.append(f"{num_turned} with an EXIF orientation, {state}")

@@ -6,18 +6,24 @@ knows only colours.
 """
 
 import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hvtrain.data.formats.image_files import MAX_PIXELS
+from hvtrain.errors import ConfigError
 
 # A camera writes the orientation of a photograph near the file's begin, mostly in the first 200
 # bytes. A profile of colours before it takes up to 3 KB.
 HEAD_BYTES = 4096
+JPEG_BEGIN = b"\xff\xd8\xff"
 
 # RE2's \C is any byte. EXIF is a TIFF, of either byte order, whose entry 0x0112 has the orientation:
 # 2 ... 8 are turned or mirrored.
@@ -43,6 +49,185 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 """Pillow's modes of more than 8 bits, which it would cut off at 255."""
 
+RESIZES = ("bilinear", "area", "antialias")
+FITS = ("crop", "pad", "stretch")
+ATTEMPTS = 10
+"""Crops that are drawn for an image, of which the first that fits is taken; as many as in torchvision."""
+JPEG_FRACTIONS = (1, 2, 4, 8)
+"""Parts of its sides at which libjpeg can decode a JPEG."""
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop:
+    """A random part of each training image, resized to the size of the data set (Szegedy et al. 2015).
+
+    It is taken while images are decoded, from their full size, and only that part of a JPEG is
+    decoded.
+
+    Attributes:
+        area: Smallest and largest part of the image's area; each area is as likely.
+        aspect: Smallest and largest width divided by height; each logarithm is as likely.
+
+    Raises:
+        ConfigError: They are out of range.
+    """
+
+    area: Sequence[float] = (0.08, 1.0)
+    aspect: Sequence[float] = (3 / 4, 4 / 3)
+
+    def __post_init__(self) -> None:
+        for name, limits, most in (("area", self.area, 1.0), ("aspect", self.aspect, math.inf)):
+            low, high = limits
+            if not 0 < low <= high <= most:
+                raise ConfigError(
+                    f"augment.random_resized_crop.{name}={list(limits)} is out of range; give [smallest, largest], "
+                    f"above 0{' and at most 1' if most == 1 else ''}"
+                )
+
+    def draw(self, number: Any, seed: tf.Tensor) -> tf.Tensor:
+        """Draws crops for some images, before their sizes are known. Pure.
+
+        Returns:
+            float32 [number, ATTEMPTS, 4]: height and width, by the square root of the image's area,
+            and the place, 0 ... 1 from the top and from the left.
+        """
+        draws = tf.random.stateless_uniform([number, ATTEMPTS, 4], seed)
+        smallest, largest = self.area
+        areas = smallest + (largest - smallest) * draws[..., 0]
+        narrowest, widest = np.log(self.aspect).tolist()
+        aspects = tf.exp(narrowest + (widest - narrowest) * draws[..., 1])
+        sides = tf.sqrt(tf.stack([areas / aspects, areas * aspects], axis=-1))
+        return tf.concat([sides, draws[..., 2:]], axis=-1)
+
+    def window(self, height: tf.Tensor, width: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+        """Returns the first drawn crop that fits in an image: int32 [top, left, height, width].
+
+        In an image so narrow that none fits it is the largest one with an aspect within the limits.
+        """
+        limits = tf.stack([height, width])
+        sides = tf.sqrt(tf.cast(height * width, tf.float32)) * draws[:, :2]
+        sizes = tf.cast(tf.round(sides), tf.int32)
+        fits = tf.reduce_all((sizes > 0) & (sizes <= limits), axis=1)
+        first = tf.argmax(fits)
+
+        factors = tf.constant([1 / self.aspect[0], self.aspect[1]], tf.float32)
+        largest = tf.cast(tf.round(tf.cast(limits[::-1], tf.float32) * factors), tf.int32)
+        size = tf.where(fits[first], sizes[first], tf.clip_by_value(largest, 1, limits))
+        corner = draws[first, 2:] * tf.cast(limits - size + 1, tf.float32)
+        return tf.concat([tf.cast(corner, tf.int32), size], axis=0)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """How an encoded image of any size becomes one of image_shape.
+
+    Attributes:
+        image_shape: Height, width, channels.
+        resize: bilinear, between four pixels, as Keras and TensorFlow do by default; area, the mean
+            of the pixels that an output pixel covers; antialias, bilinear over those pixels.
+        fit: crop keeps the largest central part of the aspect ratio of image_shape, pad the whole
+            image with black around it; stretch does not keep the aspect ratio.
+        crop_fraction: The central part of that which is used, by its sides: 0.875 is the 224 of 256
+            of ImageNet.
+        exif: Images are turned upright, as their EXIF orientation says.
+        crop: Random part of each training image, in place of fit and crop_fraction.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    image_shape: tuple[int, int, int]
+    resize: str = "bilinear"
+    fit: str = "crop"
+    crop_fraction: float = 1.0
+    exif: bool = True
+    crop: RandomResizedCrop | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("resize", self.resize, RESIZES), ("fit", self.fit, FITS)):
+            if value not in choices:
+                raise ConfigError(f"dataset.{name}={value} is unknown; choose {', '.join(choices)}")
+        if not 0 < self.crop_fraction <= 1:
+            raise ConfigError(
+                f"dataset.crop_fraction={self.crop_fraction} is out of range; give a part of the sides, such as 0.875"
+            )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width to which images are resized, before crop_fraction."""
+        height, width, _ = self.image_shape
+        return round(height / self.crop_fraction), round(width / self.crop_fraction)
+
+    @property
+    def border(self) -> tuple[int, int]:
+        """Pixels that crop_fraction cuts off at the top and at the left."""
+        return (self.size[0] - self.image_shape[0]) // 2, (self.size[1] - self.image_shape[1]) // 2
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if the saved model takes images of image_shape: Keras has no layer that resizes by area."""
+        return self.resize == "area"
+
+    def phrase(self) -> str:
+        """Describes it, for the header of a run."""
+        parts = {"crop": "cropped to the aspect ratio", "pad": "padded to the aspect ratio", "stretch": "stretched"}
+        part = "" if self.crop_fraction == 1 else f", the central {self.crop_fraction:g} of it"
+        return f"{parts[self.fit]}{part}, resized to {list(self.image_shape)} ({self.resize})"
+
+    def window(self, height: Any, width: Any) -> list[Any]:
+        """Returns the part of an image that becomes `size`: [top, left, height, width], as Keras computes it.
+
+        With fit=pad it reaches beyond the image.
+        """
+        if self.fit == "stretch":
+            return [0, 0, height, width]
+        fitting_height = width * self.size[0] // self.size[1]
+        fitting_width = height * self.size[1] // self.size[0]
+        if self.fit == "crop":
+            fitting_height = tf.clip_by_value(fitting_height, 1, height)
+            fitting_width = tf.clip_by_value(fitting_width, 1, width)
+            return [(height - fitting_height) // 2, (width - fitting_width) // 2, fitting_height, fitting_width]
+        above = (tf.maximum(fitting_height, height) - height) // 2
+        before = (tf.maximum(fitting_width, width) - width) // 2
+        return [-above, -before, height + 2 * above, width + 2 * before]
+
+    def nearest(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the nearest row and column of an image for those of image_shape, and which pixels are padding."""
+        top, left, *sides = map(int, self.window(height, width))
+        indices = []
+        for first, side, size, cut, kept in zip((top, left), sides, self.size, self.border, self.image_shape):
+            centers = (np.arange(cut, cut + kept) + 0.5) * side / size
+            indices.append(first + np.floor(centers).astype(int))
+        rows, columns = indices
+        is_inside = np.logical_and.outer((rows >= 0) & (rows < height), (columns >= 0) & (columns < width))
+        return rows.clip(0, height - 1), columns.clip(0, width - 1), ~is_inside
+
+    def whole(self, encoded: Any) -> tf.Tensor:
+        """Decodes an image as the saved model takes it: in its own size, or resized if that is_fixed."""
+        return decode(encoded, self) if self.is_fixed else decode_whole(encoded, self.image_shape[2], self.exif)
+
+    def layers(self) -> list[Callable[[Any], Any]]:
+        """Layers that resize a decoded image as decode() does, to the last bit; none if the size is_fixed."""
+        if self.is_fixed:
+            return []
+        # The format is explicit, since the user's keras.json may name another. Not
+        # keras.layers.Resizing: a model that begins with it and is called without `training` trains
+        # behind it.
+        resize = partial(
+            keras.ops.image.resize,
+            size=self.size,
+            antialias=self.resize == "antialias",
+            crop_to_aspect_ratio=self.fit == "crop",
+            pad_to_aspect_ratio=self.fit == "pad",
+            data_format="channels_last",
+        )
+        layers: list[Callable[[Any], Any]] = [resize, keras.ops.round]
+        if self.crop_fraction < 1:
+            sides = zip(self.size, self.border, self.image_shape)
+            cuts = [(cut, size - cut - kept) for size, cut, kept in sides]
+            layers.append(keras.layers.Cropping2D(cuts, data_format="channels_last", dtype="float32"))
+        return layers
+
 
 def decode_whole(encoded: Any, channels: int, exif: bool = True) -> tf.Tensor:
     """Decodes one encoded image in its own size to uint8 [h, w, channels].
@@ -52,8 +237,6 @@ def decode_whole(encoded: Any, channels: int, exif: bool = True) -> tf.Tensor:
     Args:
         exif: Turn the image upright, as its EXIF orientation says.
     """
-    head = tf.strings.substr(encoded, 0, tf.minimum(HEAD_BYTES, tf.strings.length(encoded)))
-    begins = "|".join(_FOR_PILLOW[channels] + (_TURNED if exif else ()))
 
     def by_tensorflow() -> tf.Tensor:
         return tf.io.decode_image(encoded, channels=channels, expand_animations=False)
@@ -65,9 +248,16 @@ def decode_whole(encoded: Any, channels: int, exif: bool = True) -> tf.Tensor:
         pixels = tf.numpy_function(read, [data], tf.uint8, stateful=False)
         return tf.ensure_shape(pixels, [None, None, channels])
 
-    # A single condition: this costs 0.02 to 0.05 of 0.7 ms for a JPEG of 224x224, and a switch of
+    return tf.cond(_is_for_pillow(encoded, channels, exif), by_pillow, by_tensorflow)
+
+
+def _is_for_pillow(encoded: Any, channels: int, exif: bool) -> tf.Tensor:
+    """True if TensorFlow cannot read an image, or would read it wrongly."""
+    head = tf.strings.substr(encoded, 0, tf.minimum(HEAD_BYTES, tf.strings.length(encoded)))
+    begins = "|".join(_FOR_PILLOW[channels] + (_TURNED if exif else ()))
+    # A single expression: this costs 0.02 to 0.05 of 0.7 ms for a JPEG of 224x224, and a switch of
     # three cases, with TensorFlow's own operations for the orientation, up to 0.1 ms.
-    return tf.cond(tf.strings.regex_full_match(head, rf"(?:{begins})\C*"), by_pillow, by_tensorflow)
+    return tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
 
 
 @tf.autograph.experimental.do_not_convert
@@ -98,40 +288,101 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     raise tf.errors.InvalidArgumentError(None, None, problem)
 
 
-def decode(encoded: tf.Tensor, image_shape: tuple[int, int, int], exif: bool = True) -> tf.Tensor:
-    """Decodes one encoded image to uint8 image_shape.
+def decode(encoded: Any, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.Tensor:
+    """Decodes one encoded image to uint8 sizing.image_shape.
 
-    Other sizes are resized (bilinear, antialiased); the aspect ratio is not kept. Antialiasing
-    costs more than the decoding itself (docs/input.md).
+    Args:
+        draws: Of the random crop, in training; see RandomResizedCrop.draw().
     """
-    height, width, channels = image_shape
-    image = decode_whole(encoded, channels, exif)
+    size = sizing.size if draws is None else sizing.image_shape[:2]
+    if draws is None and sizing.fit != "crop":
+        image = decode_whole(encoded, sizing.image_shape[2], sizing.exif)
+        if sizing.fit == "pad":
+            image = _padded(image, sizing)
+    else:
+        image = _decode_part(encoded, sizing, draws)
 
     def resize() -> tf.Tensor:
-        resized = tf.image.resize(image, [height, width], antialias=True)
-        return tf.saturate_cast(tf.round(resized), tf.uint8)
+        method = "area" if sizing.resize == "area" else "bilinear"
+        resized = tf.image.resize(image, size, method, antialias=sizing.resize == "antialias")
+        return tf.cast(tf.round(resized), tf.uint8)
 
     # Resizing to the same size would change no bit, and take longer than the decoding.
-    fits = tf.reduce_all(tf.shape(image) == image_shape)
-    return tf.ensure_shape(tf.cond(fits, lambda: image, resize), image_shape)
+    fits = tf.reduce_all(tf.shape(image)[:2] == size)
+    image = tf.ensure_shape(tf.cond(fits, lambda: image, resize), [*size, sizing.image_shape[2]])
+    if size == sizing.image_shape[:2]:
+        return image
+    top, left = sizing.border
+    height, width, _ = sizing.image_shape
+    return image[top : top + height, left : left + width]
 
 
-def decode_batch(encoded: tf.Tensor, image_shape: tuple[int, int, int], exif: bool = True) -> tf.Tensor:
+def _padded(image: tf.Tensor, sizing: Sizing) -> tf.Tensor:
+    shape = tf.shape(image)
+    top, left, _, _ = sizing.window(shape[0], shape[1])
+    return tf.pad(image, [[-top, -top], [-left, -left], [0, 0]])
+
+
+def _decode_part(encoded: Any, sizing: Sizing, draws: tf.Tensor | None) -> tf.Tensor:
+    """Decodes the part of an image that is used, without the rest of a JPEG."""
+    channels = sizing.image_shape[2]
+
+    def window_in(shape: tf.Tensor) -> Any:
+        if draws is None or sizing.crop is None:
+            return sizing.window(shape[0], shape[1])
+        return tf.unstack(sizing.crop.window(shape[0], shape[1], draws))
+
+    def of_jpeg() -> tf.Tensor:
+        shape = tf.io.extract_jpeg_shape(encoded)
+        top, left, height, width = window_in(shape)
+
+        def decode_at(fraction: int) -> tf.Tensor:
+            # libjpeg makes the colours of a column from its neighbours. With one more column on each
+            # side the pixels are those of the whole image.
+            first = left // fraction
+            begin = tf.maximum(first - 1, 0)
+            end = tf.minimum(first + width // fraction + 1, shape[1] // fraction)
+            part = [top // fraction, begin, height // fraction, end - begin]
+            pixels = tf.image.decode_and_crop_jpeg(encoded, part, channels, ratio=fraction)
+            return pixels[:, first - begin :][:, : width // fraction]
+
+        if draws is None or sizing.resize == "bilinear":
+            return decode_at(1)
+        # Resizing averages these pixels anyway. The nearest pixels of bilinear are others in a
+        # smaller image, and those of validation are of the whole one.
+        sides = sizing.image_shape
+        reduction = tf.minimum(height // sides[0], width // sides[1])
+        index = tf.reduce_sum(tf.cast(reduction >= JPEG_FRACTIONS[1:], tf.int32))
+        return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
+
+    def of_whole() -> tf.Tensor:
+        image = decode_whole(encoded, channels, sizing.exif)
+        top, left, height, width = window_in(tf.shape(image))
+        return image[top : top + height, left : left + width]
+
+    if channels == 4:  # TensorFlow gives a JPEG no alpha.
+        return of_whole()
+    is_jpeg = tf.strings.substr(encoded, 0, len(JPEG_BEGIN)) == JPEG_BEGIN
+    image = tf.cond(is_jpeg & ~_is_for_pillow(encoded, channels, sizing.exif), of_jpeg, of_whole)
+    return tf.ensure_shape(image, [None, None, channels])
+
+
+def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.Tensor:
     """Decodes strings [batch] to uint8 [batch, h, w, c].
 
     In turn, since the pipeline decodes several batches at once.
+
+    Args:
+        draws: Of the random crops, in training; see RandomResizedCrop.draw().
     """
+    elements = (encoded,) if draws is None else (encoded, draws)
     return tf.map_fn(
-        lambda image: decode(image, image_shape, exif),
-        encoded,
-        fn_output_signature=tf.TensorSpec(image_shape, tf.uint8),
+        lambda element: decode(element[0], sizing, *element[1:]),
+        elements,
+        fn_output_signature=tf.TensorSpec(sizing.image_shape, tf.uint8),
     )
 
 
-def decode_files(paths: tf.Tensor, image_shape: tuple[int, int, int], exif: bool = True) -> tf.Tensor:
-    """Reads the files of these paths and decodes them, as decode_batch() does."""
-    return tf.map_fn(
-        lambda path: decode(tf.io.read_file(path), image_shape, exif),
-        paths,
-        fn_output_signature=tf.TensorSpec(image_shape, tf.uint8),
-    )
+def read_files(paths: tf.Tensor) -> tf.Tensor:
+    """Reads the files of paths [batch]."""
+    return tf.map_fn(tf.io.read_file, paths)

@@ -4,9 +4,8 @@ It happens inside the input pipeline. Transform.preprocessing() does the same by
 saved model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import keras
@@ -94,6 +93,7 @@ class Transform:
         image_shape: tuple[int, int, int],
         values: str,
         limits: tuple[float, float] | None = None,
+        resizing: Sequence[Callable[[Any], Any]] = (),
     ) -> Preprocessing:
         """Layers from a raw example to what evaluation streams give, equal to the last bit.
 
@@ -102,20 +102,10 @@ class Transform:
             image_shape: Shape of the streams' images.
             values: Description of the values in a raw example.
             limits: Their smallest and largest value, if known.
+            resizing: Layers from images of any size to image_shape.
         """
-        layers: list[Callable[[Any], Any]] = []
-        if None in shape:
-            # As decode() in decoding.py resizes. The format is explicit, since the user's keras.json may name
-            # another. Not keras.layers.Resizing: a model that begins with it and is called without
-            # `training` trains behind it.
-            resize = partial(
-                keras.ops.image.resize,
-                size=image_shape[:2],
-                antialias=True,
-                data_format="channels_last",
-            )
-            layers += [resize, keras.ops.round]
-        elif shape != image_shape:
+        layers = list(resizing)
+        if not layers and shape != image_shape:
             layers.append(keras.layers.Reshape(image_shape, dtype="float32"))
 
         mean = np.asarray(self.mean, np.float32)

@@ -16,7 +16,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.formats.folders import left_out, split_entries
 from hvtrain.data.formats.image_files import MAX_SAMPLE, describe_images
 from hvtrain.data.manifest import user_path
-from hvtrain.data.pipeline.decoding import decode_batch, decode_whole
+from hvtrain.data.pipeline.decoding import Sizing, decode_batch
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape
 from hvtrain.data.source import Preprocessing, reason
@@ -45,7 +45,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         image_shape: [height, width, channels] to which encoded images are resized; their pixels
             become 0 ... 1.
         shift_pixels, flip: augmentation of training images, if the input is one column of images.
-        exif: turns photographs upright, as their EXIF orientation says.
+        sizing: of images: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
         ConfigError: without the library, for unknown columns, and for images without an
@@ -63,11 +63,10 @@ class HuggingFace(NotesFailure, IndexedSource):
         image_shape: Sequence[int] | None = None,
         shift_pixels: int = 0,
         flip: bool = False,
-        exif: bool = True,
+        **sizing: Any,
     ) -> None:
         self.folder = user_path(dir)
         self.origin = str(self.folder)
-        self.exif = exif
         self._input = input
         self._target = target
         self._splits, self._warnings = load_splits(self.folder)
@@ -84,8 +83,9 @@ class HuggingFace(NotesFailure, IndexedSource):
         # By the names of types, so that the library's own need not be imported.
         types = {name: type(train.features[name]).__name__ for name in self._columns}
         self._images = {name for name in types if types[name] == "Image"}
-        self._image_shape = check_image_shape(image_shape) if image_shape is not None else None
-        if self._images and self._image_shape is None:
+        if image_shape is not None:
+            self.sizing = Sizing(check_image_shape(image_shape), **sizing)
+        elif self._images:
             raise ConfigError(
                 f"{', '.join(self._images)} of {self.folder} holds images; give "
                 "dataset.image_shape=[height,width,channels]"
@@ -93,8 +93,9 @@ class HuggingFace(NotesFailure, IndexedSource):
 
         # Inputs that are not one column of images reach the model as they are.
         self.transform: Transform = Unchanged()
-        if isinstance(input, str) and input in self._images and self._image_shape:
-            self.image_shape = self._image_shape
+        if isinstance(input, str) and input in self._images:
+            self.image_shape = self.sizing.image_shape
+            self.no_random_crop = ""
             self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
 
         if types.get(str(target)) == "ClassLabel":
@@ -121,7 +122,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         for name in sorted(self._images):
             encoded = enumerate(self._array(rows, name, "train", np.arange(rows.num_rows)))
             images = [(f"{self.folder}, train: row {row} of {name}", image) for row, image in encoded]
-            phrases = describe_images(images, self._image_shape or (), self.exif)
+            phrases = describe_images(images, self.sizing.phrase(), self.sizing.exif)
             description["images"] = [*description.get("images", []), *phrases]
         return {**description, "warnings": self._warnings}
 
@@ -166,18 +167,19 @@ class HuggingFace(NotesFailure, IndexedSource):
             table = rows[numbers.tolist()]
             return [self._array(table, name, split, numbers) for name in self._columns]
 
-        def read(indices):
+        def read(indices, *draws):
             arrays = tf.numpy_function(read_arrays, [indices], list(types.values()))
-            tensors = {name: self._tensor(name, array) for name, array in zip(types, arrays)}
+            tensors = {name: self._tensor(name, array, *draws) for name, array in zip(types, arrays)}
             return self._arranged(tensors)
 
         return read
 
-    def _tensor(self, name: str, values: tf.Tensor) -> tf.Tensor:
+    def _tensor(self, name: str, values: tf.Tensor, *draws: tf.Tensor) -> tf.Tensor:
         """Returns a batch of a column as streams give it, and decodes images."""
         if name in self._images:
             encoded = tf.ensure_shape(values, [None])
-            values = decode_batch(encoded, self._image_shape, self.exif)  # type: ignore[arg-type]
+            # Only the input is cropped at random; images among the targets are not.
+            values = decode_batch(encoded, self.sizing, *(draws if name == self._input else ()))
             # If the input is this column alone, the transform scales it; other images are scaled
             # here.
             if name != self._input:
@@ -189,7 +191,7 @@ class HuggingFace(NotesFailure, IndexedSource):
     def preprocessing(self) -> Preprocessing:
         if isinstance(self.transform, Unchanged):
             return super().preprocessing()
-        return decoded_preprocessing(self.transform, self.image_shape)
+        return decoded_preprocessing(self.transform, self.sizing)
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         if isinstance(self.transform, Unchanged) or split not in self._splits:
@@ -198,7 +200,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         numbers = np.asarray(topology.share(self.num_examples(split)), np.int64)[:number]
         table = self._splits[split].with_format("arrow")[numbers.tolist()]
         encoded = self._array(table, str(self._input), split, numbers)
-        return [decode_whole(image, self.image_shape[2], self.exif).numpy() for image in encoded]
+        return [self.sizing.whole(image).numpy() for image in encoded]
 
     def explain(self, error: Exception) -> Exception:
         explained = super().explain(error)
@@ -227,7 +229,7 @@ class HuggingFace(NotesFailure, IndexedSource):
     def _column_spec(self, name: str, column: pa.ChunkedArray) -> tf.TensorSpec:
         """Returns the shape and type of a column's values, from its first row."""
         if name in self._images:
-            return tf.TensorSpec(self._image_shape, tf.uint8)
+            return tf.TensorSpec(self.sizing.image_shape, tf.uint8)
 
         shape = []
         values = plain_array(column)

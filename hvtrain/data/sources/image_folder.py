@@ -15,7 +15,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import left_out, read_classes, split_folders, visible
 from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
-from hvtrain.data.pipeline.decoding import decode, decode_files, decode_whole
+from hvtrain.data.pipeline.decoding import decode, decode_batch, read_files
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.pipeline.transform import Transform
 from hvtrain.data.source import Unreadable
@@ -40,13 +40,13 @@ class ImageFolder(FileSource, IndexedSource):
     Args:
         dir: holds the folders train, validation (or val, valid, dev) and test; the last two are
             optional.
-        image_shape: every image is resized to [height, width], and read with that many channels.
+        image_shape: every image becomes [height, width], and is read with that many channels.
         validation_fraction, test_fraction: taken out of train if there is no such folder, class by
             class and the same in every run.
         shift_pixels, flip: augmentation of training images; see Transform.
         cache: keeps this rank's decoded shard in memory (height * width * channels bytes an image)
             instead of reading files again.
-        exif: turns photographs upright, as their EXIF orientation says.
+        sizing: resize, fit, crop_fraction and exif; see Sizing.
         labels, class_numbers: files with the classes of validation and test, if those folders hold
             images instead of class folders; see read_classes.
 
@@ -67,18 +67,20 @@ class ImageFolder(FileSource, IndexedSource):
         shift_pixels: int = 0,
         flip: bool = True,
         cache: bool = False,
-        exif: bool = True,
         labels: str | None = None,
         class_numbers: str | None = None,
+        **sizing: Any,
     ) -> None:
         transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
-        super().__init__(dir, image_shape, transform, exif)
+        super().__init__(dir, image_shape, transform, **sizing)
         self._folders = {"train": self.folder / "train", **split_folders(self.folder)}
         self.class_names: list[str] = list(class_folders(self._folders["train"]).values())
         self.num_classes = len(self.class_names)
         self._labels = labels
         self._class_numbers = class_numbers
         self._cache = cache
+        if cache:
+            self.no_random_crop = "keeps decoded images (dataset.cache=true)"
         # Pixels and labels by split, rank and number of ranks.
         self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}
 
@@ -156,7 +158,7 @@ class ImageFolder(FileSource, IndexedSource):
 
     def _describe_sample(self) -> list[str]:
         images = [(path, path) for path in sample(self.paths("train"))]
-        return describe_images(images, self.image_shape, self.exif)
+        return describe_images(images, self.sizing.phrase(), self.sizing.exif)
 
     def description(self) -> dict[str, list[str]]:
         entries = [path for path in visible(self.folder) if path.is_dir() or path.suffix.lower() in SUFFIXES]
@@ -196,8 +198,8 @@ class ImageFolder(FileSource, IndexedSource):
     def sure_reader(self, split: str, topology: Topology) -> Read:
         paths, labels = self._shard(split, topology)
 
-        def read(indices):
-            images = decode_files(tf.gather(paths, indices), self.image_shape, self.exif)
+        def read(indices, *draws):
+            images = decode_batch(read_files(tf.gather(paths, indices)), self.sizing, *draws)
             return images, tf.gather(labels, indices)
 
         return read
@@ -210,9 +212,8 @@ class ImageFolder(FileSource, IndexedSource):
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         paths, _ = self._shard(split, topology)
-        channels = self.image_shape[2]
         encoded = map(tf.io.read_file, paths[:number])
-        return [decode_whole(image, channels, self.exif).numpy() for image in encoded]
+        return [self.sizing.whole(image).numpy() for image in encoded]
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns this rank's paths and labels."""
@@ -232,7 +233,7 @@ class ImageFolder(FileSource, IndexedSource):
         readable_labels = np.full([len(paths)], -1, np.int32)
 
         def read(number, path):
-            return number, decode(tf.io.read_file(path), self.image_shape, self.exif)
+            return number, decode(tf.io.read_file(path), self.sizing)
 
         # With their numbers, since ignore_errors() leaves gaps.
         numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()

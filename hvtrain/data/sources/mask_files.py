@@ -13,6 +13,7 @@ from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
 
 from hvtrain.data.formats.folders import visible
 from hvtrain.data.formats.image_files import MAX_PIXELS, SUFFIXES
+from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.errors import ConfigError, DataError
 
@@ -101,17 +102,17 @@ class MaskReader:
     Attributes:
         num_classes: With the background.
         colors: By class, of pictures in colors; empty if the values are class indices.
+        sizing: How images become one size; masks follow them.
         is_binary: 255 is class 1, not ignored.
-        exif: EXIF orientations are applied.
     """
 
     num_classes: int
-    colors: Sequence[Color] = ()
+    colors: Sequence[Color]
+    sizing: Sizing
     is_binary: bool = False
-    exif: bool = True
 
-    def read(self, pair: tuple[str, str], size: tuple[int, int]) -> np.ndarray:
-        """Reads the mask of (image, mask), and resizes it to uint8 of `size`, which is (width, height).
+    def read(self, pair: tuple[str, str]) -> np.ndarray:
+        """Reads the mask of (image, mask) as uint8, in the size of images; padding is IGNORED.
 
         Raises:
             DataError: It cannot be read, differs in size from its image, or has other labels.
@@ -120,8 +121,10 @@ class MaskReader:
         try:
             with Image.open(image) as picture, Image.open(mask) as labels:
                 self._check_size(mask, picture, labels)
+                width, height = self._size(labels)
                 # Labels are not interpolated: there is no class between two others.
-                values = self._values(mask, labels, size)
+                rows, columns, is_padding = self.sizing.nearest(height, width)
+                values = self._values(mask, labels, np.ix_(rows, columns))
                 is_jpeg = labels.format == "JPEG"
         except Image.DecompressionBombError as error:
             raise DataError(f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles") from error
@@ -137,7 +140,8 @@ class MaskReader:
         if is_outside.any():
             fix = "write masks as PNG, since JPEG changes labels" if is_jpeg else "fix it or num_classes"
             raise DataError(f"{mask} has the label {values[is_outside][0]}, {needed}; {fix}")
-        return (values != 0).astype(np.uint8) if self.is_binary else values.astype(np.uint8)
+        classes = values != 0 if self.is_binary else values
+        return np.where(is_padding, IGNORED, classes).astype(np.uint8)
 
     def count(self, masks: Iterable[str]) -> Counter[int]:
         """Counts the pixels of each value in some masks; those that cannot be read are left out."""
@@ -145,7 +149,7 @@ class MaskReader:
         for mask in masks:
             # The streams name a mask that cannot be read. Pillow raises errors of many types.
             with suppress(Exception), Image.open(mask) as labels:
-                values, numbers = np.unique(self._values(mask, labels, None), return_counts=True)
+                values, numbers = np.unique(self._values(mask, labels), return_counts=True)
                 counts.update(dict(zip(values.tolist(), numbers.tolist())))
         return counts
 
@@ -162,18 +166,16 @@ class MaskReader:
     def _size(self, picture: Image.Image) -> tuple[int, int]:
         width, height = picture.size
         is_turned = picture.getexif().get(ExifTags.Base.Orientation) in TURNED_BY_90_DEGREES
-        return (height, width) if self.exif and is_turned else (width, height)
+        return (height, width) if self.sizing.exif and is_turned else (width, height)
 
-    def _values(self, mask: str, labels: Image.Image, size: tuple[int, int] | None) -> np.ndarray:
-        """Returns the values of a mask, upright; of a picture in colors, the classes of its colors."""
-        if self.exif:
+    def _values(self, mask: str, labels: Image.Image, indices: Any = ...) -> np.ndarray:
+        """Returns the values of a mask, upright, at some pixels; of a picture in colors, the classes of its colors."""
+        if self.sizing.exif:
             labels = ImageOps.exif_transpose(labels)
         if self.colors or labels.mode not in ("P", "L", "1", "I;16", "I"):
             labels = labels.convert("RGB")
-        if size:
-            labels = labels.resize(size, Image.Resampling.NEAREST)
 
-        values = np.asarray(labels)
+        values = np.asarray(labels)[indices]
         if values.ndim == 2:
             return values.astype(np.int32)
         if self.colors:

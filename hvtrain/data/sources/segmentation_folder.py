@@ -15,7 +15,7 @@ from hvtrain.data.description import listed, percent
 from hvtrain.data.formats.folders import left_out, split_folders, visible
 from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
 from hvtrain.data.manifest import user_path
-from hvtrain.data.pipeline.decoding import decode_files, decode_whole
+from hvtrain.data.pipeline.decoding import Sizing, decode, decode_batch, read_files
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape
 from hvtrain.data.source import Preprocessing, reason
@@ -38,7 +38,8 @@ MAX_COUNTED = 64
 class SegmentationFolder(NotesFailure, IndexedSource):
     """Images, and a mask of class indices for each.
 
-    Images are resized, and scaled to 0 ... 1; masks are resized to the nearest pixel. A mask is a
+    Images are resized, and scaled to 0 ... 1; masks are resized to the nearest pixel, and padding is
+    ignored. A mask is a
     grey or palette image whose values are classes, and 255 is ignored; or one whose colors are. With
     two classes and masks of 0 and 255 alone, 255 is class 1.
 
@@ -58,7 +59,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
             at a border are ignored.
         colors: of masks in colors, by class: [red, green, blue], '#rrggbb' or a grey level; one more
             is that of ignored pixels.
-        exif: turns photographs upright, as their EXIF orientation says.
+        sizing: resize, fit, crop_fraction and exif, for images and masks; see Sizing.
 
     Raises:
         ConfigError: if there is not one name, or color, for each class.
@@ -66,6 +67,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
     """
 
     name = "segmentation_folder"
+    no_random_crop = "has masks, which such a crop does not move"
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         shift_pixels: int = 0,
         flip: bool = True,
         colors: Sequence[Any] | None = None,
-        exif: bool = True,
+        **sizing: Any,
     ) -> None:
         self.folder = user_path(dir)
         self.origin = str(self.folder)
@@ -85,7 +87,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         self.class_names = check_class_names(class_names, num_classes)
         self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
 
-        self.exif = exif
+        self.sizing = Sizing(self.image_shape, **sizing)
 
         # PASCAL VOC has files that list the images of each split; otherwise each split is a folder.
         self._warnings: list[str] = []
@@ -100,8 +102,8 @@ class SegmentationFolder(NotesFailure, IndexedSource):
             )
 
         images = sample([image for image, _ in self._pairs["train"]])
-        self._look = describe_images(zip(images, images), self.image_shape, exif)
-        self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), exif=exif)
+        self._look = describe_images(zip(images, images), self.sizing.phrase(), self.sizing.exif)
+        self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), self.sizing)
         values = set(self._count("train"))
         # Many tools paint the foreground white. As an ignored label it would leave one class alone.
         if num_classes == 2 and not colors and IGNORED in values <= {0, IGNORED}:
@@ -157,16 +159,14 @@ class SegmentationFolder(NotesFailure, IndexedSource):
 
         # By Pillow, since TensorFlow turns the palette of a PNG into colours.
         def read_masks(indices):
-            size = width, height
             try:
-                masks = [self._masks.read(pairs[index], size) for index in indices]
-                return np.stack(masks)
+                return np.stack([self._masks.read(pairs[index]) for index in indices])
             except DataError as error:
                 raise self.fail(str(error)) from error
 
         def read(indices):
             masks = tf.numpy_function(read_masks, [indices], tf.uint8)
-            images = decode_files(tf.gather(image_paths, indices), self.image_shape, self.exif)
+            images = decode_batch(read_files(tf.gather(image_paths, indices)), self.sizing)
             return images, tf.ensure_shape(masks, [None, height, width])
 
         return read
@@ -181,13 +181,13 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         return self.transform.augment_with_masks(images, masks, seed)
 
     def preprocessing(self) -> Preprocessing:
-        return decoded_preprocessing(self.transform, self.image_shape)
+        return decoded_preprocessing(self.transform, self.sizing)
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         # Without masks, which are not inputs of the saved model.
         pairs = self._shard(split, topology)[:number]
         encoded = [tf.io.read_file(image) for image, _ in pairs]
-        return [decode_whole(image, self.image_shape[2], self.exif).numpy() for image in encoded]
+        return [self.sizing.whole(image).numpy() for image in encoded]
 
     def explain(self, error: Exception) -> Exception:
         explained = super().explain(error)
@@ -203,7 +203,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         for pairs in self._pairs.values():
             for image, _ in pairs:
                 try:  # TensorFlow does not say which image it could not decode.
-                    decode_whole(tf.io.read_file(image), self.image_shape[2], self.exif)
+                    decode(tf.io.read_file(image), self.sizing)
                 except tf.errors.OpError as failure:
                     return DataError(f"{image} cannot be read: {reason(failure)}; fix or remove it")
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvtrain.data.formats.folders import split_entries
 from hvtrain.data.manifest import user_path
-from hvtrain.data.pipeline.decoding import decode
+from hvtrain.data.pipeline.decoding import Sizing, decode
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import Preprocessing
 from hvtrain.data.sources.file_source import decoded_preprocessing, with_files
@@ -37,7 +37,7 @@ class PreparedDataset(FunctionSource):
         image_shape: [height, width, channels] to which images are resized; their pixels become 0
             ... 1.
         shuffle_buffer: examples, with encoded images, that are shuffled together.
-        exif: turns photographs upright, as their EXIF orientation says.
+        sizing: of images: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
         ConfigError: without the library, for unknown features or splits, and for images without an
@@ -54,7 +54,7 @@ class PreparedDataset(FunctionSource):
         splits: Mapping[str, str] | None = None,
         image_shape: Sequence[int] | None = None,
         shuffle_buffer: int = 10_000,
-        exif: bool = True,
+        **sizing: Any,
     ) -> None:
         builder = open_builder(dataset, data_dir)
         features = builder.info.features
@@ -78,13 +78,13 @@ class PreparedDataset(FunctionSource):
 
         # By the names of types, so that the library's own need not be imported.
         self._images = [key for key in self._keys if type(features[key]).__name__ == "Image"]
-        self._image_shape = check_image_shape(image_shape) if image_shape is not None else None
-        if self._images and self._image_shape is None:
+        if image_shape is not None:
+            self.sizing = Sizing(check_image_shape(image_shape), **sizing)
+        elif self._images:
             raise ConfigError(f"{dataset} holds images; give dataset.image_shape=[height,width,channels]")
 
         self._builder = builder
         self._shuffle_buffer = shuffle_buffer
-        self.exif = exif
 
         # A feature of the type ClassLabel knows its classes.
         label = features[self._keys[1]]
@@ -141,12 +141,11 @@ class PreparedDataset(FunctionSource):
 
     def _decoded(self, *values: Any) -> tuple[Any, ...]:
         """Returns an example whose images are decoded, and scaled to 0 ... 1."""
-        shape: Any = self._image_shape
 
         def decoded(key, value):
             if key not in self._images:
                 return value
-            return tf.cast(decode(value, shape, self.exif), tf.float32) / 255.0
+            return tf.cast(decode(value, self.sizing), tf.float32) / 255.0
 
         return tuple(map(decoded, self._keys, values))
 
@@ -157,9 +156,9 @@ class PreparedDataset(FunctionSource):
         return with_files(super().manifest(), folder, lambda _: paths)
 
     def preprocessing(self) -> Preprocessing:
-        if self._keys[0] not in self._images or self._image_shape is None:
+        if self._keys[0] not in self._images:
             return super().preprocessing()
-        return decoded_preprocessing(Transform(scale=255.0), self._image_shape)
+        return decoded_preprocessing(Transform(scale=255.0), self.sizing)
 
 
 def open_builder(dataset: str, data_dir: str | None) -> Any:
