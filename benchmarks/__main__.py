@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from benchmarks.contenders import CONTENDERS, TRAIN, WORKLOADS, named
-from benchmarks.input import Inputs
+from benchmarks.input import WORKS, Inputs
 from benchmarks.scaling import Scaling
 from benchmarks.steps import Steps
 from hvtrain.errors import ConfigError
@@ -43,7 +43,7 @@ def main() -> int:
 def make_experiment(options: argparse.Namespace, folder: Path, threads: int) -> Inputs | Scaling | Steps:
     """The experiment that the options describe. Raises ConfigError."""
     if options.kind == "input":
-        return Inputs(folder, threads, options.sizes, options.images, options.steps)
+        return Inputs(folder, threads, options.sizes, options.works, options.images, options.steps)
 
     workload = WORKLOADS[options.workload]
     if options.kind == "scaling":
@@ -107,8 +107,10 @@ rounds, because a machine that others share is slower for minutes at a time.""",
         "How fast JPEG files, TFRecord and Parquet become batches when no model waits for them, on the same threads.",
     )
     images.set_defaults(ranks=1)
-    sizes = "height and width of the files; default: 224x224,300x400"
-    images.add_argument("--sizes", type=_sizes, default=[(224, 224), (300, 400)], metavar="HxW,HxW", help=sizes)
+    sizes = "height and width of the files; default: 224x224,375x500"
+    images.add_argument("--sizes", type=_sizes, default=[(224, 224), (375, 500)], metavar="HxW,HxW", help=sizes)
+    works = f"what becomes of files of another size than 224x224; default: {','.join(WORKS)}"
+    images.add_argument("--works", type=_works, default=list(WORKS), metavar="A,B", help=works)
     images.add_argument("--images", type=at_least(64), default=1000, metavar="N", help="default: 1000")
     images.add_argument("--steps", type=at_least(1), default=100, metavar="N", help="timed steps; default: 100")
 
@@ -164,6 +166,13 @@ workloads:
 
 def _counts(text: str) -> list[int]:
     return [at_least(1)(number) for number in text.split(",")]
+
+
+def _works(text: str) -> list[str]:
+    works = text.split(",")
+    if not set(works) <= WORKS.keys():
+        raise argparse.ArgumentTypeError(f"{text} came where some of {','.join(WORKS)} were needed")
+    return works
 
 
 def _sizes(text: str) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ file.
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,8 +22,22 @@ WARMUP_STEPS = 12
 BATCH_SIZE = 32
 NUM_CLASSES = 10
 TRAINED = (224, 224, 3)  # Height, width and channels that a model sees.
+CROP_FRACTION = 0.875  # Of the shorter side: 224 of 256, as ImageNet is validated.
+# Of a random crop: shares of the image's area, and width / height (Szegedy et al. 2015, arXiv:1409.4842).
+AREAS = (0.08, 1.0)
+ASPECTS = (3 / 4, 4 / 3)
+# What happens to an image, and hvtrain's settings for it. A pipeline by hand does the same.
+WORKS = {
+    "resize": ["dataset.fit=stretch", "dataset.resize=bilinear"],
+    "antialias": ["dataset.fit=stretch", "dataset.resize=antialias"],
+    "random-crop": ["augment=[random_resized_crop]", "dataset.resize=bilinear"],
+    "central-crop": [f"dataset.crop_fraction={CROP_FRACTION}", "dataset.fit=crop", "dataset.resize=bilinear"],
+}
+# A contender only where it can do that work.
+KERAS_WORKS = ("resize", "central-crop")
 FORMATS = ("image_folder", "tfrecord", "parquet")
 NUM_RECORD_FILES = 8
+GPU_RATE = 1500  # Images/s that one GPU takes, for the column that says how many cores feed it.
 GROUP_ROWS = 100
 
 JPEG_QUALITY = 90
@@ -37,35 +52,37 @@ class Inputs(Experiment):
 
     Attributes:
         sizes: Heights and widths of the files. All become TRAINED.
+        works: Of WORKS, for files of another size.
         num_images: In each format.
         steps: Timed steps.
     """
 
     sizes: Sequence[tuple[int, int]]
+    works: Sequence[str]
     num_images: int
     steps: int
 
     name = "input"
-    keys = ("size", "format", "contender")
+    keys = ("size", "work", "format", "contender")
     columns: ClassVar = {
         # First, so in the picture too: it depends less on what else the machine does.
         "CPU ms": ("cpu_ms_per_example", 1.0, ".3f"),
         "examples/s": ("examples_per_second", 1.0, ",.0f"),
+        f"cores for {GPU_RATE:,}/s": ("cpu_ms_per_example", GPU_RATE / 1000, ".1f"),
         "peak MB": ("peak_bytes", 1e-6, ",.0f"),
     }
 
     def cases(self) -> list[Case]:
         cases: list[Case] = []
         for height, width in self.sizes:
-            for file_format in FORMATS:
+            # Files of the trained size are only decoded; the first work stands for all.
+            is_trained = (height, width) == TRAINED[:2]
+            works = ["resize"] if is_trained else self.works
+            for work, file_format in product(works, FORMATS):
                 contenders = ["hvtrain", "by-hand"]
-                if file_format == "image_folder":
+                if file_format == "image_folder" and work in KERAS_WORKS:
                     contenders.append("keras")
-                if (height, width) != TRAINED[:2]:
-                    # Only hvtrain antialiases by itself, so a pipeline by hand that does it too
-                    # stands beside.
-                    contenders.append("by-hand-antialiased")
-                cases += [(f"{height}x{width}", file_format, contender) for contender in contenders]
+                cases += [(f"{height}x{width}", work, file_format, contender) for contender in contenders]
 
         return cases
 
@@ -77,10 +94,10 @@ class Inputs(Experiment):
         super().run(num_rounds)
 
     def measure(self, case: Case, folder: Path) -> dict[str, float]:
-        size, file_format, contender = case
+        size, work, file_format, contender = case
         data = self.folder / "data" / size / file_format
-        numbers = (self.num_images, self.threads, WARMUP_STEPS + self.steps)
-        arguments = [contender, file_format, str(data), *map(str, numbers)]
+        numbers = (self.threads, WARMUP_STEPS + self.steps)
+        arguments = [contender, work, file_format, str(data), *map(str, numbers)]
         variables = {WARMUP: str(WARMUP_STEPS), **thread_variables(self.threads)}
         (report,) = run_and_report(WORKER, [Command(python_line(WORKER, arguments))], 1, folder, variables)
 
@@ -91,8 +108,8 @@ class Inputs(Experiment):
         }
 
     def ratios(self, case: Case) -> dict[str, Ratio]:
-        # hvtrain reads the same files in the same format.
-        ours = (*case[:2], "hvtrain")
+        # hvtrain does the same work to the same files in the same format.
+        ours = (*case[:-1], "hvtrain")
         figures = {"examples/s": "examples_per_second", "CPU time": "cpu_ms_per_example"}
         return {
             f"{title}, hvtrain / it": ratio(self.values(ours, figure), self.values(case, figure))

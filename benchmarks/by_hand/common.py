@@ -1,7 +1,6 @@
 """The runner's model, optimizer and batches, for all hand-written contenders: they differ only in the loop."""
 
 import os
-import sys
 from dataclasses import dataclass
 
 import keras
@@ -16,6 +15,8 @@ from hvtrain.core.step_plan import StepPlan, make_plan
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.system import resources
+from hvtrain.tasks import Task
+from hvtrain.training.augment import open_augmentation
 from hvtrain.training.run import training_batches
 
 
@@ -102,11 +103,18 @@ def pinned_job() -> int:
     return number
 
 
-def make_setup(rank: int = 0, size: int = 1) -> Setup:
-    """Sets up the training that the command line describes, for one rank of `size` on one host. Sets the seeds."""
-    config = from_dict(compose(sys.argv[1:])[0])
+def make_setup(rank: int = 0, size: int = 1, overrides: list[str] | None = None) -> Setup:
+    """Sets up a training for one rank of `size` on one host. Sets the seeds.
+
+    overrides: its settings; default: those of the command line.
+    """
+    config = from_dict(compose(overrides)[0])
     keras.utils.set_random_seed(config.seed + rank)
     source = build(config, "dataset", Source)
+    if config.augment:
+        task = build(config, "task", Task)
+        task.prepare(source)
+        open_augmentation(config, source, task)
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, source.shard_sizes("train", size), source.name)
     # All ranks are on one host, so the local rank is the rank.

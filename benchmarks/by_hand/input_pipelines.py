@@ -2,61 +2,105 @@
 `benchmarks input`.
 
 All give shuffled batches of float32 pixels, 0 ... 1, and labels, endlessly, on the same number of
-threads.
+threads. Within a work of benchmarks.input.WORKS all do the same to an image; only where files have the size that
+is trained on, Keras resizes them all the same.
 """
 
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from benchmarks.by_hand.common import make_setup
 from benchmarks.clock import Stopwatch
-from benchmarks.input import BATCH_SIZE, NUM_CLASSES, TRAINED
-from hvtrain.core.topology import Topology
-from hvtrain.data.source import Source, StreamRequest
-from hvtrain.data.sources.image_folder import ImageFolder
-from hvtrain.data.sources.parquet import Parquet
-from hvtrain.data.sources.tfrecord import TFRecords
+from benchmarks.input import (
+    AREAS,
+    ASPECTS,
+    BATCH_SIZE,
+    CROP_FRACTION,
+    NUM_CLASSES,
+    TRAINED,
+    WORKS,
+)
 
 SHUFFLED = 1000  # Examples in the buffers of the pipelines by hand.
 AUTO = tf.data.AUTOTUNE
 
 
-def hvtrain_source(folder: Path, file_format: str, num_images: int) -> tf.data.Dataset:
-    """The source as the runner uses it, with its defaults but no augmentation."""
-    source: Source
-    if file_format == "image_folder":
-        source = ImageFolder(str(folder), TRAINED, flip=False)
-    else:
-        source = {"tfrecord": TFRecords, "parquet": Parquet}[file_format](str(folder), TRAINED, NUM_CLASSES)
-    return source.training(StreamRequest(Topology(), BATCH_SIZE, 1, 0, num_images // BATCH_SIZE))
+def hvtrain_source(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
+    """The source as the runner uses it, with the settings of the work."""
+    settings = [
+        f"dataset={file_format}",
+        f"dataset.dir={folder}",
+        f"dataset.image_shape={list(TRAINED)}".replace(" ", ""),
+        "dataset.flip=false",
+        f"train.batch_size={BATCH_SIZE}",
+        *WORKS[work],
+    ]
+    if file_format != "image_folder":
+        settings.append(f"dataset.num_classes={NUM_CLASSES}")
+    setup = make_setup(overrides=settings)
+    batches = setup.batches_from(0)
+    if not setup.source.raw_batches:
+        return batches
+    # What the step does otherwise.
+    return batches.map(lambda images, labels: (setup.source.finish(images), labels), num_parallel_calls=AUTO)
 
 
-def keras_folder(folder: Path, file_format: str, num_images: int) -> tf.data.Dataset:
+def keras_folder(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
     """Keras's own, with its defaults; its users add Rescaling. Resizes by itself, not antialiased."""
+    is_cropped = work == "central-crop"
+    size = [round(side / CROP_FRACTION) if is_cropped else side for side in TRAINED[:2]]
     batches = keras.utils.image_dataset_from_directory(
-        folder / "train", image_size=TRAINED[:2], batch_size=BATCH_SIZE, verbose=False
+        folder / "train",
+        image_size=size,
+        batch_size=BATCH_SIZE,
+        crop_to_aspect_ratio=is_cropped,
+        verbose=False,
     )
+    crop = keras.layers.CenterCrop(*TRAINED[:2])
     rescale = keras.layers.Rescaling(1 / 255)
-    scaled = batches.map(lambda images, labels: (rescale(images), labels), num_parallel_calls=AUTO)
+    scaled = batches.map(lambda images, labels: (rescale(crop(images)), labels), num_parallel_calls=AUTO)
     return scaled.repeat().prefetch(AUTO)
 
 
-def by_hand(folder: Path, file_format: str, num_images: int, antialias: bool = False) -> tf.data.Dataset:
-    """As the guides of TensorFlow write it: encoded images are shuffled, then decoded one by one, in parallel."""
+def by_hand(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
+    """As the guides of TensorFlow write it: encoded images are shuffled, then decoded one by one, in parallel.
+
+    Crops are those of TensorFlow's ResNet examples, which decode only the part that is needed.
+    """
     # Whoever writes it by hand knows the size of the files.
-    fits = folder.parent.name == f"{TRAINED[0]}x{TRAINED[1]}"
+    height, width = map(int, folder.parent.name.split("x"))
+    # Files of the right size need no resizing, and a pipeline by hand has none.
+    is_resized = (height, width) != TRAINED[:2]
+
+    def window(encoded: tf.Tensor) -> tf.Tensor:
+        """Top, left, height and width of the part that is used."""
+        shape = tf.io.extract_jpeg_shape(encoded)
+        if work == "random-crop":
+            corner, size, _ = tf.image.sample_distorted_bounding_box(
+                shape,
+                tf.zeros([1, 0, 4]),
+                min_object_covered=0,
+                aspect_ratio_range=ASPECTS,
+                area_range=AREAS,
+                use_image_if_no_bounding_boxes=True,
+            )
+            return tf.concat([corner[:2], size[:2]], axis=0)
+        side = tf.cast(CROP_FRACTION * tf.cast(tf.reduce_min(shape[:2]), tf.float32), tf.int32)
+        return tf.concat([(shape[:2] - side) // 2, [side, side]], axis=0)
 
     def pixels(encoded: tf.Tensor) -> tf.Tensor:
-        image = tf.io.decode_jpeg(encoded, channels=TRAINED[2])
-        # Files of the right size need no resizing, and a pipeline by hand has none.
-        if not fits:
-            image = tf.image.resize(image, TRAINED[:2], antialias=antialias)
+        if work.endswith("crop"):
+            image = tf.image.decode_and_crop_jpeg(encoded, window(encoded), channels=TRAINED[2])
+        else:
+            image = tf.io.decode_jpeg(encoded, channels=TRAINED[2])
+        if is_resized:
+            image = tf.image.resize(image, TRAINED[:2], antialias=work == "antialias")
         return tf.ensure_shape(tf.cast(image, tf.float32) / 255.0, TRAINED)
 
     readers = {"image_folder": _files, "tfrecord": _records, "parquet": _rows}
@@ -99,23 +143,22 @@ def _rows(folder: Path) -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(batches, output_signature=spec).unbatch().shuffle(SHUFFLED).repeat()
 
 
-PIPELINES: dict[str, Callable[[Path, str, int], tf.data.Dataset]] = {
+PIPELINES: dict[str, Callable[[Path, str, str], tf.data.Dataset]] = {
     "hvtrain": hvtrain_source,
     "keras": keras_folder,
     "by-hand": by_hand,
-    "by-hand-antialiased": partial(by_hand, antialias=True),
 }
 
 
 def main() -> None:
     """Takes batches of the pipeline that the command line names, and reports."""
-    name, file_format, folder, num_images, threads, steps = sys.argv[1:]
+    name, work, file_format, folder, threads, steps = sys.argv[1:]
     # All threads of the process share so many cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     stopwatch = Stopwatch()
     options = tf.data.Options()
     options.threading.private_threadpool_size = int(threads)
-    batches = PIPELINES[name](Path(folder), file_format, int(num_images)).with_options(options)
+    batches = PIPELINES[name](Path(folder), file_format, work).with_options(options)
 
     @tf.function
     def take(images: tf.Tensor, labels: tf.Tensor) -> None:

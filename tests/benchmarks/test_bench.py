@@ -3,11 +3,13 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
+from benchmarks.by_hand.input_pipelines import PIPELINES
 from benchmarks.contenders import CONTENDERS, TRAIN
 from benchmarks.goals import of_steps
-from benchmarks.input import Inputs
+from benchmarks.input import BATCH_SIZE, TRAINED, WORKS, Inputs, write_images
 from in_process import run_command
 from launching import finish, run, start
 
@@ -123,29 +125,46 @@ def test_allreduce(transport, tmp_path):
 @pytest.mark.timeout(600)
 @release
 def test_input_compares_all_pipelines(tmp_path):
-    arguments = ["--images", "64", "--steps", "3", "--rounds", "1", "--sizes", "30x40"]
+    arguments = ["--images", "64", "--steps", "3", "--rounds", "1", "--sizes", "240x320"]
     code, output = run(None, 1, *BENCH, "input", *arguments, "--output", str(tmp_path / "bench"), cwd=tmp_path)
-    assert code == 0 and "CPU time, hvtrain / it" in output, output
+    assert code == 0 and "CPU time, hvtrain / it" in output and "cores for 1,500/s" in output, output
     runs = json.loads((tmp_path / "bench" / "input.json").read_text())["runs"]
-    cases = [(row["size"], row["format"], row["contender"]) for row in runs]
-    assert sorted(cases) == sorted(Inputs(tmp_path, 2, [(30, 40)], 64, 3).cases())
+    cases = [(row["size"], row["work"], row["format"], row["contender"]) for row in runs]
+    assert sorted(cases) == sorted(Inputs(tmp_path, 2, [(240, 320)], list(WORKS), 64, 3).cases())
     for row in runs:
         assert row["examples_per_second"] > 0 and 0 < row["cpu_ms_per_example"] < 1000 and row["peak_bytes"] > 1e8
     assert (tmp_path / "bench" / "bench.png").exists()
 
 
-def test_input_resizes_by_hand_what_does_not_fit(tmp_path):
-    contenders = {kind: set() for kind in ("224x224", "30x40")}
-    for size, kind, name in Inputs(tmp_path, 2, [(224, 224), (30, 40)], 64, 3).cases():
-        contenders[size].add((kind, name))
-    assert contenders["30x40"] - contenders["224x224"] == {
-        (kind, "by-hand-antialiased") for kind in ("image_folder", "tfrecord", "parquet")
+def test_input_compares_where_work_is_equal(tmp_path):
+    cases = Inputs(tmp_path, 2, [(224, 224), (375, 500)], list(WORKS), 64, 3).cases()
+    assert {case[1] for case in cases if case[0] == "224x224"} == {"resize"}, "it is only decoded"
+    larger = {case[1:] for case in cases if case[0] == "375x500"}
+    assert {case[:2] for case in larger if case[2] == "keras"} == {
+        ("resize", "image_folder"),
+        ("central-crop", "image_folder"),
     }
-    assert contenders["224x224"] >= {
-        ("image_folder", "keras"),
-        ("tfrecord", "hvtrain"),
-        ("parquet", "by-hand"),
-    }
+    formats = ("image_folder", "tfrecord", "parquet")
+    assert larger >= {(work, kind, name) for work in WORKS for kind in formats for name in ("hvtrain", "by-hand")}
+
+
+@nightly
+@pytest.mark.parametrize("work", WORKS)
+def test_input_gives_equal_pixels_for_equal_work(work, tmp_path):
+    """Mean and contrast of each image agree; of random crops, those of all together."""
+    folder = tmp_path / "300x400"
+    write_images(folder, BATCH_SIZE, 300, 400)
+    figures = {}
+    for _, _, file_format, name in Inputs(tmp_path, 2, [(300, 400)], [work], BATCH_SIZE, 1).cases():
+        images, _ = next(iter(PIPELINES[name](folder / file_format, file_format, work)))
+        assert images.shape == (BATCH_SIZE, *TRAINED) and images.dtype == "float32"
+        figures[file_format, name] = np.sort([images.numpy().mean((1, 2, 3)), images.numpy().std((1, 2, 3))])
+    expected = figures["image_folder", "by-hand"]
+    for case, actual in figures.items():
+        if work == "random-crop":
+            np.testing.assert_allclose(actual.mean(1), expected.mean(1), atol=0.02, err_msg=str(case))
+        else:
+            np.testing.assert_allclose(actual, expected, atol=0.004, err_msg=str(case))
 
 
 def test_bad_input_is_one_line(tmp_path):
@@ -163,6 +182,7 @@ def test_bad_input_is_one_line(tmp_path):
             "--output /etc/hosts is not a folder; choose another name",
         ),
         (["input", "--sizes", "224"], "224 came where sizes such as 224x224,300x400 were needed"),
+        (["input", "--works", "crop"], "crop came where some of resize,antialias,random-crop,central-crop were needed"),
         (
             ["scaling", "-np", "3,4"],
             "the global batch of 256 cannot be divided evenly among 3 ranks",
