@@ -29,8 +29,8 @@ class Command(NamedTuple):
 
 GROUPS = {
     "look at a run": {
-        "runs": Command("report.runs.main", "the runs in a folder"),
-        "report": Command("report.command.main", "the page of a run, or several runs compared"),
+        "runs": Command("report.commands.list_runs", "the runs in a folder"),
+        "report": Command("report.commands.report_runs", "the page of a run, or several runs compared"),
     },
     "look at data": {
         "inspect": Command("checks.inspect.main", "what a data set holds, and what a training would refuse", True),

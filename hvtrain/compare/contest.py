@@ -290,7 +290,10 @@ class Contest:
             print(f"{title:<58} {outcome}; {self.time_left(schedule[index + 1 :])}", flush=True)
 
     def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:
-        """Estimates the time left from the runs so far. Whole runs are unknown until one has ended."""
+        """Estimates the time left from the runs so far.
+
+        Whole runs are unknown until one has ended.
+        """
         short_runs = [training for rounds in self.rounds.values() for training in rounds.values()]
 
         known_seconds = 0.0
@@ -307,7 +310,9 @@ class Contest:
             else:
                 num_unknown += 1
 
-        parts = [f"about {duration(known_seconds)}"] if num_known else []
+        parts = []
+        if num_known:
+            parts.append(f"about {duration(known_seconds)}")
         if num_unknown:
             parts.append(f"{num_unknown} runs of unknown length")
 

@@ -80,13 +80,18 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
     if process.returncode:
         raise LostRankError(failure(log.read_text(errors="replace"), process.returncode))
 
+    # The others' share may have shrunk meanwhile.
+    grown_bytes = None
+    if gpu_before is not None:
+        grown_bytes = max(0, peak_gpu_bytes - gpu_before)
+
     return Training(
         result=read_result(folder / "run"),
         epochs=read_history(folder / "run"),
         seconds=time.monotonic() - began,
         cpu_seconds=_children_seconds() - cpu_before,
         peak_bytes=peak_bytes or None,
-        gpu_bytes=None if gpu_before is None else max(0, peak_gpu_bytes - gpu_before),
+        gpu_bytes=grown_bytes,
     )
 
 
@@ -197,7 +202,10 @@ def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]
     [(1, ['a', 'b']), (2, ['b', 'a']), (3, ['a', 'b'])]
     """
     for number in range(1, num_rounds + 1):
-        yield number, list(items if number % 2 else reversed(items))
+        order = list(items)
+        if number % 2 == 0:
+            order.reverse()
+        yield number, order
 
 
 def progress(text: str) -> None:

@@ -55,9 +55,11 @@ def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any
     entries = [_entry(each, contest, curves.get(each.name, []), reached.get(each.name)) for each in contest.contestants]
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
     for contestant, entry in zip(contest.contestants, entries):
+        entry["against_single"] = None
         speed_ratio = against(speeds[contestant.name], speeds.get(SINGLE, {}))
         # A ratio of `single` to itself would say nothing.
-        entry["against_single"] = asdict(speed_ratio) if speed_ratio and not contestant.is_single else None
+        if speed_ratio and not contestant.is_single:
+            entry["against_single"] = asdict(speed_ratio)
 
     num_ranks = contest.launcher.num_ranks
 
@@ -315,7 +317,9 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
     target = comparison["target"] or {"metric": "loss", "value": None}
     points = [point for entry in strategies for point in entry["curve"]]
     # What is learned shows in validation, if there is any.
-    loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
+    loss = "loss"
+    if any("val_loss" in point for point in points):
+        loss = "val_loss"
 
     shown: list[Panel] = []
     # A comparison that failed early has nothing to draw.

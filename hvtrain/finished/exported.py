@@ -116,7 +116,10 @@ def as_arrays(outputs: Any) -> Outputs:
 
 
 def compare_outputs(actual: Sequence[Outputs], expected: Sequence[Outputs], model_format: str) -> str:
-    """Describes the largest difference of the outputs by example. Raises ConfigError if it is beyond rounding."""
+    """Describes the largest difference of the outputs by example.
+
+    Raises ConfigError if it is beyond rounding.
+    """
     if not expected:
         return "not checked, since the data set gives no raw examples"
     difference = 0.0

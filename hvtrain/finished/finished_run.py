@@ -182,7 +182,10 @@ def _open_like(config: RunConfig, files: dict[str, bytes], kept: kinds.Kinds) ->
 
 
 def _load_weights(config: RunConfig, source: Source, model: keras.Model, path: Path, kept: kinds.Kinds) -> Any:
-    """Sets the weights; returns the manifest of the run's data. Raises CheckpointError if they do not fit (chief)."""
+    """Sets the weights; returns the manifest of the run's data.
+
+    Raises CheckpointError if they do not fit (chief).
+    """
     try:
         return load_weights(config, model, path)
     except CheckpointError as error:

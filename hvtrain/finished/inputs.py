@@ -34,7 +34,9 @@ MANY_UNKNOWN = 0.1
 
 @dataclass(frozen=True)
 class Examples:
-    """This rank's batches. The examples come in the order of all ranks' first batches, then their second ones, ...
+    """This rank's batches.
+
+    The examples come in the order of all ranks' first batches, then their second ones, ...
 
     Attributes:
         name: what they are, for the user.

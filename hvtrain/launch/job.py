@@ -37,7 +37,9 @@ class Host:
 
 @dataclass(frozen=True)
 class Job:
-    """One training, and how its ranks are started. Every rank runs the same command in the same folder.
+    """One training, and how its ranks are started.
+
+    Every rank runs the same command in the same folder.
 
     Args:
         command: what every rank runs: python -m hvtrain ...

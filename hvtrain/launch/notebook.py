@@ -114,7 +114,10 @@ def _cell_sources() -> dict[str, Any]:
 
 
 def _launch(line: list[str], folder: Path) -> None:
-    """Runs the launcher to its end; Ctrl-C ends it and all ranks. Raises RankError with the first failure."""
+    """Runs the launcher to its end; Ctrl-C ends it and all ranks.
+
+    Raises RankError with the first failure.
+    """
     # Ranks import what this process can; "" is the folder that it is in, and theirs.
     paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     log = folder / LAUNCHER_LOG

@@ -224,7 +224,7 @@ def _run_twice(
     operation_fn: Callable[[Any], Any],
     states: list[Any],
 ) -> None:
-    """Like _run, but its gradient runs the segment again, from the states of the first time.
+    """Runs the segment like _run; its gradient runs it again, from the states of the first time.
 
     Args:
         states: variables that are no weights, such as the seeds of dropout, which the second time

@@ -49,14 +49,7 @@ def multiply_rates(
     """
     if all(factor == 1 for factor in factors):
         return
-    inner = _inner(optimizer)
-    kind, overridden = _overridden_steps(inner)
-    if overridden:
-        raise ConfigError(
-            f"train.rates and {kind}, which overrides {overridden}, exclude each other; choose an "
-            "optimizer that updates each variable in update_step"
-        )
-
+    inner = _plain_steps(optimizer, "train.rates")
     # Not by the variable itself: parameter servers hold another one.
     index_of = inner._get_variable_index
     factor_of = {index_of(variable): factor for variable, factor in zip(variables, factors)}
@@ -103,13 +96,7 @@ def decay_kernels(optimizer: keras.optimizers.Optimizer, weight_decay: float) ->
     """
     if not weight_decay:
         return
-    inner = _inner(optimizer)
-    kind, overridden = _overridden_steps(inner)
-    if overridden:
-        raise ConfigError(
-            f"train.weight_decay={weight_decay} and {kind}, which overrides {overridden}, exclude each other; choose "
-            "an optimizer that updates each variable in update_step"
-        )
+    inner = _plain_steps(optimizer, f"train.weight_decay={weight_decay}")
     update_step = inner.update_step
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
@@ -133,16 +120,11 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None)
     """
     if momentum is None:
         return
-    inner = _inner(optimizer)
+    inner = _plain_steps(optimizer, f"train.ema={momentum}")
     if inner.use_ema:
         raise ConfigError(
             f"train.ema={momentum} and optimizer.use_ema exclude each other; leave "
             "optimizer.use_ema out: train.ema also validates the average"
-        )
-    kind, overridden = _overridden_steps(inner)
-    if overridden:
-        raise ConfigError(
-            f"train.ema={momentum} and {kind}, which overrides {overridden} and may not average; leave one out"
         )
     inner.use_ema = True
     inner.ema_momentum = momentum
@@ -189,8 +171,18 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _overridden_steps(optimizer: Any) -> tuple[str, str]:
-    """Returns the optimizer's class name, and the methods of Keras's step that it overrides."""
+def _plain_steps(optimizer: Any, setting: str) -> Any:
+    """Returns the optimizer inside, after a check that it steps as Keras's do.
+
+    Raises ConfigError.
+    """
+    inner = _inner(optimizer)
     # A distributed optimizer has a mixin before the class that the user chose.
-    kind = type(optimizer).__bases__[1] if hasattr(optimizer, "_hvtrain") else type(optimizer)
-    return kind.__name__, ", ".join(overridden_steps(kind))
+    kind = type(inner).__bases__[1] if hasattr(inner, "_hvtrain") else type(inner)
+    overridden = overridden_steps(kind)
+    if overridden:
+        raise ConfigError(
+            f"{setting} and {kind.__name__}, which overrides {', '.join(overridden)}, exclude each other; choose an "
+            "optimizer that updates each variable in update_step"
+        )
+    return inner

@@ -99,7 +99,10 @@ class Collectives:
         progress("")
 
     def _measure(self, method: str, folder: Path) -> list[dict[str, float]]:
-        """Returns each rank's seconds by size. The folder, a new one, keeps the output and the reports."""
+        """Returns each rank's seconds by size.
+
+        The folder, a new one, keeps the output and the reports.
+        """
         folder.mkdir(parents=True)
         log = folder / "output.txt"
         worker = [sys.executable, "-m", WORKER, method, f"{folder}/report", *map(str, self.sizes)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
 
 DEFAULTS = Rules(fusion_bytes=0)
-# Of which a run counts the first ten as its warm-up (training/callbacks/recording.py).
+# Of which a run counts the first ten as its warm-up (training/callbacks/epochs.py).
 MEASURED_STEPS = 30
 EPILOG = f"""\
 {RUN_SETTINGS}

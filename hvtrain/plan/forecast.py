@@ -1,4 +1,7 @@
-"""A run on many ranks without starting it: step plan, learning rate, model and bytes. It neither trains nor reduces."""
+"""A run on many ranks without starting it: step plan, learning rate, model and bytes.
+
+It neither trains nor reduces.
+"""
 
 import math
 from collections.abc import Sequence

@@ -42,7 +42,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Rules:
-    """How the ranks reduce. The defaults of fusion_bytes and cycle_seconds are Horovod's since 0.21.
+    """The way in which ranks reduce.
+
+    The defaults of fusion_bytes and cycle_seconds are Horovod's since 0.21.
 
     Attributes:
         overlap: Whether gradients are reduced while others are computed, or after the last.
@@ -157,7 +159,7 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
 
 
 def _ready_times(work: Work, compute_seconds: float) -> list[float]:
-    """When each gradient is ready: in proportion to the operations so far.
+    """The time at which each gradient is ready, in proportion to the operations so far.
 
     >>> _ready_times(Work(0.3, [Gradient(4, 1.0), Gradient(4, 3.0)], forward_share=0.5), 0.4)
     [0.25, 0.4]
@@ -170,7 +172,7 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
 
 
 def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
-    """When work due at `moment` is done, if computing is slower for `seconds` from `begin` on.
+    """The time at which work due at `moment` is done, if computing is slower for `seconds` from `begin` on.
 
     >>> _held_up(1.0, 2.0, 1.0, 0.2), _held_up(10.0, 2.0, 1.0, 0.2), round(_held_up(2.4, 2.0, 1.0, 0.2), 6)
     (1.0, 10.2, 2.5)

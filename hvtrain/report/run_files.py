@@ -1,4 +1,7 @@
-"""A run as its folder describes it: settings, numbers, starts, messages and state. Without TensorFlow."""
+"""A run as its folder describes it: settings, numbers, starts, messages and state.
+
+Without TensorFlow.
+"""
 
 import math
 import re

@@ -153,7 +153,10 @@ class Sizes:
         self._gpu = tf.config.list_logical_devices("GPU")[:1]
 
     def plan_of(self, size: int) -> StepPlan:
-        """Returns the plan with batches of that size. Raises ConfigError if the data set has too few examples."""
+        """Returns the plan with batches of that size.
+
+        Raises ConfigError if the data set has too few examples.
+        """
         run = self.run
         train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)

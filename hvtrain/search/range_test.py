@@ -123,7 +123,10 @@ class Recorder(RunCallback):
 
 
 def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggestion:
-    """Runs the test; returns the suggestion on every rank. Raises TrainingError if there is none."""
+    """Runs the test; returns the suggestion on every rank.
+
+    Raises TrainingError if there is none.
+    """
     run, _ = runner.open_run(config, strategy, state, "find_lr")
     model = runner.make_model(run)
     start = runner.restore(model, None, strategy.comm, config.model_options)

@@ -96,7 +96,10 @@ class Request(NamedTuple):
 
 
 def parse_request(arguments: Sequence[str]) -> Request:
-    """Separates sweep=SPACE and trials=N from the settings. Raises ConfigError if one of them is wrong."""
+    """Separates sweep=SPACE and trials=N from the settings.
+
+    Raises ConfigError if one of them is wrong.
+    """
     space = ""
     # As text, since the line may give another one.
     trials = "20"

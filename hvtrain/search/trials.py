@@ -15,15 +15,16 @@ from hvtrain.core.run_files import EpochRecord, read_history, read_starts
 from hvtrain.errors import INTERRUPTED, LostRankError
 from hvtrain.launch.child import SECONDS_TO_SAVE, end, ends_within, failure, started
 from hvtrain.search.search_space import Goal
-from hvtrain.search.study import IsHopeless, Study
-from hvtrain.search.sweep_results import (
+from hvtrain.search.study import (
+    IsHopeless,
+    Study,
     best_of,
     in_short,
     result_lines,
     train_command,
     trial_record,
-    write,
-    write_png,
+    write_picture,
+    write_results,
 )
 from hvtrain.system.text import duration
 
@@ -79,7 +80,7 @@ class Trials:
         # The files of values are up to date after each trial; the picture takes a while, and is drawn once.
         files = "sweep.csv, sweep.json"
         if any(trial["value"] is not None for trial in self.results["trials"]):
-            write_png(self.results, self.folder / "sweep.png")
+            write_picture(self.results, self.folder / "sweep.png")
             files += ", sweep.png"
 
         print("\n" + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"]))
@@ -138,7 +139,9 @@ class Trials:
         if seconds:
             left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
 
-        return f"best {best['value']:.5g} of trial {best['number']}; {left}" if best else left
+        if best is None:
+            return left
+        return f"best {best['value']:.5g} of trial {best['number']}; {left}"
 
     def _collect(self) -> None:
         """Brings the results and their files up to date."""
@@ -157,7 +160,7 @@ class Trials:
             "best": best,
             "importances": self.study.importances(),
         }
-        write(self.results, self.folder)
+        write_results(self.results, self.folder)
 
 
 def train_trial(command: Sequence[str], folder: Path, goal: Goal, is_hopeless: IsHopeless) -> float | None:

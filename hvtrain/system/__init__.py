@@ -1,1 +1,1 @@
-"""This process and this host: console, cores, network interfaces, versions, the lock of a run folder. No ranks."""
+"""This process and this host: console, cores, memory, GPUs, versions, interfaces, the lock of a run folder."""

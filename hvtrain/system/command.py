@@ -1,4 +1,4 @@
-"""What every command does around its work: options and help, one line for an error, and an exit code."""
+"""The frame of every command: options and help, one line for an error, and an exit code."""
 
 import argparse
 import atexit
@@ -38,7 +38,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # Without the name of a subcommand, whose own help is part of its command's.
-        command = " ".join(self.prog.split()[: 4 if "-m hvtrain" in self.prog else 3])
+        num_words = 3
+        if "-m hvtrain" in self.prog:
+            num_words = 4
+        command = " ".join(self.prog.split()[:num_words])
         raise ConfigError(f"{message}; see {command} --help")
 
     def add_hosts(self) -> None:
@@ -63,7 +66,10 @@ class Parser(argparse.ArgumentParser):
         return []
 
     def parse_with_overrides(self, arguments: list[str]) -> argparse.Namespace:
-        """Parses its options. The others, settings of a run and options of Hydra, are in `overrides` of the result."""
+        """Parses its options.
+
+        The others, settings of a run and options of Hydra, are in `overrides` of the result.
+        """
         # Settings have no dashes, so argparse cannot know them.
         options, others = self.parse_known_args(arguments)
         for argument in others:
@@ -105,7 +111,10 @@ def positive(text: str) -> float:
 
 
 def make_output(folder: Path) -> None:
-    """Makes the folder of --output. Raises ConfigError if that is impossible, or if something is in it already."""
+    """Makes the folder of --output.
+
+    Raises ConfigError if that is impossible, or if something is in it already.
+    """
     try:
         # An empty folder may be there already, made for this output.
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +135,9 @@ def enter(work: Callable[[], int]) -> None:
         _check_arguments()
         code = work()
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = 1
+        if isinstance(error.code, int):
+            code = error.code
     except BaseException as error:
         # This rank has nothing left to save; a signal only ends its wait for others to report first.
         console.take_signals(console.note_signal)

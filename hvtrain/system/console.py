@@ -1,4 +1,4 @@
-"""Where messages go: rank 0's to the console, every rank's to a log file of its own, TensorFlow's nowhere.
+"""Messages: rank 0's go to the console, every rank's to a log file of its own, TensorFlow's nowhere.
 
 A launcher also reads a rank's verdict on a failure: one line of JSON on the error output, which is
 not shown.
@@ -174,7 +174,10 @@ class _LogFile(logging.FileHandler):
 
 
 def note_signal(*_: object) -> None:
-    """Ends any wait for other ranks to report first. A handler of SIGTERM and SIGUSR1, or called by one."""
+    """Ends any wait for other ranks to report first.
+
+    A handler of SIGTERM and SIGUSR1, or called by one.
+    """
     _signal_arrived.set()
 
 

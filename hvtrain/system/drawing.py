@@ -1,4 +1,6 @@
-"""Progress bars on a terminal. Rank 0 sends each drawing as a line of JSON, and its launcher shows it.
+"""Progress bars on a terminal.
+
+Rank 0 sends each drawing as a line of JSON, and its launcher shows it.
 
 A launcher marks each line of a rank, and shows lines of others between them, so only the launcher
 itself can draw.
@@ -134,7 +136,10 @@ class LiveDisplay:
 
 
 def _console() -> Any:
-    """This process's output. What users print may hold [brackets], which must not be taken for markup."""
+    """This process's output.
+
+    What users print may hold [brackets], which must not be taken for markup.
+    """
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False)

@@ -63,7 +63,9 @@ def versions() -> dict[str, str | None]:
 def raise_file_limit() -> None:
     """Raises this process's limit of open files as far as it may: 1,024 are too few for what joins 1,000 ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    limit = MOST_FILES
+    if hard != resource.RLIM_INFINITY:
+        limit = min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -82,7 +84,10 @@ def origin_of(package: str) -> Path | None:
     hvtrain's.
     """
     for finder in sys.meta_path:
-        spec = finder.find_spec(package, None) if hasattr(finder, "find_spec") else None
+        # Finders of the older interface do not have it.
+        if not hasattr(finder, "find_spec"):
+            continue
+        spec = finder.find_spec(package, None)
         if spec and spec.origin:
             return Path(spec.origin)
     return None
@@ -93,8 +98,10 @@ def code_files(package: str) -> dict[str, str]:
     origin = origin_of(package)
     if origin is None:
         return {}
-    files = origin.parent.rglob("*.py") if origin.name == "__init__.py" else [origin]
-    return {path.relative_to(origin.parent).as_posix(): _checksum(path) for path in sorted(files)}
+    files = [origin]
+    if origin.name == "__init__.py":
+        files = sorted(origin.parent.rglob("*.py"))
+    return {path.relative_to(origin.parent).as_posix(): _checksum(path) for path in files}
 
 
 def code_facts() -> dict[str, Any]:
@@ -169,8 +176,9 @@ def checkout(folder: Path) -> dict[str, Any] | None:
     if commit is None:
         return None
     changed = (_git(folder, "status", "--porcelain", "--", ".") or "").splitlines()
-    diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".") if changed else ""
-    diff = diff or ""
+    diff = ""
+    if changed:
+        diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".") or ""
     if len(diff) > MAX_DIFF:
         diff = f"{diff[:MAX_DIFF]}\n... and {len(diff) - MAX_DIFF:,} more characters"
     if len(changed) > MAX_FILES:

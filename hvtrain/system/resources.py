@@ -1,4 +1,4 @@
-"""What this process may use of its host: cores, memory and GPUs."""
+"""Cores, memory and GPUs: what this process may use of its host."""
 
 import ctypes
 import logging
@@ -51,7 +51,9 @@ def pin_to_cores(local_rank: int, local_size: int) -> set[int] | None:
 
 def cores_of_each(local_size: int) -> int:
     """The number of logical CPUs for each of a host's ranks, at least one."""
-    return len(_mine) if _mine else max(1, len(os.sched_getaffinity(0)) // local_size)
+    if _mine:
+        return len(_mine)
+    return max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
 def thread_ids() -> set[int]:
@@ -185,7 +187,9 @@ def _driver() -> Any:
         error = cuda.cuInit(0)
     except (OSError, AttributeError):
         return None
-    return None if error else cuda
+    if error:
+        return None
+    return cuda
 
 
 def _num_shown() -> int:

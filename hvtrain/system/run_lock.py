@@ -26,7 +26,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class RunLock(AbstractContextManager["RunLock"]):
-    """A lock on a run folder, by flock: `kill -9` leaves none behind, and NFS has it too. Chief only."""
+    """A lock on a run folder, by flock: `kill -9` leaves none behind, and NFS has it too.
+
+    Chief only.
+    """
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -103,7 +106,10 @@ def is_held(folder: Path) -> bool:
 
 
 def _create(claim: Path) -> bool:
-    """Creates the file with this process and host. False if another process has, unless it is gone from this host."""
+    """Creates the file with this process and host.
+
+    False if another process has, unless it is gone from this host.
+    """
     try:
         with claim.open("x", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {socket.gethostname()}")

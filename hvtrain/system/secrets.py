@@ -58,13 +58,16 @@ def split_addresses(text: str) -> list[str]:
 def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]) -> list[str]:
     """The addresses of the setting notify; those of the variable if it is null.
 
-    >>> chosen_addresses(None, {"HVTRAIN_NOTIFY": "json://here json://there"}), chosen_addresses([], {"HVTRAIN_NOTIFY": "json://here"})
+    >>> environ = {"HVTRAIN_NOTIFY": "json://here json://there"}
+    >>> chosen_addresses(None, environ), chosen_addresses([], environ)
     (['json://here', 'json://there'], [])
     """
     # An empty list turns notices off, whatever the variable says.
     if isinstance(setting, list):
         return setting
-    return split_addresses(environ.get(NOTIFY_VARIABLE, "") if setting is None else setting)
+    if setting is None:
+        setting = environ.get(NOTIFY_VARIABLE, "")
+    return split_addresses(setting)
 
 
 def take_addresses(arguments: Sequence[str]) -> tuple[list[str], str | None]:
@@ -118,7 +121,9 @@ def redacted(value: Any, name: str = "") -> Any:
     is_sure = bool(_SURE.search(name.rpartition(".")[2]))
     if isinstance(value, dict):
         # What is in a group of secrets is secret, by whatever name.
-        return {key: redacted(item, name if is_sure else str(key)) for key, item in value.items()}
+        if is_sure:
+            return {key: redacted(item, name) for key, item in value.items()}
+        return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
     # They hold no secret, and records should show that they are not set.

@@ -1,4 +1,6 @@
-"""What a tracker does; places where people look at runs later have one file each, which a user chooses as tracker=.
+"""The contract of a tracker.
+
+Each place where people look at runs later has a file here: a choice of tracker=.
 
 training/callbacks/tracking.py drives all that a run has.
 """
@@ -27,7 +29,10 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Keeps the numbers of a run (chief only). Any method may raise: the run goes on without the tracker."""
+    """Keeps the numbers of a run (chief only).
+
+    Any method may raise: the run goes on without the tracker.
+    """
 
     needs: tuple[str, ...] = ()
     """Modules that it imports, and their packages if those have other names: "wandb", "mlflow=mlflow-skinny"."""

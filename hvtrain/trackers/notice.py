@@ -1,4 +1,6 @@
-"""The notice of a run's end. Rank 0 prepares it, and a process that outlives rank 0 sends it by apprise.
+"""The notice of a run's end.
+
+Rank 0 prepares it, and a process that outlives rank 0 sends it by apprise.
 
 That process is `python -m hvtrain.trackers.notice PID`, with the number of rank 0's process. It
 reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name",
@@ -55,7 +57,10 @@ class Notice:
         self._sender: subprocess.Popen[bytes] | None = None
 
     def begin(self, chosen: Sequence[str], folder: Path) -> None:
-        """Starts the process that sends it, unless it is running already. Raises ConfigError for a wrong address."""
+        """Starts the process that sends it, unless it is running already.
+
+        Raises ConfigError for a wrong address.
+        """
         # A restart of the ranks begins it again.
         if chosen and self._sender is None:
             if not find_spec("apprise"):
@@ -79,7 +84,9 @@ class Notice:
             self._tell(FAILED, cause_in_words(error))
 
     def note(self, text: str) -> None:
-        """Records why the run fails. It is sent if a launcher or the watchdog ends this process before it says more.
+        """Records why the run fails.
+
+        It is sent if a launcher or the watchdog ends this process before it says more.
 
         Any thread may call this.
         """
@@ -216,7 +223,10 @@ def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
 
 
 def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any) -> list[int]:
-    """Sends the notice to all servers at once. Returns the indices of those that have not taken it in time."""
+    """Sends the notice to all servers at once.
+
+    Returns the indices of those that have not taken it in time.
+    """
     taken: set[int] = set()
 
     def send_to(index: int) -> None:

@@ -11,7 +11,10 @@ from hvtrain.trackers import TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):
-    """Scalars by step, and the settings as text. Files stay where they are: beside the events, in the run folder."""
+    """Scalars by step, and the settings as text.
+
+    Files stay where they are: beside the events, in the run folder.
+    """
 
     needs = ("tensorboard",)
 

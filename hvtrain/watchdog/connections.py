@@ -143,7 +143,7 @@ class Connection:
         return self.socket.fileno() >= 0
 
     def send(self, kind: Kind, **values: Any) -> None:
-        """Never blocks: messages are small, and a rank gets one answer to each of its own."""
+        """Sends without blocking: messages are small, and a rank gets one answer to each of its own."""
         with suppress(OSError):  # The next read notices.
             self.socket.send(encode({"kind": kind, **values}))
 

@@ -26,7 +26,7 @@ SECONDS_FOR_OWN_SIGNAL = 1.0
 
 
 class Hub:
-    """One thread, one decision.
+    """The thread of rank 0 that decides once for all ranks.
 
     The run either gets a reason to stop, which all ranks are told; or it stalls, and all ranks are
     asked for their stacks, then ended.

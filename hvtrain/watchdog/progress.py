@@ -59,7 +59,9 @@ class SuspensionClock:
 
 
 class Progress:
-    """What this rank does. The main thread reports at almost no cost; `look` is for one other thread.
+    """The progress of this rank.
+
+    The main thread reports at almost no cost; `look` is for one other thread.
 
     marks: how far this process's steps are inside the graph, where Python sees nothing.
     """

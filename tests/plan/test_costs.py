@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan import step_cost
 from hvtrain.plan.algorithms import (
     ALGORITHMS,
     Link,
@@ -20,7 +19,7 @@ from hvtrain.plan.algorithms import (
     tree_seconds,
 )
 from hvtrain.plan.machine import Measured, fit
-from hvtrain.plan.step_cost import Gradient, Rules, Work, step_cost
+from hvtrain.plan.step_cost import Gradient, Rules, Work, expected_maximum, slowdown, step_cost
 
 SLOW_NETWORK = Machine(Link(5e-6, 10e9), Link(2e-5, 1e9), ranks_per_host=4)
 WORK = Work(0.1, [Gradient(4_000_000, 1.0)] * 20)
@@ -69,9 +68,9 @@ def test_the_fastest_algorithm_is_taken_and_the_start_added():
 
 def test_the_expected_maximum_is_that_of_a_simulation():
     drawn = np.random.default_rng(0).standard_normal((20_000, 64)).max(axis=1).mean()
-    assert step_cost.expected_maximum(64) == pytest.approx(drawn, abs=0.01)
-    assert step_cost.expected_maximum(10**4) < math.sqrt(2 * math.log(10**4))
-    assert step_cost.slowdown(1, 0.3) == pytest.approx(1)
+    assert expected_maximum(64) == pytest.approx(drawn, abs=0.01)
+    assert expected_maximum(10**4) < math.sqrt(2 * math.log(10**4))
+    assert slowdown(1, 0.3) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 512])

@@ -3,7 +3,7 @@
 import pytest
 
 from browser import CHROMIUM, SIZES, Browser
-from hvtrain.report import command, page
+from hvtrain.report import commands, page
 from hvtrain.report.run_files import read_run
 from run_folders import CONFIG, write_run
 
@@ -25,7 +25,7 @@ def pages(tmp_path_factory):
     third = write_run(folder / "narrow", finished=False)
     page.write_report(first)
     runs = [read_run(path) for path in (first, second, third)]
-    (folder / "comparison.html").write_text(command.comparison_html(runs))
+    (folder / "comparison.html").write_text(commands.comparison_html(runs))
     (folder / "bad.html").write_text(
         "<body style='margin:0'><p style='width:3000px'>wide</p><script>console.error('no')</script>"
         "<img src='http://localhost:9/x.png'>"

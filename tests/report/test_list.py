@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from hvtrain.errors import ConfigError
-from hvtrain.report import runs as command
+from hvtrain.report import commands
 from run_folders import START, write_run
 
 
 def listed(monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", ["runs", *map(str, arguments)])
-    assert command.main() == 0
+    assert commands.list_runs() == 0
     return capsys.readouterr().out
 
 
@@ -70,8 +70,8 @@ def test_private_folders_of_others_and_scores_that_are_no_number(folder, monkeyp
             raise PermissionError(13, "Permission denied")
         return known(path)
 
-    known = command.is_run_folder
-    monkeypatch.setattr(command, "is_run_folder", is_run_folder)
+    known = commands.is_run_folder
+    monkeypatch.setattr(commands, "is_run_folder", is_run_folder)
     write_run(folder / "diverged", metrics={"test_accuracy": float("nan")})
     text = listed(monkeypatch, capsys, folder, "--sort", "score", "--json")
     rows = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

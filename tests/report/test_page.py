@@ -9,7 +9,7 @@ import pytest
 
 from hvtrain.core.run_files import ranks_table
 from hvtrain.errors import ConfigError, StorageError
-from hvtrain.report import command, page
+from hvtrain.report import commands, page
 from hvtrain.report.charts import INK, LINE, MUTED, SERIES, charts_of, charts_of_several
 from hvtrain.report.run_files import read_run
 from hvtrain.system.run_lock import RunLock
@@ -18,7 +18,7 @@ from run_folders import CONFIG, START, write_run
 
 def called(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
-    return command.main()
+    return commands.report_runs()
 
 
 def test_a_page_has_what_was_run_and_what_came_of_it(tmp_path):
@@ -118,8 +118,8 @@ def test_runs_are_compared(tmp_path):
     first = write_run(tmp_path / "a" / "run", config={**CONFIG, "seed": 1})
     second = write_run(tmp_path / "b" / "run", config={**CONFIG, "seed": 22, "augment": {"x": True}}, num_epochs=3)
     runs = [read_run(first), read_run(second)]
-    text = command.comparison_html(runs)
-    assert [name for name, _ in command.differing([run.config for run in runs])] == ["seed", "augment.x"]
+    text = commands.comparison_html(runs)
+    assert [name for name, _ in commands.differing([run.config for run in runs])] == ["seed", "augment.x"]
     assert "a/run" in text and "b/run" in text and "<td>22</td>" in text and "val_accuracy" in text
     charts = charts_of_several(runs, ["a", "b"])
     assert [chart.title for chart in charts] == ["val_loss", "loss", "val_accuracy", "accuracy", "examples per second"]
@@ -163,8 +163,8 @@ def test_it_needs_neither_tensorflow_nor_horovod(tmp_path):
     code = (
         "import sys, runpy\n"
         f"sys.argv = ['report', {str(folder)!r}]\n"
-        "from hvtrain.report import command\n"
-        "command.main()\n"
+        "from hvtrain.report import commands\n"
+        "commands.report_runs()\n"
         "sys.exit(str({'tensorflow', 'keras', 'horovod', 'pyplot'} & set(sys.modules) or ''))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -11,8 +11,8 @@ from hvtrain.config.schema import from_dict
 from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import BusyError, ConfigError
 from hvtrain.search.search_space import Goal, goal_of, read_space
+from hvtrain.search.study import ranked, train_command
 from hvtrain.search.sweep import main
-from hvtrain.search.sweep_results import ranked, train_command
 from hvtrain.system.run_lock import RunLock
 
 DATA = "dataset.num_validation=100"

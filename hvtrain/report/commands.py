@@ -1,0 +1,336 @@
+"""`python -m hvtrain report` and `runs`: pages about runs, and the list of the runs in a folder.
+
+report writes the page of one run again, or compares several on one page: a sortable table, curves in common charts,
+and the settings that differ. Everything comes from the files of the run folders, so neither TensorFlow nor the data
+are needed.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvtrain.config.validate import flatten
+from hvtrain.core.files import write_atomic
+from hvtrain.errors import ConfigError, UserError
+from hvtrain.report.charts import SERIES, charts_of_several, svg
+from hvtrain.report.page import FOLDER, REPORT_FILE, render, state_text, write_page, yaml_text
+from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
+from hvtrain.system.command import Parser
+from hvtrain.system.text import duration, format_known
+
+# The value to sort by, None if it is unknown, and the text.
+Cell = tuple[Any, str]
+
+COMPARISON_FILE = "comparison.html"
+# They differ between any two runs, or say nothing about the training.
+_NOT_COMPARED = ("run.dir", "run.name", "run.report")
+_LAST_COLUMNS = ("ranks", "examples/s", "of each rank", "efficiency", "time", "began")
+
+DEFAULT_FOLDER = "runs"
+# Levels of folders below DIR that are searched.
+DEPTH = 3
+# Characters of a line, unless names need more.
+WIDTH = 80
+MIN_SCORE_WIDTH = 16
+MIN_NAME_WIDTH = 12
+
+COLUMNS = (
+    *("run", "state", "resumable", "metric", "score", "sign"),
+    *("examples_per_second", "num_ranks", "progress", "began", "error"),
+)
+# A run as --json prints it. Unknown values are None, an unknown date is empty.
+Row = dict[str, Any]
+
+
+def report_runs() -> int:
+    """Reads the run folders, writes the page, and prints which files it wrote."""
+    options = _report_parser().parse_args(sys.argv[1:])
+    runs = [read_run(Path(folder)) for folder in options.runs]
+    # One run has a page of its own kind, with all its figures.
+    is_comparison = len(runs) > 1
+
+    default = Path(COMPARISON_FILE) if is_comparison else runs[0].folder / REPORT_FILE
+    path = Path(options.output or default)
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or choose another file")
+
+    if is_comparison:
+        write_atomic(path, comparison_html(runs))
+        print(path)
+    else:
+        written = write_page(runs[0], path)
+        print(" and ".join(map(str, written)))
+
+    return 0
+
+
+def _report_parser() -> Parser:
+    parser = Parser(
+        "python -m hvtrain report",
+        description="""\
+Writes the report of a run again, report.html and curves.png, from the files in its folder; also of a run that is still
+going or has failed. Several runs are compared on one page: a sortable table of figures, curves in common charts, and
+the settings that differ.""",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a run folder; python -m hvtrain runs lists them",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=f"the page; default: RUN/{REPORT_FILE}, for several runs {COMPARISON_FILE} in this folder",
+    )
+    return parser
+
+
+def comparison_html(runs: Sequence[RunFiles]) -> str:
+    """Returns the page that compares runs."""
+    labels = folder_labels(runs)
+    # Runs of different tasks have different ones; each has a column.
+    metrics = list(dict.fromkeys(name for run in runs for name in run.result.get("metrics", {})))
+    bests = [run.result["best"] for run in runs if run.result.get("best")]
+    best_columns = list(dict.fromkeys(f"best {best['metric']}" for best in bests))
+    charts = charts_of_several(runs, labels)
+
+    return render(
+        "comparison.html.j2",
+        title=f"{len(runs)} runs",
+        columns=["run", "state", *metrics, *best_columns, *_LAST_COLUMNS],
+        rows=[_row(run, label, metrics, best_columns) for run, label in zip(runs, labels)],
+        labels=labels,
+        num_colors=len(SERIES),
+        drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts],
+        settings=differing([run.config for run in runs]),
+        script=(FOLDER / "sort.js").read_text(encoding="utf-8"),
+    )
+
+
+def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
+    """Names of the run folders, with as many parent folders as it takes to tell them apart."""
+    # The same folder may be given twice; no depth tells those apart.
+    paths = [run.folder.parts for run in runs]
+    for depth in range(1, max(map(len, paths), default=1) + 1):
+        labels = ["/".join(parts[-depth:]) for parts in paths]
+        if len(set(labels)) == len(set(paths)):
+            return labels
+
+    return [str(run.folder) for run in runs]
+
+
+def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Returns the settings that are not the same in all runs, with each run's value; "" where it is missing.
+
+    >>> differing([{"seed": 1, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}, "new": True}])
+    [('train.epochs', ['2', 'null']), ('new', ['', 'true'])]
+    """
+    # Compared as texts, as they are shown: 1 and 1.0 differ, and lists can be elements of a set.
+    runs = [{name: yaml_text(value) for name, value in flatten(config).items()} for config in configs]
+    names = dict.fromkeys(name for settings in runs for name in settings)
+    rows = [(name, [settings.get(name, "") for settings in runs]) for name in names]
+
+    return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in _NOT_COMPARED]
+
+
+def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequence[str]) -> list[Cell]:
+    result = run.result
+    values = result.get("metrics", {})
+    # The metric of the best checkpoint is a setting, so runs may have different ones, each in a column.
+    best = result.get("best") or {}
+    bests = {f"best {best.get('metric')}": best.get("value")}
+
+    # A run that is going has a speed, but neither a time nor an efficiency.
+    rate = run.examples_per_second
+    ranks = run.num_ranks
+    # It compares runs on different numbers of ranks.
+    rate_of_each = rate / ranks if rate and ranks else None
+    split = result.get("split") or {}
+    seconds = result.get("seconds")
+
+    return [
+        (label, label),
+        (run.state, state_text(run)),
+        *(_cell(values.get(name), ".4g") for name in metrics),
+        *(_cell(bests.get(name), ".4g") for name in best_columns),
+        (ranks, str(ranks or "")),
+        _cell(rate, ",.0f"),
+        _cell(rate_of_each, ",.0f"),
+        _cell(split.get("efficiency"), ".0%"),
+        (seconds, "" if seconds is None else duration(seconds)),
+        (run.began, run.began),
+    ]
+
+
+def _cell(value: float | None, form: str) -> Cell:
+    return value, format_known(value, form, missing="")
+
+
+def _score_key(row: Row) -> Any:
+    # Scores of different metrics cannot be compared, so they stand together by metric.
+    if row["score"] is None:
+        return None
+    return row["metric"], -row["sign"] * row["score"]
+
+
+def _speed_key(row: Row) -> Any:
+    speed = row["examples_per_second"]
+    return None if speed is None else -speed
+
+
+# Scores and speeds are sorted best first. None stands for unknown, which comes last.
+SORT_KEYS: dict[str, Callable[[Row], Any]] = {
+    "date": lambda row: row["began"] or None,
+    "score": _score_key,
+    "speed": _speed_key,
+    "state": lambda row: row["state"],
+    "name": lambda row: row["run"],
+}
+
+
+def list_runs() -> int:
+    """Prints the table, or JSON."""
+    options = _runs_parser().parse_args(sys.argv[1:])
+    folder = Path(options.dir)
+    # The default may be missing: nothing has been trained here yet.
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; give the folder that holds the runs")
+
+    rows = [run_row(path, folder) for path in find_runs(folder)]
+    key = SORT_KEYS[options.sort]
+    # None cannot be compared with a number, so all of them come last.
+    rows.sort(key=lambda row: (key(row) is None, key(row)))
+
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    elif rows:
+        print("\n".join(table(rows)))
+    else:
+        print(f"no runs in {folder}")
+
+    return 0
+
+
+def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
+    """Returns the run folders in a folder and the levels below it; it may be one itself."""
+    try:
+        if is_run_folder(folder):
+            return [folder]
+        if depth == 0:
+            return []
+        # Links may lead back to a folder above.
+        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:  # A folder that another user keeps private.
+        return []
+
+    # Hidden folders are those of editors and version control.
+    return [run for path in below if not path.name.startswith(".") for run in find_runs(path, depth - 1)]
+
+
+def run_row(path: Path, folder: Path) -> Row:
+    """Describes the run in `path`, below the listed folder.
+
+    A damaged run has that state, and the error.
+    """
+    # DIR may be a run itself, and "." has no name.
+    name = path.absolute().name
+    if path != folder:
+        name = str(path.relative_to(folder))
+
+    row: Row = dict.fromkeys(COLUMNS)
+    # One damaged run is no reason to hide the others.
+    row.update(run=name, state="damaged", resumable=False, began="")
+    try:
+        run = read_run(path)
+    except UserError as error:
+        row["error"] = str(error)
+        return row
+
+    row.update(
+        state=run.state,
+        resumable=run.is_resumable,
+        sign=run.sign,
+        examples_per_second=run.examples_per_second,
+        num_ranks=run.num_ranks,
+        progress=run.progress,
+        began=run.began,
+    )
+    if run.score and math.isfinite(run.score[1]):  # Another one can be neither sorted nor written as JSON.
+        row["metric"], row["score"] = run.score
+
+    return row
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Returns lines of at most WIDTH characters, unless names need more."""
+    cells = [("began", "state", "ranks", "ex/s", "score", "run"), *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+
+    # The name of the metric is cut first, then the beginning of the run's name, which is often a date.
+    left = WIDTH - sum(widths[:4]) - 2 * 5
+    score_width = min(widths[4], max(MIN_SCORE_WIDTH, left - widths[5]))
+    name_width = min(widths[5], max(MIN_NAME_WIDTH, left - score_width))
+
+    lines = []
+    for began, state, ranks, rate, score, name in cells:
+        if len(score) > score_width:
+            score = f"{score[: score_width - 1]}…"
+        if len(name) > name_width:
+            name = f"…{name[1 - name_width :]}"
+        columns = [
+            began.ljust(widths[0]),
+            state.ljust(widths[1]),
+            ranks.rjust(widths[2]),
+            rate.rjust(widths[3]),
+            score.ljust(score_width),
+            name,
+        ]
+        lines.append("  ".join(columns).rstrip())
+
+    if any(row["resumable"] for row in rows):
+        lines += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]
+
+    return lines
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    state = row["state"]
+    if row["progress"] is not None and state != "finished":
+        state += f" {row['progress']:.0%}"
+    if row["resumable"]:
+        state += "*"
+    rate = row["examples_per_second"]
+
+    return (
+        row["began"],
+        state,
+        str(row["num_ranks"] or ""),
+        format_known(rate, ",.0f", missing=""),
+        "" if row["score"] is None else f"{row['score']:.4g} {row['metric']}",
+        row["run"],
+    )
+
+
+def _runs_parser() -> Parser:
+    parser = Parser(
+        "python -m hvtrain runs",
+        description="""\
+Lists the runs in a folder. Each is running, finished, stopped (it was asked to) or failed. The score is the task's
+metric on the test data, or else the best value so far; the speed is in examples per second over all ranks.""",
+        epilog="python -m hvtrain report RUN... makes a page about one run, or compares several.",
+    )
+    parser.add_argument(
+        "dir",
+        nargs="?",
+        default=DEFAULT_FOLDER,
+        metavar="DIR",
+        help=f"folder to search; default: {DEFAULT_FOLDER}",
+    )
+    parser.add_argument("--sort", choices=SORT_KEYS, default="date", help="order of the runs; default: date")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all digits")
+
+    return parser
