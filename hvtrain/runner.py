@@ -26,9 +26,9 @@ from hvtrain.system import console, secrets
 from hvtrain.system.text import duration
 from hvtrain.training import comm_tuning
 from hvtrain.training.callbacks.checkpointing import Interruption
+from hvtrain.training.callbacks.epochs import report_skipped
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import call_steps, make_callbacks
-from hvtrain.training.callbacks.recording import report_skipped
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run

@@ -42,8 +42,8 @@ class Checkpoint:
     path: Path
     step: int
     meta: dict[str, Any]
+    # Keyed "model/0000/PATH", "optimizer/0000/PATH", "rank/0/NAME", "callback/NAME/0000".
     arrays: dict[str, np.ndarray]
-    """Keyed "model/0000/PATH", "optimizer/0000/PATH", "rank/0/NAME", "callback/NAME/0000"."""
 
     def rank_state(self, rank: int) -> dict[str, np.ndarray]:
         """Returns the arrays that rank_state() gave for this rank."""

@@ -198,8 +198,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._unsaved = ""
+        # The last step that was written.
         self.whole_step = 0
-        """The last step that was written."""
 
     @property
     def failed(self) -> bool:

@@ -15,10 +15,10 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
+# Groups of which none or several are chosen, each under its name.
 SEVERAL = ("augment", "callbacks", "tracker")
-"""Groups of which none or several are chosen, each under its name."""
+# Groups whose choices set other settings, in this order.
 BUNDLES = ("experiment", "debug")
-"""Groups whose choices set other settings, in this order."""
 
 
 @dataclass

@@ -31,11 +31,11 @@ _RUN_ID = re.compile(r"[0-9a-f]{8,32}")
 class Note:
     """A host that writes checkpoints of a run, and the step of its newest complete one."""
 
+    # 0: no checkpoint is complete yet.
     step: int
-    """0: no checkpoint is complete yet."""
     host: str
+    # None if the run is not known.
     run_id: str | None = None
-    """None if the run is not known."""
 
 
 def checked_run_id(value: object) -> str | None:
@@ -107,8 +107,8 @@ class NoteKeeper:
     If a note cannot be written, it warns once: notes matter only after another failure.
     """
 
+    # The run folder; None: this rank writes no note.
     folder: Path | None = None
-    """The run folder; None: this rank writes no note."""
     host: str = ""
     run_id: str | None = None
 

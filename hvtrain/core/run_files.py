@@ -63,24 +63,26 @@ class RunRecord:
     metrics: dict[str, float]
     versions: dict[str, str]
     config: dict[str, Any]
+    # Seconds of a step by purpose, and the slowest rank (step/step_timing.py).
     split: dict[str, Any] | None = None
-    """Seconds of a step by purpose, and the slowest rank (step/step_timing.py)."""
+    # Over all ranks, with data.on_error=skip; since this start of the run.
     skipped_examples: int = 0
-    """Over all ranks, with data.on_error=skip; since this start of the run."""
+    # Of the best checkpoint: its step, the metric and value that made it the best, and the test
+    # metrics.
     best: dict[str, Any] | None = None
-    """Of the best checkpoint: its step, the metric and value that made it the best, and the test metrics."""
+    # What examples consist of, such as tokens, in the time of examples_per_second.
     per_second: dict[str, float] = field(default_factory=dict)
-    """What examples consist of, such as tokens, in the time of examples_per_second."""
+    # Something that the model made of data, such as a text that it continued.
     sample: str | None = None
-    """Something that the model made of data, such as a text that it continued."""
+    # Settings that changed when the run was resumed (training/resume.py); config has the last ones.
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """Settings that changed when the run was resumed (training/resume.py); config has the last ones."""
+    # How the run differs from the same run under another strategy, such as by stale gradients.
     differences: list[str] = field(default_factory=list)
-    """How the run differs from the same run under another strategy, such as by stale gradients."""
+    # How many computed gradients at the same time: ranks, replicas of one process, or workers of
+    # parameter servers.
     num_replicas: int | None = None
-    """How many computed gradients at the same time: ranks, replicas of one process, or workers of parameter servers."""
+    # What the data set was found to hold: phrases by label (data/description.py).
     data: dict[str, list[str]] = field(default_factory=dict)
-    """What the data set was found to hold: phrases by label (data/description.py)."""
 
 
 def write_result(folder: Path, record: RunRecord) -> None:

@@ -29,10 +29,10 @@ class View:
     host: str
     local_rank: int
     gpus: tuple[str, ...]
+    # The GPUs' UUIDs, in the same order; empty where there is no NVIDIA driver. Names are not
+    # enough where each rank is shown only GPUs of its own (cgroups, as by srun --gpus-per-task):
+    # there each numbers its own from 0.
     ids: tuple[str, ...] = ()
-    """The GPUs' UUIDs, in the same order; empty where there is no NVIDIA driver. Names are not
-    enough where each rank is shown only GPUs of its own (cgroups, as by srun --gpus-per-task):
-    there each numbers its own from 0."""
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -121,6 +121,9 @@ class KerasState(ObjectState):
         return {name: getattr(self, name) for name in self._saved_state}
 
 
+TensorFlowKerasState = KerasState  # Its name in horovod.tensorflow.elastic.
+
+
 class Resets(State):
     """Repeats a function after ranks were lost or joined, for a program that keeps its own state.
 

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras import forgotten_broadcast
 from hvtrain.keras.collectives import sum_arrays
+from hvtrain.keras.gradients import weights_made_equal
 
 MAX_NAMED_RANKS = 4
 
@@ -70,7 +70,7 @@ class WeightCheck:
             different = self._find_different(variables)
             if different:
                 raise RankError(_describe(variables, different, when))
-        forgotten_broadcast.made_equal()
+        weights_made_equal()
 
     def average_untrained(self) -> None:
         """Sets weights that no gradient touches to their means over the ranks, where they differ.

@@ -1,21 +1,27 @@
-"""Checks of gradients: do all ranks reduce the same ones, and is the result finite?
+"""Checks of gradients: do all ranks reduce the same ones, of the same weights, and is the result finite?
 
 Horovod does not compare the tensors of a grouped reduction: sums over different shapes read past
-the end of a buffer, and a gradient that one rank lacks makes the others wait forever.
+the end of a buffer, and a gradient that one rank lacks makes the others wait forever. Ranks that
+train on from different weights, because the script forgot the broadcast, are warned once.
 """
 
+import atexit
 import hashlib
+import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import RankError
-from hvtrain.keras import forgotten_broadcast
 from hvtrain.keras.in_graph import tf_variable
+
+log = logging.getLogger(__name__)
 
 _ADVICE = {
     "gradient": "build the same model, loss and optimizers",
@@ -23,6 +29,13 @@ _ADVICE = {
 }
 NOT_FINITE = "hvtrain: the gradient is not finite"
 
+# A broadcast that has not come after so many steps was forgotten. Horovod's own loops broadcast
+# after the first step, so different weights in that step are no fault yet.
+STEPS_WITHOUT_BROADCAST = 3
+SECONDS_BETWEEN_LOOKS = 0.5
+
+# Each ends a watch for a broadcast.
+_watches: list[threading.Event] = []
 # Names of reductions, and digests of the structures that all ranks were found to share.
 _compared: set[tuple[str, str]] = set()
 
@@ -73,7 +86,7 @@ def compare_structure(
 
         # The weights' digest travels along, so that it costs no message of its own.
         options = {"name": "hvtrain_compared_before_the_first_step", "process_set": process_set}
-        weights = forgotten_broadcast.digest_of(variables) if num_steps else None
+        weights = weights_digest(variables) if num_steps else None
         structures, all_weights = zip(*hvd.allgather_object((structure, weights), **options))
         if len(set(structures)) > 1:
             # Only now do the ranks send whole lines, for the message.
@@ -83,7 +96,61 @@ def compare_structure(
         _compared.add((reduction, structure))
         is_first = process_set.rank() == 0
         if num_steps and is_first and None not in all_weights and len(set(all_weights)) > 1:
-            forgotten_broadcast.watch(num_steps)
+            watch_for_broadcast(num_steps)
+
+
+def weights_digest(variables: Sequence[Any]) -> str | None:
+    """Returns a digest of this rank's values; None if one of them cannot be read."""
+    digest = hashlib.sha256()
+    for variable in variables:
+        value = tf_variable(variable)
+        if not isinstance(value, tf.Variable):
+            return None
+        try:
+            digest.update(np.ascontiguousarray(value.numpy()).tobytes())
+        # Not initialized yet, or in a graph, where a variable has no value.
+        except (tf.errors.OpError, NotImplementedError, AttributeError):
+            return None
+    return digest.hexdigest()
+
+
+def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
+    """Warns if no broadcast follows (one rank of those that train together). Sends nothing.
+
+    Args:
+        num_steps: a function that returns the number of steps that have reduced gradients.
+    """
+    ended = threading.Event()
+
+    def warn_if_due() -> None:
+        if not ended.is_set() and num_steps() >= STEPS_WITHOUT_BROADCAST:
+            ended.set()
+            log.warning(
+                "the ranks train from different weights, and nothing has made them equal; call "
+                "hvd.broadcast_variables(model.variables, 0), or use hvd.BroadcastGlobalVariablesCallback(0)"
+            )
+
+    def look() -> None:
+        while not ended.wait(SECONDS_BETWEEN_LOOKS):
+            warn_if_due()
+
+    def at_exit() -> None:
+        # A short program may end between two looks.
+        warn_if_due()
+        ended.set()
+        # A thread that comes back from TensorFlow as Python ends would abort the process.
+        thread.join(2 * SECONDS_BETWEEN_LOOKS)
+
+    thread = threading.Thread(target=look, name="hvtrain forgotten broadcast", daemon=True)
+    _watches.append(ended)
+    thread.start()
+    atexit.register(at_exit)
+
+
+def weights_made_equal() -> None:
+    """Ends all watches: a broadcast, or a comparison, has been called."""
+    while _watches:
+        _watches.pop().set()
 
 
 def describe(gradient: Any, variable: Any) -> str:
@@ -140,10 +207,10 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
+        # True if the update begins only once the check has passed. A GPU would stand idle
+        # meanwhile. There the update begins at once, with zeros instead of gradients that are not
+        # finite, and the step fails all the same.
         self.waits = not tf.config.list_logical_devices("GPU")
-        """True if the update begins only once the check has passed. A GPU would stand idle
-        meanwhile. There the update begins at once, with zeros instead of gradients that are not
-        finite, and the step fails all the same."""
         with tf.init_scope(), tf.device("/CPU:0"):
             # Shape [None]: the number of ranks changes in an elastic job.
             no_faults = tf.zeros([self.num_processes], tf.int32)

@@ -32,12 +32,12 @@ class Hook:
 
     reducer: Reducer
     finite_check: FiniteCheck | None
+    # True: a LossScaleOptimizer raises if no loss went through its scale_loss. False: it then
+    # leaves gradients unscaled.
     requires_scaled_loss: bool = True
-    """True: a LossScaleOptimizer raises if no loss went through its scale_loss. False: it then
-    leaves gradients unscaled."""
     loss_was_scaled: bool = False
+    # Those of the accumulated gradients that are about to be clipped.
     variables: list[Any] = field(default_factory=list)
-    """Those of the accumulated gradients that are about to be clipped."""
 
 
 # Its `optimizers`: distributed ones whose step this thread has entered, the outermost first.

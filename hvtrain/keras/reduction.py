@@ -38,8 +38,8 @@ _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 # does not. Each process set has its own numbers, since ranks outside of it do not step.
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
+# True once this process has reduced sparse gradients, which hvd.join cannot stand in for.
 gathers_rows = False
-"""True once this process has reduced sparse gradients, which hvd.join cannot stand in for."""
 
 
 def restart_numbering() -> None:
@@ -87,18 +87,18 @@ class Reducer:
     process_set: Any = None
     scale_local_gradients: bool = True
     message_name: str = ""
+    # Reductions that this rank has run.
     count: tf.Variable = field(default_factory=new_counter)
-    """Reductions that this rank has run."""
+    # Calls from Python: one for each step that is traced or runs eagerly.
     num_calls: int = 0
-    """Calls from Python: one for each step that is traced or runs eagerly."""
+    # Travels with the first group, or by itself if all gradients are sparse.
     flag: SharedFlag | None = None
-    """Travels with the first group, or by itself if all gradients are sparse."""
+    # Replaces rows of a sparse gradient that have the same index by their sum. Needed on GPUs,
+    # which add such rows to a weight in an order that changes, so that weights of different ranks
+    # would differ in their last digits.
     sums_duplicates: bool = field(default_factory=lambda: bool(tf.config.list_logical_devices("GPU")))
-    """Replaces rows of a sparse gradient that have the same index by their sum. Needed on GPUs,
-    which add such rows to a weight in an order that changes, so that weights of different ranks
-    would differ in their last digits."""
+    # Notes when gradients are ready and when they are reduced, in steps traced from now on.
     marks: StepMarks | None = None
-    """Notes when gradients are ready and when they are reduced, in steps traced from now on."""
 
     def __post_init__(self) -> None:
         self.process_set = self.process_set or hvd.global_process_set

@@ -17,12 +17,12 @@ class StepTimes(NamedTuple):
     """Total seconds of `steps` steps of this process, by what it did."""
 
     steps: float
+    # Wait for a batch.
     data: float
-    """Wait for a batch."""
+    # Forward, backward and update.
     compute: float
-    """Forward, backward and update."""
+    # From this rank's gradients to the reduced ones, including the wait for slower ranks.
     communication: float
-    """From this rank's gradients to the reduced ones, including the wait for slower ranks."""
 
     def __sub__(self, other: "StepTimes") -> "StepTimes":
         return StepTimes(*(later - earlier for later, earlier in zip(self, other)))
@@ -49,12 +49,12 @@ class StepMarks:
     """
 
     def __init__(self) -> None:
+        # Must be False if TensorFlow's operations are deterministic, which a clock is not.
         self.timed = True
-        """Must be False if TensorFlow's operations are deterministic, which a clock is not."""
+        # True without a GPU. Values are then available only after the clock was read, since a
+        # single thread might use them first otherwise. With a GPU each step would wait for the
+        # host, only to make the times a few microseconds more exact.
         self.host_only = not tf.config.list_logical_devices("GPU")
-        """True without a GPU. Values are then available only after the clock was read, since a
-        single thread might use them first otherwise. With a GPU each step would wait for the host,
-        only to make the times a few microseconds more exact."""
 
         # Counts.
         self._arrived = _host_variable(0, tf.int64, "mark")

@@ -202,18 +202,13 @@ class Strategy:
         return nullcontext()
 
     def distribute(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        check_finite: bool = False,
-        divide_losses: bool = False,
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
         """Makes the optimizer step on the mean of all ranks' gradients. Not collective.
 
         Args:
             optimizer: not built yet.
             check_finite: a non-finite gradient on any rank fails the step on all ranks.
-            divide_losses: the train step calls the optimizer's scale_loss, so the division by the
-                number of ranks may be done there.
         """
         return optimizer
 

@@ -15,7 +15,7 @@ from hvtrain.errors import ConfigError, LostRankError, UserError
 from hvtrain.keras.collectives import sum_arrays
 from hvtrain.keras.elastic import Resets
 from hvtrain.keras.hooks import hook_of
-from hvtrain.keras.optimizer import divide_losses as divide_losses_of
+from hvtrain.keras.optimizer import divide_losses
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline, exclude
@@ -131,10 +131,7 @@ class HorovodStrategy(Strategy):
         )
 
     def distribute(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        check_finite: bool = False,
-        divide_losses: bool = False,
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
         distributed = hvd.DistributedOptimizer(
             optimizer,
@@ -144,12 +141,15 @@ class HorovodStrategy(Strategy):
         )
         # The reducer marks when gradients are ready and reduced, for the record and the watchdog.
         hook_of(distributed).reducer.marks = self.marks  # type: ignore[union-attr]
-        if divide_losses:
-            divide_losses_of(distributed)
         return distributed
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
         return hvd.DistributedLoss(loss)
+
+    def prepare(self, model: keras.Model) -> None:
+        # Keras's own step passes its loss through the optimizer's scale_loss; a user's may not.
+        if type(model).train_step is keras.Model.train_step:
+            divide_losses(model.optimizer)
 
     def guards(self) -> list[keras.callbacks.Callback]:
         return [hvd.ReductionCheckCallback()]

@@ -20,8 +20,8 @@ from hvtrain.step.step_timing import StepMarks
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.progress import VALIDATION
 
+# Does a number of steps, and returns the last one's logs.
 Steps = Callable[[int], dict[str, Any]]
-"""Does a number of steps, and returns the last one's logs."""
 
 # Long enough that the 1.4 ms of Python for a call do not matter, short enough for callbacks,
 # signals and progress.

@@ -72,13 +72,10 @@ class MirroredStrategy(ReplicaStrategy):
         return next_creator(**options)
 
     def distribute(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        check_finite: bool = False,
-        divide_losses: bool = False,
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
         self._builds_model = False  # The optimizer's slots are equal on all replicas anyway.
-        return super().distribute(optimizer, check_finite, divide_losses)
+        return super().distribute(optimizer, check_finite)
 
     def mean(self, number: tf.Tensor) -> tf.Tensor:
         """Returns the mean over the replicas.

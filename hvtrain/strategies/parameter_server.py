@@ -79,10 +79,7 @@ class ParameterServerStrategy(Strategy):
         self.comm.watchdog = self.cluster.watch(abort_seconds, self.marks)
 
     def distribute(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        check_finite: bool = False,
-        divide_losses: bool = False,
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
         self.check_finite = check_finite
         return optimizer

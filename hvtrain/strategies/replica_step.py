@@ -168,10 +168,7 @@ class ReplicaStrategy(Strategy):
             yield
 
     def distribute(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        check_finite: bool = False,
-        divide_losses: bool = False,
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
         """Makes the optimizer step on the replicas' summed gradients (in place).
 

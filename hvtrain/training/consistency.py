@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvtrain.config.schema import RunConfig
 from hvtrain.data import kinds
+from hvtrain.data.description import array_digest
 from hvtrain.data.manifest import differences, digest_of, refuse_or_warn, summarize
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
@@ -120,11 +121,9 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
     if comm.topology.size == 1 or source.same_on_all_ranks:
         return
 
-    digest = hashlib.sha256()
-    for array in tf.nest.flatten(first):
-        digest.update(array.tobytes())
+    digest = array_digest(tf.nest.flatten(first))
     first_rank: dict[bytes, int] = {}
-    for rank, rank_digest in enumerate(comm.gather(digest.digest())):
+    for rank, rank_digest in enumerate(comm.gather(digest)):
         if first_rank.setdefault(rank_digest, rank) != rank:
             raise DataError(
                 f"ranks {first_rank[rank_digest]} and {rank} read the same first batch of {source.name}; "

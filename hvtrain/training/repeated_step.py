@@ -17,8 +17,8 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
+# Phases of a step, in their order.
 BATCH, WEIGHTS, FORWARD, LOSS, BACKWARD = range(5)
-"""Phases of a step, in their order."""
 
 
 class Origin(NamedTuple):

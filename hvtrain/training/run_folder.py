@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 README_FILE = "README.md"
+# Files that people may have under the same names.
 REPLACED = (
     CONFIG_FILE,
     README_FILE,
@@ -43,7 +44,6 @@ REPLACED = (
     "model.json",
     "best.keras",
 )
-"""Files that people may have under the same names."""
 MOST_STARTS = 100
 CONFIG_HEADER = """\
 # All settings of this run. The same run once more, in a new folder, with any of them changed:

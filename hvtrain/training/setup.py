@@ -143,12 +143,7 @@ def build_model(
         if config.train.jit_compile:
             _refuse_uncompilable(model)
 
-        optimizer = strategy.distribute(
-            build_optimizer(config, plan),
-            check_finite=config.guard.finite,
-            # Keras's own step calls scale_loss; a user's may not.
-            divide_losses=type(model).train_step is keras.Model.train_step,
-        )
+        optimizer = strategy.distribute(build_optimizer(config, plan), config.guard.finite)
         task.compile(
             model,
             optimizer,

@@ -15,7 +15,7 @@ from hvtrain.config.validate import seconds
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS
 from hvtrain.strategies.base import Comm
 from hvtrain.system import console
-from hvtrain.training.callbacks.epoch_metrics import Validation
+from hvtrain.training.callbacks.epochs import Validation
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 # Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow for every

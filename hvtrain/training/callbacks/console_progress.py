@@ -21,8 +21,8 @@ SECONDS_BETWEEN_LINES = 30.0
 SECONDS_BETWEEN_DRAWINGS = 0.5
 GIB = 1 << 30
 
+# A time.monotonic(), and the steps of the run that were done by then.
 Moment = tuple[float, int]
-"""A time.monotonic(), and the steps of the run that were done by then."""
 
 
 class Progress(RunCallback):

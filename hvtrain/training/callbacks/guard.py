@@ -26,10 +26,10 @@ ADVICE = (
 )
 NAMES_LAYER = "; the same command with debug=nan names the layer"
 
+# A model that has learned its one batch has at most this part of its first loss.
 LEARNED_LOSS = 0.05
-"""A model that has learned its one batch has at most this part of its first loss."""
+# Or at least this much of a metric of which more is better, such as the accuracy.
 LEARNED_SCORE = 0.99
-"""Or at least this much of a metric of which more is better, such as the accuracy."""
 
 
 class Guard(RunCallback):

@@ -22,11 +22,16 @@ from hvtrain.training.callbacks.checkpointing import (
     MemoryCommit,
 )
 from hvtrain.training.callbacks.console_progress import Progress
-from hvtrain.training.callbacks.epoch_metrics import EpochMetrics, SameLogs, Validation
+from hvtrain.training.callbacks.epochs import (
+    EpochMetrics,
+    Recording,
+    SameLogs,
+    Skipped,
+    Throughput,
+    Validation,
+)
 from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
-from hvtrain.training.callbacks.recording import Recording, Skipped
 from hvtrain.training.callbacks.run_context import RunContext
-from hvtrain.training.callbacks.speed import Throughput
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.repeated_step import LayerSearch
@@ -150,13 +155,13 @@ _WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
 )
+# Keras's callbacks that do harm in a run, and what to do instead.
 _REFUSED = {
     "BackupAndRestore": "would restore rank 0 alone; leave it out, since a run saves and resumes by itself",
     "SwapEMAWeights": "would exchange the weights that checkpoints save; leave it out and set "
     "train.ema=0.999, whose averages are validated and saved",
     "OrbaxCheckpoint": "is not made for several ranks of TensorFlow; use keras.callbacks.ModelCheckpoint",
 }
-"""Keras's callbacks that do harm in a run, and what to do instead."""
 
 
 def own_callbacks(

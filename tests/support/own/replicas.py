@@ -9,8 +9,8 @@ from hvtrain.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 class _Forgets:
     """Every replica steps on the gradient of its own part of the batch."""
 
-    def distribute(self, optimizer, check_finite=False, divide_losses=False):
-        super().distribute(optimizer, check_finite, divide_losses)._hvtrain.reducer.num_replicas = 1
+    def distribute(self, optimizer, check_finite=False):
+        super().distribute(optimizer, check_finite)._hvtrain.reducer.num_replicas = 1
         return optimizer
 
 

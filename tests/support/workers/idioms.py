@@ -13,7 +13,7 @@ import tensorflow as tf
 from refusals import refused
 
 import hvtrain.keras as hvd
-from hvtrain.keras import forgotten_broadcast, reduction
+from hvtrain.keras import gradients, reduction
 from hvtrain.keras.hooks import hook_of
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -72,7 +72,7 @@ def broadcast_inside_a_function():
 
 def loop_without_broadcast():
     """What is logged within the steps of a loop of the user's own."""
-    forgotten_broadcast.SECONDS_BETWEEN_LOOKS = 0.01
+    gradients.SECONDS_BETWEEN_LOOKS = 0.01
     logged = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())

@@ -199,7 +199,7 @@ class Disagrees(keras.callbacks.Callback):
 class ForgetsToReduce(HorovodStrategy):
     """What Horovod's own optimizer does on Keras 3."""
 
-    def distribute(self, optimizer, check_finite=False, divide_losses=False):
+    def distribute(self, optimizer, check_finite=False):
         return optimizer
 
 

@@ -1,0 +1,279 @@
+"""Epochs of a run: their metrics over all ranks, validation, speed, and their rows in history.csv and ranks.csv."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.core.run_files import EpochRecord, history_table, ranks_table
+from hvtrain.errors import StorageError
+from hvtrain.models.rates import averaged
+from hvtrain.step.step_timing import Split, StepTimes
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext, RunReport
+from hvtrain.training.run import Run
+
+log = logging.getLogger(__name__)
+
+# The first steps trace and compile, fill the data pipeline and wait for the other ranks' first
+# steps.
+WARMUP_STEPS = 10
+
+
+class EpochMetrics(RunCallback):
+    """Puts the training metrics of the whole epoch, over all ranks, into its logs (every rank).
+
+    Args:
+        context: The run's context.
+        resumed: This rank's state from store.rank_state, after a resume within an epoch; else
+            empty. The model's metrics must be built.
+    """
+
+    def __init__(self, context: RunContext, resumed: Mapping[str, np.ndarray]) -> None:
+        super().__init__(context)
+        # By their numbers, which is the order of model.metrics_variables.
+        self._resumed = [value for name, value in sorted(resumed.items()) if name.startswith("metric/")]
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # Keras has just reset the metrics.
+        for variable, value in zip(self.model.metrics_variables, self._resumed):
+            variable.assign(value)
+        self._resumed = []
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        metrics = self.run.strategy.metrics_over_ranks(self.model)
+        # A train_step of the user's own may leave out some of Keras's metrics, such as a loss that
+        # it never computes.
+        left_out = metrics.keys() - logs.keys()
+        for name, value in self.run.task.results(metrics).items():
+            if name not in left_out:
+                logs[name] = value
+
+
+class SameLogs(RunCallback):
+    """Replaces an epoch's logs by the chief's (every rank).
+
+    Callbacks after it then decide alike on all ranks.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        logs.update(self.comm.broadcast({name: float(value) for name, value in logs.items()}))
+
+
+class Validation(RunCallback):
+    """Evaluates every N epochs, every N steps, or both (every rank).
+
+    The logs of that epoch get val_*. latest holds the newest results, for callbacks that act within
+    an epoch, and unlogged those that are in no epoch's logs yet. Logs of other epochs have no
+    val_*: a callback that waits for an improvement would count a repeated one.
+
+    Args:
+        context: The run's context.
+        dataset: This rank's shard; None: nothing is validated.
+        resumed: Results that were unlogged where the run was interrupted.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        dataset: tf.data.Dataset | None,
+        resumed: Mapping[str, float],
+    ) -> None:
+        super().__init__(context)
+        self.config = self.run.config.train
+        self.dataset = dataset
+        self.latest: dict[str, float] = {}
+        self.latest_step = -1
+        self.unlogged = dict(resumed)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.dataset is not None and self.position.is_multiple_of(
+            self.config.validate_every_steps,
+        ):
+            self._validate()
+            results = ", ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
+            log.info("step %s: %s", f"{self.position.step:,}", results)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if self.dataset is None or self.position.in_epoch:
+            return  # Stopped within the epoch.
+        every = self.config.validate_every_epochs
+        is_due = every and ((epoch + 1) % every == 0 or self.position.is_last)
+        # validate_every_steps may have validated after this step already.
+        if is_due and self.latest_step != self.position.step:
+            self._validate()
+
+        logs.update(self.unlogged)
+        self.unlogged = {}
+
+    def _validate(self) -> None:
+        self.weights.average_untrained()  # Otherwise each rank would validate a different model.
+        with averaged(self.model, self.config.ema):
+            results = self.run.task.results(self.run.strategy.evaluate(self.model, self.dataset))
+        self.latest = {f"val_{name}": value for name, value in results.items()}
+        self.unlogged = self.latest
+        self.latest_step = self.position.step
+
+
+class Throughput(RunCallback):
+    """Times the steps, puts examples/s into the logs, and splits the time of a step (every rank).
+
+    Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and
+    reduction, but not validation, checkpoints and other callbacks. The split is of the steps after
+    the warm-up, so far.
+
+    epoch_seconds is the time of the last epoch with all callbacks; rank_seconds has the seconds of
+    a step's own work in that epoch, by rank, and is empty if steps are not timed.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        plan = self.position.plan
+        start_step = self.position.start_step
+        self.epoch_seconds = 0.0
+        self.rank_seconds: list[float] = []
+
+        self._examples_per_step = plan.examples_per_epoch / plan.steps_per_epoch
+        # A short run is half warm-up, so that it still has a speed.
+        self._last_warmup_step = start_step + min(WARMUP_STEPS, (plan.num_steps - start_step) // 2)
+
+        self._last_step = start_step
+        self._batch_began = 0.0
+        self._steps = 0
+        self._seconds = 0.0
+
+        self._epoch_began = 0.0
+        self._epoch_steps = 0
+        self._epoch_step_seconds = 0.0
+        self._times_after_warmup: StepTimes | None = None
+        self._times_at_epoch_begin: StepTimes | None = None
+
+    @property
+    def epoch_examples_per_second(self) -> float:
+        """Examples per second over the steps of the epoch so far, warm-up included."""
+        # Before the first step of an epoch both are 0.
+        return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch_began = time.perf_counter()
+        self._epoch_steps = 0
+        self._epoch_step_seconds = 0.0
+        self._times_at_epoch_begin = self.run.strategy.marks.times()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._batch_began = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+        seconds = time.perf_counter() - self._batch_began
+        # A call of the graph may have done several steps.
+        steps = self.position.step - self._last_step
+        self._last_step = self.position.step
+        self._epoch_step_seconds += seconds
+        self._epoch_steps += steps
+        if self.position.step > self._last_warmup_step:
+            self._seconds += seconds
+            self._steps += steps
+        if self._times_after_warmup is None and self.position.step >= self._last_warmup_step:
+            self._times_after_warmup = self.run.strategy.marks.times()
+        logs["examples/s"] = self.epoch_examples_per_second
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self.epoch_seconds = time.perf_counter() - self._epoch_began
+        logs["examples/s"] = self.epoch_examples_per_second
+        if self._steps:
+            self.report.step_seconds = self._seconds / self._steps
+            self.report.examples_per_second = self._examples_per_step * self._steps / self._seconds
+        if self.run.strategy.marks.timed:  # The same on all ranks.
+            self._split_time()
+
+    def _split_time(self) -> None:
+        """Gathers the times of all ranks (every rank)."""
+        topology = self.comm.topology
+        times = self.run.strategy.marks.times()
+        in_epoch = times - (self._times_at_epoch_begin or times)
+        after_warmup = times - (self._times_after_warmup or times)
+        ranks = self.comm.gather((after_warmup.each(), topology.host, in_epoch.each().own_work))
+        self.rank_seconds = [own_work for *_, own_work in ranks]
+        if after_warmup.steps > 0:
+            sees_exchange = self.run.strategy.num_computing == topology.size
+            self.report.split = Split.of([(times, host) for times, host, _ in ranks], sees_exchange)
+
+
+class Recording(RunCallback):
+    """Adds a row to history.csv and ranks.csv after each epoch.
+
+    Every rank calls it, the chief writes, and all ranks raise its error. The first row of a start
+    writes the files anew, since a resumed run keeps only the rows before its start. With
+    checkpoint.on_error=warn training continues without a row, and the next epoch tries again.
+    """
+
+    def __init__(self, context: RunContext, throughput: Throughput) -> None:
+        super().__init__(context)
+        self._throughput = throughput
+        self._history = history_table(self.run.folder)
+        self._ranks = ranks_table(self.run.folder)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        if self.position.in_epoch:
+            return  # Stopped within the epoch; the run that resumes and finishes it writes the row.
+        metrics = {name: float(value) for name, value in logs.items() if name != "examples/s"}
+        # ReduceLROnPlateau logs the rate that the epoch had, and may have changed it since.
+        rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
+
+        record = EpochRecord(
+            epoch=epoch + 1,
+            step=self.position.step,
+            learning_rate=float(f"{rate:.7g}"),  # The precision of float32.
+            seconds=round(self._throughput.epoch_seconds, 3),
+            examples_per_second=round(self._throughput.epoch_examples_per_second, 1),
+            metrics=metrics,
+        )
+
+        self.report.records.append(record)
+        if self._throughput.rank_seconds:
+            self.report.rank_seconds[epoch + 1] = self._throughput.rank_seconds
+        self.comm.on_chief(self._write)
+
+    def _write(self) -> None:
+        try:
+            self._history.save(self.report.records)
+            if self.report.rank_seconds:
+                self._ranks.save(list(self.report.rank_seconds.items()))
+        except StorageError as error:
+            if self.run.config.checkpoint.on_error == "stop":
+                raise
+            log.warning("%s; training continues (checkpoint.on_error=warn)", error)
+
+
+class Skipped(RunCallback):
+    """Reports examples that data.on_error=skip left out, after each epoch (every rank)."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        report_skipped(self.run, self.report)
+
+
+def report_skipped(run: Run, report: RunReport) -> None:
+    """Logs what was left out since the last call (every rank).
+
+    Names go to the log of the rank that read them, the sum to the console.
+    """
+    if run.source.on_error != "skip":
+        return
+
+    comm = run.strategy.comm
+    own = run.source.unreadable()
+    for part in own:
+        log.warning("rank %d skips %s: %s", comm.topology.rank, part.location, part.problem)
+    new = [part for parts in comm.gather(own) for part in parts]
+    report.unreadable.update({part.location: part for part in new})
+
+    if new:
+        files = sum(part.num_examples is None for part in report.unreadable.values())
+        rest = f", and what is left of {files} damaged file(s)" if files else ""
+        log.info(
+            "skipped %s examples that could not be read%s; names in logs/ of the run folder",
+            f"{report.num_skipped:,}",
+            rest,
+        )
