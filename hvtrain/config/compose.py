@@ -61,6 +61,7 @@ def compose(overrides: list[str] | None = None) -> list[dict[str, Any]]:
             name = choices.get("experiment") or f"{choices['model']}-{choices['dataset']}"
             tree.run.name = name.replace("/", "-")
         trees.append(resolved(tree))
+        # From here on errors are shown as this run has chosen.
         console.shows_tracebacks = tree.tracebacks
 
     # Hydra reads nothing else. Its errors and --cfg would show what is secret in notify=, and its grammar refuses
@@ -98,6 +99,7 @@ def resolved(tree: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     folder = tree.run.dir
+    # Escaped, so that OmegaConf leaves references to it as they are.
     tree.run.dir = r"\${run.dir}"
     values = cast("dict[str, Any]", OmegaConf.to_container(tree, resolve=True))
     values["run"]["dir"] = folder
@@ -139,6 +141,7 @@ def override_value(value: Any) -> str:
 def own_folders(arguments: list[str]) -> list[Path]:
     """Returns the folder given with --config-dir, if any."""
     for index, argument in enumerate(arguments):
+        # Hydra takes it in one word or in two.
         if argument.startswith("--config-dir="):
             return [Path(argument.partition("=")[2])]
         if argument in ("--config-dir", "-cd") and index + 1 < len(arguments):
@@ -198,9 +201,14 @@ def setting_lines(schema: type, prefix: str = "") -> list[str]:
         if dataclasses.is_dataclass(section):
             lines += setting_lines(cast(type, section), f"{prefix}{item.name}.")
         elif item.default is not dataclasses.MISSING:
-            default = item.default if isinstance(item.default, str) else json.dumps(item.default)
+            default = item.default
+            # As YAML has them: null, true, and numbers.
+            if not isinstance(default, str):
+                default = json.dumps(default)
             choices = ", ".join(item.metadata["choices"])
-            limits = f" ({choices})" if choices else ""
+            limits = ""
+            if choices:
+                limits = f" ({choices})"
             assignment = f"{prefix}{item.name}={default}"
             lines.append(f"  {assignment:<36} {item.metadata['doc']}{limits}")
     return lines
@@ -213,7 +221,9 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
     for path in _choices(group, arguments):
         comments = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
         about = next((line.lstrip("# ").strip() for line in comments if "@package" not in line), "")
-        mark = "*" if path.stem == default else " "
+        mark = " "
+        if path.stem == default:
+            mark = "*"
         lines.append(f"   {mark} {path.stem:<20} {about}")
     return lines
 

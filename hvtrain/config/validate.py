@@ -74,6 +74,7 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
             value = float(value)
     if expected is str and is_number:
         value = str(value)  # As run.dir=2026 has it.
+    # To Python true is a whole number, and to a user it is none.
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         needed = _TYPE_NAMES.get(expected, "a group of settings")
         or_null = " or null" if type(None) in options else ""
@@ -83,6 +84,7 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
     if choices and value not in choices:
         raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
     low = rule.get("low")
+    # Written so that it refuses NaN too, which compares with nothing.
     if low is not None and not low <= value < math.inf:
         raise ConfigError(f"{name}={value} is out of range; it must be at least {low}")
     return value
@@ -113,6 +115,7 @@ def seconds(name: str, duration: str) -> float:
     >>> seconds("time", "1h30m"), seconds("time", "90s")
     (5400.0, 90.0)
     """
+    # Each unit at most once, the largest first; only seconds have a fraction.
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", duration)
     total = 0.0
     if match:
