@@ -144,6 +144,11 @@ TABLE = {
     ],
     "find-lr": runs("--steps 10", "hvtrain find_lr model=cnn", "--highest 1"),
     "finetuning": runs(STEPS, "runs/base", "runs/head", "runs/slow", "runs/lora", "runs/sync"),
+    "imagenet": [
+        *held("needs ImageNet", "mkdir imagenet", "imagenet/train", "imagenet/validation"),
+        *held("needs ImageNet and GPUs; tests/training/test_imagenet.py has a small one", "-np 8", "-np 16", "-np 64"),
+        *runs("", "hvtrain plan -np 256"),
+    ],
     "input": runs(IMAGES, "benchmarks input", "--rounds 3"),
     "inspect": [Row("hvtrain inspect", makes="inspect.html")],
     "keras-hub": [*held(INSTALLED, "uv pip install"), trains("model=keras_hub", "test_accuracy", 0.12, 1)],

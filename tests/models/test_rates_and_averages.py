@@ -86,7 +86,7 @@ def test_rates_of_nothing_and_optimizers_that_step_otherwise_are_refused():
         set_rates(compiled(keras.optimizers.SGD()), {"boddy": 2})
     with pytest.raises(ConfigError, match=r"^train.rates and Own, which overrides apply, exclude each other; choose"):
         set_rates(compiled(Own(), distributed=True), {"body": 2})
-    with pytest.raises(ConfigError, match=r"^train.ema=0.9 and Own, which overrides apply and may not average; leave"):
+    with pytest.raises(ConfigError, match=r"^train.ema=0.9 and Own, which overrides apply, exclude each other; choose"):
         keep_averages(Own(), 0.9)
     with pytest.raises(
         ConfigError, match=r"^train.weight_decay=0.1 and Own, which overrides apply, exclude each other"

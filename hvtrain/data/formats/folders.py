@@ -4,7 +4,7 @@ Also the classes of a folder's files, where a file of labels has them instead of
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from hvtrain.data.description import listed
@@ -82,40 +82,48 @@ def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
     return [f"left out, because no split has such a name: {listed(names)} (splits are {aliases})"]
 
 
-def read_classes(labels: str, names: Sequence[str], classes: Collection[str], numbers: str | None) -> list[str]:
-    """Reads the class of each file of a folder without class folders, as ImageNet's validation comes.
+def with_labels(
+    paths: Sequence[Path],
+    labels: Mapping[str, int],
+    class_file: str,
+    number_file: str | None,
+) -> list[tuple[str, int]]:
+    """Finds the labels of files in a folder without class folders, as ImageNet's validation comes.
 
     Args:
-        labels: path of a text or CSV file. It has lines of `FILE CLASS`, or a class for each of the
+        paths: of the files, sorted.
+        labels: of the classes.
+        class_file: a text or CSV file. It has lines of `FILE CLASS`, or a class for each of the
             files in the order of their names. What else is on a line is left out.
-        names: of the files, sorted.
-        classes: their names.
-        numbers: path of such a file with lines of `NUMBER CLASS`, if labels has numbers instead of
+        number_file: such a file with lines of `NUMBER CLASS`, if class_file has numbers instead of
             classes.
+
+    Returns:
+        The paths with their labels.
 
     Raises:
         DataError: a file has no class that is known.
     """
-    rows = _rows(labels)
+    rows = _rows(class_file)
     texts = [row[0] for row in rows]
     if rows and len(rows[-1]) > 1:
         # Some lists have folders before the names, others names without their endings.
         by_name = {PurePath(row[0]).name: row[1] for row in rows}
-        texts = [by_name.get(name, by_name.get(PurePath(name).stem, "none")) for name in names]
-    if len(texts) != len(names):
+        texts = [by_name.get(path.name, by_name.get(path.stem, "none")) for path in paths]
+    if len(texts) != len(paths):
         raise DataError(
-            f"{labels} has {len(texts):,} lines for {len(names):,} images; give one each, or FILE CLASS lines"
+            f"{class_file} has {len(texts):,} lines for {len(paths):,} images; give one each, or lines of FILE CLASS"
         )
 
-    by_number = {row[0]: row[-1] for row in _rows(numbers)} if numbers else {}
+    by_number = {row[0]: row[-1] for row in _rows(number_file)} if number_file else {}
     texts = [by_number.get(text, text) for text in texts]
-    wrong = [f"{name} ({text})" for name, text in zip(names, texts) if text not in classes]
+    wrong = [f"{path.name} ({text})" for path, text in zip(paths, texts) if text not in labels]
     if wrong:
         raise DataError(
-            f"{labels} gives {len(wrong):,} images no class that train/ has: {listed(wrong)}; name its folders, or set "
-            "dataset.class_numbers to a file with lines of NUMBER CLASS (docs/imagenet.md)"
+            f"{class_file} gives {len(wrong):,} images no class that train/ has: {listed(wrong)}; name its folders, or "
+            "set dataset.class_numbers to a file with lines of NUMBER CLASS (docs/imagenet.md)"
         )
-    return texts
+    return [(str(path), labels[text]) for path, text in zip(paths, texts)]
 
 
 def _rows(path: str) -> list[list[str]]:

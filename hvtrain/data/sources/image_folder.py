@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
-from hvtrain.data.formats.folders import left_out, read_classes, split_folders, visible
+from hvtrain.data.formats.folders import left_out, split_folders, visible, with_labels
 from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
 from hvtrain.data.pipeline.decoding import decode, decode_batch, read_files
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
@@ -48,7 +48,7 @@ class ImageFolder(FileSource, IndexedSource):
             instead of reading files again.
         sizing: resize, fit, crop_fraction and exif; see Sizing.
         labels, class_numbers: files with the classes of validation and test, if those folders hold
-            images instead of class folders; see read_classes.
+            images instead of class folders; see with_labels.
 
     Raises:
         ConfigError: if the fractions leave nothing to train on, or take nothing.
@@ -132,9 +132,7 @@ class ImageFolder(FileSource, IndexedSource):
         labels = {normal_form(name): label for label, name in enumerate(self.class_names)}
         if self._labels and split != "train" and not any(path.is_dir() for path in entries):
             images = [path for path in entries if path.suffix.lower() in SUFFIXES]
-            names = [path.name for path in images]
-            classes = read_classes(self._labels, names, self.class_names, self._class_numbers)
-            return [(str(path), labels[name]) for path, name in zip(images, classes)]
+            return with_labels(images, labels, self._labels, self._class_numbers)
 
         names = class_folders(folder)
         unknown = sorted(set(names) - set(labels))
