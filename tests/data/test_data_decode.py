@@ -1,4 +1,4 @@
-"""Decoded pixels are those of TensorFlow's decoder and antialiased resize, whether an image is resized or not."""
+"""Decoded pixels are those of TensorFlow's decoder and, with resize=antialias and fit=stretch, of its resize."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from hvtrain.data.pipeline.decoding import decode, decode_batch, decode_files
+from hvtrain.data.pipeline.decoding import Sizing, decode, decode_batch, read_files
 from hvtrain.data.pipeline.transform import Transform
 
 SHAPE = (20, 30)
@@ -38,20 +38,22 @@ def test_pixels_have_the_same_bits_as_if_each_image_were_resized(kind, channels,
     sizes = [SHAPE, SHAPE[::-1], (20, 31), (19, 30), (7, 9), (61, 50), (1, 1)]
     images = [encoded(kind, *size) for size in sizes]
     wanted = np.stack([always_resized(image, shape) for image in images])
-    together = tf.function(decode_batch)(tf.constant(images), shape).numpy()
+    sizing = Sizing(shape, "antialias", "stretch")
+    together = tf.function(lambda batch: decode_batch(batch, sizing))(tf.constant(images)).numpy()
     assert together.dtype == np.uint8 and np.array_equal(together, wanted)
-    assert np.array_equal(np.stack([decode(image, shape).numpy() for image in images]), wanted)
+    assert np.array_equal(np.stack([decode(image, sizing).numpy() for image in images]), wanted)
     paths = [tmp_path / str(number) for number in range(len(images))]
     for path, image in zip(paths, images):
         path.write_bytes(image)
-    assert np.array_equal(decode_files(tf.constant([str(path) for path in paths]), shape).numpy(), wanted)
+    again = decode_batch(read_files(tf.constant([str(path) for path in paths])), sizing)
+    assert np.array_equal(again.numpy(), wanted)
     raw = tf.io.decode_image(images[0], channels=channels, expand_animations=False).numpy()
     assert np.array_equal(wanted[0], raw) and wanted.std() > 10
 
 
 def test_a_grey_image_of_the_right_size_gets_its_channels():
     grey = tf.io.encode_png(np.arange(600, dtype=np.uint16).astype(np.uint8).reshape(*SHAPE, 1)).numpy()
-    assert np.array_equal(decode(grey, (*SHAPE, 3)).numpy(), always_resized(grey, (*SHAPE, 3)))
+    assert np.array_equal(decode(grey, Sizing((*SHAPE, 3))).numpy(), always_resized(grey, (*SHAPE, 3)))
 
 
 @pytest.mark.parametrize("values", [np.arange(256, dtype=np.uint8), np.array([-0.0, 0.1, -3e38, 1e-45], np.float32)])

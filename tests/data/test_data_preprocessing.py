@@ -11,9 +11,11 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import Source, from_arrays, from_frame
+from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.streams import IndexedSource
 from hvtrain.data.pipeline.transform import Transform
 from hvtrain.data.sources.arrays import ArraySource
+from hvtrain.data.sources.file_source import decoded_preprocessing
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
 from hvtrain.data.sources.synthetic import Synthetic
@@ -127,7 +129,8 @@ def test_a_model_behind_it_trains_only_when_it_is_told_to():
     """keras.layers.Resizing would turn training on in a plain call."""
     raw = keras.Input((None, None, 1))
     normalization = keras.layers.BatchNormalization()
-    model = keras.Model(raw, normalization(Transform(scale=255.0).preprocessing(raw.shape[1:], SHAPE, "")(raw)))
+    preprocessing = decoded_preprocessing(Transform(scale=255.0), Sizing(SHAPE))
+    model = keras.Model(raw, normalization(preprocessing(raw)))
     images = np.random.default_rng(0).uniform(0, 255, (4, 9, 8, 1)).astype("float32")
     np.testing.assert_array_equal(model(images), model(images, training=False))
     assert not normalization.moving_mean.numpy().any()
@@ -190,7 +193,7 @@ def test_the_description_names_classes_and_input():
     assert found["class_names"] == ["ash", "elm", "oak"] and found["num_classes"] == 3
     assert found["input"]["shape"] == list(SHAPE)
     assert found["input"]["range"] == [images.min(), images.max()]
-    with pytest.raises(ConfigError, match="2 class names for 3 classes; give one for each"):
+    with pytest.raises(ConfigError, match="class_names has 2 names for 3 classes; give one each"):
         ArraySource("trees", dict, SHAPE, 3, class_names=["ash", "elm"])
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays
+from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.sources.mask_files import IGNORED, MaskReader
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
@@ -88,7 +89,7 @@ def test_a_mask_may_be_as_large_as_an_image(tmp_path):
     path = tmp_path / "large.png"
     path.write_bytes(png_header(14_000, 14_000))
     with pytest.raises(DataError, match=r"large.png cannot be read: .*truncated"):
-        MaskReader(2).read((str(path), str(path)), (8, 8))
+        MaskReader(2, (), Sizing((8, 8, 3))).read((str(path), str(path)))
 
 
 def test_what_is_wrong_with_a_file_is_named(tmp_path):
@@ -131,7 +132,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
 def test_wrong_settings_are_refused(tmp_path):
     with pytest.raises(DataError, match="holds no training images; files are needed as train/images"):
         SegmentationFolder(str(tmp_path), **OPTIONS)
-    with pytest.raises(ConfigError, match=r"dataset.class_names has 1 names for 3 classes"):
+    with pytest.raises(ConfigError, match=r"class_names has 1 names for 3 classes"):
         SegmentationFolder(str(make(tmp_path)), **OPTIONS, class_names=["a"])
     source = SegmentationFolder(str(tmp_path), **OPTIONS)
     source.on_error = "skip"

@@ -62,7 +62,7 @@ class RandomResizedCrop:
     """A random part of each training image, resized to the size of the data set (Szegedy et al. 2015).
 
     It is taken while images are decoded, from their full size, and only that part of a JPEG is
-    decoded.
+    decoded. The colours of its outer columns may differ by some levels from those of the whole JPEG.
 
     Attributes:
         area: Smallest and largest part of the image's area; each area is as likely.
@@ -294,70 +294,65 @@ def decode(encoded: Any, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.T
     Args:
         draws: Of the random crop, in training; see RandomResizedCrop.draw().
     """
-    size = sizing.size if draws is None else sizing.image_shape[:2]
-    if draws is None and sizing.fit != "crop":
-        image = decode_whole(encoded, sizing.image_shape[2], sizing.exif)
-        if sizing.fit == "pad":
-            image = _padded(image, sizing)
+    height, width, channels = sizing.image_shape
+    if draws is None:
+        size = sizing.size
+        top, left = sizing.border
+        # The whole image, also where a part is used: for the middle decode_and_crop_jpeg() saves
+        # nothing, and its outer columns have other colours than the saved model gets.
+        image = _framed(decode_whole(encoded, channels, sizing.exif), sizing)
     else:
-        image = _decode_part(encoded, sizing, draws)
+        size = height, width
+        top, left = 0, 0
+        image = _decode_crop(encoded, sizing, draws)
 
     def resize() -> tf.Tensor:
         method = "area" if sizing.resize == "area" else "bilinear"
         resized = tf.image.resize(image, size, method, antialias=sizing.resize == "antialias")
-        return tf.cast(tf.round(resized), tf.uint8)
+        return tf.cast(tf.round(resized[top : top + height, left : left + width]), tf.uint8)
+
+    def cut() -> tf.Tensor:
+        return image[top : top + height, left : left + width]
 
     # Resizing to the same size would change no bit, and take longer than the decoding.
     fits = tf.reduce_all(tf.shape(image)[:2] == size)
-    image = tf.ensure_shape(tf.cond(fits, lambda: image, resize), [*size, sizing.image_shape[2]])
-    if size == sizing.image_shape[:2]:
+    return tf.ensure_shape(tf.cond(fits, cut, resize), sizing.image_shape)
+
+
+def _framed(image: tf.Tensor, sizing: Sizing) -> tf.Tensor:
+    """Cuts or pads an image to the aspect ratio of its size."""
+    if sizing.fit == "stretch":
         return image
-    top, left = sizing.border
-    height, width, _ = sizing.image_shape
+    shape = tf.shape(image)
+    top, left, height, width = sizing.window(shape[0], shape[1])
+    if sizing.fit == "pad":
+        return tf.pad(image, [[-top, -top], [-left, -left], [0, 0]])
     return image[top : top + height, left : left + width]
 
 
-def _padded(image: tf.Tensor, sizing: Sizing) -> tf.Tensor:
-    shape = tf.shape(image)
-    top, left, _, _ = sizing.window(shape[0], shape[1])
-    return tf.pad(image, [[-top, -top], [-left, -left], [0, 0]])
-
-
-def _decode_part(encoded: Any, sizing: Sizing, draws: tf.Tensor | None) -> tf.Tensor:
-    """Decodes the part of an image that is used, without the rest of a JPEG."""
+def _decode_crop(encoded: Any, sizing: Sizing, draws: tf.Tensor) -> tf.Tensor:
+    """Decodes a random part of an image; of a JPEG it alone."""
     channels = sizing.image_shape[2]
-
-    def window_in(shape: tf.Tensor) -> Any:
-        if draws is None or sizing.crop is None:
-            return sizing.window(shape[0], shape[1])
-        return tf.unstack(sizing.crop.window(shape[0], shape[1], draws))
+    crop = sizing.crop or RandomResizedCrop()
 
     def of_jpeg() -> tf.Tensor:
         shape = tf.io.extract_jpeg_shape(encoded)
-        top, left, height, width = window_in(shape)
+        window = crop.window(shape[0], shape[1], draws)
 
         def decode_at(fraction: int) -> tf.Tensor:
-            # libjpeg makes the colours of a column from its neighbours. With one more column on each
-            # side the pixels are those of the whole image.
-            first = left // fraction
-            begin = tf.maximum(first - 1, 0)
-            end = tf.minimum(first + width // fraction + 1, shape[1] // fraction)
-            part = [top // fraction, begin, height // fraction, end - begin]
-            pixels = tf.image.decode_and_crop_jpeg(encoded, part, channels, ratio=fraction)
-            return pixels[:, first - begin :][:, : width // fraction]
+            return tf.image.decode_and_crop_jpeg(encoded, window // fraction, channels, ratio=fraction)
 
-        if draws is None or sizing.resize == "bilinear":
+        if sizing.resize == "bilinear":
             return decode_at(1)
-        # Resizing averages these pixels anyway. The nearest pixels of bilinear are others in a
-        # smaller image, and those of validation are of the whole one.
-        sides = sizing.image_shape
-        reduction = tf.minimum(height // sides[0], width // sides[1])
+        # The smallest size that is still large enough. The pixels would be averaged anyway. Those of
+        # bilinear would not, and in validation they are not.
+        reduction = tf.reduce_min(window[2:] // sizing.image_shape[:2])
         index = tf.reduce_sum(tf.cast(reduction >= JPEG_FRACTIONS[1:], tf.int32))
         return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
 
     def of_whole() -> tf.Tensor:
         image = decode_whole(encoded, channels, sizing.exif)
-        top, left, height, width = window_in(tf.shape(image))
+        top, left, height, width = tf.unstack(crop.window(tf.shape(image)[0], tf.shape(image)[1], draws))
         return image[top : top + height, left : left + width]
 
     if channels == 4:  # TensorFlow gives a JPEG no alpha.
