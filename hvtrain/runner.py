@@ -29,12 +29,12 @@ from hvtrain.training.callbacks.checkpointing import Interruption
 from hvtrain.training.callbacks.epochs import report_skipped
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import call_steps, make_callbacks
+from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
 from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.finish import in_words, make_record, test_metrics, write_results, write_review
-from hvtrain.training.repeated_step import LayerSearch
 from hvtrain.training.resume import changed_since, check_fits, checkpoint_meta, resume, with_change
 from hvtrain.training.run import ResumePoint, Run, RunState, Start, describe, summary
 from hvtrain.training.run_folder import CONFIG_FILE, note_start, open_run_folder, remove_if_empty

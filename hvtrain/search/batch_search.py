@@ -30,8 +30,8 @@ from hvtrain.strategies.loop import CallSteps
 from hvtrain.system.resources import forget_peak, free_bytes, peak_bytes, resident_bytes
 from hvtrain.system.secrets import without_secrets
 from hvtrain.training.callbacks.guard import explain_errors, named
+from hvtrain.training.callbacks.repeated_step import step_without_update
 from hvtrain.training.callbacks.run_context import RunContext
-from hvtrain.training.repeated_step import step_without_update
 from hvtrain.training.run import Run, RunState, Start, describe, summary
 
 log = logging.getLogger(__name__)

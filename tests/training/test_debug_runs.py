@@ -8,8 +8,8 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.mirrored import MirroredStrategy
+from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext, RunReport
-from hvtrain.training.repeated_step import LayerSearch
 from launching import many_runs
 from run_results import error, record
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from hvtrain.training.repeated_step import BACKWARD, BATCH, FORWARD, LOSS, WEIGHTS, first_not_finite
+from hvtrain.training.callbacks.repeated_step import BACKWARD, BATCH, FORWARD, LOSS, WEIGHTS, first_not_finite
 
 BATCH_OF_TWO = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([[0.5], [0.1]])
 

@@ -31,10 +31,10 @@ from hvtrain.training.callbacks.epochs import (
     Validation,
 )
 from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
+from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.callbacks.tracking import Tracking
-from hvtrain.training.repeated_step import LayerSearch
 from hvtrain.training.run import Run, Start
 
 
