@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,17 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     if len(sizes) <= MAX_FILES:
         description["files"] = sizes
     return description
+
+
+def with_files(
+    manifest: dict[str, Any],
+    folder: Path,
+    paths_of: Callable[[str], Sequence[str]],
+) -> dict[str, Any]:
+    """Adds the names and sizes of a split's files, paths_of(split), to each split of a manifest."""
+    for split, part in manifest["splits"].items():
+        part.update(describe_files(folder, paths_of(split)))
+    return manifest
 
 
 def digest_arrays(arrays: Sequence[np.ndarray]) -> str:

@@ -345,6 +345,13 @@ class Source(ABC):
         return error
 
 
+def check_class_names(class_names: Sequence[str] | None, num_classes: int | None) -> Sequence[str] | None:
+    """Returns the names, if there are any. Raises ConfigError if there is not one for each class."""
+    if class_names is not None and len(class_names) != num_classes:
+        raise ConfigError(f"class_names has {len(class_names)} names for {num_classes} classes; give one each")
+    return class_names
+
+
 def reason(error: tf.errors.OpError) -> str:
     """TensorFlow's message without the names of nodes and devices around it.
 

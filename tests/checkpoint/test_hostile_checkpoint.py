@@ -22,9 +22,8 @@ import hvtrain.keras as hvd
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
-from hvtrain.data.sources import keras_cache
-from hvtrain.data.sources.cifar10 import cifar10
-from hvtrain.data.sources.mnist import mnist
+from hvtrain.data.sources import keras_datasets
+from hvtrain.data.sources.keras_datasets import cifar10, mnist
 from hvtrain.errors import CheckpointError, ConfigError, DataError
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training import run_folder
@@ -221,7 +220,7 @@ def test_a_harmful_cache_of_keras(dataset, tmp_path, monkeypatch):
 def test_links_in_the_cache_of_keras_are_not_followed(tmp_path, monkeypatch):
     precious = tmp_path / "precious"
     precious.write_text("data")
-    monkeypatch.setattr(keras_cache, "FALLBACK", tmp_path / "fallback")
+    monkeypatch.setattr(keras_datasets, "FALLBACK", tmp_path / "fallback")
     monkeypatch.setattr("os.access", lambda *_: False)
     (tmp_path / "fallback" / "datasets").mkdir(parents=True)
     (tmp_path / "fallback" / "datasets" / ".hvtrain.lock").symlink_to(precious)

@@ -14,7 +14,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import ArraySource, StreamRequest, from_arrays
 from hvtrain.data.pipeline.transform import fit
 from hvtrain.data.sources.memory import as_models_take
-from hvtrain.data.sources.user_examples import PipelineExamples
+from hvtrain.data.sources.user_shards import PipelineExamples
 from hvtrain.errors import ConfigError, DataError
 from tiny_data import images_of, random_images
 
@@ -107,7 +107,7 @@ def test_a_users_own_data_set_of_floats_without_channels():
     [
         (lambda x, y: (x, np.where(np.arange(9) == 4, 3, y)), r"train .*: label 3 at index 4 is outside 0 \.\.\. 2"),
         (lambda x, y: (x, np.where(np.arange(9) == 2, -1, y)), r"label -1 at index 2 is outside"),
-        (lambda x, y: (x, y[:8]), r"9 images but 8 labels"),
+        (lambda x, y: (x, y[:8]), r"9 inputs, 8 targets; each example needs one of each"),
         (lambda x, y: (x, np.eye(3)[y] / 2), r"labels are float64 of shape \(9, 3\); .*argmax"),
         (lambda x, y: (np.where(x > 250, np.nan, x), y), r"NaN or infinite"),
     ],

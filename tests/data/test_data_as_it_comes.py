@@ -506,6 +506,8 @@ REFUSED_ARRAYS = [
     (X * 1j, Y, {}, "x_train holds complex128; numbers or text are needed"),
     (PICTURES_FIRST, Y, {}, r"images of \(3, 8, 8\) have their channels first"),
     (X, np.where(Y == 1, 0.5, Y), THREE, r"labels are float64|0.5"),
+    (X, Y + 1, {}, "y_train holds the labels 1 to 3, and classes are numbered from 0; give y - 1, num_classes=4 if"),
+    (X, Y + 1, THREE, r"label 3 at index . is outside 0 ... 2"),
 ]
 
 
@@ -522,7 +524,9 @@ def test_names_that_training_lacks_are_refused():
 
 
 def test_what_is_odd_about_arrays_is_said():
-    assert "classes begin at 1, and a model has an output for 0 too; give y - 1" in warnings(from_arrays(X, Y + 1))
+    assert "classes begin at 1, and a model has an output for 0 too; give y - 1" in warnings(
+        from_arrays(X, Y + 1, num_classes=4)
+    )
     pictures = RANDOM.integers(0, 256, (6, 4, 4, 3))
     assert "the splits hold values of unlike ranges: train 0" in warnings(from_arrays(pictures / 255, Y, pictures, Y))
 

@@ -15,9 +15,16 @@ import pytest
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
-from hvtrain.data.sources import cifar10 as cifar10_module
-from hvtrain.data.sources import keras_cache
-from hvtrain.data.sources.mnist import DEBIAN_FOLDER, FILE_NAMES, fashion_mnist, mnist, read_idx
+from hvtrain.data.sources import keras_datasets
+from hvtrain.data.sources.keras_datasets import (
+    CIFAR_FILES,
+    DEBIAN_FOLDER,
+    IDX_NAMES,
+    cifar10,
+    fashion_mnist,
+    mnist,
+    read_idx,
+)
 from hvtrain.errors import DataError
 
 
@@ -42,8 +49,8 @@ def mnist_folder(tmp_path: Path) -> Path:
 def offline(tmp_path: Path, monkeypatch) -> None:
     """No network, an empty Keras cache, no Debian package."""
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    monkeypatch.setattr("hvtrain.data.sources.keras_cache.answers", lambda host: False)
-    monkeypatch.setattr("hvtrain.data.sources.mnist.DEBIAN_FOLDER", tmp_path / "no-package")
+    monkeypatch.setattr("hvtrain.data.sources.keras_datasets.answers", lambda host: False)
+    monkeypatch.setattr("hvtrain.data.sources.keras_datasets.DEBIAN_FOLDER", tmp_path / "no-package")
 
 
 def test_a_folder_of_idx_files_plain_and_gzipped(mnist_folder):
@@ -101,9 +108,9 @@ def test_a_folder_that_lacks_a_file_is_refused_even_when_the_package_is_there(mn
 @pytest.mark.parametrize(
     ("open_source", "words"),
     [
-        (mnist, [*FILE_NAMES, "dataset.dir=FOLDER", "storage.googleapis.com does not answer"]),
-        (fashion_mnist, [*FILE_NAMES, "dataset.dir=FOLDER", "Debian package dataset-fashion-mnist"]),
-        (cifar10_module.cifar10, ["cifar-10-binary.tar.gz", "test_batch.bin", "dataset.dir=FOLDER"]),
+        (mnist, [*IDX_NAMES, "dataset.dir=FOLDER", "storage.googleapis.com does not answer"]),
+        (fashion_mnist, [*IDX_NAMES, "dataset.dir=FOLDER", "Debian package dataset-fashion-mnist"]),
+        (cifar10, ["cifar-10-binary.tar.gz", "test_batch.bin", "dataset.dir=FOLDER"]),
     ],
 )
 def test_absent_and_offline_ends_in_one_line_that_says_what_to_do(offline, open_source, words):
@@ -115,8 +122,8 @@ def test_absent_and_offline_ends_in_one_line_that_says_what_to_do(offline, open_
 
 
 def test_a_host_that_refuses_or_hangs_does_not_answer(monkeypatch):
-    assert not keras_cache.answers("127.0.0.1:1")
-    monkeypatch.setattr(keras_cache, "PROBE_SECONDS", -0.8)  # Waits 0.2 s.
+    assert not keras_datasets.answers("127.0.0.1:1")
+    monkeypatch.setattr(keras_datasets, "PROBE_SECONDS", -0.8)  # Waits 0.2 s.
 
     def hang(*_, **__):
         time.sleep(1.5)
@@ -124,7 +131,7 @@ def test_a_host_that_refuses_or_hangs_does_not_answer(monkeypatch):
 
     monkeypatch.setattr("urllib.request.urlopen", hang)
     start = time.monotonic()
-    assert not keras_cache.answers("127.0.0.1")
+    assert not keras_datasets.answers("127.0.0.1")
     assert time.monotonic() - start < 1
 
 
@@ -147,7 +154,7 @@ def test_ranks_take_turns_at_kerass_cache_and_one_downloads(offline, tmp_path, m
         return (images, labels), (images, labels)
 
     monkeypatch.setattr(keras.datasets.mnist, "load_data", load_data)
-    monkeypatch.setattr("hvtrain.data.sources.keras_cache.answers", lambda host: True)
+    monkeypatch.setattr("hvtrain.data.sources.keras_datasets.answers", lambda host: True)
     counts: list[int] = []
     ranks = [
         threading.Thread(target=lambda: counts.append(mnist(num_validation=0).num_examples("train"))) for _ in range(4)
@@ -173,28 +180,28 @@ def test_what_keras_cannot_read_is_reported_with_the_file_to_remove(offline, tmp
 
 
 def test_cifar10_reads_the_binary_version(tmp_path, monkeypatch):
-    monkeypatch.setattr(cifar10_module, "IMAGES_PER_FILE", 4)
+    monkeypatch.setattr(keras_datasets, "CIFAR_IMAGES", 4)
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     random = np.random.default_rng(0)
-    for number, name in enumerate(chain(*cifar10_module.FILES.values())):
+    for number, name in enumerate(chain(*CIFAR_FILES.values())):
         records = random.integers(0, 256, (4, 3073), np.uint8)
         records[:, 0] = number
         records[:, 1 : 1 + 1024] = 200  # The red plane.
         (folder / name).write_bytes(records.tobytes())
-    source = cifar10_module.cifar10(dir=str(tmp_path), num_validation=0, standardize="none")
+    source = cifar10(dir=str(tmp_path), num_validation=0, standardize="none")
     assert [source.num_examples(split) for split in source.SPLITS] == [20, 0, 4]
     images, labels = next(source.evaluation("test", Topology(), 4).as_numpy_iterator())
     assert labels.tolist() == [5] * 4 and (images[..., 0] == 200).all() and images[..., 1].std() > 50
 
     (folder / "data_batch_2.bin").write_bytes(bytes(3073))
     with pytest.raises(DataError, match=r"data_batch_2\.bin: 12292 bytes expected, 3073 found"):
-        cifar10_module.cifar10(dir=str(tmp_path)).num_examples("train")
+        cifar10(dir=str(tmp_path)).num_examples("train")
     (folder / "data_batch_3.bin").unlink()
     with pytest.raises(DataError, match=r"cifar-10-batches-bin lacks data_batch_3\.bin; unpack the binary version"):
-        cifar10_module.cifar10(dir=str(tmp_path))
+        cifar10(dir=str(tmp_path))
     with pytest.raises(DataError, match=r"elsewhere lacks data_batch_1\.bin, data_batch_2\.bin, .*unpack the binary"):
-        cifar10_module.cifar10(dir=str(tmp_path / "elsewhere"))
+        cifar10(dir=str(tmp_path / "elsewhere"))
 
 
 @pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="needs the Debian package dataset-fashion-mnist")

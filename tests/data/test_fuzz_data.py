@@ -26,7 +26,7 @@ from hvtrain.data.formats.row_groups import Columns, pixel_type, read_footer, re
 from hvtrain.data.source import reason
 from hvtrain.data.sources.file_source import FileSource
 from hvtrain.data.sources.image_folder import ImageFolder
-from hvtrain.data.sources.mnist import read_idx
+from hvtrain.data.sources.keras_datasets import read_idx
 from hvtrain.data.sources.tfrecord import TFRecords
 from hvtrain.errors import DataError
 

@@ -67,7 +67,7 @@ def test_a_shard_that_ends_early_in_training_ends_all_ranks(tmp_path):
     more = ["+dataset.number=61", "model=tiny", f"run.dir={tmp_path / 'run'}"]
     path = f"{ROOT / 'tests/support/own'}:{ROOT}"
     code, output = train("gloo", 2, *own, *more, cwd=tmp_path, PYTHONPATH=path)
-    message = "pipelines.short_unseen(shard=1, num_shards=2): 9 examples were read and 28 are needed; shards need equal"
+    message = "pipelines.short_unseen(shard=1, num_shards=2) gives 9 examples and 28 are needed; shards need equal"
     assert code == 2 and "Traceback" not in output, output
     ours = [line for line in output.splitlines() if f": {message}" in line and "hvtrain: rank 1 on" in line]
     assert len(ours) == 1, output

@@ -1,7 +1,6 @@
 """Streams whose epochs are opened in Python, one after the other, and then read by TensorFlow alone."""
 
 import random
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,10 +16,6 @@ from hvtrain.data.pipeline.streams import FOREVER, ORDER, end_with_python, step_
 
 # tf.data opens the epochs of several streams in threads of its own, and the seed is global.
 _seeding = threading.RLock()
-
-# Marks that find a message of ours again in the middle of TensorFlow's.
-_MESSAGE_BEGIN = "<<"
-_MESSAGE_END = ">>"
 
 
 def join_epochs(
@@ -78,18 +73,23 @@ def cut_epoch(
     batches: tf.data.Dataset,
     share: Share,
     first_step: int,
-    name: str,
+    wrong_number: Callable[[int], Exception],
     ends: bool = False,
 ) -> tf.data.Dataset:
     """Cuts batches into an epoch's steps from first_step on, and checks that the examples suffice.
 
-    The stream fails, with a message for stream_error(), if the examples end before the share does.
+    The stream fails if the examples end before the share does.
 
     Args:
         batches: Of up to share.batch_size examples.
-        name: The origin of the examples, for the message.
+        wrong_number: Makes the error, by the number of examples that were read.
         ends: The stream fails as well if the examples do not end with the share.
     """
+    end_with_python()
+
+    def fail(num_read: np.int64) -> None:
+        raise wrong_number(int(num_read))
+
     if not share.is_full:
         sizes = step_sizes(share, first_step)
         # A run that is resumed at the end of an epoch has no step left in it.
@@ -111,11 +111,12 @@ def cut_epoch(
         needed_size = tf.where(is_in_share, share.begin(step + 1) - begin, 0)
 
         num_read = tf.minimum(begin, share.num_examples) + size
-        message = tf.strings.format(
-            f"{_MESSAGE_BEGIN}{name}: {{}} examples were read and {share.num_examples:,} are needed{_MESSAGE_END}",
-            num_read,
+        is_right = tf.cond(
+            size == needed_size,
+            lambda: True,
+            lambda: tf.numpy_function(fail, [num_read], tf.bool),
         )
-        with tf.control_dependencies([tf.debugging.Assert(size == needed_size, [message])]):
+        with tf.control_dependencies([is_right]):
             return tf.nest.map_structure(tf.identity, batch)
 
     steps = tf.data.Dataset.range(first_step, share.steps + ends)
@@ -133,9 +134,3 @@ def cut_epoch(
         )
 
     return checked.map(ensure_size)
-
-
-def stream_error(error: Exception) -> str:
-    """The message of a stream that cut_epoch() made fail; empty if it is another error."""
-    match = re.search(f"{_MESSAGE_BEGIN}(.*?){_MESSAGE_END}", str(error), re.DOTALL)
-    return match[1] if match else ""

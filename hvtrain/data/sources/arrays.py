@@ -12,7 +12,7 @@ import tensorflow as tf
 from safetensors import numpy as safetensors
 
 from hvtrain.data.pipeline.transform import IGNORED, STANDARDIZE, Transform, fit
-from hvtrain.data.source import Preprocessing
+from hvtrain.data.source import Preprocessing, check_class_names
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
 from hvtrain.errors import ConfigError, DataError
 
@@ -89,10 +89,7 @@ class ArraySource(MemorySource):
         self.image_shape = image_shape
         if num_classes is not None:
             self.num_classes = num_classes
-        if class_names is not None and len(class_names) != num_classes:
-            raise ConfigError(f"{name}: {len(class_names)} class names for {num_classes} classes; give one for each")
-
-        self.class_names = class_names
+        self.class_names = check_class_names(class_names, num_classes)
 
         self.transform = Transform(shift_pixels=shift_pixels, flip=flip)
         self._standardize = standardize
@@ -202,19 +199,14 @@ class ArraySource(MemorySource):
             images = images[..., np.newaxis]
         if images.shape[1:] != self.image_shape:
             raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape")
-        if np.issubdtype(images.dtype, np.floating) and not np.isfinite(images).all():
-            raise DataError(f"{where}: images hold NaN or infinite values; fix or drop those examples")
 
         if self._has_labels:
-            targets[0] = self._checked_labels(targets[0], len(images), where)
+            targets[0] = self._checked_labels(targets[0], where)
         return super().check(split, images, *targets)
 
-    def _checked_labels(self, targets: np.ndarray, num_images: int, where: str) -> np.ndarray:
-        """Returns class indices [n]. Raises DataError for too few, too many, or wrong ones."""
+    def _checked_labels(self, targets: np.ndarray, where: str) -> np.ndarray:
+        """Returns class indices [n]. Raises DataError for labels that are none."""
         labels = class_indices(targets, where)
-        if len(labels) != num_images:
-            raise DataError(f"{where}: {num_images} images but {len(labels)} labels; each image needs one")
-
         outside = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
         if outside.size:
             raise DataError(

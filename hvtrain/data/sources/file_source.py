@@ -8,7 +8,6 @@ example alone.
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -16,7 +15,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
-from hvtrain.data.manifest import describe_files, user_path
+from hvtrain.data.manifest import user_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.streams import (
     Postprocess,
@@ -26,7 +25,7 @@ from hvtrain.data.pipeline.streams import (
 )
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import LEAVE_OUT, Preprocessing, Unreadable, reason
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import DataError, UserError
 from hvtrain.system import resources
 
 Piece = TypeVar("Piece")
@@ -37,15 +36,20 @@ Example = Sequence[np.ndarray]
 class NotesFailure:
     """Keeps the error that Python code of a stream raised: TensorFlow passes on only its text."""
 
-    _failure: DataError | None = None
+    _failure: UserError | None = None
 
-    def fail(self, message: str) -> DataError:
+    def note(self, error: UserError) -> UserError:
+        """Returns the error, and keeps it for explain()."""
+        self._failure = error
+        return error
+
+    def fail(self, message: str) -> UserError:
         """Returns a DataError to raise, and keeps it for explain()."""
-        self._failure = DataError(message)
-        return self._failure
+        return self.note(DataError(message))
 
     def explain(self, error: Exception) -> Exception:
-        if self._failure and "DataError" in str(error):
+        # TensorFlow quotes the type of the error that its Python call raised.
+        if self._failure and f"{type(self._failure).__name__}: " in str(error):
             return self._failure
         return error
 
@@ -79,10 +83,9 @@ class FileSource(NotesFailure, StreamedSource):
         self.image_shape = check_image_shape(image_shape)
         self.transform = transform
         self.sizing = Sizing(self.image_shape, **sizing)
-        self._new: list[Unreadable] = []  # Left out since the last call of unreadable().
-        # The locations of all that was left out: every epoch meets such an example again, but it
-        # counts once.
-        self._noted: set[str] = set()
+        # By location, in order: every epoch meets such an example again, but it counts once.
+        self._left_out: dict[str, Unreadable] = {}
+        self._num_reported = 0
 
     @abstractmethod
     def paths(self, split: str) -> list[str]:
@@ -113,13 +116,11 @@ class FileSource(NotesFailure, StreamedSource):
 
     def leave_out(self, item: Unreadable) -> None:
         """Notes a file, or a part of one, that on_error="skip" leaves out."""
-        if item.location not in self._noted:
-            self._noted.add(item.location)
-            self._new.append(item)
+        self._left_out.setdefault(item.location, item)
 
     def unreadable(self) -> list[Unreadable]:
-        new = self._new
-        self._new = []
+        new = list(self._left_out.values())[self._num_reported :]
+        self._num_reported += len(new)
         return new
 
     def load(
@@ -219,7 +220,7 @@ class _BatchRepair:
             raise self._nothing_left(item, f"of the rank's part of {self._split}")
         return None
 
-    def _nothing_left(self, item: Unreadable, scope: str) -> DataError:
+    def _nothing_left(self, item: Unreadable, scope: str) -> UserError:
         return self._source.fail(
             f"{item.location}: {item.problem}; and no other example {scope} can be read, so that "
             "data.on_error=skip has nothing to go on with; check the files and the settings of "
@@ -272,17 +273,6 @@ def read_batches(
     )
 
 
-def with_files(
-    manifest: dict[str, Any],
-    folder: Path,
-    paths_of: Callable[[str], Sequence[str]],
-) -> dict[str, Any]:
-    """Adds the names and sizes of a split's files, paths_of(split), to each split of a manifest."""
-    for split, part in manifest["splits"].items():
-        part.update(describe_files(folder, paths_of(split)))
-    return manifest
-
-
 def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing:
     """Returns the preprocessing of image files: a saved model takes decoded images of any size."""
     shape: tuple[int | None, ...] = (None, None, sizing.image_shape[2])
@@ -293,21 +283,13 @@ def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing
     return transform.preprocessing(shape, sizing.image_shape, values, (0.0, 255.0), sizing.layers())
 
 
-def check_class_names(class_names: Sequence[str] | None, num_classes: int) -> Sequence[str] | None:
-    """Returns the names, if there are any. Raises ConfigError if there is not one for each class."""
-    if class_names is not None and len(class_names) != num_classes:
-        raise ConfigError(f"dataset.class_names has {len(class_names)} names for {num_classes} classes; give one each")
-    return class_names
-
-
 class DealtSource(FileSource):
     """A source whose files are dealt to the ranks in pieces: whole files, or row groups."""
 
     PIECE: ClassVar[str]
     """The name of a piece, for error messages."""
     ROW_BITS: ClassVar[int] = 40
-    """An example's code, the last part of a batch, is the number of its piece, shifted by this many
-    bits, plus its row in the piece."""
+    """An example's code, the last part of a batch: its piece's number << ROW_BITS, plus its row."""
 
     @property
     @abstractmethod
@@ -326,17 +308,19 @@ class DealtSource(FileSource):
 
     def piece_and_row(self, codes: np.ndarray) -> tuple[Any, int]:
         """Returns the piece and the row of the example with codes[0]."""
-        number, row = divmod(int(codes[0]), 1 << self.ROW_BITS)
-        return self._pieces[number], row
+        row = int(codes[0]) % (1 << self.ROW_BITS)
+        return self._pieces[int(codes[0]) - row], row
 
     @cached_property
-    def _pieces(self) -> list[Any]:
-        return [piece for pieces in self.counts.values() for piece in pieces]
+    def _pieces(self) -> dict[int, Any]:
+        """All pieces by the code of their first example."""
+        pieces = [piece for pieces in self.counts.values() for piece in pieces]
+        return {number << self.ROW_BITS: piece for number, piece in enumerate(pieces)}
 
     @cached_property
     def first_codes(self) -> dict[Any, int]:
         """The code of each piece's first example."""
-        return {piece: number << self.ROW_BITS for number, piece in enumerate(self._pieces)}
+        return {piece: code for code, piece in self._pieces.items()}
 
     def facts(self) -> dict[str, Any]:
         self.num_examples("train")  # Counting reads the names of classes.
@@ -379,7 +363,6 @@ class DealtSource(FileSource):
                 f"{num_shards} ranks, and each rank reads its own; write at least {num_shards} "
                 f"{self.PIECE}s or use fewer ranks"
             )
-
         return deal(counts, num_shards, weights)
 
     def shard(self, split: str, topology: Topology) -> list[Any]:

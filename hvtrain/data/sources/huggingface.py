@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvtrain.core.topology import Topology
 from hvtrain.data.formats.folders import left_out, split_entries
 from hvtrain.data.formats.image_files import MAX_SAMPLE, describe_images
-from hvtrain.data.manifest import user_path
+from hvtrain.data.manifest import user_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing, decode_batch
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape
@@ -23,7 +23,6 @@ from hvtrain.data.source import Preprocessing, reason
 from hvtrain.data.sources.file_source import (
     NotesFailure,
     decoded_preprocessing,
-    with_files,
 )
 from hvtrain.data.sources.memory import as_models_take
 from hvtrain.errors import ConfigError, DataError

@@ -21,8 +21,8 @@ from hvtrain.data.formats.row_groups import Columns, RowGroup, is_encoded
 from hvtrain.data.pipeline import streams
 from hvtrain.data.pipeline.decoding import decode_batch
 from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable
-from hvtrain.data.sources.file_source import DealtSource, Example, check_class_names
+from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable, check_class_names
+from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 
 Rows = tuple[np.ndarray, ...]

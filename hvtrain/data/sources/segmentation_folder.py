@@ -14,16 +14,14 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed, percent
 from hvtrain.data.formats.folders import left_out, split_folders, visible
 from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
-from hvtrain.data.manifest import user_path
+from hvtrain.data.manifest import user_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing, decode, decode_batch, read_files
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape
-from hvtrain.data.source import Preprocessing, reason
+from hvtrain.data.source import Preprocessing, check_class_names, reason
 from hvtrain.data.sources.file_source import (
     NotesFailure,
-    check_class_names,
     decoded_preprocessing,
-    with_files,
 )
 from hvtrain.data.sources.mask_files import MaskReader, Pairs, pair_up, parse_colors
 from hvtrain.errors import ConfigError, DataError

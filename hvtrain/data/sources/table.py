@@ -18,6 +18,7 @@ from hvtrain.data.formats.schema import (
     Schema,
     Settings,
     infer_schema,
+    plain_columns,
     read_cells,
     unknown_share,
 )
@@ -159,25 +160,35 @@ class Table(MemorySource):
 
         The features are fitted to the training rows, unless fit_as() gave those of an earlier run.
         """
-        tables = {split: self._read(self._files[split], split) for split in self._files if self._files[split]}
-        schema = self._schema or infer_schema(tables["train"], self._settings, self.name)
-
         elements = {}
-        for split, table in tables.items():
-            where = str(self._files[split])
-            cells = read_cells(schema.columns, table, where)
-            targets, has_target = self._targets(schema, table, where)
-            rows = self._kept_rows(schema, cells, has_target)
+        for split, file in self._files.items():
+            if not file:
+                continue
+            where = str(file)
+            table = self._read(file, split)
+            arrays = plain_columns(table)
+            if self._schema is None:
+                schema = infer_schema(arrays, self._settings, self.name)
+            else:
+                schema = self._schema
+            cells = read_cells(schema.columns, arrays, where)
+            targets, is_used = self._targets(schema, arrays, where)
+            for column in schema.columns:
+                if column.missing == "drop":
+                    is_used &= ~cells[column.name].is_gap
+            rows = np.flatnonzero(is_used)
+
+            parts = {split: rows}
             if split == "train":
                 parts = self._split(rows)
-                schema = self._fitted(schema, cells, parts["train"])
+                if self._schema is None:
+                    schema = self._fit(schema, cells, parts["train"])
                 self._describe(schema, cells, targets[parts["train"]], table.num_rows - len(rows))
-            else:
-                parts = {split: rows}
-
             values = {column.name: filled(column, cells[column.name], where, rows) for column in schema.columns}
             for part, numbers in parts.items():
-                elements[part] = self._encode(values, numbers), targets[numbers]
+                progress = _Progress(f"{self.name}, {part}: features of", len(schema.columns))
+                encoded = self._features.encode(values, numbers, progress.update)  # type: ignore[union-attr]
+                elements[part] = encoded, targets[numbers]
                 self._loaded[part] = values, numbers
                 if schema.id is not None:
                     self._ids[part] = _ids(table, schema.id)[numbers]
@@ -192,14 +203,15 @@ class Table(MemorySource):
             raise DataError(f"{setting}={file} holds no rows; give a table that has some")
         return table
 
-    def _targets(self, schema: Schema, table: pa.Table, where: str) -> tuple[np.ndarray, np.ndarray]:
+    def _targets(self, schema: Schema, arrays: Mapping[str, pa.Array], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the targets as indices of classes, int32, or as numbers, float32; and where there are any."""
         column = schema.target
-        cells = read_cells([column], table, where)[column.name]
-        if cells.is_gap.any() and column.missing == "refuse":
+        cells = read_cells([column], arrays, where)[column.name]
+        has_target = ~cells.is_gap
+        if column.missing == "refuse" and not has_target.all():
             raise refused_gaps(column, cells, where)
         if not schema.classes:
-            return cells.values[:, 0].astype(np.float32), ~cells.is_gap
+            return cells.values[:, 0].astype(np.float32), has_target
 
         # Classes that the model knows keep their numbers; it has no output for others.
         indices = pc.index_in(cells.values, pa.array(schema.classes, pa.string()))
@@ -209,15 +221,7 @@ class Table(MemorySource):
                 f"{self.name}: the column {column.name} holds {unknown[0]}, which is none of "
                 f"the run's classes ({', '.join(schema.classes)}); drop those rows"
             )
-        return pc.fill_null(indices, 0).to_numpy().astype(np.int32), ~cells.is_gap
-
-    def _kept_rows(self, schema: Schema, cells: Mapping[str, Cells], has_target: np.ndarray) -> np.ndarray:
-        """Returns the numbers of the rows that are used."""
-        is_kept = has_target.copy()
-        for column in schema.columns:
-            if column.missing == "drop":
-                is_kept &= ~cells[column.name].is_gap
-        return np.flatnonzero(is_kept)
+        return pc.fill_null(indices, 0).to_numpy().astype(np.int32), has_target
 
     def _split(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the row numbers of each split, without empty splits."""
@@ -237,16 +241,16 @@ class Table(MemorySource):
         splits = {"train": train, "validation": validation, "test": test}
         return {split: rows[np.sort(numbers)] for split, numbers in splits.items() if len(numbers)}
 
-    def _fitted(self, schema: Schema, cells: Mapping[str, Cells], rows: np.ndarray) -> Schema:
-        """Returns the schema with statistics of the training rows, unless it has those of an earlier run."""
-        if self._schema is None:
-            progress = _Progress(f"{self.name}: statistics", len(schema.columns))
-            columns = []
-            for number, column in enumerate(schema.columns):
-                columns.append(fit(column, cells[column.name].take(rows)))
-                progress.update(number)
-            self._take_schema(replace(schema, columns=columns))
-        return self._schema  # type: ignore[return-value]
+    def _fit(self, schema: Schema, cells: Mapping[str, Cells], rows: np.ndarray) -> Schema:
+        """Returns the schema with statistics of the training rows."""
+        progress = _Progress(f"{self.name}: statistics of", len(schema.columns))
+        columns = []
+        for column in schema.columns:
+            columns.append(fit(column, cells[column.name], rows))
+            progress.update(len(columns))
+        schema = replace(schema, columns=columns)
+        self._take_schema(schema)
+        return schema
 
     def _take_schema(self, schema: Schema) -> None:
         self._schema = schema
@@ -254,10 +258,6 @@ class Table(MemorySource):
         if schema.classes:
             self.class_names = list(schema.classes)
             self.num_classes = len(schema.classes)
-
-    def _encode(self, values: Mapping[str, Any], rows: np.ndarray) -> np.ndarray:
-        progress = _Progress(f"{self.name}: features", len(rows))
-        return self._features.encode(values, rows, progress.update)  # type: ignore[union-attr]
 
     def _describe(
         self,
@@ -352,7 +352,7 @@ class Table(MemorySource):
         schema: Schema = self._schema  # type: ignore[assignment]
         table = read_table(file, setting, self._text_format)
         where = f"{setting}={file}"
-        cells = read_cells(schema.columns, table, where)
+        cells = read_cells(schema.columns, plain_columns(table), where)
         values = {}
         unknown = {}
         for column in schema.columns:
@@ -395,4 +395,4 @@ class _Progress:
         now = time.monotonic()
         if now - self._logged_at >= SECONDS_BETWEEN:
             self._logged_at = now
-            log.info("%s, %s of %s", self._label, f"{num_done:,}", f"{self._total:,}")
+            log.info("%s %s of %s columns", self._label, f"{num_done:,}", f"{self._total:,}")

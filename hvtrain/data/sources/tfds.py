@@ -7,13 +7,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvtrain.data.formats.folders import split_entries
-from hvtrain.data.manifest import user_path
+from hvtrain.data.manifest import user_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing, decode
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import Preprocessing
-from hvtrain.data.sources.file_source import decoded_preprocessing, with_files
+from hvtrain.data.sources.file_source import decoded_preprocessing
 from hvtrain.data.sources.user_dataset import FunctionSource
-from hvtrain.data.sources.user_function import UserFunction
+from hvtrain.data.sources.user_shards import UserFunction
 from hvtrain.errors import ConfigError, DataError
 
 INSTALL = "install scripts/lock/data.txt (docs/data.md)"

@@ -33,8 +33,8 @@ from hvtrain.data.pipeline.streams import (
     unconverted,
 )
 from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable
-from hvtrain.data.sources.file_source import DealtSource, Example, check_class_names
+from hvtrain.data.source import LEAVE_OUT, StreamRequest, Unreadable, check_class_names
+from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import DataError
 
 # Of each file that is looked at.
@@ -275,8 +275,8 @@ class TFRecords(DealtSource):
         parse = self.reader(split, topology)
 
         def read(records, codes, *draws):
-            found_again = tf.numpy_function(self._read_again, [records, codes], tf.string)
-            return parse(tf.ensure_shape(found_again, [None]), codes, *draws)
+            records = tf.numpy_function(self._read_again, [records, codes], tf.string)
+            return parse(tf.ensure_shape(records, [None]), codes, *draws)
 
         return read
 
@@ -313,7 +313,7 @@ class TFRecords(DealtSource):
             self._scans.pop(piece, None)
         offsets, defect = self._scan(piece)
 
-        if not record and (row >= len(offsets) or not self.skips):
+        if row >= len(offsets) or not (record or self.skips):
             count = next(counts[piece] for counts in self.counts.values() if piece in counts)
             if len(offsets) != count:
                 defect = defect or f"holds {len(offsets)} records and had {count} before"

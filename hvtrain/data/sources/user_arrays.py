@@ -1,4 +1,8 @@
-"""Data sets from what a user has in memory: from_arrays for arrays, from_frame for data frames."""
+"""Data sets from what a user has in memory: from_arrays for arrays, from_frame for data frames.
+
+Arrays come as people have them: sparse, of objects, one-hot, of names. They are taken where their
+meaning is clear.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -7,15 +11,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.data.description import listed
 from hvtrain.data.pipeline.transform import check_image_shape
-from hvtrain.data.sources.array_kinds import class_targets, names_of, numbered, plain_array
-from hvtrain.data.sources.arrays import (
-    ArraySource,
-    ImagesWithMasks,
-    class_indices,
-)
+from hvtrain.data.sources.arrays import ArraySource, ImagesWithMasks, class_indices
 from hvtrain.data.sources.memory import MemorySource, known_facts
 from hvtrain.errors import ConfigError, DataError
+
+TAKEN_KINDS = "biufUS"
+"""NumPy's kinds of numbers, booleans and text."""
 
 
 def from_arrays(
@@ -75,13 +78,17 @@ def from_arrays(
     )
 
     # The training part decides what the arrays are.
-    x, y = arrays["train"][:2]
+    y = arrays["train"][1]
+    names = None
     if isinstance(y, np.ndarray) and y.dtype.kind in "US" and y.shape[1:] in ((), (1,)):
-        class_names = class_names or names_of(y)
+        class_names = class_names or [_text(label) for label in np.unique(y)]
         num_classes = num_classes or len(class_names)
-        arrays = {split: _with_classes(name, split, parts, class_names) for split, parts in arrays.items()}
-    elif isinstance(y, np.ndarray) and num_classes is not None:
-        arrays = {split: _with_numbers(parts, num_classes) for split, parts in arrays.items()}
+        names = class_names
+    if isinstance(y, np.ndarray) and num_classes is not None:
+        for split, (inputs, targets, *weights) in arrays.items():
+            numbers = _class_targets(inputs, targets, num_classes, names, f"{name}, y_{split}")
+            arrays[split] = inputs, numbers, *weights
+
     x, y = arrays["train"][:2]
     if num_classes is not None and isinstance(y, np.ndarray) and y.dtype.kind == "f" and y.ndim == 1:
         # Raises an error that says what classes are.
@@ -95,7 +102,7 @@ def from_arrays(
 
     # From training alone: the model cannot predict classes that it has never seen.
     if has_labels and num_classes is None:
-        num_classes = int(np.max(class_indices(y, f"{name}, y_train"))) + 1
+        num_classes = _count_classes(class_indices(y, f"{name}, y_train"), f"{name}, y_train")
 
     if images:
         # The caller may have claimed that they are images.
@@ -121,22 +128,11 @@ def from_arrays(
     if options:
         raise ConfigError(f"{name}: {', '.join(options)} are for images, and x_train holds none; leave them out")
     if has_labels:
-        arrays = {
-            split: (
-                inputs,
-                class_indices(targets, f"{name}, y_{split}"),
-                *weights,
-            )
-            for split, (inputs, targets, *weights) in arrays.items()
-        }
+        for split, (inputs, targets, *weights) in arrays.items():
+            arrays[split] = inputs, class_indices(targets, f"{name}, y_{split}"), *weights
 
     more_facts = known_facts(num_classes, class_names, facts)
-    return MemorySource(
-        name,
-        lambda: arrays,
-        num_validation=num_validation,
-        more_facts=more_facts,
-    )
+    return MemorySource(name, lambda: arrays, num_validation=num_validation, more_facts=more_facts)
 
 
 def _arrays_by_split(
@@ -160,34 +156,136 @@ def _arrays_by_split(
         names = (f"{name}, x_{split}", f"{name}, y_{split}", f"{name}, w_{split}")
         # A sparse matrix and a data frame are no structures to tf.nest.
         arrays[split] = tuple(
-            tf.nest.map_structure(partial(plain_array, where=where), part) for where, part in zip(names, parts)
+            tf.nest.map_structure(partial(_plain_array, where=where), part) for where, part in zip(names, parts)
         )
 
     return arrays
 
 
-def _with_classes(
-    name: str,
-    split: str,
-    parts: tuple[Any, ...],
-    class_names: Sequence[str],
-) -> tuple[Any, ...]:
-    """Returns a split whose targets of text are numbered."""
-    inputs, targets, *weights = parts
-    return inputs, numbered(targets, class_names, f"{name}, y_{split}"), *weights
+def _plain_array(values: Any, where: str) -> np.ndarray:
+    """Returns an array of numbers or text.
+
+    Args:
+        values: An array, a data frame, a sparse matrix, or a list.
+        where: Begins messages.
+
+    Raises:
+        DataError: It holds something else.
+    """
+    # NumPy would make a single object of a sparse matrix.
+    if hasattr(values, "toarray"):
+        values = values.toarray()
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind == "O":
+            array = _typed(array, where)
+    except ValueError as error:
+        raise DataError(f"{where} has rows of unlike lengths ({error}); pad them to one length") from error
+
+    if array.dtype.kind in "mM":
+        raise DataError(
+            f"{where} holds dates or times ({array.dtype}); give numbers, such as days: (x - x.min()) / "
+            "numpy.timedelta64(1, 'D')"
+        )
+    if array.dtype.kind not in TAKEN_KINDS:
+        raise DataError(f"{where} holds {array.dtype}; numbers or text are needed")
+    return array
 
 
-def _with_numbers(parts: tuple[Any, ...], num_classes: int) -> tuple[Any, ...]:
-    """Returns a split whose targets are whole numbers, if they are clearly classes or masks of them."""
-    inputs, targets, *weights = parts
-    if isinstance(targets, np.ndarray):
-        targets = class_targets(targets, num_classes)
-        # Masks may have an axis of one channel, as images have.
-        if targets.ndim == 4 and targets.shape[3] == 1 and np.ndim(inputs) == 4:
-            targets = targets[..., 0]
-        if targets.ndim == 3 and targets.dtype.kind == "b":
-            targets = targets.astype(np.uint8)
-    return inputs, targets, *weights
+def _typed(array: np.ndarray, where: str) -> np.ndarray:
+    """Returns an array of objects in the type that all its values have.
+
+    Raises:
+        DataError: They have several types, or no value.
+    """
+    values = array.ravel().tolist()
+    kinds = {np.asarray(value).dtype.kind for value in values}
+    if kinds <= {*"biuf"} or kinds in ({"U"}, {"S"}):
+        return np.array(array.tolist())
+    if kinds in ({"M"}, {"m"}):
+        return array.astype(f"{kinds.pop()}8[us]")
+
+    row = next((row for row, value in enumerate(array) if any(item is None for item in np.ravel(value))), None)
+    if row is not None:
+        raise DataError(f"{where} has no value in row {row}; fill the gap or drop the row")
+    types = sorted({type(value).__name__ for value in values})
+    raise DataError(
+        f"{where} holds values of several types ({listed(types)}); give numbers alone, or a dict of columns such as "
+        "{name: frame[name].to_numpy() for name in frame}, or write the table and choose dataset=table"
+    )
+
+
+def _class_targets(
+    inputs: Any,
+    targets: Any,
+    num_classes: int,
+    class_names: Sequence[str] | None,
+    where: str,
+) -> Any:
+    """Returns targets that are clearly classes, or masks of them, as whole numbers; others as they are.
+
+    Classes are one-hot rows of num_classes, whole numbers as floats, booleans, or class_names.
+
+    >>> labels = np.eye(3)[[2, 0]], np.array([1.0, 0.0]), np.array(["b", "a"])
+    >>> [_class_targets(None, array, 3, ["a", "b"], "y").tolist() for array in labels]
+    [[2, 0], [1, 0], [1, 0]]
+    """
+    if not isinstance(targets, np.ndarray):
+        return targets
+    if targets.dtype.kind in "US":
+        return _numbered(targets, class_names, where) if class_names else targets
+
+    if targets.ndim == 2 and targets.shape[1] == num_classes > 1:
+        is_one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(axis=1) == 1).all()
+        return targets.argmax(axis=1) if is_one_hot else targets
+    is_column = targets.shape[1:] in ((), (1,))
+    if is_column and targets.dtype.kind in "bf" and (targets == np.floor(targets)).all():
+        return targets.astype(np.int64)
+
+    # Masks may have an axis of one channel, as images have.
+    if targets.ndim == 4 and targets.shape[3] == 1 and np.ndim(inputs) == 4:
+        targets = targets[..., 0]
+    if targets.ndim == 3 and targets.dtype.kind == "b":
+        targets = targets.astype(np.uint8)
+    return targets
+
+
+def _count_classes(labels: np.ndarray, where: str) -> int:
+    """Returns the largest label + 1.
+
+    Raises:
+        DataError: Labels are all the numbers from 1, or a higher one, to the largest. A model would
+            have an output for 0 too, and the user's first class would be its second.
+    """
+    low = int(labels.min())
+    high = int(labels.max())
+    if low > 0 and len(np.unique(labels)) == high - low + 1:
+        raise DataError(
+            f"{where} holds the labels {low} to {high}, and classes are numbered from 0; give y - {low}, "
+            f"num_classes={high + 1} if there are examples of 0 elsewhere, or floats if numbers are predicted"
+        )
+    return high + 1
+
+
+def _numbered(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
+    """Returns the indices of targets of text among the names of classes.
+
+    Raises:
+        DataError: One is none of them.
+    """
+    distinct, inverse = np.unique(targets, return_inverse=True)
+    unknown = [_text(name) for name in distinct if _text(name) not in names]
+    if unknown:
+        raise DataError(
+            f"{where} holds {listed(unknown)}, none of the classes ({listed(names)}); drop those examples, or add the "
+            "names to class_names"
+        )
+    indices = np.array([list(names).index(_text(name)) for name in distinct], np.int64)
+    return indices[inverse].reshape(targets.shape)
+
+
+def _text(name: Any) -> str:
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
 def from_frame(
@@ -224,56 +322,38 @@ def from_frame(
     for split, frame in frames.items():
         if frame is not None:
             where = f"{name}, {split}"
-            arrays[f"x_{split}"] = _frame_images(where, frame, shape, image_column)
+            cells = _frame_cells(where, frame, int(np.prod(shape)), image_column)
+            # The saved model takes what the user has in the table.
+            options.setdefault("example_shape", cells[0].shape)
+            arrays[f"x_{split}"] = np.stack(list(map(np.ravel, cells))).reshape(-1, *shape)
             arrays[f"y_{split}"] = _frame_column(where, frame, label_column)
 
-    # The saved model takes what the user has in the table.
-    options.setdefault("example_shape", _example_shape(train, image_column, shape))
     return from_arrays(**arrays, name=name, images=True, **options)
 
 
-def _frame_images(
+def _frame_cells(
     where: str,
     frame: Any,
-    image_shape: tuple[int, int, int],
+    num_pixels: int,
     image_column: str | Sequence[str],
-) -> np.ndarray:
-    """Returns images [n, h, w, c] from the columns of a table."""
-    num_pixels = int(np.prod(image_shape))
+) -> list[np.ndarray]:
+    """Returns the pixels of each row of a table, in the shape that they have there."""
     if not isinstance(image_column, str):
         if len(image_column) != num_pixels:
             raise DataError(f"{where}: {len(image_column)} image columns were given; {num_pixels} are needed")
-
-        columns = [_frame_column(where, frame, column) for column in image_column]
-        return np.stack(columns, axis=1).reshape(-1, *image_shape)
+        return list(np.stack([_frame_column(where, frame, column) for column in image_column], axis=1))
 
     # A cell may hold an array of any shape.
-    cells = [np.ravel(cell) for cell in _frame_column(where, frame, image_column)]
+    cells = [np.atleast_1d(cell) for cell in _frame_column(where, frame, image_column)]
     for row, cell in enumerate(cells):
         has_numbers = cell.dtype.kind in "biuf"
-        if cell.shape != (num_pixels,) or not has_numbers:
-            content = f"{len(cell)} numbers" if has_numbers else f"a {type(cell[0]).__name__}"
+        if cell.size != num_pixels or not has_numbers:
+            content = f"{cell.size} numbers" if has_numbers else f"a {type(cell.flat[0]).__name__}"
             raise DataError(
                 f"{where}, row {row}: {image_column} holds {content}; {num_pixels} numbers are "
                 "needed (encoded images: write Parquet and choose dataset=parquet)"
             )
-
-    return np.stack(cells).reshape(-1, *image_shape)
-
-
-def _example_shape(
-    frame: Any,
-    image_column: str | Sequence[str],
-    image_shape: tuple[int, int, int],
-) -> tuple[int, ...]:
-    """Returns the shape of an example in the table: of a cell's array, or of a row of numbers."""
-    num_pixels = int(np.prod(image_shape))
-    if isinstance(image_column, str):
-        cell_shape = np.shape(frame[image_column].to_numpy()[0])
-        if cell_shape and np.prod(cell_shape) == num_pixels:
-            return cell_shape
-
-    return (num_pixels,)
+    return cells
 
 
 def _frame_column(where: str, frame: Any, column: str) -> np.ndarray:

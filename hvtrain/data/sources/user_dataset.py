@@ -14,18 +14,16 @@ import tensorflow as tf
 
 from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology, reduced
-from hvtrain.data.pipeline.epochs import cut_epoch, join_epochs, stream_error
+from hvtrain.data.pipeline.epochs import cut_epoch, join_epochs
 from hvtrain.data.pipeline.streams import finish
 from hvtrain.data.source import Source, StreamRequest
-from hvtrain.data.sources.memory import (
-    known_facts,
-    no_examples,
-    set_class_attributes,
-)
-from hvtrain.data.sources.user_function import (
+from hvtrain.data.sources.memory import known_facts, no_examples, set_class_attributes
+from hvtrain.data.sources.user_shards import (
+    PipelineExamples,
+    PyDatasetExamples,
     ShardKey,
-    ShardReader,
     UserFunction,
+    kinds_in_words,
 )
 from hvtrain.errors import ConfigError, DataError
 
@@ -146,7 +144,7 @@ class FunctionSource(Source):
             # Only the first epoch of a resumed run begins in the middle.
             step = steps_done if epoch == first_epoch else 0
             examples = self._examples(shards, share, epoch, share.begin(step))
-            return cut_epoch(examples.batch(share.batch_size), share, step, shards[0].call)
+            return cut_epoch(examples.batch(share.batch_size), share, step, self._wrong_number(shards, share))
 
         # Opened here, so that an error of the function is raised as it is, not by TensorFlow.
         ready = [open_epoch(first_epoch)]
@@ -169,18 +167,10 @@ class FunctionSource(Source):
         shards = self._open_shards(split, topology, shuffled=False, values=values)
         batches = self._examples(shards, share).batch(batch_size)
         # With ends=True, one example too many is an error, too.
-        return finish(cut_epoch(batches, share, 0, shards[0].call, ends=True), topology)
+        return finish(cut_epoch(batches, share, 0, self._wrong_number(shards, share), ends=True), topology)
 
     def explain(self, error: Exception) -> Exception:
-        message = stream_error(error)
-        if message:
-            return self._wrong_number(message)
-
-        # TensorFlow's error quotes the type of the one that its Python call raised.
-        failure = self._function.failure
-        if failure and f"{type(failure).__name__}: " in str(error):
-            return failure
-        return error
+        return self._function.explain(error)
 
     def _open_shards(
         self,
@@ -188,7 +178,7 @@ class FunctionSource(Source):
         topology: Topology,
         shuffled: bool,
         values: Mapping[str, Any],
-    ) -> list[ShardReader]:
+    ) -> list["ShardReader"]:
         """Returns readers of this rank's shards: of one, or of several if ranks are unlike."""
         if self.on_error == "skip":
             raise ConfigError(
@@ -201,7 +191,7 @@ class FunctionSource(Source):
 
     def _examples(
         self,
-        shards: list[ShardReader],
+        shards: list["ShardReader"],
         share: Share,
         epoch: int = 0,
         start: int = 0,
@@ -226,23 +216,30 @@ class FunctionSource(Source):
             if len(shards) < num_shards and number == whole:
                 raise DataError(f"{call} gives all {number:,} examples of num_examples; {USE_SHARD}")
             if number < share.num_examples:
-                raise self._wrong_number(f"{call} gives {number:,} examples and {share.num_examples:,} are needed")
+                raise self._wrong_number(shards, share)(number)
 
         # The model was built for the types that the data had at first.
         parts = [part for part, _ in opened]
         if parts[0].element_spec != self.element_spec:
             raise DataError(
-                f"{call} gives {_types_in_words(parts[0].element_spec)} and at first "
-                f"{_types_in_words(self.element_spec)}; all parts of the data need one kind"
+                f"{call} gives {kinds_in_words(parts[0].element_spec)} and at first "
+                f"{kinds_in_words(self.element_spec)}; all parts of the data need one kind"
             )
 
         if is_alone:
             return parts[0]
         return reduce(tf.data.Dataset.concatenate, parts).skip(start)
 
-    def _wrong_number(self, message: str) -> DataError:
+    def _wrong_number(self, shards: list["ShardReader"], share: Share) -> Callable[[int], Exception]:
+        """Returns a function that makes the error for a number of examples that is not the share's."""
         fix = FIX_FUNCTION if self._num_examples is None else FIX_NUM_EXAMPLES
-        return DataError(f"{message}; {fix}")
+
+        def error_of(number: int) -> Exception:
+            return self._function.fail(
+                f"{shards[0].call} gives {number:,} examples and {share.num_examples:,} are needed; {fix}"
+            )
+
+        return error_of
 
     def _count(self, key: ShardKey) -> int:
         """Returns the number of a shard's examples; 0 if the function returns None."""
@@ -261,15 +258,74 @@ class FunctionSource(Source):
         return self._counts[key]
 
     def _open(self, key: ShardKey) -> Any:
-        """Opens a shard with the default values. Raises DataError if training has none."""
+        """Opens a shard with the default values."""
         examples = self._function.open(key)
-        if examples is None and key.split == "train":
-            call = self._function.call_in_words(key)
-            raise DataError(f"{call} returned None; training needs examples")
-
         if examples and key == _whole("train"):
             self._element_spec = examples.element_spec
         return examples
+
+
+class ShardReader:
+    """Opens a shard for each epoch of one stream.
+
+    A PyDataset is opened once and kept, unless the function declares epoch.
+
+    Args:
+        function: the user's.
+        key: of the shard.
+        shuffled: True if batches of a PyDataset come in another order in each epoch.
+        values: more arguments for the function, equal in all epochs, such as the seed.
+    """
+
+    def __init__(
+        self,
+        function: UserFunction,
+        key: ShardKey,
+        shuffled: bool,
+        values: Mapping[str, Any],
+    ) -> None:
+        self.key = key
+        self.call = function.call_in_words(key)
+        self._function = function
+        self._shuffled = shuffled
+        self._values = values
+        # The PyDataset, if the next epoch continues with it.
+        self._kept: PyDatasetExamples | None = None
+
+    def open_epoch(self, epoch: int, start: int) -> tuple[tf.data.Dataset, int | None]:
+        """Opens the shard's examples from `start` on.
+
+        Returns:
+            The examples, and the number of all of them in the epoch; None if it is not known.
+        """
+        shard = self._open(epoch, start)
+        if isinstance(shard, PyDatasetExamples):
+            # A function that declares epoch is called for each one.
+            if "epoch" not in self._function.declared:
+                self._kept = shard
+            shard.go_to(epoch)
+            seed = self._values["seed"] if self._shuffled else None
+            return shard.examples(start, seed), shard.count()
+
+        # A function that declares start has left these examples out itself.
+        num_left_out = start if "start" in self._function.declared else 0
+        if self._shuffled:
+            self._function.log_limits(shard, start - num_left_out)
+        number = shard.count()
+        if number is not None:
+            number += num_left_out
+        return shard.examples(start - num_left_out), number
+
+    def _open(self, epoch: int, start: int) -> PipelineExamples | PyDatasetExamples:
+        """Opens the shard for an epoch, or returns the PyDataset that is kept."""
+        # A PyDataset cannot go back. If a stream is read again from its start, a new one is opened.
+        if self._kept and self._kept.epoch <= epoch:
+            return self._kept
+
+        shard = self._function.open(self.key, epoch=epoch, start=start, **self._values)
+        if shard is None:
+            raise self._function.fail(f"{self.call} returned None, and examples were expected")
+        return shard
 
 
 def _whole(split: str) -> ShardKey:
@@ -288,11 +344,6 @@ def _shard_keys(topology: Topology, split: str) -> list[ShardKey]:
     first = sum(weights[: topology.rank])
     shards = range(first, first + weights[topology.rank])
     return [ShardKey(shard, sum(weights), split) for shard in shards]
-
-
-def _types_in_words(spec: Any) -> str:
-    parts = tf.nest.flatten(spec)
-    return ", ".join(f"{part.dtype.name} {tuple(part.shape)}" for part in parts)
 
 
 def from_dataset(

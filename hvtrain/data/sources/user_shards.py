@@ -1,0 +1,400 @@
+"""A user's function that opens shards of a data set, and what it returns.
+
+A shard is a tf.data pipeline or a keras.utils.PyDataset. Both are checked, and give single examples
+in the types that models take.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.data.pipeline.epochs import seeded
+from hvtrain.data.pipeline.streams import ORDER, end_with_python
+from hvtrain.data.sources.file_source import NotesFailure
+from hvtrain.data.sources.memory import RENUMBER, as_models_take
+from hvtrain.errors import ConfigError, DataError, UserError, in_one_line, place_of
+
+log = logging.getLogger(__name__)
+
+REQUIRED = ("shard", "num_shards")
+# More arguments that a function may declare, and their values where its examples are counted.
+DEFAULTS: Mapping[str, Any] = {
+    "split": "train",
+    "epoch": 0,
+    "seed": 0,
+    "start": 0,
+    "batch_size": 1,
+}
+# The same types as in as_models_take().
+NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32}
+PARTS_NEEDED = "(inputs, targets) or (inputs, targets, weights) is needed"
+
+
+class ShardKey(NamedTuple):
+    """Names a shard."""
+
+    shard: int
+    """Its number, from 0 to num_shards - 1."""
+    num_shards: int
+    split: str
+
+
+class PipelineExamples:
+    """A shard as a tf.data pipeline of single examples.
+
+    Args:
+        dataset: the user's.
+        name: begins messages.
+
+    Raises:
+        DataError: for elements other than (inputs, targets) or (inputs, targets, weights), and for
+            tensors without a known shape.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, name: str) -> None:
+        self._name = name
+        _check_example(dataset.element_spec, name)
+        specs = tf.nest.flatten(dataset.element_spec)
+        if any(spec.dtype in NARROW_TYPES for spec in specs):
+            dataset = dataset.map(lambda *parts: tf.nest.map_structure(_narrowed, parts))
+        self._dataset = dataset
+        self.element_spec = dataset.element_spec
+
+    def count(self) -> int | None:
+        """Returns the number of examples.
+
+        None if it is not known before they are read, or if they never end.
+        """
+        # tf.data returns -1 for examples that never end, and -2 for an unknown number.
+        number = int(self._dataset.cardinality())
+        return number if number >= 0 else None
+
+    def read_all(self) -> int:
+        """Returns the number of examples, by reading them.
+
+        Raises:
+            DataError: if they never end.
+        """
+        if self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise DataError(f"{self._name} gives examples without end; say by num_examples how many make an epoch")
+        return int(self._dataset.reduce(np.int64(0), lambda number, _: number + 1))
+
+    def examples(self, start: int) -> tf.data.Dataset:
+        """Returns the examples from `start` on; those before are read and dropped."""
+        return self._dataset.skip(start) if start else self._dataset
+
+    def limits(self) -> tuple[bool, bool]:
+        """True if the pipeline shuffles, and if its order may change from run to run.
+
+        As far as tf.data shows the operations, to which it offers no public way.
+        """
+        operations = [self._dataset]
+        for operation in operations:
+            operations += operation._inputs()
+        shuffles = any(type(operation).__name__ == "_ShuffleDataset" for operation in operations)
+        varies = any(getattr(operation, "_deterministic", None) == "false" for operation in operations)
+        return shuffles, varies
+
+
+class PyDatasetExamples:
+    """A shard as a keras.utils.PyDataset, read by as many threads as it has workers.
+
+    Args:
+        dataset: the user's. All batches have one size; the last may be smaller.
+        name: begins messages.
+        note: notes an error for the run, which only sees TensorFlow's, and returns it.
+
+    Raises:
+        DataError: for batches of other parts, types or sizes than the first.
+    """
+
+    def __init__(
+        self,
+        dataset: keras.utils.PyDataset,
+        name: str,
+        note: Callable[[UserError], UserError],
+    ) -> None:
+        self._dataset = dataset
+        self._name = name
+        self._note = note
+        self.epoch = -1
+        """The epoch that was begun last."""
+
+        # It raises TypeError, from len(), if the class has no __len__.
+        try:
+            self._num_batches = dataset.num_batches or 0
+        except (NotImplementedError, TypeError):
+            self._num_batches = 0
+
+        if self._num_batches < 1:
+            raise self._fail("__len__ gives no number of batches; at least one is needed")
+
+        first = self._batch(0)
+        self.element_spec = _spec_of(first)
+
+        # Only the first and the last batch are read to know all sizes; _read() checks the others.
+        self._sizes = np.full(self._num_batches, self._batch_size(first, 0))
+        last = self._num_batches - 1
+        last_size = self._batch_size(self._batch(last), last)
+        if not 0 < last_size <= self._sizes[0]:
+            raise self._wrong_size(last_size, last)
+        self._sizes[last] = last_size
+
+        # tf.data's threads read the batches, not Keras's pool of threads or processes.
+        if dataset.use_multiprocessing:
+            log.warning("%s: use_multiprocessing is left out; %d threads read its batches", name, dataset.workers)
+
+    def count(self) -> int:
+        """Returns the number of examples."""
+        return int(self._sizes.sum())
+
+    def go_to(self, epoch: int) -> None:
+        """Begins an epoch: calls on_epoch_end and on_epoch_begin as Keras would have until then."""
+        while self.epoch < epoch:
+            if self.epoch >= 0:
+                self._dataset.on_epoch_end()
+            self._dataset.on_epoch_begin()
+            self.epoch += 1
+
+    def examples(self, start: int, seed: int | None) -> tf.data.Dataset:
+        """Returns the examples of the epoch from `start` on, batch by batch.
+
+        Args:
+            start: examples of the epoch that are left out.
+            seed: of the run, for an order of the batches; None: as they are.
+        """
+        end_with_python()
+        numbers = np.arange(self._num_batches)
+        if seed is not None:
+            # Equal on all ranks: those that read the same data by mistake then read it in the same
+            # order, which is noticed.
+            numbers = np.random.default_rng((seed, ORDER, self.epoch)).permutation(numbers)
+
+        # Batches that end before the start are not read; of the next one some examples are skipped.
+        ends = np.cumsum(self._sizes[numbers])
+        num_over = int(np.searchsorted(ends, start, side="right"))
+        within = start - int(ends[num_over - 1]) if num_over else start
+        specs = tf.nest.flatten(self.element_spec)
+
+        def read(number: tf.Tensor) -> Any:
+            arrays = tf.numpy_function(self._read, [number], [spec.dtype for spec in specs])
+            # A Python function hides the shapes from the graph.
+            tensors = [tf.ensure_shape(array, [None, *spec.shape]) for array, spec in zip(arrays, specs)]
+            return tf.nest.pack_sequence_as(self.element_spec, tensors)
+
+        batches = tf.data.Dataset.from_tensor_slices(numbers[num_over:]).map(
+            read,
+            num_parallel_calls=max(1, self._dataset.workers),
+            deterministic=True,
+        )
+        return batches.unbatch().skip(within)
+
+    def _read(self, number: np.int64) -> list[np.ndarray]:
+        """Returns the arrays of a batch that is like the first."""
+        batch = self._batch(int(number))
+        if _spec_of(batch) != self.element_spec:
+            raise self._fail(
+                f"batch {number} holds {kinds_in_words(_spec_of(batch))} and batch 0 "
+                f"{kinds_in_words(self.element_spec)}; give all the same parts, of one type and shape"
+            )
+
+        size = self._batch_size(batch, int(number))
+        if size != self._sizes[number]:
+            raise self._wrong_size(size, int(number))
+        return tf.nest.flatten(batch)
+
+    def _batch(self, number: int) -> tuple[Any, ...]:
+        """Reads a batch, in the types that models take. Raises DataError for other parts."""
+        batch = self._dataset[number]
+        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+            raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
+        return tf.nest.map_structure(lambda value: as_models_take(np.asarray(value)), tuple(batch))
+
+    def _batch_size(self, batch: tuple[Any, ...], number: int) -> int:
+        """Returns the number of rows. Raises DataError if the arrays of a batch differ in it."""
+        # A scalar has no rows.
+        sizes = {array.shape[0] if array.ndim else 0 for array in tf.nest.flatten(batch)}
+        if len(sizes) > 1:
+            raise self._fail(
+                f"the arrays of batch {number} have {' and '.join(map(str, sorted(sizes)))} "
+                "rows; each example needs one in each"
+            )
+        return sizes.pop()
+
+    def _wrong_size(self, size: int, number: int) -> UserError:
+        return self._fail(
+            f"batch {number} of {self._num_batches} holds {size} examples and batch 0 "
+            f"{self._sizes[0]}; give all batches one size, except that the last may be smaller"
+        )
+
+    def _fail(self, problem: str) -> UserError:
+        return self._note(DataError(f"{self._name}: {problem}"))
+
+
+class UserFunction(NotesFailure):
+    """The function, called with those arguments that it declares.
+
+    Args:
+        function: the user's; see from_dataset().
+        name: of the data set; by default that of the function.
+
+    Attributes:
+        declared: names of the arguments that it takes, among those that it may take.
+
+    Raises:
+        ConfigError: if it does not take a shard and num_shards, or needs other arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        # functools.partial hides the function's name and file.
+        inner = function.func if isinstance(function, partial) else function
+        # A callable object has no name, so its class is named.
+        inner_name = getattr(inner, "__qualname__", type(inner).__name__)
+        self.name = name or f"{inner.__module__}.{inner_name}"
+        self.file = getattr(getattr(inner, "__code__", None), "co_filename", "a function")
+        self._function = function
+        self._has_logged = False
+
+        known = (*REQUIRED, *DEFAULTS)
+        parameters = inspect.signature(function).parameters.values()
+        names = {parameter.name for parameter in parameters}
+        # **kwargs accepts all arguments.
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            names.update(known)
+        self.declared = names.intersection(known)
+
+        missing = [name for name in REQUIRED if name not in self.declared]
+        if missing:
+            raise ConfigError(
+                f"{self.name} takes no {' and no '.join(missing)}; it must return a part of the data for each shard"
+            )
+
+        for parameter in parameters:
+            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if is_named and parameter.default is parameter.empty and parameter.name not in known:
+                raise ConfigError(
+                    f"{self.name} needs {parameter.name}, which nothing gives (it may take "
+                    f"{', '.join(known)}); set it with functools.partial"
+                )
+
+    def call_in_words(self, key: ShardKey) -> str:
+        """Returns a call as it would be written, to begin messages."""
+        split = f", split={key.split!r}" if "split" in self.declared else ""
+        return f"{self.name}(shard={key.shard}, num_shards={key.num_shards}{split})"
+
+    def open(self, key: ShardKey, **values: Any) -> PipelineExamples | PyDatasetExamples | None:
+        """Calls the function.
+
+        Args:
+            key: of the shard.
+            values: other arguments; those that are left out are the DEFAULTS.
+
+        Returns:
+            The shard's examples, or None if the function returns that for a split that is not there.
+
+        Raises:
+            ConfigError: if it fails.
+            DataError: if it returns anything else, or no examples to train on.
+        """
+        values = {**DEFAULTS, **values, **key._asdict()}
+        call = self.call_in_words(key)
+        try:
+            # Then a shuffle has the same order whenever this epoch is opened.
+            with seeded(values["seed"], values["epoch"]):
+                shard = self._function(**{name: values[name] for name in self.declared})
+                if isinstance(shard, tf.data.Dataset):
+                    return PipelineExamples(shard, call)
+                if isinstance(shard, keras.utils.PyDataset):
+                    return PyDatasetExamples(shard, call, self.note)
+        except UserError as error:
+            # Its message says what is wrong; a line of the user's code would add nothing.
+            raise self.note(error) from error.__cause__
+        except Exception as error:  # The user's code may raise anything.
+            location = place_of(error)
+            suffix = f" ({location})" if location else ""
+            message = f"{call} failed: {in_one_line(error)}{suffix}; tracebacks=true shows its traceback"
+            raise self.note(ConfigError(message)) from error
+
+        if shard is not None:
+            raise self.fail(
+                f"{call} returned a {type(shard).__name__}; a tf.data.Dataset or a keras.utils.PyDataset is needed"
+            )
+        if key.split == "train":
+            raise self.fail(f"{call} returned None; training needs examples")
+        return None
+
+    def log_limits(self, shard: PipelineExamples, num_dropped: int) -> None:
+        """Logs, once, what the pipeline of a training shard costs or cannot do."""
+        if self._has_logged:
+            return
+
+        self._has_logged = True
+        shuffles, varies = shard.limits()
+        if num_dropped:
+            log.info(
+                "%s: the first %s examples of the epoch are read again and dropped; a function "
+                "that declares start can leave them out itself",
+                self.name,
+                f"{num_dropped:,}",
+            )
+        if "epoch" not in self.declared and not shuffles:
+            log.warning("%s: it neither shuffles nor declares epoch, so all epochs may come in one order", self.name)
+        if varies:
+            log.warning(
+                "%s: deterministic=False was found, so a resumed run will not end with the same bits",
+                self.name,
+            )
+
+
+def _check_example(element_spec: Any, name: str) -> None:
+    """Raises DataError unless the elements of a pipeline are single examples of dense tensors."""
+    if not isinstance(element_spec, tuple) or len(element_spec) not in (2, 3):
+        raise DataError(f"{name} gives elements of {_parts_in_words(element_spec)}; {PARTS_NEEDED}")
+
+    for spec in tf.nest.flatten(element_spec):
+        # Ragged and sparse tensors have specs of their own.
+        if not isinstance(spec, tf.TensorSpec):
+            kind = type(spec).__name__.removesuffix("Spec")
+            raise DataError(f"{name} gives a {kind}; make it dense (to_tensor)")
+
+        if not spec.shape.is_fully_defined():
+            raise DataError(
+                f"{name} gives tensors of shape {spec.shape}; single examples of a known shape "
+                "are needed: leave out .batch(), since the run makes batches, or set the shape "
+                "with tf.ensure_shape"
+            )
+
+
+def _parts_in_words(element: Any) -> str:
+    if isinstance(element, tuple | list):
+        return f"{len(element)} parts"
+    return f"a {type(element).__name__}"
+
+
+def _spec_of(batch: Any) -> Any:
+    """The spec of one example of a batch of arrays."""
+    return tf.nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], array.dtype), batch)
+
+
+def kinds_in_words(spec: Any) -> str:
+    """Types and shapes of an example's parts, with the names that it gives them."""
+    parts = keras.tree.flatten_with_path(spec)
+    return ", ".join(" ".join([*map(str, path[1:]), part.dtype.name, str(tuple(part.shape))]) for path, part in parts)
+
+
+def _narrowed(tensor: Any) -> tf.Tensor:
+    """Returns the tensor in the type that models take; a step fails for integers beyond 32 bits."""
+    narrow = tf.cast(tensor, NARROW_TYPES.get(tensor.dtype, tensor.dtype))
+    if tensor.dtype != tf.int64:
+        return narrow
+
+    message = f"models take integers of 32 bits; {RENUMBER}"
+    fits = tf.debugging.assert_equal(tf.cast(narrow, tf.int64), tensor, message)
+    with tf.control_dependencies([fits]):
+        return tf.identity(narrow)
