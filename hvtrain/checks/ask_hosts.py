@@ -56,6 +56,7 @@ def ask(requests: Mapping[str, Facts], ssh: Ssh, seconds: float) -> tuple[dict[s
         The answers by host; and for each host without one the reason and what to do, in one line.
     """
     answers = {}
+    # A host that is silent must not hide what others say.
     troubles = {}
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         calls = {host: pool.submit(_ask, host, requests[host], ssh, seconds) for host in requests}
@@ -73,7 +74,6 @@ def _ask(host: str, host_request: Facts, ssh: Ssh, seconds: float) -> Facts:
     command = ["sh", "-c", _SCRIPT, sys.executable, LOADER, f"{seconds:.0f}"]
     # The limit on the host ends the probe first; this one is for ssh itself.
     timeout = seconds + 3
-
     try:
         if is_local(host):
             done = subprocess.run(

@@ -18,6 +18,7 @@ from hvtrain.tasks.segmentation import overlay, overlay_color
 MAX_ROWS = 40
 NUM_TEXTS = 3
 SHOWN_CHARACTERS = 400
+# Of a row's cell, which may hold a vector.
 SHOWN_NUMBERS = 8
 
 
@@ -75,7 +76,9 @@ def scope(findings: Findings) -> str:
     """The examples that were read, in a sentence."""
     if all(facts.num_read == facts.num_examples for facts in findings.splits):
         return "All examples were read."
-    parts = [f"{facts.num_read:,} of {facts.num_examples:,} {facts.name}" for facts in findings.splits]
+    parts = []
+    for facts in findings.splits:
+        parts.append(f"{facts.num_read:,} of {facts.num_examples:,} {facts.name}")
     return f"Read: {', '.join(parts)} examples."
 
 
@@ -105,12 +108,13 @@ def _views(findings: Findings) -> Figure:
         note = f"The whole image, {NUM_DRAWS} draws of training, and what validation and the saved model see."
     if np.ndim(view[-1][1]) > 1:
         note += " Masks are painted over it, but for class 0; ignored pixels are white."
-        legend = [(name, overlay_color(label)) for label, name in enumerate(findings.class_names) if label]
-    return Pictures("As the model sees them", note, pictures, legend[:MAX_ROWS], len(panels))
+        names = findings.class_names[: MAX_ROWS + 1]
+        legend = [(name, overlay_color(label)) for label, name in enumerate(names) if label]
+    return Pictures("As the model sees them", note, pictures, legend, len(panels))
 
 
 def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Pixels of images, all in one range of values so that brightness shows, with masks over them."""
+    """Pixels of images in one range of values, so that brightness shows, with masks over them."""
     images = np.concatenate([np.asarray(image_of(inputs)) for inputs, _ in rows], axis=1)
     panels = np.split(as_bytes(images), len(rows), axis=1)
     for index, (_, target) in enumerate(rows):
@@ -129,7 +133,8 @@ def _caption(target: Any, class_names: Sequence[str]) -> str:
 
 
 def _cell(values: Any) -> str:
-    return ", ".join(tf.compat.as_str_any(value).removesuffix(".0") for value in np.ravel(values)[:SHOWN_NUMBERS])
+    texts = map(tf.compat.as_str_any, np.ravel(values)[:SHOWN_NUMBERS])
+    return ", ".join(text.removesuffix(".0") for text in texts)
 
 
 def _texts(facts: SplitFacts, source: Source) -> list[Figure]:
@@ -138,9 +143,12 @@ def _texts(facts: SplitFacts, source: Source) -> list[Figure]:
     for number, inputs, _ in facts.shown[:NUM_TEXTS]:
         arrays = list(map(np.asarray, inputs_of(inputs).values()))
         text = "\n".join(_cell(array) for array in arrays if array.dtype.kind in "OSU")
+        # One input of whole numbers in a row may be tokens; the data set knows.
         if len(arrays) == 1 and arrays[0].ndim == 1 and arrays[0].dtype.kind in "iu":
             text = source.text_of(arrays[0].tolist()) or ""
         if text:
             more = " ..." * (len(text) > SHOWN_CHARACTERS)
             pairs.append((f"{facts.name} {number * facts.step}", text[:SHOWN_CHARACTERS] + more))
-    return [Texts("Texts", "The first examples.", pairs, goes_on=False)] if pairs else []
+    if not pairs:
+        return []
+    return [Texts("Texts", "The first examples.", pairs, goes_on=False)]

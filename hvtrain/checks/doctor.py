@@ -8,6 +8,7 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from hvtrain.checks.ask_hosts import Facts, ask, facts_request
 from hvtrain.checks.judge_hosts import judge_clocks, judge_machines, judge_software
@@ -74,11 +75,14 @@ def main() -> int:
     facts = examine(slots, request, options, table)
     failed = table.failed_checks
     if options.json:
-        rows = [row.as_json() for row in table.rows]
+        rows = [asdict(row) for row in table.rows]
         print(json.dumps({"passed": not failed, "rows": rows, "facts": facts}))
     else:
         checks = {row.check for row in table.rows if row.status != "SKIP"}
-        table.end(f"{len(failed)} of {len(checks)} checks failed" if failed else "all checks passed")
+        outcome = "all checks passed"
+        if failed:
+            outcome = f"{len(failed)} of {len(checks)} checks failed"
+        table.end(outcome)
 
     return 1 if failed else 0
 
@@ -101,13 +105,15 @@ def examine(
     ssh = Ssh(options.port, options.identity_file)
 
     cluster, troubles = ask(dict.fromkeys(names, request), ssh, FACTS_SECONDS)
-    facts: Facts = {"hosts": cluster, "clocks": {}, "ports": {}, "links": None}
+    facts: Facts = {"hosts": cluster, "ports": {}, "links": None}
     table.add(_judge_ssh(names, troubles))
     if not cluster:
         return facts
 
     # From the cheapest check to the slowest: rows appear as soon as they are known.
-    table.add([*judge_software(cluster), *judge_machines(cluster, slots), *judge_names(cluster, names)])
+    table.add(judge_software(cluster))
+    table.add(judge_machines(cluster, slots))
+    table.add(judge_names(cluster, names))
     rows, endpoints = judge_interfaces(cluster, names, options.network_interfaces)
     table.add(rows)
     # A host that failed has no endpoint, and is left out of the calls.
@@ -116,8 +122,7 @@ def examine(
         table.add(judge_ports(facts["ports"], silent, endpoints))
         # The other clocks against the first host's.
         first = next(iter(cluster))
-        facts["clocks"] = facts["ports"].get(first, {}).get("clocks", {})
-        table.add(judge_clocks(facts["clocks"], first))
+        table.add(judge_clocks(facts["ports"].get(first, {}).get("clocks", {}), first))
     else:
         reason = "one host" if len(names) < 2 else "no two hosts answer in a common network"
         table.add([skip("ports", reason), skip("clock", reason)])
@@ -147,7 +152,8 @@ def _judge_ssh(names: Sequence[str], troubles: Mapping[str, str]) -> list[Row]:
     rows = []
     for host, trouble in troubles.items():
         finding, _, fix = trouble.removeprefix(f"host {host} ").partition("; ")
-        rows += [fail("ssh", host, finding, fix), skip("all other", "nothing more is known of this host", host)]
+        rows.append(fail("ssh", host, finding, fix))
+        rows.append(skip("all other", "nothing more is known of this host", host))
     return rows or [passed("ssh", f"reached: {', '.join(names)}")]
 
 

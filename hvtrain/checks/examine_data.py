@@ -16,10 +16,10 @@ from hvtrain.config.schema import RunConfig
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import (
     DataDescription,
+    array_digest,
     class_labels,
     count_classes,
     describe,
-    digest_of,
     missing_classes,
 )
 from hvtrain.data.kinds import NAMES, input_kind, inputs_of
@@ -43,7 +43,7 @@ Row = tuple[Any, Any]
 
 
 class Example(NamedTuple):
-    """An example to be shown: its number among those that were read, and arrays without a batch axis."""
+    """An example to be shown: its number among those that were read, its inputs and its target."""
 
     number: int
     inputs: Any
@@ -111,15 +111,16 @@ class SplitFacts:
 
     def example(self, number: int) -> str:
         """Names an example by its number in the split; what could not be read has none."""
-        noun = "example" if self.is_whole else "readable example"
-        return f"{noun} {number * self.step}"
+        name = f"example {number * self.step}"
+        return name if self.is_whole else f"readable {name}"
 
     def equals(self, other: "SplitFacts") -> list[tuple[int, int]]:
-        """Numbers of examples, each with the first one of the other split that has the same inputs."""
+        """Numbers of examples, each with the first of the other split that has the same inputs."""
         first: dict[bytes, int] = {}
         for number, (digest, _) in enumerate(other.digests):
             first.setdefault(digest, number)
-        return [(number, first[digest]) for number, (digest, _) in enumerate(self.digests) if digest in first]
+        digests = enumerate(digest for digest, _ in self.digests)
+        return [(number, first[digest]) for number, digest in digests if digest in first]
 
     def add(self, elements: tuple[Any, ...], num_classes: int) -> None:
         """Takes a batch: inputs, targets and perhaps weights, as NumPy arrays."""
@@ -140,11 +141,11 @@ class SplitFacts:
         # Files are often listed class by class, so the first examples may all be of one.
         most = math.ceil(NUM_SHOWN / max(num_classes, 1))
         for example, target in rows_of((inputs, targets)):
-            target_digest = digest_of(tf.nest.flatten(target))
+            target_digest = array_digest(tf.nest.flatten(target))
             alike = [row for row in self.shown if self.digests[row.number][1] == target_digest]
             if len(self.shown) < NUM_SHOWN and len(alike) < most:
                 self.shown.append(Example(self.num_read, example, target))
-            self.digests.append((digest_of(tf.nest.flatten(example)), target_digest))
+            self.digests.append((array_digest(tf.nest.flatten(example)), target_digest))
 
     def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
         counts = count_classes(targets, num_classes)
@@ -164,8 +165,9 @@ class SplitFacts:
             if values.num_gaps
         ]
         if self.num_outside:
-            last = len(class_names) - 1
-            lines.append(f"{self.name}: {self.num_outside:,} labels are outside 0 ... {last}; fix the targets")
+            classes = f"0 ... {len(class_names) - 1}"
+            problem = f"{self.num_outside:,} labels are outside {classes}"
+            lines.append(f"{self.name}: {problem}; fix the targets")
         return lines
 
     def oddities(self, class_names: list[str], train: "SplitFacts") -> list[str]:
@@ -174,6 +176,7 @@ class SplitFacts:
         for name, values in self.values.items():
             if values.low == values.high and self.num_read > 1 and name.startswith("inputs"):
                 lines.append(f"{self.name}: all values of {name} are {values.low:g}")
+        # A class may well be missing among a few of many examples.
         if self.class_counts is not None and self.num_read == self.num_examples:
             lines += missing_classes({self.name: self.class_counts.tolist()}, class_names)
 
@@ -181,13 +184,16 @@ class SplitFacts:
         if repeats:
             number, earlier = repeats[0]
             count = f"{len(repeats):,} of {self.num_read:,} examples"
-            num_others = sum(self.digests[one][1] != self.digests[other][1] for one, other in repeats)
+            # The second digest is the target's: the same image in two classes cannot be learned.
+            targets = [[self.digests[index][1] for index in pair] for pair in repeats]
+            num_others = sum(target != earlier_target for target, earlier_target in targets)
             if num_others:
                 count += f", with another target {num_others:,}"
-            lines.append(f"{self.name}: repeated {count}; {self.example(number)} is {self.example(earlier)}")
+            pair = f"{self.example(number)} is {self.example(earlier)}"
+            lines.append(f"{self.name}: repeated {count}; {pair}")
 
-        shared = self.equals(train) if self is not train else []
-        if shared:
+        shared = self.equals(train)
+        if shared and self is not train:
             number, earlier = shared[0]
             count = f"{len(shared):,} of {self.num_read:,} examples"
             pair = f"{self.example(number)} is {train.example(earlier)} of train"
@@ -258,6 +264,7 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
             task = open_task(config, source)
         if config.augment:
             open_augmentation(config, source, task)
+        if source.augmentation:
             # Nothing is on a device here: the layers work in the input pipeline, as in a resized run.
             source.augmentation.in_step = False
     for split in source.SPLITS:
@@ -273,8 +280,10 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
             findings.raw_rows = source.raw_examples("train", Topology(), NUM_ROWS)
 
     skipped = [f"{item.location}: {item.problem}" for item in source.unreadable()]
-    lines = findings.refused if config.data.on_error == "stop" else findings.warnings
-    lines += skipped
+    if config.data.on_error == "stop":
+        findings.refused += skipped
+    else:
+        findings.warnings += skipped
     findings.warnings += findings.described.phrases.get("warnings", [])
     for facts in findings.splits:
         findings.refused += facts.faults(findings.class_names)
@@ -285,9 +294,13 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
 
 
 def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> None:
-    """Reads a split; of one with more than `limit` examples evenly spaced ones, if it can open single ones."""
+    """Reads a split.
+
+    Of one with more than `limit` examples evenly spaced ones, if it can open single ones.
+    """
     if isinstance(source, IndexedSource):
         facts.step = math.ceil(facts.num_examples / limit)
+    # A rank's share is evenly spaced.
     topology = Topology(0, facts.step)
     number = min(topology.share_size(facts.num_examples), limit)
     progress = ProgressLines(f"{facts.name}: read", number, is_chief=True)
@@ -324,6 +337,7 @@ def _drawn(source: Source, topology: Topology, batch_size: int, seed: int, steps
         batches = source.augmentation.of_stream(batches, request)
     rows = []
     for inputs, *others in batches.take(steps):
+        # With layers of augmentation, streams leave it to the step to normalize.
         finished = source.finish(inputs) if source.raw_batches else inputs
         rows += rows_of(tf.nest.map_structure(np.asarray, (finished, *others)))
     return rows

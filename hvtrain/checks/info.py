@@ -23,6 +23,7 @@ _TELLING = re.compile(r"(HOROVOD|HVTRAIN|NCCL|TF|XLA|OMPI_MCA|GLOO|UCX|OMP)_\w+|
 def main() -> int:
     """Prints the block. Raises ConfigError for unknown options."""
     options = _parser().parse_args(sys.argv[1:])
+    # This host alone without -H.
     names = [host.name for host in parse_hosts(options.hosts)]
     ssh = Ssh(options.port, options.identity_file)
     answers, troubles = ask(dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
@@ -30,8 +31,10 @@ def main() -> int:
     # A host that does not answer is a line, not the end.
     lines: dict[str, str] = {}
     for host in names:
+        described = {"ssh": troubles.get(host, "")}
+        if host in answers:
+            described = _describe(answers[host])
         prefix = f"{host}: " if len(names) > 1 else ""
-        described = _describe(answers[host]) if host in answers else {"ssh": troubles[host]}
         lines |= {f"{prefix}{name}": text for name, text in described.items()}
 
     lines |= {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)}
@@ -84,9 +87,12 @@ def commit_of(folder: str | None) -> str:
     if commit is None:
         return ""
 
+    # A version alone would hide changes that were never committed.
     number = len(commit["changed"])
-    changed = f", {number} changed" if number else ""
-    return f" ({commit['commit'][:7]}{changed})"
+    text = commit["commit"][:7]
+    if number:
+        text += f", {number} changed"
+    return f" ({text})"
 
 
 def _is_shown(name: str) -> bool:

@@ -7,6 +7,7 @@ end with other weights, or the comparison would prove nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -15,9 +16,13 @@ import tensorflow as tf
 from keras.optimizers import SGD
 
 import hvtrain.keras as hvd
+from hvtrain.checks.table import CheckError
 
 Arrays = list[np.ndarray]
 IGNORED = -1  # A label that does not count.
+BATCH = 16
+# With accumulation over four steps, two changes of the weights.
+STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,8 @@ class Comparison:
 
 def compare(
     case: Case,
-    steps: int = 8,
-    batch: int = 16,
+    steps: int = STEPS,
+    batch: int = BATCH,
     wrap: Callable[[Any], Any] = hvd.DistributedOptimizer,
 ) -> Comparison:
     """Trains the case on all ranks, on one process, and on one rank alone (every rank).
@@ -115,14 +120,17 @@ def compare(
     """
     rank = hvd.rank()
     size = hvd.size()
+    # Every rank draws the data of all ranks, and takes its part.
     data = _data(case.kind, steps, size, batch)
     order = np.arange(steps * size * batch).reshape(steps, size, batch)
 
     def batches(rows: Any) -> list[Any]:
-        return [keras.tree.map_structure(lambda array: array[i.ravel()], data) for i in rows]  # noqa: B023
+        return [keras.tree.map_structure(partial(np.take, indices=step.ravel(), axis=0), data) for step in rows]
 
-    before, after, reductions = _train(case, batches(order[:, rank]), rank, wrap, hvd.DistributedLoss)
-    plain = _train(case, batches(order[:, rank]), rank, wrap)[1] if case.kind in UNLIKE else None
+    own = batches(order[:, rank])
+    before, after, reductions = _train(case, own, rank, wrap, hvd.DistributedLoss)
+    # The mean of the ranks' means, as Horovod alone gives it.
+    plain = _train(case, own, rank, wrap)[1] if case.kind in UNLIKE else None
     # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's
     # weights.
     joint: Arrays | None = None
@@ -133,7 +141,8 @@ def compare(
         alone = _train(case, batches(order[:, 0]), seed=0)[1]
 
     # Arrays of a few layers: small enough for one object from each rank.
-    everyone = hvd.allgather_object((before, after, reductions, joint, alone), name="hvtrain.compare")
+    results = (before, after, reductions, joint, alone)
+    everyone = hvd.allgather_object(results, name="hvtrain.compare")
     first_before, first_after, _, expected, _ = everyone[0]
     error_of_plain_loss = largest_difference(plain, expected) if plain else float("inf")
 
@@ -149,6 +158,46 @@ def compare(
     )
 
 
+def check_joint_batch(case: Case) -> str:
+    """Compares, and returns what was found in a few words (every rank). Raises CheckError."""
+    comparison = compare(case)
+    size = hvd.size()
+    expected = STEPS // case.steps_per_reduction
+    # Counted in the graph: a Python counter would count traces.
+    if comparison.reductions != expected:
+        raise CheckError(
+            f"{comparison.reductions} reductions in the graph for {expected} steps that change weights; "
+            "the optimizer that trains is not the distributed one"
+        )
+
+    if not comparison.error < case.tolerance:
+        raise CheckError(
+            f"{size} ranks differ from one process on the joint batch by {comparison.error:.2g} "
+            f"(at most {case.tolerance:g}); gradients are not reduced, or wrongly"
+        )
+
+    if comparison.ranks_differ:
+        raise CheckError(
+            f"weights differ between ranks by {comparison.ranks_differ:.2g}; look at broadcast and reduction"
+        )
+    # A check that could not fail is worth nothing: the wrong ways must give other weights.
+    wrong_ways = {
+        "the mean of the ranks' losses gives": comparison.error_of_plain_loss,
+        "one rank without reduction ends with": comparison.error_without_reduction,
+    }
+    for wrong_way, error in wrong_ways.items():
+        if error < 3 * case.tolerance:
+            raise CheckError(f"{wrong_way} the same weights, so the comparison proves nothing")
+
+    controls = f"without reduction {comparison.error_without_reduction:.1g}"
+    if case.kind in UNLIKE:
+        controls = f"with the mean of losses {comparison.error_of_plain_loss:.1g}; {controls}"
+    return (
+        f"{size} x {BATCH} equal 1 x {BATCH * size} to {comparison.error:.1g}; {controls}; "
+        f"{comparison.reductions} reductions"
+    )
+
+
 def largest_difference(actual: Arrays, expected: Arrays) -> float:
     """Over all arrays, relative to the largest value of each; infinite if a value is not finite.
 
@@ -157,6 +206,7 @@ def largest_difference(actual: Arrays, expected: Arrays) -> float:
     """
     largest = 0.0
     for a, b in zip(actual, expected, strict=True):
+        # Relative to the whole array: a value near 0 may differ by a multiple of itself.
         gap = np.max(np.abs(a - b), initial=0.0) / (np.max(np.abs(b), initial=0.0) + 1e-12)
         if not np.isfinite(gap):
             return float("inf")
@@ -215,8 +265,10 @@ def _model(case: Case, seed: int) -> keras.Model:
     if case.kind != "two losses":
         return model
 
+    # Ranks hold unlike amounts of labels for either output.
     features = model.layers[-2].output
-    return keras.Model(model.inputs, {"o": last(features), "p": keras.layers.Dense(3, name="p")(features)})
+    second = keras.layers.Dense(3, name="p")
+    return keras.Model(model.inputs, {"o": last(features), "p": second(features)})
 
 
 def _train(
@@ -245,9 +297,11 @@ def _train(
         hvd.broadcast_model(model)
 
     before = [weight.copy() for weight in model.get_weights()]
+    # One pass in the given order: a step is one of the batches, for all that are compared.
     whole = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
     rows = len(keras.tree.flatten(batches[0])[0])
-    model.fit(tf.data.Dataset.from_tensor_slices(whole).batch(rows), epochs=1, verbose=0, shuffle=False)
+    dataset = tf.data.Dataset.from_tensor_slices(whole).batch(rows)
+    model.fit(dataset, epochs=1, verbose=0, shuffle=False)
     # Slots: counters are integers, and the rate is a setting.
     floats = [variable for variable in model.optimizer.variables if variable.dtype == "float32"]
     slots = [variable.numpy() for variable in floats if variable.name != "learning_rate"]

@@ -1,4 +1,7 @@
-"""Judges each host by its facts: whether it runs the same as the others, and is fit for its ranks. Pure."""
+"""Judges each host by its facts: whether it runs the same as the others, and is fit for its ranks.
+
+Pure. Each check gives a failed row, with the fix, for each host with a problem, or one row that passed.
+"""
 
 import shlex
 import sys
@@ -43,7 +46,8 @@ def judge(
         others: Rows of the check that are known already.
 
     Returns:
-        Those rows, and a failed one for each host with a problem; one that passed if there are none.
+        Those rows, and a failed one for each host with a problem; one that passed if there are
+        none.
     """
     problems = {host: problem(host, facts) for host, facts in hosts.items()}
     rows = [*others, *(fail(check, host, *pair) for host, pair in problems.items() if pair)]
@@ -51,7 +55,7 @@ def judge(
 
 
 def judge_software(cluster: Cluster) -> list[Row]:
-    """Compares folder, Python, packages, code, Horovod and data set of each host with the first one's.
+    """Compares each host's folder, Python, packages, code, Horovod and data set with the first one's.
 
     A host without the ranks' Python answers by another one, which sees other packages. Its
     packages, code and Horovod are not judged: the row on its Python says what to do.
@@ -101,15 +105,22 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
         # TensorFlow has two names.
         if not versions["tensorflow"] and not versions["tensorflow-cpu"]:
             missing.insert(0, "tensorflow")
-        lacking = f"no {', '.join(missing)}" if missing else ""
-        findings = [text for text in (lacking, differences(versions, first, here)) if text]
+        findings = []
+        if missing:
+            findings.append(f"has no {', '.join(missing)}")
+        different = differences(versions, first, here)
+        if different:
+            findings.append(f"has {different}")
         if not findings:
             return None
-        fix = "scripts/run recreates it" if host == first else copy_to(environment(facts), first, host)
-        return "; ".join(f"has {text}" for text in findings), fix
+        finding = "; ".join(findings)
+        if host == first:
+            return finding, "scripts/run recreates it"
+        return finding, copy_to(environment(facts), first, host)
 
     shown = [f"{name} {version}" for name, version in here.items() if version]
-    return judge("packages", cluster, problem, f"{', '.join(shown[:4])} and {len(shown) - 4} more, the same")
+    finding = f"{', '.join(shown[:4])} and {len(shown) - 4} more, the same"
+    return judge("packages", cluster, problem, finding)
 
 
 def _code(cluster: Cluster, first: str) -> list[Row]:
@@ -125,7 +136,8 @@ def _code(cluster: Cluster, first: str) -> list[Row]:
         folder = here["folder"] or code["folder"]
         return f"{difference} on {host} and on {first}", copy_to(folder, first, host)
 
-    return judge("code", cluster, problem, f"{len(here['files'])} files of {here['folder']}, the same")
+    finding = f"{len(here['files'])} files of {here['folder']}, the same"
+    return judge("code", cluster, problem, finding)
 
 
 def _horovod(cluster: Cluster, first: str) -> list[Row]:
@@ -141,7 +153,8 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
             return finding, f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
         if parts[host] == parts[first]:
             return None
-        finding = f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}"
+        built_with = parts[host] or "nothing"
+        finding = f"built with {built_with}; on {first} with {parts[first] or 'nothing'}"
         return finding, copy_to(environment(facts), first, host)
 
     return judge("horovod", cluster, problem, f"built with {parts[first]}")
@@ -167,12 +180,12 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
         difference = unlike(here["entries"], data["entries"])
         if nothing_here or here["too_large"] or not difference:
             return None
-        counts = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
-        return f"{difference} {counts}", fix
+        on_host = f"on {host} ({data['num_files']:,} files)"
+        return f"{difference} {on_host} and on {first} ({here['num_files']:,} files)", fix
 
     too_large = {host: facts["dataset"]["too_large"] for host, facts in cluster.items()}
     read = {host: facts for host, facts in cluster.items() if not too_large[host]}
-    unread = [skip("data set", f"not compared: {text}", host) for host, text in too_large.items() if text]
+    unread = [skip("data set", f"not compared: {too_large[host]}", host) for host in cluster if host not in read]
     finding = f"{here['num_files']:,} files, {human_bytes(here['num_bytes'])}, in {here['path']}"
     return judge("data set", read, problem, finding, unread)
 
@@ -181,11 +194,16 @@ def _no_data(data: Facts) -> str:
     """Why a host has nothing of the data set; empty if it has something."""
     if data["error"]:
         return str(data["error"])
-    return "" if data["num_files"] else f"{data['path']} is empty"
+    if not data["num_files"]:
+        return f"{data['path']} is empty"
+    return ""
 
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    """Judges memory, open files, disk and GPUs. slots: of all hosts, also of those that did not answer."""
+    """Judges memory, open files, disk and GPUs.
+
+    slots: Ranks of all hosts, also of those that did not answer.
+    """
     return [
         *_shared_memory(cluster, slots),
         *_open_files(cluster, sum(slots.values())),
@@ -218,7 +236,9 @@ def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
 
 
 def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    rooms = {host: facts["shared_memory"] or {"free": 0, "total": 0} for host, facts in cluster.items()}
+    # A container may have no /dev/shm at all.
+    nothing = {"free": 0, "total": 0}
+    rooms = {host: facts["shared_memory"] or nothing for host, facts in cluster.items()}
 
     def problem(host: str, room: Mapping[str, int]) -> Problem:
         free = room["free"]
@@ -228,15 +248,21 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
         finding = f"/dev/shm has {human_bytes(free)} free of {human_bytes(room['total'])}"
         # The new size holds what is used now and what is needed, in whole MiB.
         size = -(-(needed + room["total"] - free) // 2**20)
-        fix = f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)"
-        return f"{finding}; {slots[host]} slots need {human_bytes(needed)}", fix
+        fix = f"on {host}: mount -o remount,size={size}m /dev/shm"
+        return (
+            f"{finding}; {slots[host]} slots need {human_bytes(needed)}",
+            f"{fix} (a container: --shm-size={size}m or --ipc=host)",
+        )
 
     least = min(room["free"] for room in rooms.values())
     return judge("shared memory", rooms, problem, f"at least {human_bytes(least)} free in /dev/shm")
 
 
 def files_needed(num_ranks: int) -> int:
-    """Files that a rank may have open: 256 of its own, and connections and pipes for each other rank."""
+    """Files that a rank may have open.
+
+    256 are its own; connections and pipes take 8 for each rank.
+    """
     return max(1024, 256 + 8 * num_ranks)
 
 
@@ -262,9 +288,11 @@ def _disk(cluster: Cluster, host: str) -> Row:
     if host not in cluster:
         return skip("run folder", "the host of rank 0 does not answer", host)
     disk = cluster[host]["disk"]
-    free = f"{human_bytes(disk['free'])} free for {disk['folder']}"
+    folder = disk["folder"]
+    free = f"{human_bytes(disk['free'])} free for {folder}"
     if not disk["writable"]:
-        return fail("run folder", host, f"{disk['folder']} cannot be written", "run.dir=PATH names another folder")
+        fix = "run.dir=PATH names another folder"
+        return fail("run folder", host, f"{folder} cannot be written", fix)
     if disk["free"] < DISK_BYTES:
         finding = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
         return fail("run folder", host, finding, "free some there, or run.dir=PATH on another disk")
@@ -286,7 +314,9 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
             fix = f"on {host}: install the driver again, or load it: modprobe nvidia"
             return f"nvidia-smi fails: {gpus['error']}", fix
         if count < slots[host]:
-            fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
+            fix = f"leave {host} out of -H, or install its driver"
+            if count:
+                fix = f"-H {host}:{count}"
             return f"{count} GPUs for {slots[host]} slots", fix
         different = differences(software[host], first, software[first])
         # Without a driver on the first host, its own row says so.
@@ -306,8 +336,12 @@ def differences(here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -
     >>> differences({"keras": "3.15", "numpy": None}, "s1", {"keras": "3.14", "numpy": "2.4"})
     'keras 3.15, s1 3.14; numpy none, s1 2.4'
     """
-    names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
-    return "; ".join(f"{name} {here.get(name) or 'none'}, {first} {there.get(name) or 'none'}" for name in names)
+    texts = []
+    for name in {**there, **here}:
+        own, other = (versions.get(name) or "none" for versions in (here, there))
+        if own != other:
+            texts.append(f"{name} {own}, {first} {other}")
+    return "; ".join(texts)
 
 
 def unlike(first: Mapping[str, str], second: Mapping[str, str]) -> str:
@@ -317,9 +351,11 @@ def unlike(first: Mapping[str, str], second: Mapping[str, str]) -> str:
     '1 differs: b.py'
     """
     names = sorted({name for name, _ in first.items() ^ second.items()})
-    if len(names) > 1:
-        return f"{len(names)} differ: {names[0]}, ..."
-    return f"1 differs: {names[0]}" if names else ""
+    if not names:
+        return ""
+    if len(names) == 1:
+        return f"1 differs: {names[0]}"
+    return f"{len(names)} differ: {names[0]}, ..."
 
 
 def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: bool = True) -> str:
@@ -327,10 +363,13 @@ def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: boo
 
     delete: also remove from a folder what the first host does not have.
     """
-    slash = "" if is_file else "/"
-    options = ["--delete"] if delete and not is_file else []
-    command = shlex.join(["rsync", "-a", *options, f"{path}{slash}", f"{host}:{path}{slash}"])
-    return f"on {first}: {command}"
+    options = ["-a"]
+    if not is_file:
+        # With the slash rsync copies what the folder holds.
+        path += "/"
+        if delete:
+            options.append("--delete")
+    return f"on {first}: {shlex.join(['rsync', *options, path, f'{host}:{path}'])}"
 
 
 def environment(facts: Facts) -> str:

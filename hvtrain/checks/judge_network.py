@@ -13,7 +13,7 @@ _INTERFACE_FIX = "give hosts in -H by their addresses in one network, or choose:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where other hosts reach a host: one of its interfaces, that interface's address, and a free port."""
+    """Where other hosts reach a host: one of its interfaces, its address there, and a free port."""
 
     interface: str
     address: str
@@ -31,8 +31,10 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
     for host, facts in cluster.items():
         owner = owners.setdefault(facts["hostname"], host)
         if owner != host:
-            finding = f"has the hostname {facts['hostname']}, as {owner} does; Horovod would treat them as one host"
-            rows.append(fail("names", host, finding, f"on {host}: hostnamectl set-hostname {host}"))
+            finding = f"has the hostname {facts['hostname']}, as {owner} does"
+            effect = "Horovod would treat them as one host"
+            fix = f"on {host}: hostnamectl set-hostname {host}"
+            rows.append(fail("names", host, f"{finding}; {effect}", fix))
 
     addresses = {name: _address(cluster, name) for name in cluster}
 
@@ -41,8 +43,9 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
         if not problems:
             return None
         finding, fix = problems[0]
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        return finding + more, fix
+        if len(problems) > 1:
+            finding += f" (and {len(problems) - 1} more)"
+        return finding, fix
 
     shown = ", ".join(f"{name} {address}" for name, address in addresses.items())
     if len(names) < 2:
@@ -51,11 +54,15 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 
 
 def _address(cluster: Cluster, name: str) -> str | None:
-    """The address to which most hosts resolve a name; a loopback address only if there is no other."""
+    """The address to which most hosts resolve a name.
+
+    A loopback address only if there is no other; None if no host finds one.
+    """
     addresses = [facts["addresses"][name] for facts in cluster.values() if facts["addresses"][name]]
     # A host often resolves its own name to 127.0.1.1 (Debian writes that to /etc/hosts).
-    counts = Counter(address for address in addresses if not _is_loopback(address)) or Counter(addresses)
-    return counts.most_common(1)[0][0] if counts else None
+    reachable = [address for address in addresses if not _is_loopback(address)]
+    counts = Counter(reachable or addresses).most_common(1)
+    return counts[0][0] if counts else None
 
 
 def _is_loopback(address: str) -> bool:
@@ -71,34 +78,24 @@ def _name_problems(
 
     addresses: _address() of each name.
     """
-    for name in cluster:
+    for name, usual in addresses.items():
         address = cluster[host]["addresses"][name]
-        right = addresses[name]
         # An address that the host does not have cannot be the fix.
-        if not any(item["address"] == right for item in cluster[name]["interfaces"]):
-            right = None
-
-        line = f"{right or 'ADDRESS'} {name}"
+        is_own = any(item["address"] == usual for item in cluster[name]["interfaces"])
+        line = f"{usual if is_own else 'ADDRESS'} {name}"
+        finding = f"resolves {name} to {address}"
+        fix = f"on {host}: in /etc/hosts or DNS give {name}"
         if address is None:
-            yield (
-                f"has no address for {name}",
-                f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS",
-            )
+            addition = f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS"
+            yield f"has no address for {name}", addition
         elif _is_loopback(address):
-            finding = f"resolves {name} to {address}, where no other host reaches it"
+            finding += ", where no other host reaches it"
             yield finding, f"on {host}: in /etc/hosts replace '{address} {name}' with '{line}'"
-        elif address != addresses[name]:
-            finding = f"resolves {name} to {address}; others resolve it to {addresses[name]}"
-            yield (
-                finding,
-                f"on {host}: in /etc/hosts or DNS give {name} one address on all hosts: '{line}'",
-            )
-        elif right is None:
-            finding = f"resolves {name} to {address}, but no interface of {name} has that address"
-            yield (
-                finding,
-                f"on {host}: in /etc/hosts or DNS give {name} an address that it has (there: ip -4 address)",
-            )
+        elif address != usual:
+            yield f"{finding}; others resolve it to {usual}", f"{fix} one address on all hosts: '{line}'"
+        elif not is_own:
+            finding += f", but no interface of {name} has that address"
+            yield finding, f"{fix} an address that it has (there: ip -4 address)"
 
 
 def judge_interfaces(
@@ -126,39 +123,46 @@ def judge_interfaces(
         finding = f"no interface has its address {_address(cluster, first)}"
         if interface_names:
             finding = f"has no interface {interface_names}"
-        return [fail("interface", first, f"{finding}; it has {_listed(cluster[first])}", _INTERFACE_FIX)], {}
+        finding += f"; it has {_listed(cluster[first])}"
+        return [fail("interface", first, finding, _INTERFACE_FIX)], {}
 
+    # Hosts join the first one: rank 0 is there, and all ranks connect to it.
     network = ipaddress.ip_network(start["network"])
     endpoints = {first: Endpoint(start["name"], start["address"], cluster[first]["port"])}
-    rows = []
+    findings = {}
     for host in others:
         inside = [
             item
             for item in cluster[host]["interfaces"]
             if ipaddress.ip_address(item["address"]) in network and (not chosen or item["name"] in chosen)
         ]
-        address = _address(cluster, host)
+        if not inside:
+            noun = f"interface {interface_names or ''}".rstrip()
+            finding = f"no {noun} in {first}'s network {network}"
+            findings[host] = f"{finding}; it has {_listed(cluster[host])}"
+            continue
         # The address to which its name resolves comes before others.
-        best = [item for item in inside if item["address"] == address] or inside
+        own_address = _address(cluster, host)
+        best = min(inside, key=lambda item: item["address"] != own_address)
+        name = best["name"]
+        address = best["address"]
         # Bridges such as docker0 have the same address on every host.
-        twins = [other for other in endpoints if best and endpoints[other].address == best[0]["address"]]
-        if not best:
-            chosen_name = f" {interface_names}" if interface_names else ""
-            finding = f"no interface{chosen_name} in {first}'s network {network}; it has {_listed(cluster[host])}"
-            rows.append(fail("interface", host, finding, _INTERFACE_FIX))
-        elif twins:
-            item = best[0]
-            finding = f"{item['name']} has {item['address']} here and on {twins[0]}, so it cannot join the hosts"
-            rows.append(fail("interface", host, finding, _INTERFACE_FIX))
+        twin = next((other for other, end in endpoints.items() if end.address == address), None)
+        if twin:
+            findings[host] = f"{name} has {address} here and on {twin}, so it cannot join the hosts"
         else:
-            endpoints[host] = Endpoint(best[0]["name"], best[0]["address"], cluster[host]["port"])
+            endpoints[host] = Endpoint(name, address, cluster[host]["port"])
 
+    rows = [fail("interface", host, finding, _INTERFACE_FIX) for host, finding in findings.items()]
     shown = ", ".join(sorted({endpoint.interface for endpoint in endpoints.values()}))
     return rows or [passed("interface", f"{shown} in {network}")], endpoints
 
 
 def _first_interface(cluster: Cluster, host: str, chosen: Sequence[str] | None) -> dict[str, str] | None:
-    """The interface of the first host: one of the chosen ones, or else the one that its name resolves to."""
+    """The interface of the first host.
+
+    One of the chosen ones, or else the one that its name resolves to.
+    """
     address = _address(cluster, host)
     for item in cluster[host]["interfaces"]:
         fits = item["name"] in chosen if chosen else item["address"] == address
@@ -209,10 +213,12 @@ def judge_ports(
         if listeners:
             findings.append(f"it cannot reach high ports of {', '.join(listeners)}")
 
-        reason = next(reason for pair, reason in missing.items() if host in pair)
-        others = ",".join(endpoints[other].address for other in dict.fromkeys([*callers, *listeners]))
-        fix = f"on {host}: open TCP ports 1024-65535 to these: iptables -I INPUT -p tcp -s {others} -j ACCEPT"
-        rows.append(fail("ports", host, f"{'; '.join(findings)} ({reason})", fix))
+        reasons = [reason for pair, reason in missing.items() if host in pair]
+        others = dict.fromkeys([*callers, *listeners])
+        addresses = ",".join(endpoints[other].address for other in others)
+        command = f"iptables -I INPUT -p tcp -s {addresses} -j ACCEPT"
+        fix = f"on {host}: open TCP ports 1024-65535 to these: {command}"
+        rows.append(fail("ports", host, f"{'; '.join(findings)} ({reasons[0]})", fix))
         missing = {pair: reason for pair, reason in missing.items() if host not in pair}
 
     finding = f"free ports are reachable between {len(endpoints)} hosts, in both directions"

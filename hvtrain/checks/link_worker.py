@@ -79,6 +79,7 @@ def main() -> None:
     if hvd.size() > MOST_HOSTS_FOR_ALL_PAIRS:
         pairs = [(rank, (rank + 1) % hvd.size()) for rank in range(hvd.size())]  # neighbours in the ring
 
+    # One after the other: pairs that share a host would share its link.
     by_pair = {pair: _measure_pair(pair, "first") for pair in pairs}
     quickest = min(times["seconds"] for times in by_pair.values())
 

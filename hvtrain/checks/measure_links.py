@@ -52,7 +52,8 @@ def measure(
     line = [launcher, "--prefix", *arguments]
     # Sets of two ranks come and go while the job runs.
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    variables = environment.for_launcher(os.environ, {**environment.for_ranks(os.environ), **settings})
+    of_ranks = {**environment.for_ranks(os.environ), **settings}
+    variables = environment.for_launcher(os.environ, of_ranks)
     time_limit = most_seconds(len(hosts))
     with TemporaryDirectory(prefix="hvtrain-links-") as folder:
         log = Path(folder) / "output.txt"
@@ -65,6 +66,7 @@ def measure(
         output = log.read_text(errors="replace")
 
     for text in output.splitlines():
+        # The launcher writes the rank before it.
         if MARK in text:
             measured = json.loads(text.partition(MARK)[2])
             return measured, judge_links(measured, hosts)
@@ -76,7 +78,10 @@ def measure(
 
 
 def most_seconds(num_hosts: int) -> int:
-    """How long a measurement may take. The workers also end by then: a killed launcher cannot end them."""
+    """How long a measurement may take.
+
+    The workers also end by then: a killed launcher cannot end them.
+    """
     return START_SECONDS + SECONDS_FOR_A_PAIR * num_hosts**2 // 2
 
 
@@ -91,7 +96,9 @@ def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float,
 
 
 def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
-    """Fails links below a third of what hosts usually reach. A host whose links are all slow is named itself.
+    """Fails links below a third of what hosts usually reach.
+
+    A host whose links are all slow is named itself.
 
     A host reaches what its best link does, so that one slow host among three does not make the
     others look slow.
@@ -121,8 +128,9 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
 
     rows = []
     for host in slow_hosts:
-        fix = f"on {host}: ethtool INTERFACE shows speed and duplex; look at cable and switch; or leave it out of -H"
-        rows.append(fail("links", host, f"{best[host]:.2f} Gbit/s at best, to any host; {needed}", fix))
+        finding = f"{best[host]:.2f} Gbit/s at best, to any host"
+        fix = f"on {host}: ethtool INTERFACE shows speed and duplex; look at cable and switch"
+        rows.append(fail("links", host, f"{finding}; {needed}", f"{fix}; or leave it out of -H"))
 
     for (first, second), speed in speeds.items():
         if speed < bound and not {first, second} & set(slow_hosts):

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from subprocess import DEVNULL, TimeoutExpired, run
+from subprocess import DEVNULL, STDOUT, SubprocessError, check_output
 from typing import Any
 
 from hvtrain.system import host_facts
@@ -36,11 +36,14 @@ MAX_ENTRIES = 5_000
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}, with the facts or the result of Exchange.
+    """Answers a request of ask_hosts, {"work": "facts" or "ports", ...}.
 
+    The answer is the facts, or the result of Exchange.
     Raises OSError if the port of "ports" is taken.
     """
-    return _facts(request) if request["work"] == "facts" else Exchange(request).run()
+    if request["work"] == "ports":
+        return Exchange(request).run()
+    return _facts(request)
 
 
 def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +76,8 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "interfaces": host_facts.all_interfaces(),
         "port": free_port(),
         "shared_memory": _shared_memory(),
-        "open_files": dict(zip(("soft", "hard"), resource.getrlimit(resource.RLIMIT_NOFILE))),  # -1: no limit
+        # -1: no limit.
+        "open_files": dict(zip(("soft", "hard"), resource.getrlimit(resource.RLIMIT_NOFILE))),
         "disk": _disk(folder / request["run_dir"]),
         "gpus": _gpus(),
         "dataset": dataset and fingerprint(folder / dataset, DATASET_SECONDS),
@@ -81,7 +85,7 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    """The operating system in words, the number of cores that this process may use, and bytes of memory."""
+    """The operating system in words, the cores that this process may use, and bytes of memory."""
     try:
         lines = Path("/etc/os-release").read_text(encoding="utf-8").splitlines()
         name = dict(line.split("=", 1) for line in lines if "=" in line)["PRETTY_NAME"].strip('"')
@@ -116,32 +120,24 @@ def _gpus() -> dict[str, Any]:
     """GPU names and driver version from nvidia-smi, or its error; neither without nvidia-smi."""
     gpus: dict[str, Any] = {"names": [], "driver": None, "error": None}
     # ssh starts a shell whose PATH may lack these folders.
-    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/nvidia/bin")
+    elsewhere = "/usr/bin:/usr/local/nvidia/bin"
+    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=elsewhere)
     if program is None:
         return gpus
 
     line = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = run(
-            line,
-            stdin=DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_SECONDS,
-            check=False,
-        )
-    except (OSError, TimeoutExpired) as error:
-        return {**gpus, "error": " ".join(str(error).split())}
+        output = check_output(line, stdin=DEVNULL, stderr=STDOUT, text=True, timeout=NVIDIA_SMI_SECONDS)
+    except (OSError, SubprocessError) as error:
+        # nvidia-smi prints what is wrong before it fails.
+        message = getattr(error, "output", None) or error
+        return {**gpus, "error": " ".join(str(message).split())}
 
-    if done.returncode:
-        message = " ".join((done.stdout + done.stderr).split())
-        return {**gpus, "error": message or f"exit code {done.returncode}"}
-    for row in done.stdout.splitlines():
+    for row in output.splitlines():
         name, comma, driver = row.rpartition(",")
         if comma:
             gpus["names"].append(name.strip())
             gpus["driver"] = gpus["driver"] or driver.strip()
-
     return gpus
 
 
@@ -157,8 +153,7 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         too_large: A message if `seconds` were not enough; None otherwise.
     """
     deadline = time.monotonic() + seconds
-
-    description: dict[str, Any] = {
+    description = {
         "path": str(path),
         "num_files": 0,
         "num_bytes": 0,
@@ -169,7 +164,7 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
     try:
         sizes = _sizes(path, deadline)
         names = sorted(sizes)
-        step = max(1, -(-len(names) // MAX_FILES_READ))
+        step = -(-len(names) // MAX_FILES_READ) or 1
         ends = {name: _ends(path / name, deadline) for name in names[::step]}
     except TimeoutError:
         return {**description, "too_large": f"it cannot be listed in {seconds:.0f} s"}
@@ -194,12 +189,11 @@ def _sizes(path: Path, deadline: float) -> dict[str, int]:
         raise error
 
     sizes = {}
+    # A folder that cannot be read would be left out in silence.
     for folder, _, names in os.walk(path, onerror=fail, followlinks=True):
-        for name in names:
+        for file in (Path(folder, name) for name in names):
             _check_time(deadline)
-            file = Path(folder, name)
             sizes[str(file.relative_to(path))] = file.stat().st_size
-
     return sizes
 
 
@@ -214,19 +208,15 @@ def _ends(file: Path, deadline: float) -> str:
 
 def _entries(texts: dict[str, str]) -> dict[str, str]:
     """A short checksum of each file's text, or of each folder's files together."""
-    joined: dict[str, str] = {}
+    by_key: dict[str, str] = {}
     for name, text in texts.items():
         key = name
         if len(texts) > MAX_ENTRIES:
             key = f"{os.path.dirname(name)}/"  # noqa: PTH120 (a top-level file's folder is empty, not ".")
-        joined[key] = joined.get(key, "") + text
-
-    return {key: _checksum(text) for key, text in joined.items()}
-
-
-def _checksum(text: str) -> str:
+        by_key[key] = by_key.get(key, "") + text
     # A file name on Linux may be any bytes; Python holds those that are not UTF-8 as surrogates.
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
+    encoded = {key: text.encode(errors="surrogateescape") for key, text in by_key.items()}
+    return {key: hashlib.sha256(data).hexdigest()[:12] for key, data in encoded.items()}
 
 
 def _check_time(deadline: float) -> None:
@@ -235,7 +225,10 @@ def _check_time(deadline: float) -> None:
 
 
 def addresses(names: Sequence[str]) -> dict[str, str | None]:
-    """The IPv4 address that this host finds for each name; None if it finds none within LOOKUP_SECONDS."""
+    """The IPv4 address that this host finds for each name.
+
+    None if it finds none within LOOKUP_SECONDS.
+    """
     resolved: dict[str, str | None] = dict.fromkeys(names)
 
     def resolve(name: str) -> None:
@@ -281,19 +274,17 @@ class Exchange:
         self._token = request["token"]
         self._others = request["others"]
         self._deadline = time.monotonic() + request["seconds"]
-        # Hosts to which this one got through, and which got through to this one.
-        self._reached: set[str] = set()
+        # Why this host has not reached others, and which have reached it.
+        self._missing = dict.fromkeys(self._others, "no answer")
         self._heard: set[str] = set()
         self._clocks: dict[str, tuple[float, float]] = {}
-        self._reasons: dict[str, str] = {}
         self._server = socket.create_server(("", request["port"]), backlog=len(self._others) + 8)
 
     def run(self) -> dict[str, Any]:
         """Connects to all other hosts.
 
         Returns:
-            reached: The hosts reached.
-            missing: The reason for each host that was not.
+            missing: The reason for each host that was not reached.
             clocks: For each host reached, by how many seconds its clock is ahead of this one's, and
                 the error: half the round-trip time.
         """
@@ -303,11 +294,11 @@ class Exchange:
             threading.Thread(target=self._connect, args=(name,), daemon=True).start()
 
         # This host goes on listening until all others have got through to it.
-        while time.monotonic() < self._deadline and self._reached & self._heard != set(self._others):
+        while self._missing or self._heard < set(self._others):
+            if time.monotonic() > self._deadline:
+                break
             time.sleep(0.02)
-
-        missing = {name: self._reasons.get(name, "no answer") for name in self._others if name not in self._reached}
-        return {"reached": sorted(self._reached), "missing": missing, "clocks": dict(self._clocks)}
+        return {"missing": dict(self._missing), "clocks": dict(self._clocks)}
 
     def _listen(self) -> None:
         while True:
@@ -330,24 +321,22 @@ class Exchange:
 
     def _connect(self, name: str) -> None:
         address, port = self._others[name]
-        while name not in self._reached:
+        while name in self._missing:
             try:
                 with socket.create_connection((address, port), CONNECT_SECONDS) as call:
                     asked = time.time()
                     call.sendall(f"{self._token} {self._me}\n".encode())
-                    token, _, clock = call.makefile("r", encoding="utf-8").readline(200).strip().partition(" ")
-                    answered = time.time()
-                    if token == self._token:
-                        self._clocks[name] = (
-                            float(clock) - (asked + answered) / 2,
-                            (answered - asked) / 2,
-                        )
-                        self._reached.add(name)
-                        return
-
-                    self._reasons[name] = "another program answers there"
+                    line = call.makefile("r", encoding="utf-8").readline(200)
+                    round_trip = time.time() - asked
             except OSError as error:
-                self._reasons[name] = error.strerror or str(error)
+                self._missing[name] = error.strerror or str(error)
+            else:
+                token, _, clock = line.strip().partition(" ")
+                if token == self._token:
+                    self._clocks[name] = (float(clock) - asked - round_trip / 2, round_trip / 2)
+                    del self._missing[name]
+                    return
+                self._missing[name] = "another program answers there"
 
             # Hosts start at different moments: a refusal may only mean "not yet".
             time.sleep(0.1)

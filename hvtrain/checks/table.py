@@ -1,4 +1,4 @@
-"""The table that doctor and verify print: a row for each check, or for each host on which it fails."""
+"""The table that doctor and verify print: a row for a check, or for each host on which it fails."""
 
 import sys
 import time
@@ -39,20 +39,13 @@ class Row:
 
     def text(self, width: int) -> str:
         """The row as printed, the check's name in `width` columns and the fix on a line below."""
-        host = f"{self.host}: " if self.host else ""
-        line = f"{self.status}  {self.check:<{width}} {host}{self.finding}"
+        finding = self.finding
+        if self.host:
+            finding = f"{self.host}: {finding}"
+        line = f"{self.status}  {self.check:<{width}} {finding}"
         if self.fix is None:
             return line
         return f"{line}\n{'':<{width + 7}}fix: {self.fix}"
-
-    def as_json(self) -> dict[str, str | None]:
-        return {
-            "check": self.check,
-            "status": self.status,
-            "found": self.finding,
-            "host": self.host,
-            "fix": self.fix,
-        }
 
 
 @dataclass
@@ -72,6 +65,7 @@ class CheckTable:
     @property
     def failed_checks(self) -> list[str]:
         """The names of the failed checks, each once."""
+        # A check has a row for each host that fails it.
         return list(dict.fromkeys(row.check for row in self.rows if row.status == "FAIL"))
 
     def add(self, rows: Iterable[Row]) -> None:

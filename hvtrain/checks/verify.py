@@ -66,8 +66,7 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
     with console.quiet_import(config.verbose):
         import tensorflow as tf
 
-        from hvtrain.checks.library import library_checks
-        from hvtrain.checks.own_run import own_run_checks
+        from hvtrain.checks.rank_checks import library_checks, own_run_checks
         from hvtrain.config.instantiate import build
         from hvtrain.strategies.base import Strategy
         from hvtrain.strategies.horovod import HorovodStrategy
@@ -125,7 +124,9 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
         failed_ranks = [rank for rank, error in enumerate(errors) if error is not None]
         if failed_ranks:
             first = failed_ranks[0]
-            table.add([fail(name, f"rank {first}" if first else None, errors[first])])
+            # If rank 0 failed too, its error may be that of all ranks.
+            host = f"rank {first}" if first else None
+            table.add([fail(name, host, errors[first])])
         else:
             table.add([passed(name, finding)])
 

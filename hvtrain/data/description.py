@@ -99,8 +99,8 @@ def count_classes(targets: np.ndarray, num_classes: int) -> np.ndarray:
     return np.bincount(flat[is_class].astype(np.int64), minlength=num_classes)
 
 
-def digest_of(arrays: Iterable[Any]) -> bytes:
-    """A hash of an example's arrays: equal for equal values, of texts too."""
+def array_digest(arrays: Iterable[Any]) -> bytes:
+    """A hash of arrays, such as an example's: equal for equal values, of texts too."""
     digest = hashlib.blake2b(digest_size=12)
     for array in map(np.asarray, arrays):
         # Of texts an array of objects has only the addresses.

@@ -55,7 +55,7 @@ def test_a_host_without_ssh_a_folder_a_file_system(lab, data, tmp_path):
         emptied("s1", tmp_path / "runs"),
     ):
         report = lab.report(*HOSTS, "--no-links", *overrides_of(data), cwd=tmp_path / "work")
-    failures = {(row["check"], row["host"]): row["found"] for row in report["rows"] if row["status"] == "FAIL"}
+    failures = {(row["check"], row["host"]): row["finding"] for row in report["rows"] if row["status"] == "FAIL"}
     assert failures.keys() == {("ssh", "s3"), ("folder", "s2"), ("data set", "s2"), ("run folder", "s1")}, failures
     assert failures["ssh", "s3"] == "nothing answers ssh on host s3, port 22"
     assert failures["folder", "s2"] == f"has no {tmp_path}/work, in which ranks start"
@@ -71,7 +71,7 @@ def test_a_run_folder_that_cannot_be_written(lab, data, tmp_path):
         report = lab.report(*HOSTS, "--no-links", *overrides_of(data), cwd=tmp_path)
     (failed,) = [row for row in report["rows"] if row["status"] == "FAIL"]
     assert (failed["check"], failed["host"]) == ("run folder", "s1")
-    assert failed["found"].endswith("/runs/a cannot be written") and "run.dir=PATH" in failed["fix"]
+    assert failed["finding"].endswith("/runs/a cannot be written") and "run.dir=PATH" in failed["fix"]
 
 
 def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_path):
@@ -125,7 +125,7 @@ def test_names(lab):
         ("s3", "hostname s1", "hostname s3"),
     ):
         report = lab.report(*HOSTS, "--no-links")
-    rows = [(row["host"], row["found"], row["fix"]) for row in report["rows"] if row["status"] == "FAIL"]
+    rows = [(row["host"], row["finding"], row["fix"]) for row in report["rows"] if row["status"] == "FAIL"]
     assert rows == [
         (
             "s3",
@@ -308,5 +308,5 @@ def test_ranks_that_do_not_start(lab):
         report = lab.report(*HOSTS)
     failed = [row for row in report["rows"] if row["status"] == "FAIL"]
     assert [row["check"] for row in failed] == ["allreduce"], failed
-    assert failed[0]["found"].startswith("the ranks did not reduce; FIRST FAILURE rank 1 ")
+    assert failed[0]["finding"].startswith("the ranks did not reduce; FIRST FAILURE rank 1 ")
     assert "hvtrain.checks.link_worker" in failed[0]["fix"]

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 import hvtrain
+from browser import CHROMIUM, SIZES, Browser
 from hvtrain.checks import inspect
 from hvtrain.checks.examine_data import examine
 from hvtrain.data import from_arrays, from_dataset, write_tfrecords
@@ -149,7 +151,7 @@ OWN = ["--config-dir", "conf", "dataset=own"]
 # What writes the files, the settings, the exit code, what is printed, and what is on the page.
 CASES = {
     "table": (write_table, TABLE, 0, r"people: 30 train, 10 test\n", "Rome"),
-    "masks": (write_masks, SCENES, 0, r"train +targets +whole numbers, 8 x 8 +0 +2", "Pictures and masks"),
+    "masks": (write_masks, SCENES, 0, r"train +targets +whole numbers, 8 x 8 +0 +2", "Masks are painted over it"),
     "records": (write_records, RECORDS, 0, r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ", "The first training batch, "),
     "text": (write_text, TEXT, 0, r"tales: \d+ train", "Once upon a time"),
     "own function": (write_pipeline, OWN, 2, r"inputs.age +numbers, 1 +0 +11", "note 2"),
@@ -158,8 +160,14 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() if CHROMIUM else nullcontext() as chrome:
+        yield chrome
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind_of_data_set(name, tmp_path, monkeypatch, capsys):
+def test_every_kind_of_data_set(name, tmp_path, monkeypatch, capsys, browser):
     write, words, expected_code, printed, on_page = CASES[name]
     write(tmp_path)
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
@@ -167,6 +175,10 @@ def test_every_kind_of_data_set(name, tmp_path, monkeypatch, capsys):
     assert code == expected_code, output
     assert re.search(printed, output), output
     assert re.search(on_page, page)
+    for size in SIZES if browser else ():
+        browser.open(tmp_path / "inspect.html", size)
+        assert browser.too_wide() == [] and browser.problems == []
+        assert browser.evaluate("[...document.images].every(image => image.complete && image.naturalWidth)")
     if name == "own function":
         assert "refused: train: 3 labels are outside 0 ... 2; fix the targets\n" in output
 

@@ -59,7 +59,7 @@ class DoctorLab(Lab):
         """{(check, host): found} of the rows that failed. All of them name a fix."""
         report = self.report(*HOSTS, "--no-links", *options, **places)
         assert all(row["fix"] for row in report["rows"] if row["status"] == "FAIL")
-        return {(row["check"], row["host"]): row["found"] for row in report["rows"] if row["status"] == "FAIL"}
+        return {(row["check"], row["host"]): row["finding"] for row in report["rows"] if row["status"] == "FAIL"}
 
 
 def over(host, changed, original):

@@ -12,8 +12,7 @@ from leaves import ForgetsToReduce
 
 import hvtrain.keras as hvd
 from hvtrain.checkpoint import store
-from hvtrain.checks import joint_batch, library
-from hvtrain.checks.own_run import own_run_checks
+from hvtrain.checks import joint_batch, rank_checks
 from hvtrain.checks.table import CheckError
 from hvtrain.checks.verify import run_checks
 from hvtrain.config.compose import compose
@@ -26,7 +25,7 @@ from hvtrain.strategies.horovod import HorovodStrategy
 strategy = HorovodStrategy()
 strategy.start()
 (tree,) = compose()
-checks = library.library_checks(strategy, from_dict(tree))
+checks = rank_checks.library_checks(strategy, from_dict(tree))
 
 
 def broken(name, target, **instead):
@@ -61,7 +60,8 @@ training = ArraySource.training
 
 
 def joint_case(wrap, name="sgd"):
-    with mock.patch.object(library, "compare", lambda case, *counts: joint_batch.compare(case, *counts, wrap=wrap)):
+    compare = joint_batch.compare
+    with mock.patch.object(joint_batch, "compare", lambda case: compare(case, wrap=wrap)):
         return checks[name]()
 
 
@@ -75,8 +75,8 @@ def without_exchange(optimizer):
 own_run = from_dict({**tree, "dataset": {**tree["dataset"], "same_data": "by_mistake"}})
 forgetful = ForgetsToReduce()
 forgetful.comm.topology = strategy.topology
-own_checks = own_run_checks(own_run, forgetful)
-other_data = own_run_checks(from_dict(tree), forgetful)
+own_checks = rank_checks.own_run_checks(own_run, forgetful)
+other_data = rank_checks.own_run_checks(from_dict(tree), forgetful)
 
 
 def weights_after_a_step():
@@ -89,7 +89,7 @@ passed = run_checks(
     {
         **broken("versions", "hvtrain.training.consistency", software=software),
         **broken("devices", strategy, devices=["s1 GPU 0", "s1 GPU 0"]),
-        **broken("broadcast", "hvtrain.checks.library.hvd", broadcast_variables=lambda variables, root: None),
+        **broken("broadcast", "hvtrain.checks.rank_checks.hvd", broadcast_variables=lambda variables, root: None),
         "not reduced": lambda: joint_case(lambda optimizer: optimizer),
         "own step": lambda: joint_case(lambda optimizer: optimizer, "a step of its own"),
         "not shared": lambda: joint_case(without_exchange),

@@ -1,0 +1,379 @@
+"""The checks of verify: of the installation, and of the user's run.
+
+All ranks take part in each; one that fails raises CheckError after the check's last collective.
+"""
+
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvtrain.keras as hvd
+from hvtrain.checkpoint import store, writer
+from hvtrain.checks.joint_batch import CASES, check_joint_batch, largest_difference
+from hvtrain.checks.table import CheckError, Checks
+from hvtrain.config.schema import RunConfig
+from hvtrain.data import StreamRequest, from_arrays
+from hvtrain.data.description import array_digest
+from hvtrain.errors import RankError
+from hvtrain.keras.equality import WeightCheck, fingerprint
+from hvtrain.models.rates import factors_of, multiply_rates
+from hvtrain.strategies.base import Strategy
+from hvtrain.training.consistency import check_same_run
+from hvtrain.training.run import device_map, training_batches, versions
+from hvtrain.training.setup import (
+    build_model,
+    build_optimizer,
+    open_source,
+    open_task,
+    plan_run,
+    seed_everything,
+)
+
+BATCHES = 20
+# A data set may hold a few images twice; overlapping shards share far more.
+MAX_SHARED_FRACTION = 0.05
+
+
+def library_checks(strategy: Strategy, config: RunConfig) -> Checks:
+    """The checks in an order in which an early failure explains later ones (two ranks or more)."""
+    return {
+        "versions": partial(_versions, strategy, config),
+        "controller": partial(_controller, strategy),
+        "devices": partial(_devices, strategy),
+        "broadcast": _broadcast,
+        **{name: partial(check_joint_batch, case) for name, case in CASES.items()},
+        "overflow": _overflow,
+        "different models": _different_models,
+        "shards": partial(_shards, strategy),
+        "metrics": partial(_metrics, strategy),
+        "checkpoint": partial(_checkpoint, strategy),
+    }
+
+
+def _versions(strategy: Strategy, config: RunConfig) -> str:
+    check_same_run(strategy.comm, config)
+    return ", ".join(f"{name} {number}" for name, number in versions().items())
+
+
+def _controller(strategy: Strategy) -> str:
+    ranks = strategy.comm.gather((strategy.topology.host, hvd.local_rank()))
+    # They would take the same GPU, or the same cores.
+    if len(set(ranks)) < len(ranks):
+        raise CheckError("two ranks have the same local rank on one host; give each host a name of its own")
+
+    hosts = dict.fromkeys(host for host, _ in ranks)
+    places = f"{len(ranks)} rank(s) on {len(hosts)} host(s)"
+    return f"{strategy.description()}, {places}: {', '.join(hosts)}"
+
+
+def _devices(strategy: Strategy) -> str:
+    devices = device_map(strategy.devices)
+    gpus = [device for device in strategy.devices if " GPU " in device]
+    is_shared = len(set(gpus)) < len(gpus)
+    if is_shared and not getattr(strategy, "share_gpus", False):
+        raise CheckError(f"ranks share a GPU: {devices}; start fewer ranks or give each its own")
+
+    # With it, products of float32 have ten bits on GPUs from Ampere on.
+    if tf.config.experimental.tensor_float_32_execution_enabled():
+        return f"{devices}; TF32 on"
+    return f"{devices}; TF32 off"
+
+
+def _broadcast() -> str:
+    """Broadcasts variables of several types, one of them empty, that differ between ranks."""
+    normal = np.random.default_rng(hvd.rank()).normal
+
+    values = [
+        normal(size=(3, 5)).astype("float32"),
+        np.zeros((3, 0), "float32"),
+        normal(size=(3, 2)),
+        np.array(hvd.rank()),
+        np.array([hvd.rank() == 0]),
+    ]
+    variables = [tf.Variable(value) for value in values]
+    # The control: ranks that held the same values would agree without a broadcast.
+    num_different = len(set(hvd.allgather_object(fingerprint(variables))))
+    hvd.broadcast_variables(variables, 0)
+    after = hvd.allgather_object((fingerprint(variables), int(variables[3])))
+    # Variable 3 holds the rank.
+    if len(set(after)) > 1 or after[0][1] != 0:
+        raise CheckError(
+            "variables differ between ranks after a broadcast; look at the network and at Horovod's build",
+        )
+    if num_different < hvd.size():
+        raise CheckError(
+            "ranks drew the same random numbers, so the broadcast proved nothing; please report this bug",
+        )
+    return f"5 variables differed on {num_different} rank(s), and are rank 0's on all of them"
+
+
+def _overflow() -> str:
+    """Gives the last rank alone an infinite gradient."""
+    # Outermost: inside of the loss scale, ranks that skip a step alone would leave others waiting.
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    optimizer = hvd.DistributedOptimizer(scaled)
+    variable = keras.Variable([1.0, 2.0])
+    optimizer.build([variable])
+    scale = float(optimizer.scale_loss(1.0))
+    is_last = hvd.rank() == hvd.size() - 1
+    gradient = tf.constant([np.inf if is_last else 1.0, 1.0])
+    tf.function(lambda gradient: optimizer.apply([gradient], [variable]))(gradient)
+    # Weights as they were, and half the loss scale.
+    states = hvd.allgather_object((variable.numpy().tolist(), float(optimizer.dynamic_scale)))
+    if states != [([1.0, 2.0], scale / 2)] * hvd.size():
+        finding = f"ranks did not skip an overflow together: {states}"
+        raise CheckError(f"{finding}; look at the build of Horovod")
+    return "one rank's infinite gradient: all ranks skip the step and halve the loss scale"
+
+
+def _different_models() -> str:
+    """Gives the last rank a model of another width."""
+    width = 3 if hvd.rank() == hvd.size() - 1 else 2
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    variable = keras.Variable([0.0] * width)
+    is_refused = False
+
+    try:
+        optimizer.apply([tf.ones(width)], [variable])
+    except RankError as error:
+        is_refused = "cannot reduce the gradients" in str(error)
+
+    if not all(hvd.allgather_object(is_refused)):
+        raise CheckError("gradients of different shapes were summed; a bug of hvtrain.keras or of Horovod's build")
+    return "gradients of different shapes are refused on all ranks before they are summed"
+
+
+def _shards(strategy: Strategy) -> str:
+    """Counts the images that each rank reads in an epoch; each image holds its number."""
+    # One more than the ranks can share evenly.
+    count = 40 * hvd.size() + 1
+    images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
+    source = from_arrays(images, images[:, 0, 0, 0] % 3, standardize="none")
+    steps = strategy.topology.share_size(count)
+    request = StreamRequest(strategy.topology, 1, seed=1, start_step=0, steps_per_epoch=steps)
+    batches = source.training(request).take(steps)
+    read = [int(number) for images, _ in batches for number in images.numpy().ravel()]
+    everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]
+    if sorted(everyone) != list(range(count)):
+        finding = f"{len(set(everyone))} of {count} samples were read, {len(everyone)} times"
+        raise CheckError(f"{finding}; look at data/")
+    return f"{count} samples over {hvd.size()} rank(s): each read once, by one rank"
+
+
+def _metrics(strategy: Strategy) -> str:
+    """Compares metrics on shards of different sizes with those of one process."""
+    generator = np.random.default_rng(5)
+    x = generator.normal(size=(51, 4)).astype("float32")
+    y = generator.integers(0, 3, 51)
+    # All ranks need one model, and `alone` is computed on each of them.
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=["accuracy"])
+    hvd.broadcast_variables(model.weights, 0)
+
+    # The last rank has most of the 51 examples, the others a few each (none in a large job).
+    few = 3 if hvd.size() < 16 else 0
+    own = np.split(np.arange(len(x)), few * np.arange(1, hvd.size()))[hvd.rank()]
+
+    shard = tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8)
+    together = strategy.evaluate(model, shard)
+    alone = model.evaluate(x, y, verbose=0, return_dict=True)
+    own_gap = max(abs(together[name] - alone[name]) for name in together)
+    gap = max(strategy.comm.gather(own_gap))
+    if gap > 1e-5:
+        finding = f"metrics over ranks differ from one process by {gap:.2g}"
+        raise CheckError(f"{finding}; they are not weighted by examples")
+    return f"uneven shards give one process's loss and accuracy to {gap:.1g}"
+
+
+def _checkpoint(strategy: Strategy) -> str:
+    """Writes and restores a checkpoint of a small model."""
+    keras.utils.set_random_seed(hvd.rank())
+    # Moving statistics are variables that no gradient touches.
+    layers = [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()]
+    model = keras.Sequential(layers)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam())
+    model.compile(optimizer, "mse", jit_compile=False)
+    hvd.broadcast_model(model)
+    return round_trip(model, strategy)
+
+
+def round_trip(model: keras.Model, strategy: Strategy) -> str:
+    """Writes a checkpoint, loses all variables, restores them and broadcasts (every rank).
+
+    The model's optimizer must be built. Its variables are unchanged afterwards.
+    """
+    variables = [*model.weights, *model.optimizer.variables]
+    before = fingerprint([variable.value for variable in variables])
+    saved: list[store.Checkpoint] = []
+
+    def write() -> None:
+        snapshot = store.snapshot(model, [store.rank_state(model)])
+        with tempfile.TemporaryDirectory() as folder:
+            path = writer.write(Path(folder), 1, snapshot, {})
+            saved.append(store.read(path))
+
+    # Only the chief touches the disk; the broadcast brings the values to the others.
+    strategy.comm.on_chief(write)
+    # On all ranks, so that nothing but the file can bring the values back.
+    for variable in variables:
+        variable.assign(keras.ops.zeros_like(variable.value))
+
+    strategy.comm.on_chief(lambda: store.restore(saved[0], model))
+    strategy.comm.broadcast_model(model)
+    after = strategy.comm.gather(fingerprint([variable.value for variable in variables]))
+    if after != [before] * len(after):
+        raise CheckError(
+            "variables differ after a checkpoint was written and restored; check the file system of /tmp",
+        )
+    steps = f"{len(variables)} variables written, lost, restored and broadcast"
+    return f"{steps}: the same bits on all ranks"
+
+
+class OwnRun:
+    """Data, plan and model of the run, built as the runner does (every rank)."""
+
+    def __init__(self, config: RunConfig, strategy: Strategy) -> None:
+        seed_everything(config, strategy.topology.rank)
+        self.config = config
+        self.strategy = strategy
+        self.source = strategy.comm.all_or_raise(lambda: open_source(config))
+        task = strategy.comm.all_or_raise(lambda: open_task(config, self.source))
+        self.plan, self.topology = plan_run(config, self.source, strategy)
+        self.model = strategy.comm.all_or_raise(
+            lambda: build_model(config, self.source, task, self.plan, strategy),
+        )
+        strategy.comm.broadcast_model(self.model)
+
+    def batches(self) -> tf.data.Dataset:
+        """This rank's first batches."""
+        stream = training_batches(self.source, self.plan, self.topology, self.config.seed, step=0)
+        return stream.take(min(BATCHES, self.plan.steps_per_epoch))
+
+
+def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
+    """The checks in an order in which an early failure explains later ones."""
+    run = OwnRun(config, strategy)
+
+    return {
+        f"data: {run.source.name}": partial(_data, run),
+        "step of your model": partial(_step, run),
+        "weights": partial(_weights, run),
+        "your checkpoint": partial(round_trip, run.model, strategy),
+    }
+
+
+def _data(run: OwnRun) -> str:
+    """Compares hashes of the examples of the first batches over all ranks."""
+    hashes: set[bytes] = set()
+    for batch in run.batches().as_numpy_iterator():
+        hashes.update(map(array_digest, zip(*tf.nest.flatten(batch))))
+    by_rank = run.strategy.comm.gather(hashes)
+    num_readers = Counter(digest for rank_hashes in by_rank for digest in rank_hashes)
+    num_shared = sum(count > 1 for count in num_readers.values())
+    # The shards' sizes are those that the run's steps are computed from.
+    sizes = run.source.shard_sizes("train", run.plan.size, run.topology.weights)
+    total = run.source.num_examples("train")
+    if sum(sizes) != total:
+        finding = f"shards of {sizes} examples are not the {total} of the data set"
+        raise CheckError(f"{finding}; look at shard_sizes")
+    if num_shared > MAX_SHARED_FRACTION * len(num_readers) and not run.source.same_on_all_ranks:
+        raise CheckError(
+            f"{num_shared} of {len(num_readers)} samples looked at are read by more than one rank; give each rank its "
+            "own part (topology.share), or set same_on_all_ranks on the data set if that is intended"
+        )
+
+    return (
+        f"{len(num_readers)} samples looked at, {num_shared} on more than one rank; "
+        f"shards of {min(sizes)} to {max(sizes)}"
+    )
+
+
+def _step(run: OwnRun) -> str:
+    """Compares the distributed step with a plain one on the mean of all ranks' gradients."""
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(next(iter(run.batches())))
+    model = run.model
+    comm = run.strategy.comm
+
+    @tf.function
+    def gradients() -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(inputs, targets, model(inputs, training=True), weights)
+        values = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        # Sparse gradients (of embeddings) become dense ones.
+        return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in values]
+
+    # A variable that the loss does not depend on has no gradient.
+    own = [None if gradient is None else gradient.numpy() for gradient in gradients()]
+    joint = [_mean(parts) for parts in zip(*comm.gather(own))]
+    # The plain step is that of the optimizer which the strategy would wrap.
+
+    copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
+    plain = build_optimizer(run.config, run.plan)
+    multiply_rates(plain, copies, factors_of(model, run.config.train.rates))
+    # Copies: the run's own variables take the distributed step below.
+    expected = _change(plain, joint, copies)
+    reductions_before = hvd.num_reductions(model.optimizer)
+    change = _change(model.optimizer, own, model.trainable_variables)
+    count = hvd.num_reductions(model.optimizer) - reductions_before
+    gap = max(comm.gather(largest_difference(change, expected)))
+    pairs = [pair for pair in zip(own, joint) if pair[0] is not None]
+    apart = max(comm.gather(largest_difference(*map(list, zip(*pairs)))))
+
+    if not count:
+        raise CheckError(
+            "the step reduced no gradient; wrap the optimizer in hvtrain.keras.DistributedOptimizer",
+        )
+    if gap > 1e-3:
+        finding = f"the step differs from a plain one on the mean gradient by {gap:.2g}"
+        raise CheckError(f"{finding}; look at strategy.distribute")
+    equality = f"equals a plain step on all ranks' mean gradient to {gap:.1g}"
+    return f"{equality}; own gradients differ from it by {apart:.1g}"
+
+
+def _mean(gradients: tuple[Any, ...]) -> Any:
+    """The mean over ranks of one variable's gradients; None if the loss does not depend on it."""
+    if gradients[0] is None:
+        return None
+    return np.mean(gradients, axis=0, dtype=gradients[0].dtype)
+
+
+def _change(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: list[Any],
+    variables: list[Any],
+) -> list[np.ndarray]:
+    """Takes one step and returns the changes of the variables.
+
+    gradients: of a loss before the optimizer's scale_loss.
+    """
+    # The run's own is built; a plain one is not.
+    if not optimizer.built:
+        optimizer.build(variables)
+
+    before = [variable.numpy() for variable in variables]
+    scale = float(optimizer.scale_loss(tf.constant(1.0)))
+    scaled = [None if part is None else tf.constant(part * scale, part.dtype) for part in gradients]
+    apply = tf.function(lambda: optimizer.apply(scaled, variables))
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    # With accumulation, the weights change only after so many calls.
+    for _ in range(inner.gradient_accumulation_steps or 1):
+        apply()
+
+    return [variable.numpy() - old for variable, old in zip(variables, before)]
+
+
+def _weights(run: OwnRun) -> str:
+    check = WeightCheck(run.model)
+    check("after one step of your model")
+    # Moving statistics of batch normalization differ between ranks until they are averaged.
+    check.average_untrained()
+    check("after their moving statistics were made equal", everything=True)
+    return f"equal on {run.plan.size} rank(s) after it, optimizer state too"
