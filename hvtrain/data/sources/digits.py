@@ -37,12 +37,15 @@ def digits(
     Raises:
         ConfigError: if num_test leaves too few images for testing or training.
     """
-    return ArraySource(
+    return _source(
         "digits",
-        _loader(num_test, lambda labels: labels),
+        lambda labels: labels,
+        num_test,
         num_classes=10,
         class_names=tuple("0123456789"),
-        **_image_options(num_validation, standardize, shift_pixels),
+        num_validation=num_validation,
+        standardize=standardize,
+        shift_pixels=shift_pixels,
     )
 
 
@@ -61,31 +64,28 @@ def digits_traits(
         columns = [np.isin(labels, members) for members in TRAITS.values()]
         return np.stack(columns, axis=1).astype(np.float32)
 
-    return ArraySource(
+    return _source(
         "digits_traits",
-        _loader(num_test, traits),
+        traits,
+        num_test,
         num_classes=None,
         more_facts={"label_names": tuple(TRAITS)},
-        **_image_options(num_validation, standardize, shift_pixels),
+        num_validation=num_validation,
+        standardize=standardize,
+        shift_pixels=shift_pixels,
     )
 
 
-def _image_options(num_validation: int, standardize: str, shift_pixels: int) -> dict[str, Any]:
-    """Returns the arguments that both sources give to ArraySource."""
-    return {
-        "image_shape": (8, 8, 1),
-        "origin": "inside scikit-learn",
-        "standardize": standardize,
-        "max_value": MAX_VALUE,
-        "num_validation": num_validation,
-        "shift_pixels": shift_pixels,
-    }
+def _source(
+    name: str,
+    targets_of: Callable[[np.ndarray], np.ndarray],
+    num_test: int,
+    **options: Any,
+) -> ArraySource:
+    """Makes a source of the images, with targets made from the labels.
 
-
-def _loader(num_test: int, targets_of: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Arrays]:
-    """Returns a function that loads the images, with targets made from the labels.
-
-    Raises ConfigError if num_test is out of range.
+    Raises:
+        ConfigError: if num_test is out of range.
     """
     if not 10 <= num_test <= NUM_DIGITS - 10:
         raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
@@ -100,7 +100,14 @@ def _loader(num_test: int, targets_of: Callable[[np.ndarray], np.ndarray]) -> Ca
             "test": (images[is_test], targets[is_test]),
         }
 
-    return load
+    return ArraySource(
+        name,
+        load,
+        image_shape=(8, 8, 1),
+        origin="inside scikit-learn",
+        max_value=MAX_VALUE,
+        **options,
+    )
 
 
 def read() -> tuple[np.ndarray, np.ndarray]:
