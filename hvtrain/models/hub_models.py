@@ -134,6 +134,7 @@ def _classes(hub: ModuleType) -> dict[str, Any]:
 def _find_class(hub: ModuleType, name: str) -> Any:
     classes = _classes(hub)
     if name not in classes:
+        # Without a near one, two that show what such names look like.
         nearest = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
         raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; the nearest: {', '.join(nearest)}")
     chosen = classes[name]
@@ -177,6 +178,7 @@ def _new_backbone(
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model.backbone", options, parameters)
     known = {key: value for key, value in facts.items() if value is not None}
+    # The user's options win over the facts of the data set.
     options = {key: value for key, value in known.items() if key in parameters} | options
     # Fixed names, here and for tasks, so that variables have the same paths in each build.
     return kind(name="backbone", dtype=keras.config.dtype_policy(), **options)
@@ -257,7 +259,11 @@ def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tu
     expected = dict(network.input) if has_names else {"image": network.input}
     data_inputs = inputs
     if not isinstance(inputs, Mapping):
-        data_inputs = {TOKENS if TOKENS in expected else next(iter(expected)): inputs}
+        name = next(iter(expected))
+        # A text model also takes a mask and the like, which are derived.
+        if TOKENS in expected:
+            name = TOKENS
+        data_inputs = {name: inputs}
 
     named = dict(data_inputs)
     for name in expected:

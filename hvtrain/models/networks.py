@@ -21,8 +21,8 @@ STAGES = (16, 32, 64)
 BLOCKS = ((128,), (256, 256), (512, 512))
 # Pixels on a side, in every convolution of separable_cnn.
 KERNEL = 3
-# Of ImageNet's training images, red, green and blue, scaled to 0 ... 1, as in fb.resnet.torch, whose preprocessing
-# Goyal et al. follow.
+# Of ImageNet's training images, red, green and blue, scaled to 0 ... 1, as in fb.resnet.torch, whose
+# preprocessing Goyal et al. follow.
 COLOR_MEANS = (0.485, 0.456, 0.406)
 COLOR_VARIANCES = (0.229**2, 0.224**2, 0.225**2)
 
@@ -266,10 +266,10 @@ def application(
 
 
 def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> keras.Model:
-    """ResNet-50 as Goyal et al. 2017 train it (arXiv:1706.02677, section 5.1), from RGB images of 0 ... 1.
+    """ResNet-50 for RGB images of 0 ... 1, as Goyal et al. 2017 train it on ImageNet.
 
-    25,557,032 trainable parameters on 1000 classes. It differs from keras.applications.ResNet50, which is
-    He et al. 2015's, in these points:
+    See arXiv:1706.02677, section 5.1. 25,557,032 trainable parameters on 1000 classes. It differs
+    from keras.applications.ResNet50, which is that of He et al. 2015, in these points:
     - a stage halves the image in its first 3x3 convolution, not in the 1x1 before it;
     - convolutions have no biases, since batch normalization follows them;
     - the last batch normalization of a block begins with a gamma of 0, so that the block begins as

@@ -166,6 +166,7 @@ class Multilabel(Task):
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         targets, logits = draw_classes(self.output_shape(source), 2)
+        # Of the two logits that are drawn, a label needs one.
         return targets.astype(np.float32), logits[..., 0]
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
@@ -281,6 +282,7 @@ def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.L
         if len(y_true.shape) < len(y_pred.shape):
             if not label_smoothing:
                 return base.call(self, y_true, y_pred)
+            # Smoothing spreads a share over all classes, which an index cannot hold.
             y_true = keras.ops.one_hot(y_true, y_pred.shape[-1])
         return keras.losses.categorical_crossentropy(y_true, y_pred, self.from_logits, label_smoothing)
 
@@ -337,6 +339,7 @@ def _worst_errors(
     names: Sequence[str],
 ) -> list[Figure]:
     """Errors with the lowest probability of the true class; an empty list if there is no error."""
+    # In logarithms, which tell very small probabilities apart.
     of_true_class = log_probabilities[np.arange(len(targets)), targets]
     # Stable, so that ties keep the order of the examples.
     order = np.argsort(of_true_class, kind="stable").tolist()
