@@ -34,6 +34,12 @@ def net(seed, **compiled):
     return model
 
 
+def in_place():
+    variables = [keras.Variable([RANK + 3.0]), tf.Variable([RANK + 4.0])]
+    values = hvd.broadcast_(variables, 0)
+    return [float(value.numpy()[0]) for value in (*values, *variables)]
+
+
 def collectives():
     gathered = hvd.allgather(np.full((RANK + 1, 2), RANK, "float32"))
     return {
@@ -42,6 +48,8 @@ def collectives():
         "gathered_rows": list(gathered.shape),
         "broadcast": float(hvd.broadcast(np.float32(RANK + 7), 0)),
         "object": hvd.broadcast_object({"from": RANK}, 0),
+        "object by a function": hvd.broadcast_object_fn()({"from": RANK}),
+        "in place": in_place(),
         "objects": hvd.allgather_object(RANK),
         "sums": [array.tolist() for array in sum_arrays([np.array([1, RANK]), np.array(2.5)])],
     }
