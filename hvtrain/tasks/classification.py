@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvtrain.core.figures import Figure, Matrix, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
-from hvtrain.step.joint_loss import subclass_under_its_name
+from hvtrain.step.joint_loss import is_taking_gradients, subclass_under_its_name
 from hvtrain.tasks.examples import ReviewedExamples, as_bytes, draw_classes, png
 from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
 
@@ -28,8 +28,8 @@ class Classification(Task):
     Args:
         loss: Default: cross-entropy of the logits.
         metrics: Default: accuracy.
-        label_smoothing: Part of each target that the loss spreads over all classes (Szegedy et al.
-            2015, arXiv:1512.00567, section 7), in validation and test too, as Keras's losses do.
+        label_smoothing: Part of each target that the loss of training spreads over all classes
+            (Szegedy et al. 2015, arXiv:1512.00567, section 7).
 
     Example:
 
@@ -55,8 +55,6 @@ class Classification(Task):
         if not 0 <= label_smoothing < 1:
             raise ConfigError(f"task.label_smoothing={label_smoothing} is out of range; it must be from 0 to below 1")
         self.label_smoothing = label_smoothing
-        if label_smoothing:
-            self.loss = with_soft_targets(self.loss, label_smoothing)
 
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -85,8 +83,7 @@ class Classification(Task):
         return tf.argmax(targets, axis=-1, output_type=tf.int32)
 
     def soft_loss(self) -> Losses:
-        # A loss that smooths takes mixed targets already.
-        return self.loss if self.label_smoothing else with_soft_targets(self.loss)
+        return with_soft_targets(self.loss, self.label_smoothing)
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         return draw_classes((), *self.output_shape(source))
@@ -262,7 +259,7 @@ def class_names(source: Source, number: int) -> list[str]:
 
 
 def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.Loss:
-    """Extends the sparse cross-entropy to targets that mix several classes, and smooths them.
+    """Extends the sparse cross-entropy to targets that mix several classes, and smooths them in training.
 
     Targets of the same rank as the outputs hold each class's share; others are class indices. Keras
     saves the result as the plain loss.
@@ -279,12 +276,14 @@ def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.L
         )
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
+        # Losses of validation and test stay comparable with those of other runs and saved models.
+        smoothing = label_smoothing if is_taking_gradients() else 0.0
         if len(y_true.shape) < len(y_pred.shape):
-            if not label_smoothing:
+            if not smoothing:
                 return base.call(self, y_true, y_pred)
             # Smoothing spreads a share over all classes, which an index cannot hold.
             y_true = keras.ops.one_hot(y_true, y_pred.shape[-1])
-        return keras.losses.categorical_crossentropy(y_true, y_pred, self.from_logits, label_smoothing)
+        return keras.losses.categorical_crossentropy(y_true, y_pred, self.from_logits, smoothing)
 
     # Copies the attributes of the loss, whatever the arguments it was made with.
     extended: Any = object.__new__(subclass_under_its_name(base, call=call))

@@ -55,6 +55,8 @@ class Task(ABC):
     best: str = "loss"
     loss_weights: Mapping[str, float] | None = None
     """Factors of the losses, by output."""
+    label_smoothing: float = 0.0
+    """Part of each target that training spreads over all classes."""
     output_is_free: ClassVar[bool] = False
     """True if the model may have any outputs, and losses of its own."""
     has_classes: ClassVar[bool] = False
@@ -248,7 +250,7 @@ class Task(ABC):
             jit_compile: Never "auto", which would turn XLA on wherever there is a GPU.
             weighted: Batches carry weights, and the metrics count with them.
             distribute_loss: The strategy's change of a loss, for a model that trains.
-            soft_targets: Training may mix targets.
+            soft_targets: Training may mix or smooth targets.
         """
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if model.dtype_policy.name == "mixed_float16" and not is_scaled:

@@ -150,7 +150,7 @@ def build_model(
             config.train.jit_compile,
             weighted=len(source.element_spec) > 2,
             distribute_loss=strategy.distribute_loss,
-            soft_targets=bool(source.augmentation and source.augmentation.mixes),
+            soft_targets=bool(task.label_smoothing or (source.augmentation and source.augmentation.mixes)),
         )
         factors = factors_of(model, config.train.rates)
         multiply_rates(model.optimizer, model.trainable_variables, factors)

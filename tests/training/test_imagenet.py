@@ -48,8 +48,11 @@ def picture(number, rng):
     pixels[PATTERNS[number // 5](rows, columns)] = COLORS[number % 5]
     image = Image.fromarray(pixels.astype(np.uint8))
     file = io.BytesIO()
-    # A few of ImageNet's JPEGs are CMYK.
-    (image.convert("CMYK") if rng.random() < 0.02 else image).save(file, "JPEG")
+    # Some of ImageNet's JPEGs are CMYK, and one is a PNG.
+    kind = rng.random()
+    if kind < 0.02:
+        image = image.convert("CMYK")
+    image.save(file, "PNG" if kind > 0.98 else "JPEG")
     return file.getvalue()
 
 
