@@ -369,7 +369,8 @@ def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: boo
         path += "/"
         if delete:
             options.append("--delete")
-    return f"on {first}: {shlex.join(['rsync', *options, path, f'{host}:{path}'])}"
+    command = shlex.join(["rsync", *options, path, f"{host}:{path}"])
+    return f"on {first}: {command}"
 
 
 def environment(facts: Facts) -> str:
