@@ -187,9 +187,7 @@ def restore(model: keras.Model, saved: ResumePoint | None, comm: Comm, options: 
     weights = options.weights
     if saved is None and weights:
         comm.on_chief(lambda: begin_with(model, weights, options.weights_except or ()))
-    start = resume(model, saved, comm)
-    comm.broadcast_model(model)
-    return start
+    return resume(model, saved, comm)
 
 
 def fit(context: RunContext, start: Start, tracking: Tracking) -> None:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes 
 
 ARRAYS = "state.safetensors"
 META = "meta.json"
+MEMORY = "memory/"
+"""Begins the names of a rank's arrays that rank_memory returned."""
+SAME = f"{MEMORY}same/"
+"""Begins the names of those that are equal on all ranks."""
 SUMS = "SHA256SUMS"
 _NAME = re.compile(r"step-([0-9]{8,})")
 
@@ -259,6 +263,32 @@ def restore_rank(state: dict[str, np.ndarray], model: "keras.Model") -> None:
         if name in state:
             _compare("the checkpoint", (name, state[name]), (name, variable))
             variable.assign(state[name])
+
+
+def keeps_memory(model: "keras.Model") -> bool:
+    """Returns True if rank_memory has something to save, on all ranks or on none."""
+    return bool(_memory_variables(model))
+
+
+def rank_memory(model: "keras.Model", is_chief: bool) -> dict[str, np.ndarray]:
+    """Returns what the ranks' exchange keeps on this rank, as large as the weights; mostly nothing.
+
+    Of what is equal on all ranks only the chief's is returned.
+    """
+    variables = _memory_variables(model)
+    return {name: variable.numpy() for name, variable in variables.items() if is_chief or not name.startswith(SAME)}
+
+
+def restore_memory(memory: dict[str, np.ndarray], model: "keras.Model") -> None:
+    """Sets what rank_memory returned. What another strategy kept is left out."""
+    for name, variable in _memory_variables(model).items():
+        if name in memory and memory[name].shape == tuple(variable.shape):
+            variable.assign(memory[name])
+
+
+def _memory_variables(model: "keras.Model") -> dict[str, Any]:
+    variables = getattr(model.optimizer, "rank_variables", {})
+    return {f"{MEMORY}{name}": variable for name, variable in variables.items()}
 
 
 def _variables(model: "keras.Model") -> dict[str, Any]:

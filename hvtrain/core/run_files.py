@@ -18,6 +18,7 @@ from hvtrain.core.files import (
     write_json,
 )
 from hvtrain.errors import StorageError
+from hvtrain.system.text import human_bytes
 
 RESULT_FILE = "result.json"
 HISTORY_FILE = "history.csv"
@@ -205,7 +206,11 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
     steps = numbers["steps"]
     parts = []
     if ranks > 1:
-        parts.append(f"reductions {numbers['reductions']:,} of {steps:,} steps")
+        synchronizations = numbers.get("synchronizations")
+        if synchronizations:
+            parts.append(f"weights brought together {synchronizations:,} times in {steps:,} steps")
+        else:
+            parts.append(f"reductions {numbers['reductions']:,} of {steps:,} steps")
         checks = numbers["weight_checks"]
         if checks:
             parts.append(f"weights equal on {ranks}/{ranks} ranks ({checks:,} check{'s' * (checks != 1)})")
@@ -225,4 +230,8 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
         skipped = numbers.get("skipped")
         left_out = f", but for {skipped:,} that cannot be read" if skipped else ""
         parts.append(f"{seen} of {numbers['examples']:,} samples seen once per epoch{left_out}")
+    sent_bytes = numbers.get("sent_bytes")
+    if sent_bytes:
+        moment = "at a time" if numbers.get("synchronizations") else "in a step"
+        parts.append(f"{human_bytes(sent_bytes)} sent by each rank {moment}")
     return "; ".join(parts) or "one rank, less than an epoch: nothing to prove"

@@ -8,7 +8,6 @@ state) is implemented here.
 from horovod.tensorflow import (
     Adasum,
     Average,
-    Compression,
     Max,
     Min,
     Product,
@@ -80,7 +79,9 @@ from hvtrain.keras.collectives import (
     reducescatter,
     steps_per_epoch,
 )
+from hvtrain.keras.compression import Compression
 from hvtrain.keras.devices import pin_gpu
+from hvtrain.keras.local_steps import DiLoCo, LocalSGD, synchronize
 from hvtrain.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
@@ -103,11 +104,13 @@ __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "Compression",
+    "DiLoCo",
     "DistributedGradientTape",
     "DistributedLoss",
     "DistributedOptimizer",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LocalSGD",
     "Max",
     "MetricAverageCallback",
     "Min",
@@ -180,4 +183,5 @@ __all__ = [
     "start_timeline",
     "steps_per_epoch",
     "stop_timeline",
+    "synchronize",
 ]

@@ -83,6 +83,17 @@ class Distributed:
     def variables(self) -> list[Any]:
         return VariableList(super().variables)  # type: ignore[misc]
 
+    @property
+    def rank_variables(self) -> dict[str, Any]:
+        """State that an optimizer of Keras would not have: see CompressedReduction.prepare."""
+        compressed = self._hvtrain.reducer.compressed
+        return dict(compressed.memory) if compressed else {}
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)  # type: ignore[misc]
+        if self._hvtrain.reducer.compressed:
+            self._hvtrain.reducer.compressed.prepare(list(variables))
+
     def __reduce__(self) -> Any:
         """Pickles and copies as the plain class, as Keras does; the copy reduces too."""
         if self._hvtrain.reducer.names_variables:
@@ -210,7 +221,7 @@ class DistributedLossScale(Distributed):
                 "them by a scale that they do not have; call optimizer.scale_loss(loss) before the gradient"
             )
         if not self.built:
-            self.build(variables)  # type: ignore[attr-defined]
+            self.build(variables)
             self.built = True
         return self.inner_optimizer.apply(grads, variables)  # type: ignore[attr-defined]
 

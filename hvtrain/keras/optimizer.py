@@ -70,7 +70,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         optimizer: any keras.optimizers.Optimizer, built or not.
         name: new name of the optimizer.
         op: Average, Sum or Adasum (Maleki et al. 2020), over the ranks.
-        compression: Compression.none or Compression.fp16 on the wire.
+        compression: Compression.none, fp16, bf16, int8 or powersgd(rank) on the wire; the last two
+            keep what they lose, and add it to the next gradient.
         sparse_as_dense: reduce IndexedSlices as dense tensors.
         gradient_predivide_factor: divide by it before and multiply after the sum; needs op=Average.
         backward_passes_per_step: accumulate that many batches for each step (Keras's
@@ -104,7 +105,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     # Every argument but these two, to wrap copies of the optimizer in the same way.
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
-    _check_is_plain(optimizer)
+    check_is_plain(optimizer)
     if check_finite and process_set is not None:
         raise ValueError("check_finite=True needs gradients that all ranks share; leave process_set out")
 
@@ -151,6 +152,12 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             f"{inner.gradient_accumulation_steps}; accumulate with one of Keras's own optimizers, or leave it out"
         )
 
+    if is_scaled and getattr(compression, "keeps_errors", False):
+        raise ValueError(
+            f"Compression.{compression.name} keeps errors, whose unit a changing loss scale would change; use "
+            "Compression.bf16, or the policy mixed_bfloat16"
+        )
+
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
     if not accumulates:
@@ -163,7 +170,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     return optimizer
 
 
-def _check_is_plain(optimizer: Any) -> None:
+def check_is_plain(optimizer: Any) -> None:
     """Raises TypeError unless it is an optimizer of Keras 3, ValueError if it is distributed."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3")

@@ -16,6 +16,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
+from hvtrain.core.topology import Topology
 from hvtrain.errors import RankError
 from hvtrain.system import console, host_facts, resources
 from hvtrain.system.resources import physical_gpus
@@ -187,4 +188,45 @@ def _explain_lost_ranks(error_type: type[BaseException], error: BaseException, t
             "failed, its error is the cause. If it only ended, it had fewer batches: pass fit the same "
             "steps_per_epoch on all ranks (hvtrain.keras.steps_per_epoch(number of batches) is the smallest)",
             file=sys.stderr,
+        )
+
+
+def check_adasum(process_set: Any, device_dense: str) -> None:
+    """Raises ValueError unless Horovod's Adasum (Maleki et al. 2020) can reduce on these ranks."""
+    if process_set.process_set_id not in (None, 0):
+        raise ValueError("Adasum works over all ranks only; leave process_set out")
+    topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+    has_gpu = bool(hvd.nccl_built() and tf.config.get_visible_devices("GPU"))
+    on_gpus = has_gpu and "cpu" not in device_dense.lower()
+    check_adasum_topology(topology, on_gpus, hvd.is_homogeneous())
+    if topology.size > 1 and not hvd.mpi_enabled():
+        raise ValueError("Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun")
+
+
+def check_adasum_topology(topology: Topology, on_gpus: bool, hosts_are_equal: bool) -> None:
+    """Raises ValueError where Horovod would fail in MPI, or silently combine the wrong ranks.
+
+    Rank r exchanges with r ^ 1, r ^ 2, r ^ 4 ... (horovod/common/ops/adasum/adasum.h). On GPUs NCCL
+    takes the mean inside a host and the exchange begins with r ^ local_size, which has to be the
+    same local rank of another host.
+
+    Args:
+        topology: this rank's.
+        on_gpus: NCCL reduces.
+        hosts_are_equal: all hosts have the same number of ranks. With 2, 4, 8, ... ranks the number
+            of hosts is then 1, 2, 4, ... too.
+    """
+    size = topology.size
+    if size & (size - 1):
+        raise ValueError(f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks")
+    if on_gpus and not hosts_are_equal:
+        raise ValueError(
+            "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and "
+            f"{topology.local_size} of {size} are on {topology.host}; use op=Average, or other -H"
+        )
+    if on_gpus and topology.rank % topology.local_size != topology.local_rank:
+        raise ValueError(
+            f"Adasum on GPUs needs ranks numbered host by host and rank {topology.rank} is local rank "
+            f"{topology.local_rank} of {topology.local_size} on {topology.host}; "
+            "start them with horovodrun or mpirun --map-by slot"
         )

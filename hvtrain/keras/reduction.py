@@ -16,8 +16,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
-from hvtrain.core.topology import Topology
 from hvtrain.errors import RankError
+from hvtrain.keras.compression import CompressedReduction, Compression, WireFormat, sent_bytes
 from hvtrain.keras.gradients import (
     compare_structure,
     map_values,
@@ -26,6 +26,7 @@ from hvtrain.keras.gradients import (
     variable_id,
 )
 from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
+from hvtrain.keras.process import check_adasum
 from hvtrain.step.step_timing import StepMarks
 
 # Types of Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T). Others
@@ -76,7 +77,7 @@ class Reducer:
     """
 
     op: int = hvd.Average
-    compression: Any = hvd.Compression.none
+    compression: Any = Compression.none
     sparse_as_dense: bool = False
     groups: int | list[list[Any]] | None = None
     bucket_bytes: int = 0
@@ -89,6 +90,8 @@ class Reducer:
     message_name: str = ""
     # Reductions that this rank has run.
     count: tf.Variable = field(default_factory=new_counter)
+    # Bytes of dense gradients that this rank sends in a step. Known once a step is traced.
+    sent_bytes: float = 0.0
     # Calls from Python: one for each step that is traced or runs eagerly.
     num_calls: int = 0
     # Travels with the first group, or by itself if all gradients are sparse.
@@ -104,13 +107,21 @@ class Reducer:
         self.process_set = self.process_set or hvd.global_process_set
         self._divides_losses = False
         self._local: set[int] = set()
+        self.compressed: CompressedReduction | None = None
 
         if self.predivide_factor != 1.0 and self.op != hvd.Average:
             raise ValueError("gradient_predivide_factor needs op=Average; leave one of the two out")
         if self.op not in _OP_NAMES:
             raise ValueError("gradients are reduced by Average, Sum or Adasum; choose one of these as op")
         if self.op == hvd.Adasum:
-            _check_adasum(self.process_set, self.device_dense)
+            check_adasum(self.process_set, self.device_dense)
+        if isinstance(self.compression, WireFormat):
+            if self.op == hvd.Adasum or self.predivide_factor != 1.0:
+                raise ValueError(
+                    f"Compression.{self.compression.name} averages gradients by itself, so it works with neither "
+                    "op=Adasum nor gradient_predivide_factor; leave one of the two out"
+                )
+            self.compressed = CompressedReduction(self.compression, self.process_set)
         groups = self.groups
         if not (groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
             raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
@@ -154,7 +165,7 @@ class Reducer:
         scale_loss, as in Keras's own train_step. Has no effect if values are compressed on the
         wire, where smaller ones would lose digits.
         """
-        if self.op == hvd.Average and self.predivide_factor == 1.0 and self.compression is hvd.Compression.none:
+        if self.op == hvd.Average and self.predivide_factor == 1.0 and self.compression is Compression.none:
             self.op = hvd.Sum
             self._divides_losses = True
 
@@ -188,6 +199,8 @@ class Reducer:
         # Without variables the ranks compare types and shapes alone.
         variables = list(variables or [None] * len(reduced))
         is_local = [variable_id(variable) in self._local for variable in variables]
+        if self.compressed:
+            self.compressed.prepare(variables)
         for i, gradient in enumerate(reduced):
             if is_local[i] and gradient is not None:
                 reduced[i] = self._scale_local(gradient)
@@ -201,9 +214,10 @@ class Reducer:
         overwriting = [i for i in shared if overwrites(variables[i])]
         dense = [i for i in shared if i not in [*sparse, *overwriting]]
         groups = self._in_groups(dense, reduced, variables)
+        self.sent_bytes = sent_bytes([reduced[i] for i in dense], self.compression, self.process_set.size())
 
         ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
-        done = self._reduce_dense(reduced, groups)
+        done = self._reduce_dense(reduced, groups, variables)
         if overwriting:
             reduced = self.maxima(reduced, variables)
         for i in sparse:
@@ -244,7 +258,7 @@ class Reducer:
     def _compare(self, gradients: list[Any], variables: list[Any]) -> None:
         """Raises RankError unless all ranks will reduce the same gradients in the same way."""
         groups = [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups
-        compression = getattr(self.compression, "__name__", type(self.compression).__name__)
+        compression = getattr(self.compression, "__name__", self.compression)
         settings = (
             f"op={_OP_NAMES[self.op]}, compression={compression}, groups={groups}, bucket_bytes={self.bucket_bytes}, "
             f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, stop_flag={self.flag is not None}"
@@ -289,22 +303,31 @@ class Reducer:
                 groups += [same_type[start : start + length] for start in range(0, len(same_type), length)]
         return groups
 
-    def _reduce_dense(self, gradients: list[Any], groups: list[list[int]]) -> list[Any]:
+    def _reduce_dense(self, gradients: list[Any], groups: list[list[int]], variables: list[Any]) -> list[Any]:
         """Reduces the groups in place, and the flag with them; returns the flag's update."""
         done = []
+        # One element more in a message that is sent anyway; among compressed ones it could get lost.
+        flag = self.flag if groups and not self.compressed else None
         for number, group in enumerate(groups):
             tensors = [gradients[i] for i in group]
-            # One element more in a message that is sent anyway.
-            if self.flag and number == 0:
-                tensors.append(self.flag.own(tensors[0].dtype))
-            values = self._reduce_group(tensors, f"{self.name}_{number}")
-            if self.flag and number == 0:
-                done.append(self.flag.update(values.pop()))
+            name = f"{self.name}_{number}"
+            if self.compressed:
+                means = self.compressed(tensors, [variables[i] for i in group], name)
+                factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
+                values = [mean * tf.cast(factor, mean.dtype) for mean in means]
+            elif flag and number == 0:
+                tensors.append(flag.own(tensors[0].dtype))
+                values = self._reduce_group(tensors, name)
+                done.append(flag.update(values.pop()))
+            else:
+                values = self._reduce_group(tensors, name)
             for i, value in zip(group, values):
                 gradients[i] = value
-        if self.flag and not groups:
+        if self.flag and not flag:
             (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
             done.append(self.flag.update(value))
+        if self.compressed:
+            done += self.compressed.end_step()
         return done
 
     def _reduce_group(self, tensors: list[Any], name: str) -> list[Any]:
@@ -313,7 +336,7 @@ class Reducer:
             tensors = [tf.cast(tensor, tf.float32) for tensor in tensors]
         options = {
             "op": self.op,
-            "compression": self.compression,
+            "compression": Compression.none if self.compressed else self.compression,
             "prescale_factor": 1.0 / self.predivide_factor,
             "postscale_factor": self.predivide_factor * self.scale,
             "process_set": self.process_set,
@@ -351,44 +374,3 @@ class Reducer:
         if self.scale_local_gradients:
             factor /= self.process_set.size()
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
-
-
-def _check_adasum(process_set: Any, device_dense: str) -> None:
-    """Raises ValueError unless Horovod's Adasum (Maleki et al. 2020) can reduce on these ranks."""
-    if process_set.process_set_id not in (None, 0):
-        raise ValueError("Adasum works over all ranks only; leave process_set out")
-    topology = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
-    has_gpu = bool(hvd.nccl_built() and tf.config.get_visible_devices("GPU"))
-    on_gpus = has_gpu and "cpu" not in device_dense.lower()
-    check_adasum_topology(topology, on_gpus, hvd.is_homogeneous())
-    if topology.size > 1 and not hvd.mpi_enabled():
-        raise ValueError("Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun")
-
-
-def check_adasum_topology(topology: Topology, on_gpus: bool, hosts_are_equal: bool) -> None:
-    """Raises ValueError where Horovod would fail in MPI, or silently combine the wrong ranks.
-
-    Rank r exchanges with r ^ 1, r ^ 2, r ^ 4 ... (horovod/common/ops/adasum/adasum.h). On GPUs NCCL
-    takes the mean inside a host and the exchange begins with r ^ local_size, which has to be the
-    same local rank of another host.
-
-    Args:
-        topology: this rank's.
-        on_gpus: NCCL reduces.
-        hosts_are_equal: all hosts have the same number of ranks. With 2, 4, 8, ... ranks the number
-            of hosts is then 1, 2, 4, ... too.
-    """
-    size = topology.size
-    if size & (size - 1):
-        raise ValueError(f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks")
-    if on_gpus and not hosts_are_equal:
-        raise ValueError(
-            "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and "
-            f"{topology.local_size} of {size} are on {topology.host}; use op=Average, or other -H"
-        )
-    if on_gpus and topology.rank % topology.local_size != topology.local_rank:
-        raise ValueError(
-            f"Adasum on GPUs needs ranks numbered host by host and rank {topology.rank} is local rank "
-            f"{topology.local_rank} of {topology.local_size} on {topology.host}; "
-            "start them with horovodrun or mpirun --map-by slot"
-        )

@@ -38,6 +38,11 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
         tape = hvd.DistributedGradientTape(tape)
         gradients = tape.gradient(value, model.trainable_variables)
     """
+    if getattr(compression, "keeps_errors", False):
+        raise ValueError(
+            f"Compression.{compression.name} keeps errors from step to step, for which a tape has no home; use a "
+            "DistributedOptimizer, or Compression.bf16"
+        )
     gradtape.__class__ = type("DistributedGradientTape", (_ReducesGradients, type(gradtape)), {})
     gradtape._hvtrain_local = {}
     gradtape._hvtrain_options = {

@@ -85,6 +85,12 @@ def forecast(
     Raises:
         ConfigError, DataError: As the run itself would.
     """
+    for name in ("compression", "every"):
+        value = config.strategy.get(name, "none")
+        if value != "none":
+            raise ConfigError(
+                f"plan predicts steps that reduce whole gradients, and strategy.{name}={value} is set; leave it out"
+            )
     # As in the run: building a model draws random numbers.
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)

@@ -143,6 +143,9 @@ class Strategy:
     # How a run under this strategy differs from the same run under others, for the summary and the
     # record.
     differences: Sequence[str] = ()
+    # Steps from one moment with equal weights on all ranks to the next, and how many were counted.
+    sync_every: int = 1
+    num_synchronizations: int = 0
     # For each worker of parameter servers, how many of this start's steps took a gradient of it;
     # empty without them.
     steps_by_worker: Sequence[int] = ()
@@ -252,7 +255,7 @@ class Strategy:
         return loop.make_steps(model, iterator, self.marks, self.train_step(model))
 
     def settle(self) -> None:
-        """Brings the model up to date at the end of an epoch. Not collective."""
+        """Brings the model up to date at the end of an epoch (every rank)."""
 
     def check_plan(self, plan: StepPlan) -> None:
         """Raises ConfigError for batches that this strategy cannot take. Not collective."""

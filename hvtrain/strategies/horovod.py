@@ -23,6 +23,7 @@ from hvtrain.watchdog.processes import resume_advice
 from hvtrain.watchdog.progress import EXCHANGE
 
 MIB = 1 << 20
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "powersgd")
 
 # Horovod passes NCCL's text on: "ncclCommInitRank failed: ...", "NCCL async error: ...".
 _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
@@ -68,7 +69,9 @@ class HorovodStrategy(Strategy):
     """The default strategy, also with one rank and no launcher.
 
     Args:
-        compression: "none" or "fp16", the type of gradients on the wire.
+        compression: how gradients travel: "none", "fp16", "bf16", "int8" or "powersgd".
+        rank: columns of PowerSGD's matrices.
+        whole_steps: first steps in which PowerSGD's gradients travel as they are.
         share_gpus: let several ranks of a host use one GPU (for experiments).
         bucket_mib: size of the messages in which gradients are reduced while others are computed;
             0: all in one.
@@ -81,15 +84,25 @@ class HorovodStrategy(Strategy):
         share_gpus: bool = False,
         bucket_mib: float = 25,
         pin_cores: bool = True,
+        rank: int = 4,
+        whole_steps: int = 100,
     ) -> None:
         super().__init__()
-        if compression not in ("none", "fp16"):
-            raise ConfigError(f"strategy.compression={compression} is not one of none, fp16")
+        if compression not in COMPRESSIONS:
+            raise ConfigError(f"strategy.compression={compression} is not one of {', '.join(COMPRESSIONS)}")
+        if rank < 1 or whole_steps < 0:
+            raise ConfigError(
+                f"strategy.rank={rank} and strategy.whole_steps={whole_steps} are out of range; they must be at least "
+                "1 and 0"
+            )
         if not isinstance(bucket_mib, (int, float)) or not 0 <= bucket_mib < float("inf"):
             raise ConfigError(
                 f"strategy.bucket_mib={bucket_mib} is out of range; give a size in MiB, or 0 for one message"
             )
         self.compression = getattr(hvd.Compression, compression)
+        if compression == "powersgd":
+            self.compression = hvd.Compression.powersgd(rank, whole_steps)
+        self.compression_name = compression
         self.bucket_bytes = int(bucket_mib * MIB)
         self.share_gpus = share_gpus
         self.pin_cores = pin_cores
@@ -133,6 +146,12 @@ class HorovodStrategy(Strategy):
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
+        if self._keeps_errors and keras.config.dtype_policy().name == "mixed_float16":
+            # They would be in the unit of a loss scale that changes.
+            raise ConfigError(
+                f"strategy.compression={self.compression.name} and train.precision=mixed_float16 exclude each other; "
+                "choose strategy.compression=bf16 or train.precision=mixed_bfloat16"
+            )
         distributed = hvd.DistributedOptimizer(
             optimizer,
             compression=self.compression,
@@ -185,10 +204,18 @@ class HorovodStrategy(Strategy):
         advice = resume_advice(self.watchdog.folder)
         return LostRankError(f"NCCL lost the connection between ranks ({nccl_error[0]}); {advice}")
 
+    @property
+    def _keeps_errors(self) -> bool:
+        return getattr(self.compression, "keeps_errors", False)
+
     def description(self) -> str:
         if hvd.size() == 1:
             return "Horovod, alone"
-        return "Horovod on MPI" if hvd.mpi_enabled() else "Horovod on Gloo"
+        transport = "MPI" if hvd.mpi_enabled() else "Gloo"
+        if self.compression is hvd.Compression.none:
+            return f"Horovod on {transport}"
+        errors = ", errors kept" if self._keeps_errors else ""
+        return f"Horovod on {transport}, gradients as {self.compression_name}{errors}"
 
 
 class ElasticMembership(Resets, Membership):
@@ -224,6 +251,11 @@ class ElasticStrategy(HorovodStrategy):
 
     def __init__(self, commit_steps: int = 100, **horovod: Any) -> None:
         super().__init__(**horovod)
+        if self._keeps_errors:
+            raise ConfigError(
+                f"strategy=elastic and strategy.compression={self.compression.name} exclude each other, since errors "
+                "of ranks that leave would be lost; choose bf16 or strategy=horovod"
+            )
         if commit_steps < 1:
             raise ConfigError(f"strategy.commit_steps={commit_steps} is out of range; it must be at least 1")
         self.membership = ElasticMembership(commit_steps)

@@ -52,8 +52,7 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     """Restores the chief's model and each rank's own state; returns the run's start (every rank).
 
     Args:
-        model: The model, with the optimizer built. The other ranks get the weights by a broadcast
-            after this.
+        model: The model, with the optimizer built. The other ranks get the weights by a broadcast.
         saved: The checkpoint, see check_fits; None: nothing is restored.
         comm: The collectives of the current ranks.
 
@@ -61,10 +60,11 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
         CheckpointError: The checkpoint is of another model.
     """
     size = comm.topology.size
+    memories: list[Arrays] = []  # By rank, on the chief alone, since they may be large.
 
-    def restore() -> tuple[Start, list[Arrays]]:
+    def restore() -> tuple[Start, list[Arrays], bool]:
         if saved is None or saved.checkpoint is None:
-            return Start(), [{}] * size
+            return Start(), [{}] * size, False
         checkpoint = saved.checkpoint
         store.restore(checkpoint, model)
         start = Start(
@@ -76,13 +76,24 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
             callbacks=checkpoint.callbacks(),
             unlogged=checkpoint.unlogged(),
         )
-        return start, states_on(size, [checkpoint.rank_state(rank) for rank in range(start.num_ranks)])
+        states = [checkpoint.rank_state(rank) for rank in range(start.num_ranks)]
+        memories.extend(memories_on(size, [_part(state, of_memory=True) for state in states]))
+        return start, states_on(size, [_part(state, of_memory=False) for state in states]), any(memories)
 
     # Every rank gets the states of all, which are small, and takes its own.
-    start, rank_states = comm.on_chief(restore)
+    start, rank_states, has_memory = comm.on_chief(restore)
     start = replace(start, rank_state=rank_states[comm.topology.rank])
     store.restore_rank(start.rank_state, model)
+    comm.broadcast_model(model)
+    # After the broadcast, which gives all ranks the chief's slots.
+    if has_memory:
+        store.restore_memory(scatter_arrays(memories, comm), model)
     return start
+
+
+def _part(state: Arrays, of_memory: bool) -> Arrays:
+    """Returns the arrays that the ranks' exchange kept, or the others."""
+    return {name: array for name, array in state.items() if name.startswith(store.MEMORY) == of_memory}
 
 
 def checkpoint_meta(
@@ -158,6 +169,58 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
     # Seeds are not copied: two ranks would drop the same units.
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
+
+
+def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
+    """Distributes what the ranks' exchange kept over another number of ranks, by rules in the names.
+
+    - same: equal on all ranks, and saved by the chief alone.
+    - mean: slots of local steps. All ranks begin with their mean.
+    - sum: errors that wait to be averaged over the ranks. With another divisor their mean stays
+      what it was if they are multiplied by the ratio of the divisors; the chief takes those of the
+      ranks that left.
+    """
+    shared = {name: array for name, array in memories[0].items() if name.startswith(store.SAME)}
+    if size == len(memories):
+        return [{**shared, **memory} for memory in memories]
+
+    moved = [dict(shared) for _ in range(size)]
+    for name in sorted(set.intersection(*map(set, memories)) - shared.keys()):
+        arrays = [memory[name] for memory in memories]
+        dtype = arrays[0].dtype
+        if name.startswith(f"{store.MEMORY}mean/"):
+            mean = np.mean(arrays, axis=0, dtype=np.float64).astype(dtype)
+            for memory in moved:
+                memory[name] = mean
+            continue
+        kept = arrays[:size]
+        kept[0] = sum(arrays[size:], start=kept[0])
+        for memory, array in zip(moved, kept):
+            memory[name] = (array * (size / len(arrays))).astype(dtype)
+    return moved
+
+
+def gather_arrays(arrays: Arrays, comm: Comm) -> list[Arrays]:
+    """Returns all ranks' arrays, by rank, on the chief, and nothing elsewhere (every rank).
+
+    One rank after the other, in messages of MESSAGE_BYTES: the chief's link is as busy as with any
+    other way.
+    """
+    topology = comm.topology
+    ranks = [send_arrays(arrays, rank, comm, topology.is_chief) for rank in range(topology.size)]
+    return [received for received in ranks if received is not None] if topology.is_chief else []
+
+
+def scatter_arrays(arrays_by_rank: list[Arrays], comm: Comm) -> Arrays:
+    """Returns this rank's arrays of the chief's list (every rank)."""
+    topology = comm.topology
+    own: Arrays = {}
+    for rank in range(topology.size):
+        arrays = arrays_by_rank[rank] if topology.is_chief else None
+        received = send_arrays(arrays, 0, comm, rank == topology.rank)
+        if rank == topology.rank:
+            own = received or {}
+    return own
 
 
 def send_arrays(

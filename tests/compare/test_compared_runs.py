@@ -22,14 +22,14 @@ RUN = ["model=mlp", "model.hidden=[8]", "train.epochs=2", "dataset.num_validatio
 @pytest.mark.nightly
 def test_single_and_horovod_and_one_that_fails(tmp_path):
     """One that fails costs its own runs, not the comparison."""
-    strategies = "strategy=single,horovod,horovod@compression=int8"
+    strategies = "strategy=single,horovod,horovod@compression=int4"
     arguments = [strategies, *RUN, "--rounds", "1", "--speed-steps", "20", "--output", str(tmp_path / "out")]
     code, output = run(None, 1, *COMPARE, *arguments, cwd=tmp_path, timeout=580)
     assert code == 1, output
     assert {"compare.html", "compare.json", "compare.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
     comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
     single, horovod, failing = comparison["strategies"]
-    assert "strategy.compression=int8 is not one of none, fp16 (exit code 2)" in failing["error"]
+    assert "strategy.compression=int4 is not one of none, fp16, bf16, int8, powersgd (exit code 2)" in failing["error"]
     assert failing["error"] in output and "failed" in next(
         x for x in output.splitlines() if x.startswith(failing["name"])
     )

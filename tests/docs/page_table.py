@@ -49,6 +49,7 @@ ROUND = "--rounds 1 --steps 2"
 IMAGES = f"{ROUND} --images 64 --sizes 224x224"
 SIZES = "--largest 16 --steps 1"
 SYNTHETIC = ("...", "dataset=synthetic 'dataset.image_shape=[32,32,3]'")
+TWO_HOSTS = (("-np 4 -H s1:2,s2:2", "-np 2"),)
 DRY_RUN = ("hvtrain launch", "hvtrain launch --dry-run")
 
 README = "tests/docs/test_readme.py"
@@ -156,6 +157,12 @@ TABLE = {
     "migration": [
         *held(INSTALLED, "pip install libcst"),
         *held("tests/migrate/test_migrate.py", "hvtrain migrate train.py", "hvtrain migrate src/", "python train.py"),
+    ],
+    "networks": [
+        Row("strategy.compression=int8", STEPS, TWO_HOSTS),
+        Row("strategy=local_sgd", STEPS, TWO_HOSTS),
+        Row("strategy=diloco", STEPS, TWO_HOSTS),
+        Row("horovod@compression=int8", SPEED, TWO_HOSTS),
     ],
     "notices": [
         *held(INSTALLED, "uv pip install"),

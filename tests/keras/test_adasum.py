@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.keras.reduction import Reducer, check_adasum_topology
+from hvtrain.keras.process import check_adasum_topology
+from hvtrain.keras.reduction import Reducer
 
 
 def refusals(ranks_by_host, on_gpus, by_host=True):

@@ -1,5 +1,6 @@
 """Saves the state of a run: checkpoints on disk, interruptions, and commits to memory."""
 
+import math
 import signal
 import socket
 import time
@@ -17,6 +18,7 @@ from hvtrain.strategies.base import Comm
 from hvtrain.system import console
 from hvtrain.training.callbacks.epochs import Validation
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+from hvtrain.training.resume import gather_arrays
 
 # Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow for every
 # step.
@@ -231,7 +233,7 @@ class Checkpointing(_Saving):
     def _minutes_due(self) -> bool:
         """True if checkpoint.every_minutes have passed, by the chief's clock (every rank)."""
         minutes = self.config.every_minutes
-        steps = STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate
+        steps = math.lcm(STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate, self.run.strategy.sync_every)
         if not minutes or (self.position.in_epoch and not self.position.is_multiple_of(steps)):
             return False
         return self.comm.broadcast(time.monotonic() - self._last_saved_at >= 60 * minutes)
@@ -255,10 +257,16 @@ class Checkpointing(_Saving):
         _, _, whole_step = gathered[0]
         self.run.state.note_keeper.note(whole_step)
 
+        states = [state for state, *_ in gathered]
+        if store.keeps_memory(self.model):
+            memory = store.rank_memory(self.model, self.comm.topology.is_chief)
+            memories = gather_arrays(memory, self.comm)
+            states = [{**state, **arrays} for state, arrays in zip(states, memories)]
+
         if self.comm.topology.is_chief:
             # An interrupted run goes on later; one that a callback has stopped has ended.
             ended = self.model.stop_training and not self.report.stopped_by
-            saved = self.checkpoint([state for state, *_ in gathered], metrics=metrics, ended=ended)
+            saved = self.checkpoint(states, metrics=metrics, ended=ended)
             self.writer.submit(saved.step, saved.arrays, saved.meta)
         self._last_saved_at = time.monotonic()
 

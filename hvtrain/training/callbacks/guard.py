@@ -40,7 +40,8 @@ class Guard(RunCallback):
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.position.is_multiple_of(self.run.config.guard.every):
+        # Between synchronizations the weights of local steps differ.
+        if self.position.is_multiple_of(math.lcm(self.run.config.guard.every, self.run.strategy.sync_every)):
             self.weights(f"after step {self.position.step:,}")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """All callbacks of a run, in their order, and the user's own among them."""
 
+import math
 import re
 import warnings
 from importlib.util import find_spec
@@ -129,15 +130,26 @@ def call_steps(
     counts = [steps for steps in counted if isinstance(steps, int)]
     acts_on_batches, counts = strategy.comm.broadcast((acts_on_batches, counts))
 
+    sync_every = strategy.sync_every
+    saved_every = {
+        "checkpoint.every_steps": config.checkpoint.every_steps,
+        "train.validate_every_steps": config.train.validate_every_steps,
+    }
+    for name, every in saved_every.items():
+        if every and every % sync_every:
+            raise ConfigError(
+                f"{name}={every} is not a multiple of strategy.every={sync_every}, after which the ranks' weights are "
+                f"equal; choose {-(-every // sync_every) * sync_every}"
+            )
+
     intervals = [
-        config.checkpoint.every_steps,
-        config.train.validate_every_steps,
-        config.guard.every,
+        *saved_every.values(),
+        math.lcm(config.guard.every, sync_every),
         *counts,
         strategy.membership.commit_steps,
     ]
     if config.checkpoint.every_minutes:
-        intervals.append(STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate)
+        intervals.append(math.lcm(STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate, sync_every))
     if config.profile.timeline:
         intervals.append(config.profile.steps)
 

@@ -1,0 +1,275 @@
+"""LocalSGD and DiLoCo: ranks step on their own, and bring their weights together now and then.
+
+For networks on which a reduction in every step takes longer than the step. Between two
+synchronizations the ranks' weights differ; right after one they are equal.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer
+
+from hvtrain.keras.compression import WireFormat
+from hvtrain.keras.gradients import FiniteCheck
+from hvtrain.keras.hooks import Distributed, Hook, make_distributed
+from hvtrain.keras.in_graph import tf_variable
+from hvtrain.keras.optimizer import check_is_plain
+from hvtrain.keras.reduction import Reducer
+
+OUTER_RATE = 0.7
+OUTER_MOMENTUM = 0.9
+"""Of DiLoCo's outer optimizer, as in the paper's experiments (Douillard et al. 2023, section 3)."""
+
+
+def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
+    optimizer: keras.optimizers.Optimizer,
+    every: int = 16,
+    warmup_steps: int = 0,
+    **options: Any,
+) -> keras.optimizers.Optimizer:
+    """Makes this optimizer step on its rank's gradients, and average the weights every few steps.
+
+    Local SGD (Stich 2019, arXiv:1805.09767), with any optimizer; its slots stay each rank's own.
+    Returns the same object, as DistributedOptimizer does. Weights are equal on all ranks after
+    every `every` steps and after synchronize(optimizer), which belongs before an evaluation or a
+    checkpoint.
+
+    Args:
+        optimizer: a Keras optimizer, not built yet, without gradient_accumulation_steps, use_ema
+            or a loss scale.
+        every: steps from one synchronization to the next.
+        warmup_steps: first steps in which gradients are reduced instead, as in post-local SGD (Lin
+            et al. 2020, arXiv:1808.07217).
+        options: process_set, bucket_bytes and check_finite of DistributedOptimizer.
+
+    Raises:
+        TypeError, ValueError: as DistributedOptimizer, and for an optimizer that cannot do it.
+
+    Example:
+        optimizer = hvd.LocalSGD(keras.optimizers.SGD(0.1), every=16)
+    """
+    return _make_local(optimizer, every, warmup_steps, lambda: None, options)
+
+
+def DiLoCo(  # noqa: N802
+    optimizer: keras.optimizers.Optimizer,
+    every: int = 500,
+    outer_rate: float = OUTER_RATE,
+    outer_momentum: float = OUTER_MOMENTUM,
+    warmup_steps: int = 0,
+    compression: Any = hvd.Compression.none,
+    **options: Any,
+) -> keras.optimizers.Optimizer:
+    """Makes this optimizer step on its rank's gradients, and an outer one step on what they changed.
+
+    DiLoCo (Douillard et al. 2023, arXiv:2311.08105): the mean of the ranks' changes since the last
+    synchronization is the gradient of an outer SGD with Nesterov momentum. With outer_rate=1 and
+    outer_momentum=0 it is LocalSGD.
+
+    Args:
+        compression: how the changes travel; those that keep errors are allowed.
+
+    The other arguments, results and errors are those of LocalSGD.
+    """
+
+    def outer() -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(outer_rate, momentum=outer_momentum, nesterov=outer_momentum > 0)
+
+    return _make_local(optimizer, every, warmup_steps, outer, {**options, "compression": compression})
+
+
+def synchronize(optimizer: Any) -> bool:
+    """Brings the ranks' weights together now, unless their last step did (every rank).
+
+    Returns True if it did something.
+    """
+    local = local_hook(optimizer)
+    step = int(optimizer.iterations.numpy())
+    if local.reducer.is_alone or not local.are_apart(step):
+        return False
+    local.synchronize(optimizer)
+    local.synchronized_step = step
+    return True
+
+
+def local_hook(optimizer: Any) -> "LocalHook":
+    """Returns the hook of an optimizer that LocalSGD or DiLoCo returned. Raises TypeError for others."""
+    hook = getattr(optimizer, "_hvtrain", None)
+    if not isinstance(hook, LocalHook):
+        raise TypeError(f"{type(optimizer).__name__} does not step locally; pass what LocalSGD or DiLoCo returned")
+    return hook
+
+
+class LocalHook(Hook):
+    """State of an optimizer that steps locally."""
+
+    def __init__(self, reducer: Reducer, finite_check: FiniteCheck | None, every: int, warmup_steps: int, outer: Any):
+        super().__init__(reducer, finite_check)
+        self.every = every
+        self.warmup_steps = warmup_steps
+        self.outer = outer
+        self.anchors: list[keras.Variable] = []
+        """The weights after the last synchronization, for the outer optimizer."""
+        self.has_anchors: Any = None
+        self.synchronized_step = 0
+        """The step after which synchronize() was called last."""
+
+    def are_apart(self, step: int) -> bool:
+        """True if the ranks' weights differ after this step."""
+        return step > self.warmup_steps and step % self.every != 0 and step != self.synchronized_step
+
+    def num_due(self, first: int, last: int) -> int:
+        """Reductions that belong to the steps after `first`, up to `last`: of gradients, then of weights.
+
+        >>> LocalHook(None, None, every=4, warmup_steps=2, outer=None).num_due(0, 12)
+        5
+        """
+        warm = max(0, min(last, self.warmup_steps) - first)
+        begin = max(first, self.warmup_steps)
+        return warm + max(0, last // self.every - begin // self.every)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if self.outer and not self.anchors:
+            self.anchors = [keras.Variable(variable, trainable=True, name="anchor") for variable in variables]
+            self.outer.build(self.anchors)
+            with tf.init_scope():
+                self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
+
+    def begin_round(self, step: Any, variables: Sequence[Any]) -> None:
+        """Takes the weights as anchors where a round begins, or the training does."""
+        if not self.outer:
+            return
+
+        def take() -> None:
+            for anchor, variable in zip(self.anchors, variables):
+                anchor.assign(tf_variable(variable))
+            self.has_anchors.assign(True)
+
+        _run_if(tf.logical_or(step % self.every == 0, tf.logical_not(self.has_anchors)), take)
+
+    def synchronize(self, optimizer: Any) -> None:
+        """Averages weights, or lets the outer optimizer step, and gives all ranks the result."""
+        variables = optimizer._trainable_variables
+        own = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
+        if not self.outer:
+            means = self._check(own, self.reducer(own, variables))
+            for variable, mean in zip(variables, means):
+                variable.assign(mean)
+            return
+        changes = [tf_variable(anchor) - value for anchor, value in zip(self.anchors, own)]
+        self.outer.apply(self._check(changes, self.reducer(changes, variables)), self.anchors)
+        for variable, anchor in zip(variables, self.anchors):
+            variable.assign(tf_variable(anchor))
+
+    def _check(self, own: Sequence[Any], reduced: Sequence[Any]) -> Sequence[Any]:
+        return self.finite_check(own, reduced) if self.finite_check else reduced
+
+
+class LocalSteps(Distributed):
+    """Reduces gradients in the first steps alone, and weights later."""
+
+    _hvtrain: LocalHook
+    built: bool
+    iterations: Any
+    _trainable_variables: list[Any]
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self._hvtrain.build(list(variables))
+
+    @property
+    def rank_variables(self) -> dict[str, Any]:
+        """Slots differ between ranks; what the outer optimizer has does not."""
+        shared = (self.iterations, getattr(self, "_learning_rate", None))
+        slots = [variable for variable in self.variables if not any(variable is other for other in shared)]
+        outer = self._hvtrain.outer.variables if self._hvtrain.outer else []
+        return {
+            **super().rank_variables,
+            **{f"mean/slot/{i:04d}": variable for i, variable in enumerate(slots)},
+            **{f"same/outer/{i:04d}": variable for i, variable in enumerate(outer)},
+        }
+
+    def register_local_var(self, var: Any) -> None:
+        raise ValueError("LocalSGD and DiLoCo average all weights; use DistributedOptimizer for local variables")
+
+    def _reduce(self, grads: Any, variables: Any) -> Any:
+        local = self._hvtrain
+        if not local.warmup_steps or local.reducer.is_alone:
+            return grads
+        # Dense, so that both branches of the graph return the same types.
+        dense = [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in grads]
+        positions = [i for i, gradient in enumerate(dense) if gradient is not None]
+
+        def reduced() -> list[Any]:
+            result = super(LocalSteps, self)._reduce(dense, variables)
+            return [result[i] for i in positions]
+
+        is_warm = tf.convert_to_tensor(self.iterations) < local.warmup_steps
+        values = tf.cond(is_warm, reduced, lambda: [tf.identity(dense[i]) for i in positions])
+        for i, value in zip(positions, values):
+            dense[i] = value
+        return dense
+
+    def _step(self, grads: Any, variables: Any) -> Any:
+        local = self._hvtrain
+        if not self.built:
+            self.build(variables)
+            self.built = True
+        if local.reducer.is_alone:
+            return super()._step(grads, variables)
+        local.begin_round(tf.convert_to_tensor(self.iterations), self._trainable_variables)
+        result = super()._step(grads, variables)
+        step = tf.convert_to_tensor(self.iterations)
+        is_due = tf.logical_and(step > local.warmup_steps, step % local.every == 0)
+        _run_if(is_due, lambda: local.synchronize(self))
+        return result
+
+
+def _run_if(condition: tf.Tensor, action: Callable[[], None]) -> None:
+    """Does it in the graph, where the condition holds."""
+
+    def act() -> tf.Tensor:
+        action()
+        return tf.constant(0)
+
+    tf.cond(condition, act, lambda: tf.constant(0))
+
+
+def _make_local(
+    optimizer: keras.optimizers.Optimizer,
+    every: int,
+    warmup_steps: int,
+    make_outer: Callable[[], keras.optimizers.Optimizer | None],
+    options: dict[str, Any],
+) -> keras.optimizers.Optimizer:
+    check_is_plain(optimizer)
+    if every < 1 or warmup_steps < 0:
+        raise ValueError(
+            f"every={every} and warmup_steps={warmup_steps} are out of range; they must be at least 1 and 0"
+        )
+    if isinstance(optimizer, LossScaleOptimizer) or keras.config.dtype_policy().name == "mixed_float16":
+        raise ValueError(
+            "ranks that step on their own would have loss scales of their own; use the policy mixed_bfloat16 or float32"
+        )
+    excluded = [name for name in ("gradient_accumulation_steps", "use_ema") if getattr(optimizer, name)]
+    if excluded:
+        raise ValueError(f"an optimizer that steps locally cannot have {excluded[0]}; leave it out")
+
+    reducer_options = dict(options)
+    check_finite = reducer_options.pop("check_finite", False)
+    reducer = Reducer(**reducer_options)
+    outer = make_outer()
+    if outer is None and (
+        isinstance(reducer.compression, WireFormat) or reducer.compression is not hvd.Compression.none
+    ):
+        raise ValueError("LocalSGD sends weights, which compression would round; use DiLoCo with outer_rate=1")
+
+    def wrap(copy: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        return _make_local(copy, every, warmup_steps, make_outer, options)
+
+    hook = LocalHook(reducer, FiniteCheck() if check_finite else None, every, warmup_steps, outer)
+    make_distributed(optimizer, LocalSteps, hook, wrap)
+    return optimizer

@@ -1,0 +1,58 @@
+"""LocalSGD and DiLoCo against one process that plays all ranks in turn, on real ranks."""
+
+import json
+
+import pytest
+
+from launching import WORKERS, run
+
+pytestmark = pytest.mark.distributed
+
+CASES = {
+    "every=1 and SGD": 12,
+    "local, adam, 4": 3,
+    "local, momentum, 5": 2,
+    "local, adam, 3, warm": 4 + 3,
+    "diloco, adam, 4": 3,
+    "diloco, sgd, 5": 2,
+    "diloco as local": 3,
+    "diloco, buckets": 3,
+}
+"""Reductions that are due in 12 steps, by case."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(("mpirun", 2), id="mpi-2"), pytest.param(("gloo", 3), marks=pytest.mark.nightly, id="gloo-3")],
+)
+def ranks(request, tmp_path_factory):
+    launcher, num_ranks = request.param
+    folder = tmp_path_factory.mktemp(launcher)
+    code, output = run(
+        launcher, num_ranks, "python", str(WORKERS / "local_steps.py"), str(folder / "results.json"), cwd=folder
+    )
+    assert code == 0, output
+    results = json.loads((folder / "results.json").read_text())
+    assert [rank["size"] for rank in results] == [num_ranks] * num_ranks
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_equal_one_process_that_plays_them_in_turn(ranks, case):
+    for rank in ranks:
+        results = rank["cases"][case]
+        assert results["error"] < 1e-6
+        assert results["apart"] == 0, "the same bits on all ranks after a synchronization"
+        assert results["reductions"] == CASES[case], "counted in the graph"
+
+
+def test_without_a_synchronization_the_ranks_differ(ranks):
+    for rank in ranks:
+        assert rank["apart without"] > 0.1
+        assert rank["error without"] > 0.01
+
+
+def test_compressed_changes_end_near_the_whole_ones(ranks):
+    for rank in ranks:
+        assert 0 < rank["int8"]["error"] < 0.01
+        assert rank["int8"]["apart"] == 0

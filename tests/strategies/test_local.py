@@ -1,0 +1,103 @@
+"""strategy=local_sgd and diloco, and compression that keeps errors: whole runs on real ranks."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from launching import many_runs
+
+pytestmark = pytest.mark.distributed
+
+WORDS = ["model=mlp", "model.dropout=0.2", "dataset=digits", "train.deterministic=true", "dataset.num_validation=100"]
+DILOCO = [*WORDS, "strategy=diloco", "strategy.every=6", "strategy.compression=int8", "strategy.warmup_steps=2"]
+POWER = [*WORDS, "strategy.compression=powersgd", "strategy.whole_steps=5", "strategy.rank=2"]
+RUNS = {
+    "local": [*WORDS, "train.epochs=2", "strategy=local_sgd", "strategy.every=4", "checkpoint.every_steps=8"],
+    "whole": [*DILOCO, "train.epochs=2"],
+    "begun": [*DILOCO, "train.epochs=1", "run.dir={folder}/resumed"],
+    "resumed": [*DILOCO, "train.epochs=2", "run.dir={folder}/resumed"],
+    "power whole": [*POWER, "train.epochs=2"],
+    "power begun": [*POWER, "train.epochs=1", "run.dir={folder}/power"],
+    "power resumed": [*POWER, "train.epochs=2", "run.dir={folder}/power"],
+    "half precision": [*WORDS, "train.precision=mixed_float16", "strategy.compression=int8"],
+    "accumulated": [*WORDS, "strategy=local_sgd", "train.accumulate=2"],
+    "in between": [*WORDS, "strategy=local_sgd", "strategy.every=4", "checkpoint.every_steps=6"],
+    "never": [*WORDS, "strategy=local_sgd", "strategy.every=0"],
+    "outer": [*WORDS, "strategy=diloco", "strategy.outer_momentum=1.0"],
+}
+STEPS = 20
+"""Of an epoch: 1,337 examples in batches of 2 x 32."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(folder, what each rank saw of RUNS)."""
+    folder = tmp_path_factory.mktemp("local")
+    settings = {name: [word.replace("{folder}", str(folder)) for word in words] for name, words in RUNS.items()}
+    results, _ = many_runs("mpirun", 2, settings, folder)
+    return folder, results
+
+
+def state(folder, step):
+    """All arrays of a checkpoint: weights, slots, what each rank keeps."""
+    return load_file(folder / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+
+
+def proof(folder):
+    return json.loads((folder / "result.json").read_text())["proof"]
+
+
+def test_synchronizations_are_those_that_are_due(runs):
+    """20 steps an epoch: after each 4th; or the first 2, then after each 6th, and at the end of an epoch."""
+    folder, _ = runs
+    assert proof(folder / "local")["synchronizations"] == proof(folder / "local")["reductions"] == 10
+    counted = proof(folder / "whole")
+    assert counted["reductions"] == counted["synchronizations"] == 2 + 3 + 1 + 3 + 1
+
+
+@pytest.mark.parametrize(("whole", "resumed"), [("whole", "resumed"), ("power whole", "power")])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(runs, whole, resumed):
+    """With what each rank keeps for itself; which does differ between the ranks."""
+    folder, _ = runs
+    expected = state(folder / whole, 2 * STEPS)
+    arrays = state(folder / resumed, 2 * STEPS)
+    assert expected.keys() == arrays.keys()
+    for name, array in expected.items():
+        assert np.array_equal(array, arrays[name]), name
+
+    own = [name.removeprefix("rank/0/") for name in expected if name.startswith("rank/0/memory/")]
+    differ = [name for name in own if name.split("/")[1] != "same"]
+    assert differ and any(np.any(expected[f"rank/0/{name}"] != expected[f"rank/1/{name}"]) for name in differ)
+    equal = [name for name in own if name.split("/")[1] == "same"]
+    assert equal and not any(f"rank/1/{name}" in expected for name in equal), "saved once"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("half precision", "strategy.compression=int8 and train.precision=mixed_float16 exclude each other"),
+        ("accumulated", "strategy=local_sgd and train.accumulate exclude each other"),
+        ("in between", "checkpoint.every_steps=6 is not a multiple of strategy.every=4"),
+        ("never", "strategy.every=0 is out of range; it must be at least 1"),
+        ("outer", "strategy.outer_momentum=1.0 are out of range"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(runs, name, line):
+    _, ranks = runs
+    for results in ranks:
+        assert line in results[name]["error"]
+
+
+@pytest.mark.nightly
+def test_other_numbers_of_ranks_follow_the_rules(runs, tmp_path):
+    """2 ranks, then 3, then 2: slots of new ranks are the mean, errors wait with the same weight."""
+    folder, _ = runs
+    before = state(folder / "resumed", 2 * STEPS)
+    settings = [*DILOCO, f"run.dir={folder / 'resumed'}", "checkpoint.every_steps=6", "checkpoint.keep=9"]
+    many_runs("mpirun", 3, {"three": [*settings, "train.epochs=3"]}, tmp_path)
+    many_runs("mpirun", 2, {"two": [*settings, "train.epochs=4"]}, tmp_path)
+    after = state(folder / "resumed", 4 * STEPS)
+    names = [{name for name in arrays if name.startswith("rank/1/")} for arrays in (before, after)]
+    assert names[0] == names[1]

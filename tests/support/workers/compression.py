@@ -1,0 +1,144 @@
+"""Runs on each rank: what bf16 and int8 on the wire do to gradients. argv[1]: where rank 0 writes JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import fast_keras  # noqa: F401
+import numpy as np
+import tensorflow as tf
+
+import hvtrain.keras as hvd
+from hvtrain.keras.reduction import Reducer
+
+STEPS = 10
+SHAPES = [(40, 60), (3,), (1500,), (), (3, 3, 16, 32)]
+Compression = hvd.Compression
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+random = np.random.default_rng(rank)
+
+
+def gradients(dtype):
+    """New gradients of this rank; their sizes differ from variable to variable, as they do in models."""
+    return [tf.constant(random.normal(0, 10.0**-i, shape), dtype) for i, shape in enumerate(SHAPES)]
+
+
+def everyone(tensors):
+    """The tensors of all ranks: [rank][position]."""
+    return hvd.allgather_object([tensor.numpy() for tensor in tensors])
+
+
+def largest(arrays):
+    return max(float(np.max(np.abs(array))) for array in arrays)
+
+
+def errors_of(reducer):
+    return [variable for name, variable in reducer.compressed.memory.items() if name.startswith("sum/error")]
+
+
+def telescopes(name, compression, forgets=False):
+    """What was applied plus what waits in the errors, against the sum of the true means, in float64."""
+    variables = [tf.Variable(tf.zeros(shape, tf.float64)) for shape in SHAPES]
+    reducer = Reducer(compression=compression, message_name=f"telescopes_{name}")
+    step = tf.function(lambda own: reducer(own, variables))
+    applied = [np.zeros(shape) for shape in SHAPES]
+    true = [np.zeros(shape) for shape in SHAPES]
+    for _ in range(STEPS):
+        own = gradients(tf.float64)
+        reduced = step(own)
+        for i, parts in enumerate(zip(*everyone(own))):
+            true[i] += np.mean(parts, axis=0)
+            applied[i] += reduced[i].numpy()
+        if forgets:
+            for error in errors_of(reducer):
+                error.assign(tf.zeros_like(error))
+    waiting = [np.mean(parts, axis=0) for parts in zip(*everyone(errors_of(reducer)))]
+    differ = largest([a - b for state in everyone(reduced) for a, b in zip(state, reduced)])
+    return {
+        "telescopes": largest([a + w - t for a, w, t in zip(applied, waiting, true)]),
+        "ranks_differ": differ,
+        "reductions": int(reducer.count.numpy()),
+        "sent": reducer.sent_bytes,
+    }
+
+
+def rounds_as_by_hand():
+    """bfloat16 on the wire, against casts of the ranks' gradients; differing elements."""
+    reducer = Reducer(compression=Compression.bf16, message_name="by_hand")
+    own = gradients(tf.float32)
+    reduced = tf.function(lambda values: reducer(values))(own)
+    different = 0
+    for value, parts in zip(reduced, zip(*everyone(own))):
+        halves = [tf.cast(tf.cast(part, tf.bfloat16), tf.float32) for part in parts]
+        mean = tf.add_n(halves) / size
+        if size > 2:
+            mean = tf.cast(tf.cast(mean, tf.bfloat16), tf.float32)
+        different += int(tf.reduce_sum(tf.cast(mean != value, tf.int32)))
+    return different
+
+
+def low_rank():
+    """PowerSGD of rank 4 on gradients whose mean has rank 2: exact after some steps of the power iteration."""
+    variables = [tf.Variable(tf.zeros((64, 48)))]
+    reducer = Reducer(compression=Compression.powersgd(4, whole_steps=0), message_name="low_rank")
+    matrices = [np.outer(*np.random.default_rng(i).normal(size=(2, 64)))[:, :48] for i in range(2)]
+    own = [tf.constant(matrices[rank % 2], tf.float32)]
+    true = np.mean([parts[0] for parts in everyone(own)], axis=0)
+    reduced = reducer(own, variables)
+    return largest([reduced[0] - true])
+
+
+def half_a_step():
+    """The largest rounding error of int8, in steps of its block."""
+    blocks = tf.constant(random.normal(0, 1, (8, 1024)), tf.float32)
+    steps = tf.reduce_max(tf.abs(blocks), axis=1, keepdims=True) / 127
+    return largest([(blocks - Compression.int8.decode(Compression.int8.encode(blocks), tf.float32)) / steps])
+
+
+def overflow():
+    """One rank's infinity: seen by all ranks, and not kept among the errors."""
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    reducer = Reducer(compression=Compression.int8, message_name="overflow")
+    reducer(gradients(tf.float32), variables)
+    before = [error.numpy() for error in errors_of(reducer)]
+    own = gradients(tf.float32)
+    if rank == size - 1:
+        own[2] = own[2] + float("inf")
+    reduced = reducer(own, variables)
+    after = [error.numpy() for error in errors_of(reducer)]
+    return {
+        "seen": bool(not np.isfinite(reduced[2].numpy()).any()),
+        "kept": all(np.array_equal(a, b) for a, b in zip(before, after)) and largest(before) > 0,
+    }
+
+
+def refused(**options):
+    try:
+        Reducer(**options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+results = {
+    "size": size,
+    "telescopes": {
+        "int8": telescopes("int8", Compression.int8),
+        "powersgd": telescopes("powersgd", Compression.powersgd(2, whole_steps=3)),
+        "int8 without errors": telescopes("forgets", Compression.int8, forgets=True),
+    },
+    "low rank": low_rank(),
+    "bf16 differs": rounds_as_by_hand(),
+    "half a step": half_a_step(),
+    "overflow": overflow(),
+    "refused": [
+        refused(compression=Compression.int8, op=hvd.Adasum),
+        refused(compression=Compression.bf16, predivide_factor=2.0),
+    ],
+}
+everybody = hvd.allgather_object(results)
+if rank == 0:
+    Path(sys.argv[1]).write_text(json.dumps(everybody))
+hvd.shutdown()
