@@ -15,6 +15,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.data.pipeline.augmentation import IMAGES, LABELS, MASKS, Augmentation, Masks, PureLayer
 from hvtrain.data.sources.digits import digits
+from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.errors import ConfigError
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.loop import make_steps
@@ -22,6 +23,7 @@ from hvtrain.tasks import Binary, Classification, Multilabel, Regression
 from hvtrain.training.augment import open_augmentation
 from hvtrain.training.prepared_step import prepare_step, weighted_mixture
 from hvtrain.training.run import training_batches
+from tiny_data import random_images, write_folder
 
 SHAPE = (12, 12, 3)
 SPEC = {IMAGES: tf.TensorSpec([None, *SHAPE]), LABELS: tf.TensorSpec([None, 4])}
@@ -330,11 +332,31 @@ LAYER = "+augment.x={_target_: keras.layers."
             ["augment=mix_up", "data.augment_on=device", "train.jit_compile=true"],
             "data.augment_on=device and train.jit_co",
         ),
+        (
+            ["augment=random_resized_crop"],
+            "augment=random_resized_crop is taken while images are decoded, and digits gives images that are",
+        ),
+        (
+            ["augment=[random_flip,random_resized_crop]"],
+            r"augment=\[random_flip,random_resized_crop\]: random_resized_crop is taken .* before all layers; name",
+        ),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(words, said):
     with pytest.raises(ConfigError, match=said):
         opened(digits(), Classification(), *words)
+
+
+def test_a_random_crop_is_taken_by_the_source(tmp_path):
+    """So it costs no pass over the images, and other layers act on what it leaves."""
+    write_folder(tmp_path / "train", *random_images(6))
+    crop = ["augment=random_resized_crop", "augment.random_resized_crop.area=[0.5,1]"]
+    alone = opened(ImageFolder(str(tmp_path), SHAPE), Classification(), *crop)
+    assert tuple(alone.sizing.crop.area) == (0.5, 1) and alone.augmentation is None and not alone.raw_batches
+    both = opened(ImageFolder(str(tmp_path), SHAPE), Classification(), "augment=[random_resized_crop,random_flip]")
+    assert both.sizing.crop and both.augmentation and both.raw_batches
+    with pytest.raises(ConfigError, match=r"and image_folder keeps decoded images \(dataset.cache=true\); use other"):
+        opened(ImageFolder(str(tmp_path), SHAPE, cache=True), Classification(), *crop)
 
 
 def test_a_pipeline_is_its_layers():

@@ -99,22 +99,18 @@ class RandomResizedCrop:
         sides = tf.sqrt(tf.stack([areas / aspects, areas * aspects], axis=-1))
         return tf.concat([sides, draws[..., 2:]], axis=-1)
 
-    def window(self, height: tf.Tensor, width: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
-        """Returns the first drawn crop that fits in an image: int32 [top, left, height, width].
+    def window(self, height: tf.Tensor, width: tf.Tensor, draws: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the first drawn crop that fits in an image: [top, left, height, width].
 
-        In an image so narrow that none fits it is the largest one with an aspect within the limits.
+        If none does, as in an image more than ten times as wide as high, the first is cut to it.
         """
         limits = tf.stack([height, width])
         sides = tf.sqrt(tf.cast(height * width, tf.float32)) * draws[:, :2]
-        sizes = tf.cast(tf.round(sides), tf.int32)
-        fits = tf.reduce_all((sizes > 0) & (sizes <= limits), axis=1)
-        first = tf.argmax(fits)
-
-        factors = tf.constant([1 / self.aspect[0], self.aspect[1]], tf.float32)
-        largest = tf.cast(tf.round(tf.cast(limits[::-1], tf.float32) * factors), tf.int32)
-        size = tf.where(fits[first], sizes[first], tf.clip_by_value(largest, 1, limits))
+        sizes = tf.maximum(tf.cast(tf.round(sides), tf.int32), 1)
+        first = tf.argmax(tf.reduce_all(sizes <= limits, axis=1))
+        size = tf.minimum(sizes[first], limits)
         corner = draws[first, 2:] * tf.cast(limits - size + 1, tf.float32)
-        return tf.concat([tf.cast(corner, tf.int32), size], axis=0)
+        return [*tf.unstack(tf.cast(corner, tf.int32)), *tf.unstack(size)]
 
 
 @dataclass(frozen=True)
@@ -153,15 +149,16 @@ class Sizing:
             )
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Height and width to which images are resized, before crop_fraction."""
-        height, width, _ = self.image_shape
-        return round(height / self.crop_fraction), round(width / self.crop_fraction)
+    def border(self) -> tuple[int, int]:
+        """Pixels that crop_fraction cuts off at the top and at the left, and as many opposite."""
+        height, width = (round(side * (1 / self.crop_fraction - 1) / 2) for side in self.image_shape[:2])
+        return height, width
 
     @property
-    def border(self) -> tuple[int, int]:
-        """Pixels that crop_fraction cuts off at the top and at the left."""
-        return (self.size[0] - self.image_shape[0]) // 2, (self.size[1] - self.image_shape[1]) // 2
+    def size(self) -> tuple[int, int]:
+        """Height and width to which images are resized, with the border."""
+        height, width, _ = self.image_shape
+        return height + 2 * self.border[0], width + 2 * self.border[1]
 
     @property
     def is_fixed(self) -> bool:
@@ -174,33 +171,30 @@ class Sizing:
         part = "" if self.crop_fraction == 1 else f", the central {self.crop_fraction:g} of it"
         return f"{parts[self.fit]}{part}, resized to {list(self.image_shape)} ({self.resize})"
 
-    def window(self, height: Any, width: Any) -> list[Any]:
+    def window(self, height: Any, width: Any) -> list[tf.Tensor]:
         """Returns the part of an image that becomes `size`: [top, left, height, width], as Keras computes it.
 
         With fit=pad it reaches beyond the image.
         """
-        if self.fit == "stretch":
-            return [0, 0, height, width]
-        fitting_height = width * self.size[0] // self.size[1]
-        fitting_width = height * self.size[1] // self.size[0]
+        sides = tf.stack([height, width])
+        fitting = tf.stack([width * self.size[0] // self.size[1], height * self.size[1] // self.size[0]])
+        corner = tf.zeros_like(sides)
         if self.fit == "crop":
-            fitting_height = tf.clip_by_value(fitting_height, 1, height)
-            fitting_width = tf.clip_by_value(fitting_width, 1, width)
-            return [(height - fitting_height) // 2, (width - fitting_width) // 2, fitting_height, fitting_width]
-        above = (tf.maximum(fitting_height, height) - height) // 2
-        before = (tf.maximum(fitting_width, width) - width) // 2
-        return [-above, -before, height + 2 * above, width + 2 * before]
+            part = tf.clip_by_value(fitting, 1, sides)
+            corner = (sides - part) // 2
+            sides = part
+        elif self.fit == "pad":
+            corner = (sides - tf.maximum(fitting, sides) + 1) // 2
+            sides -= 2 * corner
+        return [*tf.unstack(corner), *tf.unstack(sides)]
 
-    def nearest(self, height: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the nearest row and column of an image for those of image_shape, and which pixels are padding."""
-        top, left, *sides = map(int, self.window(height, width))
-        indices = []
-        for first, side, size, cut, kept in zip((top, left), sides, self.size, self.border, self.image_shape):
-            centers = (np.arange(cut, cut + kept) + 0.5) * side / size
-            indices.append(first + np.floor(centers).astype(int))
-        rows, columns = indices
-        is_inside = np.logical_and.outer((rows >= 0) & (rows < height), (columns >= 0) & (columns < width))
-        return rows.clip(0, height - 1), columns.clip(0, width - 1), ~is_inside
+    def follow(self, labels: Image.Image, padding: Any) -> Image.Image:
+        """Returns a mask in the size of images, by its nearest pixels: no class lies between two others."""
+        width, height = labels.size
+        top, left, rows, columns = map(int, self.window(height, width))
+        extent = (left, top, left + columns, top + rows)
+        resized = labels.transform(self.size[::-1], Image.Transform.EXTENT, extent, fillcolor=padding)
+        return ImageOps.crop(resized, (*self.border[::-1], *self.border[::-1]))
 
     def whole(self, encoded: Any) -> tf.Tensor:
         """Decodes an image as the saved model takes it: in its own size, or resized if that is_fixed."""
@@ -223,9 +217,7 @@ class Sizing:
         )
         layers: list[Callable[[Any], Any]] = [resize, keras.ops.round]
         if self.crop_fraction < 1:
-            sides = zip(self.size, self.border, self.image_shape)
-            cuts = [(cut, size - cut - kept) for size, cut, kept in sides]
-            layers.append(keras.layers.Cropping2D(cuts, data_format="channels_last", dtype="float32"))
+            layers.append(keras.layers.Cropping2D(self.border, data_format="channels_last", dtype="float32"))
         return layers
 
 
@@ -295,39 +287,37 @@ def decode(encoded: Any, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.T
         draws: Of the random crop, in training; see RandomResizedCrop.draw().
     """
     height, width, channels = sizing.image_shape
-    if draws is None:
-        size = sizing.size
-        top, left = sizing.border
+    size = sizing.size
+    top, left = sizing.border
+    if draws is not None:
+        size = height, width
+        top = left = 0
+        image = _decode_crop(encoded, sizing, draws)
+    else:
         # The whole image, also where a part is used: for the middle decode_and_crop_jpeg() saves
         # nothing, and its outer columns have other colours than the saved model gets.
-        image = _framed(decode_whole(encoded, channels, sizing.exif), sizing)
-    else:
-        size = height, width
-        top, left = 0, 0
-        image = _decode_crop(encoded, sizing, draws)
+        image = decode_whole(encoded, channels, sizing.exif)
+        window = sizing.window(*tf.unstack(tf.shape(image)[:2]))
+        if sizing.fit == "pad":
+            image = tf.pad(image, [[-window[0], -window[0]], [-window[1], -window[1]], [0, 0]])
+        else:
+            image = _part(image, window)
+
+    kept = slice(top, top + height), slice(left, left + width)
 
     def resize() -> tf.Tensor:
         method = "area" if sizing.resize == "area" else "bilinear"
         resized = tf.image.resize(image, size, method, antialias=sizing.resize == "antialias")
-        return tf.cast(tf.round(resized[top : top + height, left : left + width]), tf.uint8)
-
-    def cut() -> tf.Tensor:
-        return image[top : top + height, left : left + width]
+        return tf.cast(tf.round(resized[kept]), tf.uint8)
 
     # Resizing to the same size would change no bit, and take longer than the decoding.
     fits = tf.reduce_all(tf.shape(image)[:2] == size)
-    return tf.ensure_shape(tf.cond(fits, cut, resize), sizing.image_shape)
+    return tf.ensure_shape(tf.cond(fits, lambda: image[kept], resize), sizing.image_shape)
 
 
-def _framed(image: tf.Tensor, sizing: Sizing) -> tf.Tensor:
-    """Cuts or pads an image to the aspect ratio of its size."""
-    if sizing.fit == "stretch":
-        return image
-    shape = tf.shape(image)
-    top, left, height, width = sizing.window(shape[0], shape[1])
-    if sizing.fit == "pad":
-        return tf.pad(image, [[-top, -top], [-left, -left], [0, 0]])
-    return image[top : top + height, left : left + width]
+def _part(image: tf.Tensor, window: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Cuts [top, left, height, width] out of an image."""
+    return tf.slice(image, [*window[:2], 0], [*window[2:], -1])
 
 
 def _decode_crop(encoded: Any, sizing: Sizing, draws: tf.Tensor) -> tf.Tensor:
@@ -340,20 +330,20 @@ def _decode_crop(encoded: Any, sizing: Sizing, draws: tf.Tensor) -> tf.Tensor:
         window = crop.window(shape[0], shape[1], draws)
 
         def decode_at(fraction: int) -> tf.Tensor:
-            return tf.image.decode_and_crop_jpeg(encoded, window // fraction, channels, ratio=fraction)
+            part = [side // fraction for side in window]
+            return tf.image.decode_and_crop_jpeg(encoded, part, channels, ratio=fraction)
 
         if sizing.resize == "bilinear":
             return decode_at(1)
-        # The smallest size that is still large enough. The pixels would be averaged anyway. Those of
-        # bilinear would not, and in validation they are not.
-        reduction = tf.reduce_min(window[2:] // sizing.image_shape[:2])
+        # The smallest size that is still large enough, with the place rounded to its pixels. They
+        # would be averaged anyway. Those of bilinear would not, and in validation they are not.
+        reduction = tf.minimum(window[2] // sizing.image_shape[0], window[3] // sizing.image_shape[1])
         index = tf.reduce_sum(tf.cast(reduction >= JPEG_FRACTIONS[1:], tf.int32))
         return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
 
     def of_whole() -> tf.Tensor:
         image = decode_whole(encoded, channels, sizing.exif)
-        top, left, height, width = tf.unstack(crop.window(tf.shape(image)[0], tf.shape(image)[1], draws))
-        return image[top : top + height, left : left + width]
+        return _part(image, crop.window(*tf.unstack(tf.shape(image)[:2]), draws))
 
     if channels == 4:  # TensorFlow gives a JPEG no alpha.
         return of_whole()

@@ -121,10 +121,8 @@ class MaskReader:
         try:
             with Image.open(image) as picture, Image.open(mask) as labels:
                 self._check_size(mask, picture, labels)
-                width, height = self._size(labels)
-                # Labels are not interpolated: there is no class between two others.
-                rows, columns, is_padding = self.sizing.nearest(height, width)
-                values = self._values(mask, labels, np.ix_(rows, columns))
+                values = self._values(mask, labels, is_sized=True)
+                is_image = np.asarray(self.sizing.follow(Image.new("L", self._size(labels), 1), padding=0))
                 is_jpeg = labels.format == "JPEG"
         except Image.DecompressionBombError as error:
             raise DataError(f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles") from error
@@ -141,7 +139,7 @@ class MaskReader:
             fix = "write masks as PNG, since JPEG changes labels" if is_jpeg else "fix it or num_classes"
             raise DataError(f"{mask} has the label {values[is_outside][0]}, {needed}; {fix}")
         classes = values != 0 if self.is_binary else values
-        return np.where(is_padding, IGNORED, classes).astype(np.uint8)
+        return np.where(is_image, classes, IGNORED).astype(np.uint8)
 
     def count(self, masks: Iterable[str]) -> Counter[int]:
         """Counts the pixels of each value in some masks; those that cannot be read are left out."""
@@ -168,14 +166,17 @@ class MaskReader:
         is_turned = picture.getexif().get(ExifTags.Base.Orientation) in TURNED_BY_90_DEGREES
         return (height, width) if self.sizing.exif and is_turned else (width, height)
 
-    def _values(self, mask: str, labels: Image.Image, indices: Any = ...) -> np.ndarray:
-        """Returns the values of a mask, upright, at some pixels; of a picture in colors, the classes of its colors."""
+    def _values(self, mask: str, labels: Image.Image, is_sized: bool = False) -> np.ndarray:
+        """Returns the values of a mask, upright; of a picture in colors, the classes of its colors."""
         if self.sizing.exif:
             labels = ImageOps.exif_transpose(labels)
         if self.colors or labels.mode not in ("P", "L", "1", "I;16", "I"):
             labels = labels.convert("RGB")
+        if is_sized:
+            # Padding is ignored, and needs a label of this mask so far.
+            labels = self.sizing.follow(labels, padding=labels.getpixel((0, 0)))
 
-        values = np.asarray(labels)[indices]
+        values = np.asarray(labels)
         if values.ndim == 2:
             return values.astype(np.int32)
         if self.colors:
