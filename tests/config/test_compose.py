@@ -21,6 +21,8 @@ REQUIRED = {
     "keras_hub": ["model.name=BertBackbone"],
     "image_folder": ["dataset.dir=/data"],
     "segmentation_folder": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=3"],
+    "imagenet_resnet50": ["dataset.dir=/data"],
+    "imagenet_resnet50_fast": ["dataset.dir=/data"],
     "parquet": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"],
     "huggingface": ["dataset.dir=/data"],
     "tfds": ["dataset.dataset=mnist"],
