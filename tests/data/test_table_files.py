@@ -115,6 +115,7 @@ CASES = [
     Case("a large mean", columns(x=1e6 + np.arange(ROWS) / 64), "x: number", 1e6 + np.arange(ROWS) / 64),
     Case("lists", columns(x=[[number, 2.0, number % 7] for number in NUMBERS]), "x: vector of 3 numbers", [[number, 2.0, number % 7] for number in NUMBERS]),
     Case("lists of a fixed size", columns(x=pa.array([[number, 2.0] for number in NUMBERS], pa.list_(pa.float32(), 2))), "x: vector of 2 numbers", [[number, 2.0] for number in NUMBERS]),
+    Case("an infinite number in a list", columns(x=[[number, 2.0] for number in [np.inf, *NUMBERS[1:]]]), f"x: vector of 2 numbers (1 gap, {FILLED})", [[number, 2.0] for number in GAP], options=MEDIAN),
     Case("names", text(NAMES), "x: 3 names", NAMES, pandas={}),
     Case("names with gaps", text(["", "NA", *NAMES[2:]]), "x: 3 names (2 gaps, filled with the most frequent value Ulm)", ["Ulm", "Ulm", *NAMES[2:]], options=MEDIAN),
     Case("names with gaps in Parquet", columns(x=[None, "NA", *NAMES[2:]]), "x: 3 names (2 gaps, a name of their own)", ["", "", *NAMES[2:]], options={"missing": "indicator"}),

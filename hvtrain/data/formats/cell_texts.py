@@ -40,19 +40,23 @@ def unit_in(text: pa.Array, least_share: float) -> str:
     return ""
 
 
-def has_decimal_commas(columns: Sequence[pa.Array], num_rows: int) -> bool:
-    """True if a column of text can only be read with decimal commas.
+def number_formats(
+    columns: Sequence[pa.Array], decimal: str | None, thousands: str | None, num_rows: int
+) -> list[tuple[str, str]]:
+    """Returns decimal signs with separators of thousands, in the order in which the numbers of a file try them.
 
     Args:
-        columns: of one file, whose numbers are then all written so.
+        columns: of text.
+        decimal, thousands: set by the user; None: as the cells show them.
         num_rows: to look at.
     """
-    for text in columns:
-        # Half of the cells, since whole numbers have no sign.
-        sample = text.drop_null()[:num_rows]
-        if len(sample) and share(pc.match_substring_regex(sample, DECIMAL_COMMA)) >= 0.5:
-            return True
-    return False
+    formats = [pair for pair in NUMBER_FORMATS if decimal in (None, pair[0]) and thousands in (None, pair[1])]
+    # 1,234 is ambiguous, and is read as the columns are that can only be read with commas. Half of
+    # their cells, since whole numbers have no sign.
+    samples = [text.drop_null()[:num_rows] for text in columns]
+    if any(share(pc.match_substring_regex(sample, DECIMAL_COMMA)) >= 0.5 for sample in samples):
+        formats.sort(key=lambda pair: pair[0] != ",")
+    return formats
 
 
 def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: str = "") -> pa.Array:

@@ -4,17 +4,22 @@ A column is a number, a name (a category), a date, or a vector of numbers. infer
 the training table. read() then reads that column of any table in the same way, or refuses it.
 """
 
+import logging
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hvtrain.data.formats.cell_texts import DATE_FORMATS, NUMBER_FORMATS, numbers_in, only, times_in, unit_in
+from hvtrain.data.formats.cell_texts import DATE_FORMATS, numbers_in, only, share, times_in, unit_in
 from hvtrain.errors import DataError
+
+log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 # Those of pandas.read_csv.
 GAPS = pa.array(
@@ -26,12 +31,15 @@ GAPS = pa.array(
 MOSTLY = 0.9
 """The share of cells that have to be numbers or dates, for the others to count as gaps."""
 SAMPLE_ROWS = 1000
+TRIAL_ROWS = 100
+"""Rows of the sample on which most formats of numbers and dates fail already."""
 FEW_TEXTS = 20
 """So many different texts in a file with types are names, also if they look like numbers."""
 MAX_EXACT = 2**53
 """Above it, whole numbers are not exact in float64: they name something."""
 DATE_PARTS = ("year", "month", "day", "weekday", "hour")
-DAY_SECONDS = 86_400
+DAY_MICROSECONDS = 86_400e6
+SECONDS_BETWEEN = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,21 +80,37 @@ class Column:
     def is_category(self) -> bool:
         return self.kind in ("name", "integer")
 
+    @property
+    def is_looked_up(self) -> bool:
+        """True if the feature is the number of a category or of a bin, one-hot."""
+        return self.is_category or bool(self.bins)
+
 
 class Cells(NamedTuple):
     """The cells of a column as the model takes them."""
 
     values: Any
     """Numbers [rows, length], NaN in gaps; or an Arrow array of names or integers, null in gaps."""
-    is_gap: np.ndarray
-    odd: Sequence[str]
+    odd: Sequence[str] = ()
     """Texts where a number or a date was expected. They are gaps too."""
 
-    def take(self, rows: np.ndarray) -> "Cells":
-        """Returns the cells of some rows, by number."""
+    @property
+    def is_gap(self) -> np.ndarray:
         if isinstance(self.values, pa.Array):
-            return Cells(self.values.take(pa.array(rows)), self.is_gap[rows], self.odd)
-        return Cells(self.values[rows], self.is_gap[rows], self.odd)
+            return self.values.is_null().to_numpy(zero_copy_only=False)
+        is_nan = np.isnan(self.values)
+        # Nearly all columns have one number in a cell; any() takes 20 times as long as isnan().
+        return is_nan[:, 0] if is_nan.shape[1] == 1 else is_nan.any(axis=1)
+
+
+def with_progress(items: Sequence[Item], label: str) -> Iterator[Item]:
+    """Yields the items, and logs every few seconds how many are done; nothing for short work."""
+    logged_at = time.monotonic()
+    for num_done, item in enumerate(items):
+        if time.monotonic() - logged_at >= SECONDS_BETWEEN:
+            logged_at = time.monotonic()
+            log.info("%s, %s of %s columns", label, f"{num_done:,}", f"{len(items):,}")
+        yield item
 
 
 def plain(values: pa.ChunkedArray) -> pa.Array:
@@ -104,10 +128,9 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
         array = array.cast(pa.string())
     elif types.is_decimal(kind) or types.is_float16(kind):
         array = array.cast(pa.float64())
-    elif types.is_time(kind):
-        array = _seconds(array.cast(pa.time64("us"), safe=False))
-    elif types.is_duration(kind):
-        array = _seconds(array.cast(pa.duration("us"), safe=False))
+    elif types.is_time(kind) or types.is_duration(kind):
+        microseconds = pa.time64("us") if types.is_time(kind) else pa.duration("us")
+        array = pc.divide(array.cast(microseconds, safe=False).cast(pa.int64()).cast(pa.float64()), 1e6)
     if not types.is_string(array.type):
         return array
 
@@ -115,66 +138,56 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
     return only(array, pc.invert(pc.is_in(array, GAPS)))
 
 
-def _seconds(microseconds: pa.Array) -> pa.Array:
-    return pc.divide(microseconds.cast(pa.int64()).cast(pa.float64()), 1e6)
-
-
-def infer(name: str, values: pa.Array, decimal: str | None, thousands: str | None, is_typed: bool) -> Column | str:
+def infer(name: str, values: pa.Array, number_formats: Sequence[tuple[str, str]], is_typed: bool) -> Column | str:
     """Returns what a column is, by all its cells; or, in words, why it cannot be used.
 
     Args:
         name: of the column.
         values: as plain() gives them.
-        decimal: the sign that the user has set, or that other columns of the file have.
-        thousands: likewise.
+        number_formats: as cell_texts.number_formats() gives them for the file.
         is_typed: True for a file whose columns have types, where text is meant to be text.
     """
     column = Column(name, name, "name")
     types = pa.types
+    kind = values.type
     if values.null_count == len(values):
         return "empty"
-    if types.is_string(values.type):
-        if is_typed and len(pc.unique(values)) <= max(FEW_TEXTS, len(values) // 10):
+    if types.is_string(kind):
+        if is_typed and pc.count_distinct(values).as_py() <= max(FEW_TEXTS, len(values) // 10):
             return column
-        return _infer_text(column, values, decimal, thousands)
-    if types.is_boolean(values.type):
+        return _infer_text(column, values.drop_null(), number_formats)
+    if types.is_boolean(kind):
         return column
-    if types.is_integer(values.type):
+    if types.is_integer(kind):
         bounds = pc.min_max(values).as_py()
-        if max(abs(bounds["min"]), abs(bounds["max"])) > MAX_EXACT:
-            return column
-        return replace(column, kind="number")
-    if types.is_floating(values.type):
-        if pc.all(pc.is_nan(values)).as_py():
-            return "empty"
-        return replace(column, kind="number")
-    if types.is_temporal(values.type):
+        is_exact = max(abs(bounds["min"]), abs(bounds["max"])) <= MAX_EXACT
+        return replace(column, kind="number") if is_exact else column
+    if types.is_floating(kind):
+        is_empty = pc.all(pc.is_nan(values)).as_py()
+        return "empty" if is_empty else replace(column, kind="number")
+    if types.is_temporal(kind):
         return replace(column, kind="date")
-    if types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         lengths = pc.unique(pc.list_value_length(values).drop_null()).to_pylist()
         if len(lengths) != 1:
             return f"lists of {min(lengths)} to {max(lengths)} numbers"
-        if types.is_integer(values.type.value_type) or types.is_floating(values.type.value_type):
+        if types.is_integer(kind.value_type) or types.is_floating(kind.value_type):
             return replace(column, kind="vector", length=lengths[0])
-    return f"of the type {values.type}"
+    return f"of the type {kind}"
 
 
-def _infer_text(column: Column, text: pa.Array, decimal: str | None, thousands: str | None) -> Column:
-    filled = text.drop_null()
+def _infer_text(column: Column, text: pa.Array, number_formats: Sequence[tuple[str, str]]) -> Column:
     # 007 is a code, and as a number it would be 7.
-    if pc.any(pc.match_substring_regex(filled, r"^0\d+$")).as_py():
+    from_zero = text.filter(pc.starts_with(text, "0"))
+    if pc.any(pc.match_substring_regex(from_zero, r"^0\d+$")).as_py():
         return column
 
-    sample = filled[:: max(1, len(filled) // SAMPLE_ROWS)]
+    sample = text[:: max(1, len(text) // SAMPLE_ROWS)]
     number = replace(column, kind="number", unit=unit_in(sample, MOSTLY))
-    numbers = [
-        replace(number, decimal=sign, thousands=separator)
-        for sign, separator in NUMBER_FORMATS
-        if decimal in (None, sign) and thousands in (None, separator)
-    ]
+    numbers = [replace(number, decimal=decimal, thousands=thousands) for decimal, thousands in number_formats]
     dates = [replace(column, kind="date", date_format=date_format) for date_format in DATE_FORMATS]
     for candidates in (numbers, dates):
-        best = _best_format(candidates, sample, filled)
+        best = _best_format(candidates, sample, text)
         if best is not None:
             return best
     return column
@@ -183,13 +196,14 @@ def _infer_text(column: Column, text: pa.Array, decimal: str | None, thousands: 
 def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array) -> Column | None:
     """Returns the first of the formats that read most cells; None if none reads MOSTLY all."""
     best = None
-    best_share = MOSTLY
+    best_share = 0.0
+    trial = sample[:: max(1, len(sample) // TRIAL_ROWS)]
     for candidate in candidates:
-        # Most formats fail on a few cells already.
-        if _share_read(sample, candidate) < MOSTLY / 2:
+        # Text is read whole in the few formats that may be the one.
+        if min(_share_read(cells, candidate) for cells in (trial, sample)) < MOSTLY / 2:
             continue
         share_read = _share_read(text, candidate)
-        if share_read > best_share or (best is None and share_read == best_share):
+        if share_read >= MOSTLY and share_read > best_share:
             best = candidate
             best_share = share_read
         if share_read == 1:
@@ -198,7 +212,7 @@ def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array)
 
 
 def _share_read(text: pa.Array, column: Column) -> float:
-    return 1 - _parsed(text, column).null_count / max(len(text), 1)
+    return share(_parsed(text, column).is_valid())
 
 
 def _parsed(text: pa.Array, column: Column) -> pa.Array:
@@ -221,40 +235,38 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     """
     types = pa.types
     if column.kind == "vector":
-        vectors = _vectors_in(values, column, where)
-        return Cells(vectors, _gaps(~np.isfinite(vectors).all(axis=1)), ())
+        return Cells(_vectors_in(values, column, where))
     if types.is_nested(values.type) or types.is_binary(values.type):
         raise _other_kind(column, values, where)
     if column.kind == "name":
-        names = _names_in(values, column.names)
-        return Cells(names, _mask(names.is_null()), ())
+        return Cells(_names_in(values, column.names))
 
-    odd: Sequence[str] = ()
     parsed = values
+    odd: list[str] = []
     if types.is_string(values.type):
         parsed = _parsed(values, column)
-        odd = pc.unique(values.filter(pc.and_(values.is_valid(), parsed.is_null()))).to_pylist()
+        odd = pc.unique(values.filter(parsed.is_null())).drop_null().to_pylist()
     is_time = types.is_temporal(parsed.type)
     # A column without any cell has no type of its own; one with odd cells alone is something else.
     is_empty = values.null_count == len(values)
     if not is_empty and (parsed.null_count == len(parsed) or is_time != (column.kind == "date")):
         raise _other_kind(column, values, where)
 
-    if column.kind == "integer" and pa.types.is_integer(parsed.type):
-        return Cells(parsed.cast(pa.int64()), _mask(parsed.is_null()), odd)
+    if column.kind == "integer" and types.is_integer(parsed.type):
+        return Cells(parsed.cast(pa.int64()), odd)
     if is_time:
         parsed = _date_part(parsed.cast(pa.timestamp("us"), safe=False), column.part)
-    if not pa.types.is_float32(parsed.type):
+    if not types.is_float32(parsed.type):
         parsed = parsed.cast(pa.float64(), safe=False)
     numbers = parsed.to_numpy(zero_copy_only=False)
-    is_gap = ~np.isfinite(numbers)
     if column.kind == "integer":
-        return Cells(_integers_in(numbers, is_gap, column, where), _gaps(is_gap), odd)
-    if is_gap.any():
-        # Infinite numbers have no mean either.
-        odd = [*odd, *map(str, np.unique(numbers[np.isinf(numbers)]))]
-        numbers = np.where(is_gap, np.nan, numbers)
-    return Cells(numbers[:, np.newaxis], _gaps(is_gap), odd)
+        return Cells(_integers_in(numbers, column, where), odd)
+    # Infinite numbers have no mean either.
+    is_infinite = np.isinf(numbers)
+    if is_infinite.any():
+        odd += map(str, np.unique(numbers[is_infinite]))
+        numbers = np.where(is_infinite, np.nan, numbers)
+    return Cells(numbers[:, np.newaxis], odd)
 
 
 def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
@@ -263,17 +275,6 @@ def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
         f"{where}: the column {column.source} holds {example!r} and is to be {column.feature}; "
         f"string_categorical takes names"
     )
-
-
-def _mask(array: pa.Array) -> np.ndarray:
-    return _gaps(array.to_numpy(zero_copy_only=False))
-
-
-def _gaps(is_gap: np.ndarray) -> np.ndarray:
-    # Thousands of columns without gaps need no memory for them.
-    if is_gap.any():
-        return is_gap
-    return np.broadcast_to(np.False_, is_gap.shape)
 
 
 def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
@@ -312,15 +313,17 @@ def _key(name: str) -> str:
 
 def _vectors_in(values: pa.Array, column: Column, where: str) -> np.ndarray:
     numbers = np.full((len(values), column.length), np.nan)
-    if values.null_count == len(values):
+    lists = values.drop_null()
+    if not len(lists):
         return numbers
-    if not hasattr(values, "flatten") or not pa.types.is_nested(values.type):
-        raise DataError(f"{where}: the column {column.source} holds {values.type}, and lists of numbers are needed")
-    lengths = pc.unique(pc.list_value_length(values.drop_null())).to_pylist()
+    if not hasattr(lists, "flatten") or not pa.types.is_nested(lists.type):
+        raise DataError(f"{where}: the column {column.source} holds {lists.type}, and lists of numbers are needed")
+    lengths = pc.unique(pc.list_value_length(lists)).to_pylist()
     if lengths != [column.length]:
         raise DataError(f"{where}: the column {column.source} holds lists of {lengths} numbers, not {column.length}")
-    flat = values.drop_null().flatten().cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    numbers[~_mask(values.is_null())] = flat.reshape(-1, column.length)
+    flat = lists.flatten().cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    numbers[values.is_valid().to_numpy(zero_copy_only=False)] = flat.reshape(-1, column.length)
+    numbers[np.isinf(numbers)] = np.nan
     return numbers
 
 
@@ -329,11 +332,12 @@ def _date_part(times: pa.Array, part: str) -> pa.Array:
         return pc.day_of_week(times)
     if part:
         return getattr(pc, part)(times)
-    return pc.divide(times.cast(pa.int64()).cast(pa.float64()), DAY_SECONDS * 1e6)
+    return pc.divide(times.cast(pa.int64()).cast(pa.float64()), DAY_MICROSECONDS)
 
 
-def _integers_in(numbers: np.ndarray, is_gap: np.ndarray, column: Column, where: str) -> pa.Array:
+def _integers_in(numbers: np.ndarray, column: Column, where: str) -> pa.Array:
     """Categories are looked up by number, so 1.5 would become 1."""
+    is_gap = ~np.isfinite(numbers)
     whole = np.where(is_gap, 0, np.round(numbers))
     wrong = ~is_gap & ((whole != numbers) | (np.abs(whole) > MAX_EXACT))
     if wrong.any():

@@ -3,9 +3,10 @@
 It is inferred from the training table, kept in the run folder, and holds for every later table.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hvtrain.data.formats.cell_texts import has_decimal_commas
-from hvtrain.data.formats.columns import DATE_PARTS, SAMPLE_ROWS, Cells, Column, infer, plain, read
+from hvtrain.data.formats.cell_texts import number_formats
+from hvtrain.data.formats.columns import DATE_PARTS, SAMPLE_ROWS, Cells, Column, infer, plain, read, with_progress
 from hvtrain.errors import ConfigError, DataError
 
 KINDS = {
@@ -59,17 +60,27 @@ class Settings:
     thousands: str | None = None
 
     def __post_init__(self) -> None:
-        if self.target_is not in (None, "class", "number"):
-            raise ConfigError(f"dataset.target_is={self.target_is} is not one of class, number, null")
-        if self.dates not in DATES:
-            raise ConfigError(f"dataset.dates={self.dates} is not one of {', '.join(DATES)}")
-        for name, value, choices in (("decimal", self.decimal, ".,"), ("thousands", self.thousands, ",. '")):
-            if value is not None and value not in choices:
-                raise ConfigError(f"dataset.{name}={value!r} is not one of {' '.join(map(repr, choices))}")
         by_column = self.missing if isinstance(self.missing, Mapping) else {"": self.missing}
-        for action in by_column.values():
-            if action not in MISSING:
-                raise ConfigError(f"dataset.missing={action} is not one of {', '.join(MISSING)}")
+        choices: list[tuple[str, Any, Sequence[str]]] = [
+            ("target_is", self.target_is or "null", ("class", "number", "null")),
+            ("dates", self.dates, DATES),
+            *(("missing", action, MISSING) for action in by_column.values()),
+            *((f"features.{column}", feature, list(KINDS)) for column, feature in (self.features or {}).items()),
+        ]
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise ConfigError(f"dataset.{name}={value} is not one of {', '.join(allowed)}")
+        for name, value, signs in (("decimal", self.decimal, ".,"), ("thousands", self.thousands, ",. '")):
+            if value is not None and value not in signs:
+                raise ConfigError(f"dataset.{name}={value!r} is not one of {' '.join(map(repr, signs))}")
+
+    def uses(self, name: str) -> bool:
+        """True for a column that is a feature or the target, if its cells allow it."""
+        if name == self.target:
+            return True
+        if self.features is not None:
+            return name in self.features
+        return name not in self.drop and name != self.id
 
     def missing_of(self, name: str) -> str:
         if isinstance(self.missing, str):
@@ -100,11 +111,16 @@ class Schema:
         return cls(columns, Column(**fields.pop("target")), **fields)
 
 
-def infer_schema(table: pa.Table, settings: Settings, name: str) -> Schema:
+def plain_columns(table: pa.Table) -> dict[str, pa.Array]:
+    """Returns the columns by name, as plain() gives them."""
+    return {name: plain(table[name]) for name in table.column_names}
+
+
+def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) -> Schema:
     """Returns what the columns of a training table are, without statistics.
 
     Args:
-        table: as read_table() gives it.
+        arrays: as plain_columns() gives them.
         settings: of the user, which go before what the cells show.
         name: of the table, for messages.
 
@@ -112,92 +128,71 @@ def infer_schema(table: pa.Table, settings: Settings, name: str) -> Schema:
         ConfigError: A setting does not fit the table.
         DataError: No column is left, or one that the user wants cannot be used.
     """
-    arrays = {column: plain(table[column]) for column in _checked_names(table, settings, name)}
-    inferred = _inferred(arrays, settings)
+    _check_names(arrays, settings, name)
+    used = {column: array for column, array in arrays.items() if settings.uses(column)}
 
-    target, classes = _infer_target(inferred.pop(settings.target), arrays.pop(settings.target), settings)
+    texts = [array for array in used.values() if pa.types.is_string(array.type)]
+    # A file with types means its text to be text.
+    is_typed = len(texts) < len(used)
+    formats = number_formats(texts, settings.decimal, settings.thousands, SAMPLE_ROWS)
+    inferred = {
+        column: infer(column, used[column], formats, is_typed) for column in with_progress(list(used), f"{name}: kinds")
+    }
+
+    target, classes = _infer_target(inferred.pop(settings.target), used.pop(settings.target), settings)
     columns: list[Column] = []
     left_out: dict[str, str] = {}
-    for column, result in inferred.items():
-        if settings.features is not None:
-            columns += _parts(_as_set(column, result, settings, name), arrays[column], settings)
-            continue
-        reason = _reason_against(result, column, arrays[column], settings)
-        if reason is not None:
-            left_out[column] = reason
-        elif isinstance(result, Column):
-            columns += _parts(_by_default(result, arrays[column]), arrays[column], settings)
-
+    for column, array in used.items():
+        result = _as_set(inferred[column], column, array, settings, name)
+        if isinstance(result, Column):
+            columns += _parts(result, array, settings)
+        else:
+            left_out[column] = result
     if settings.id is not None:
         left_out[settings.id] = "dataset.id"
     if not columns:
         reasons = ", ".join(f"{column} ({reason})" for column, reason in left_out.items())
         raise DataError(f"{name} has no column to learn from but {settings.target}; left out: {reasons or 'none'}")
-    _check_crosses(columns, settings)
+
+    categories = {column.name for column in columns if column.is_category}
+    for column in itertools.chain(*settings.crosses):
+        if column not in categories:
+            raise ConfigError(f"dataset.crosses names {column}, which is no categorical feature; make it one")
     return Schema(columns, target, classes, [list(pair) for pair in settings.crosses], settings.id, left_out)
 
 
-def _inferred(arrays: Mapping[str, pa.Array], settings: Settings) -> dict[str, Column | str]:
-    """Returns infer() of each column, with the decimal sign of the file."""
-    texts = [array for array in arrays.values() if pa.types.is_string(array.type)]
-    # A file with types means its text to be text.
-    is_typed = len(texts) < len(arrays)
-    decimal = settings.decimal
-    if decimal is None and has_decimal_commas(texts, SAMPLE_ROWS):
-        decimal = ","
-
-    results: dict[str, Column | str] = {}
-    for name, array in arrays.items():
-        result = infer(name, array, decimal, settings.thousands, is_typed)
-        # A column may be written unlike the others of its file.
-        if isinstance(result, Column) and result.kind == "name" and decimal != settings.decimal:
-            result = infer(name, array, settings.decimal, settings.thousands, is_typed)
-        results[name] = result
-    return results
-
-
-def _checked_names(table: pa.Table, settings: Settings, name: str) -> Iterator[str]:
-    """Yields the columns that are looked at. Raises ConfigError for settings that name others."""
-    names = table.column_names
-    needed = {f"target={settings.target}": settings.target}
-    needed |= {f"features.{column}": column for column in settings.features or ()}
-    needed |= {f"drop={column}": column for column in settings.drop}
+def _check_names(names: Collection[str], settings: Settings, table: str) -> None:
+    """Raises ConfigError for settings that name columns which the table does not have."""
+    needed = [("target=", settings.target), *(("drop=", column) for column in settings.drop)]
+    needed += [("features.", column) for column in settings.features or ()]
     if settings.id is not None:
-        needed[f"id={settings.id}"] = settings.id
+        needed.append(("id=", settings.id))
     if isinstance(settings.missing, Mapping):
-        needed |= {f"missing.{column}": column for column in settings.missing}
-    for setting, column in needed.items():
+        needed += [("missing.", column) for column in settings.missing]
+    for setting, column in needed:
         if column not in names:
-            raise ConfigError(f"dataset.{setting} is no column of {name}; it has {', '.join(names)}")
-
-    for column, feature in (settings.features or {}).items():
-        if feature not in KINDS:
-            raise ConfigError(f"dataset.features.{column}={feature} is not one of {', '.join(KINDS)}")
-        if feature == "integer_categorical" and settings.missing_of(column) == "indicator":
-            raise ConfigError(f"dataset.missing.{column}=indicator needs names; make it string_categorical")
-
-    unused = {*settings.drop, settings.id} - {settings.target}
-    if settings.features is not None:
-        unused = {*names} - {*settings.features, settings.target}
-    # A gap in a column that is not used is no gap.
-    yield from (column for column in names if column not in unused)
+            raise ConfigError(f"dataset.{setting}{column} is no column of {table}; it has {', '.join(names)}")
 
 
-def _as_set(name: str, inferred: Column | str, settings: Settings, table: str) -> Column:
-    """Returns a column as the user has set it."""
-    feature = (settings.features or {})[name]
-    kind = KINDS[feature]
+def _as_set(inferred: Column | str, name: str, values: pa.Array, settings: Settings, table: str) -> Column | str:
+    """Returns a column as the user has set it, or by default; or why it is no feature by default."""
+    if settings.features is None:
+        return _by_default(inferred, name, values, settings)
+
+    feature = settings.features[name]
     if isinstance(inferred, str):
         raise DataError(f"{table}: the column {name} is {inferred}; leave it out of dataset.features")
     if inferred.kind == "vector" and feature not in ("float", "float_normalized"):
         raise ConfigError(f"dataset.features.{name}={feature} takes no vectors; choose float or float_normalized")
+    if feature == "integer_categorical" and settings.missing_of(name) == "indicator":
+        raise ConfigError(f"dataset.missing.{name}=indicator needs names; make it string_categorical")
+    kind = KINDS[feature]
     if kind == "number" and inferred.kind in ("date", "vector"):
         kind = inferred.kind
     return replace(inferred, kind=kind, feature=feature)
 
 
-def _reason_against(inferred: Column | str, name: str, values: pa.Array, settings: Settings) -> str | None:
-    """Returns why a column is no feature by default; None if it is one."""
+def _by_default(inferred: Column | str, name: str, values: pa.Array, settings: Settings) -> Column | str:
     if INDEX_NAME.fullmatch(name):
         return "an index"
     if isinstance(inferred, str):
@@ -205,26 +200,21 @@ def _reason_against(inferred: Column | str, name: str, values: pa.Array, setting
     if inferred.kind == "date" and settings.dates == "drop":
         return "a date"
 
+    column = replace(inferred, feature="float_normalized")
     is_name = inferred.kind == "name"
     if not is_name and not (inferred.kind == "number" and ID_NAME.fullmatch(name)):
-        return None
+        return column
     num_filled = len(values) - values.null_count
-    num_distinct = pc.count_distinct(values, mode="only_valid").as_py()
-    if num_distinct <= FEW_NAMES:
-        return None
-    if num_distinct == num_filled:
-        return "unique in every row"
-    if is_name and num_distinct >= NEARLY_UNIQUE * num_filled:
-        return f"{num_distinct:,} names in {num_filled:,} rows"
-    return None
-
-
-def _by_default(column: Column, values: pa.Array) -> Column:
-    if column.kind != "name":
-        return replace(column, feature="float_normalized")
-    if pc.count_distinct(values, mode="only_valid").as_py() > MAX_NAMES:
-        return replace(column, feature="string_hashed")
-    return replace(column, feature="string_categorical")
+    num_distinct = pc.count_distinct(values).as_py()
+    if num_distinct > FEW_NAMES:
+        if num_distinct == num_filled:
+            return "unique in every row"
+        if is_name and num_distinct >= NEARLY_UNIQUE * num_filled:
+            return f"{num_distinct:,} names in {num_filled:,} rows"
+    if not is_name:
+        return column
+    feature = "string_hashed" if num_distinct > MAX_NAMES else "string_categorical"
+    return replace(column, feature=feature)
 
 
 def _parts(column: Column, values: pa.Array, settings: Settings) -> list[Column]:
@@ -240,16 +230,11 @@ def _parts(column: Column, values: pa.Array, settings: Settings) -> list[Column]
     return parts
 
 
-def _check_crosses(columns: Sequence[Column], settings: Settings) -> None:
-    categories = {column.name for column in columns if column.is_category}
-    for name in (name for pair in settings.crosses for name in pair):
-        if name not in categories:
-            raise ConfigError(f"dataset.crosses names {name}, which is no categorical feature; make it one")
-
-
 def _infer_target(inferred: Column | str, values: pa.Array, settings: Settings) -> tuple[Column, list[str]]:
     """Returns the target, and the names of its classes; none if it is a number."""
     name = settings.target
+    # Nobody learns from a row without a target.
+    missing = "refuse" if settings.missing_of(name) == "refuse" else "drop"
     if isinstance(inferred, str):
         raise ConfigError(f"dataset.target={name} is {inferred}; a column of names or numbers is needed")
     if inferred.kind == "vector":
@@ -264,9 +249,9 @@ def _infer_target(inferred: Column | str, values: pa.Array, settings: Settings) 
         if inferred.kind == "name":
             example = next(iter(values.drop_null()[:1].to_pylist()), None)
             raise ConfigError(f"dataset.target_is=number and the column {name} holds {example!r}")
-        return replace(inferred, feature="float", missing=_target_missing(settings)), []
+        return replace(inferred, feature="float", missing=missing), []
 
-    column = replace(inferred, kind="name", feature="string_categorical", missing=_target_missing(settings))
+    column = replace(inferred, kind="name", feature="string_categorical", missing=missing)
     classes = pc.unique(read(column, values, name).values.drop_null()).to_pylist()
     # 10 comes after 9.
     classes.sort(key=float if inferred.kind == "number" else None)
@@ -282,35 +267,29 @@ def _infer_target(inferred: Column | str, values: pa.Array, settings: Settings) 
     return replace(column, names=classes), classes
 
 
-def _target_missing(settings: Settings) -> str:
-    # Nobody learns from a row without a target.
-    is_refused = settings.missing_of(settings.target) == "refuse"
-    return "refuse" if is_refused else "drop"
-
-
 def _is_whole(column: Column, values: pa.Array) -> bool:
-    if pa.types.is_integer(values.type):
-        return True
-    if not pa.types.is_string(values.type) or column.unit:
-        return False
-    numbers = read(column, values, column.name).values
-    has_sign = pc.any(pc.match_substring_regex(values, f"[{re.escape(column.decimal)}eE]")).as_py()
-    return not has_sign and bool((numbers == np.floor(numbers))[~np.isnan(numbers)].all())
+    if not pa.types.is_string(values.type):
+        return pa.types.is_integer(values.type)
+    fractions = pc.match_substring_regex(values, f"[{re.escape(column.decimal)}eE]")
+    return not column.unit and not pc.any(fractions).as_py()
 
 
-def read_cells(columns: Sequence[Column], table: pa.Table, where: str) -> dict[str, Cells]:
+def read_cells(columns: Sequence[Column], arrays: Mapping[str, pa.Array], where: str) -> dict[str, Cells]:
     """Reads columns of a table as the schema has them, by name.
+
+    Args:
+        columns: of the schema.
+        arrays: as plain_columns() gives them.
+        where: the file, which begins the message.
 
     Raises:
         DataError: A column is missing, or holds something else than in training.
     """
-    missing = sorted({column.source for column in columns} - {*table.column_names})
+    missing = sorted({column.source for column in columns} - arrays.keys())
     if missing:
-        raise DataError(f"{where} lacks the column {', '.join(missing)}; it has {', '.join(table.column_names)}")
+        raise DataError(f"{where} lacks the column {', '.join(missing)}; it has {', '.join(arrays)}")
     cells = {}
-    # The parts of a date share a column of the file.
-    arrays = {source: plain(table[source]) for source in {column.source for column in columns}}
-    for column in columns:
+    for column in with_progress(columns, f"{where}: cells"):
         try:
             cells[column.name] = read(column, arrays[column.source], where)
         except pa.ArrowException as error:

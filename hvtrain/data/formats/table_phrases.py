@@ -42,9 +42,10 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
 def _phrase(column: Column, cells: Cells) -> str:
     """Describes a column, with what is odd in parentheses.
 
-    >>> _phrase(Column("age", "age", "number"), Cells(np.ones((2, 1)), np.zeros(2, bool), ()))
+    >>> _phrase(Column("age", "age", "number"), Cells(np.ones((2, 1))))
     'age: number'
     """
+    text = f"{column.name}: {_noun(column, cells)}"
     details = []
     if column.feature == "string_hashed":
         details.append("hashed")
@@ -56,45 +57,39 @@ def _phrase(column: Column, cells: Cells) -> str:
         details.append(column.part or "days since 1970-01-01")
     if column.date_format:
         details.append(f"read as {column.date_format}")
-    if column.mean and not np.ptp(np.nan_to_num(cells.values, nan=column.mean[0])):
+    if column.mean and not any(column.variance):
         details.append("always the same")
 
     num_gaps = int(cells.is_gap.sum())
     if num_gaps:
         noun = "gap" if num_gaps == 1 else "gaps"
-        details.append(f"{num_gaps:,} {noun}{_among_them(cells)}, {_treatment(column)}")
-    text = f"{column.name}: {_kind_in_words(column, cells)}"
-    if details:
-        text += f" ({', '.join(details)})"
-    return text
+        among_them = f", among them {' and '.join(odd_texts(cells))}" if cells.odd else ""
+        details.append(f"{num_gaps:,} {noun}{among_them}, {_treatment(column)}")
+    return f"{text} ({', '.join(details)})" if details else text
 
 
-def _kind_in_words(column: Column, cells: Cells) -> str:
-    if column.kind == "vector":
-        return f"vector of {column.length} numbers"
-    if not column.is_category:
-        return column.kind
-    nouns = {"name": "names", "integer": "codes"}
-    return f"{pc.count_distinct(cells.values).as_py():,} {nouns[column.kind]}"
+def _noun(column: Column, cells: Cells) -> str:
+    if column.is_category:
+        noun = "names" if column.kind == "name" else "codes"
+        return f"{pc.count_distinct(cells.values).as_py():,} {noun}"
+    return f"vector of {column.length} numbers" if column.kind == "vector" else column.kind
 
 
-def _among_them(cells: Cells) -> str:
-    if not len(cells.odd):
-        return ""
-    return ", among them " + " and ".join(repr(text) for text in cells.odd[:MAX_ODD])
+def odd_texts(cells: Cells) -> list[str]:
+    """The first odd cells, as messages show them."""
+    return [repr(text) for text in cells.odd[:MAX_ODD]]
 
 
 def _treatment(column: Column) -> str:
     if not len(column.fill):
         return "rows left out"
+    if column.is_category and column.missing == "indicator":
+        return "a name of their own"
     if column.is_category:
-        if column.missing == "indicator":
-            return "a name of their own"
         return f"filled with the most frequent value {column.fill[0]}"
-    if column.missing == "most_frequent":
-        return f"filled with the most frequent value {column.fill[0]:g}"
+    statistic = "most frequent value" if column.missing == "most_frequent" else "median"
     flagged = " and flagged" if column.missing == "indicator" else ""
-    return f"filled with the median {column.fill[0]:g}{flagged}"
+    return f"filled with the {statistic} {column.fill[0]:g}{flagged}"
 
 
 def describe_target(schema: Schema, targets: np.ndarray) -> str:

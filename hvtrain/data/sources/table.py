@@ -1,7 +1,5 @@
 """Tables: columns of CSV and Parquet files as features, in the same way for every file that comes later."""
 
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +11,7 @@ import pyarrow.compute as pc
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.formats.columns import Cells
+from hvtrain.data.formats.columns import Cells, with_progress
 from hvtrain.data.formats.schema import (
     Schema,
     Settings,
@@ -22,19 +20,16 @@ from hvtrain.data.formats.schema import (
     read_cells,
     unknown_share,
 )
-from hvtrain.data.formats.table_phrases import describe, describe_target
+from hvtrain.data.formats.table_phrases import describe, describe_target, odd_texts
 from hvtrain.data.formats.tables import TextFormat, read_table
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Preprocessing
 from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource, Part
 from hvtrain.errors import ConfigError, DataError
 
-log = logging.getLogger(__name__)
-
 EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
 """Tables that are part of scikit-learn."""
 TABLE_FILE = "table.json"
-SECONDS_BETWEEN = 5.0
 
 
 @dataclass(frozen=True)
@@ -105,13 +100,12 @@ class Table(MemorySource):
         thousands: str | None = None,
         encoding: str | None = None,
     ) -> None:
-        for name, count in {
-            "num_test": num_test,
-            "num_validation": num_validation,
-        }.items():
+        # Not MemorySource's num_validation, which would divide the rows after the features are
+        # fitted to them.
+        self._num_held_out = {"validation": num_validation, "test": num_test}
+        for split, count in self._num_held_out.items():
             if count < 0:
-                raise ConfigError(f"dataset.{name}={count} is negative; 0 means none")
-
+                raise ConfigError(f"dataset.num_{split}={count} is negative; 0 means none")
         if delimiter is not None and len(delimiter) != 1:
             raise ConfigError(f"dataset.delimiter={delimiter!r} is not one character; give one, or null")
 
@@ -122,9 +116,6 @@ class Table(MemorySource):
         super().__init__(Path(files[0]).stem, self._load_encoded, origin)
 
         self._files: dict[str, Any] = {"train": file, "validation": validation_file, "test": test_file}
-        # Not MemorySource's num_validation, which would divide the rows after the features are
-        # fitted to them.
-        self._num_held_out = {"validation": num_validation, "test": num_test}
         self._text_format = TextFormat(delimiter, encoding)
         self._settings = Settings(
             target,
@@ -138,20 +129,23 @@ class Table(MemorySource):
             decimal,
             thousands,
         )
-        self._schema: Schema | None = None
-        self._features: TableFeatures | None = None
+        self._known_features: TableFeatures | None = None
         # By split, what raw_examples() needs: all columns, and the split's rows in them.
         self._loaded: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
         self._ids: dict[str, np.ndarray] = {}
         self._description: dict[str, list[str]] = {}
 
     @property
-    def element_spec(self) -> tuple[Any, ...]:
-        # A finished run's is known, also where its data are gone.
-        if self._features is None:
+    def _features(self) -> TableFeatures:
+        """Those of the training table; or of an earlier run, whose data may be gone."""
+        if self._known_features is None:
             self.num_examples("train")
+        return self._known_features  # type: ignore[return-value]
+
+    @property
+    def element_spec(self) -> tuple[Any, ...]:
         return (
-            tf.TensorSpec((self._features.size,), tf.float32),  # type: ignore[union-attr]
+            tf.TensorSpec((self._features.size,), tf.float32),
             tf.TensorSpec((), tf.int32 if self.class_names else tf.float32),
         )
 
@@ -160,17 +154,13 @@ class Table(MemorySource):
 
         The features are fitted to the training rows, unless fit_as() gave those of an earlier run.
         """
+        tables = {split: self._read(file, split) for split, file in self._files.items() if file}
         elements = {}
-        for split, file in self._files.items():
-            if not file:
-                continue
-            where = str(file)
-            table = self._read(file, split)
+        for split, table in tables.items():
+            where = str(self._files[split])
             arrays = plain_columns(table)
-            if self._schema is None:
-                schema = infer_schema(arrays, self._settings, self.name)
-            else:
-                schema = self._schema
+            is_new = self._known_features is None
+            schema = infer_schema(arrays, self._settings, self.name) if is_new else self._features.schema
             cells = read_cells(schema.columns, arrays, where)
             targets, is_used = self._targets(schema, arrays, where)
             for column in schema.columns:
@@ -181,17 +171,20 @@ class Table(MemorySource):
             parts = {split: rows}
             if split == "train":
                 parts = self._split(rows)
-                if self._schema is None:
-                    schema = self._fit(schema, cells, parts["train"])
+                if is_new:
+                    columns = [
+                        fit(column, cells[column.name], parts["train"])
+                        for column in with_progress(schema.columns, f"{where}: statistics")
+                    ]
+                    schema = replace(schema, columns=columns)
+                    self._take_schema(schema)
                 self._describe(schema, cells, targets[parts["train"]], table.num_rows - len(rows))
             values = {column.name: filled(column, cells[column.name], where, rows) for column in schema.columns}
             for part, numbers in parts.items():
-                progress = _Progress(f"{self.name}, {part}: features of", len(schema.columns))
-                encoded = self._features.encode(values, numbers, progress.update)  # type: ignore[union-attr]
-                elements[part] = encoded, targets[numbers]
+                elements[part] = self._features.encode(values, numbers, where), targets[numbers]
                 self._loaded[part] = values, numbers
                 if schema.id is not None:
-                    self._ids[part] = _ids(table, schema.id)[numbers]
+                    self._ids[part] = table[schema.id].to_numpy()[numbers]
         return elements
 
     def _read(self, file: Any, split: str) -> pa.Table:
@@ -241,36 +234,17 @@ class Table(MemorySource):
         splits = {"train": train, "validation": validation, "test": test}
         return {split: rows[np.sort(numbers)] for split, numbers in splits.items() if len(numbers)}
 
-    def _fit(self, schema: Schema, cells: Mapping[str, Cells], rows: np.ndarray) -> Schema:
-        """Returns the schema with statistics of the training rows."""
-        progress = _Progress(f"{self.name}: statistics of", len(schema.columns))
-        columns = []
-        for column in schema.columns:
-            columns.append(fit(column, cells[column.name], rows))
-            progress.update(len(columns))
-        schema = replace(schema, columns=columns)
-        self._take_schema(schema)
-        return schema
-
     def _take_schema(self, schema: Schema) -> None:
-        self._schema = schema
-        self._features = TableFeatures(schema.columns, [tuple(pair) for pair in schema.crosses])
+        self._known_features = TableFeatures(schema)
         if schema.classes:
             self.class_names = list(schema.classes)
             self.num_classes = len(schema.classes)
 
-    def _describe(
-        self,
-        schema: Schema,
-        cells: Mapping[str, Cells],
-        targets: np.ndarray,
-        num_dropped: int,
-    ) -> None:
+    def _describe(self, schema: Schema, cells: Mapping[str, Cells], targets: np.ndarray, num_dropped: int) -> None:
         warnings = []
         for column in schema.columns:
-            odd = cells[column.name].odd
-            if len(odd):
-                texts = ", ".join(map(repr, odd[:3]))
+            texts = ", ".join(odd_texts(cells[column.name]))
+            if texts:
                 warnings.append(f"{column.name} holds {texts}, which is no {column.kind} and counts as a gap")
         if num_dropped:
             warnings.append(f"rows left out because of gaps: {num_dropped:,}")
@@ -285,9 +259,7 @@ class Table(MemorySource):
         return {**super().description(), **self._description}
 
     def fitted(self) -> dict[str, bytes]:
-        if self._schema is None:
-            self.num_examples("train")  # The features are fitted when the table is loaded.
-        return {TABLE_FILE: self._schema.to_json()}  # type: ignore[union-attr]
+        return {TABLE_FILE: self._features.schema.to_json()}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
         # The file may have other columns than when the run began, or columns of another type.
@@ -300,25 +272,20 @@ class Table(MemorySource):
         except DataError:
             # A finished run predicts other tables also where its own is gone. Who reads examples
             # gets the error then.
-            if self._schema is None:
+            if self._known_features is None:
                 raise
             return {}
 
     def assets(self) -> dict[str, bytes]:
-        if self._features is None or not self._features.has_block:
-            return {}
         # Only the schema says which columns stand where in a single input.
-        return self.fitted()
+        return self.fitted() if self._features.has_block else {}
 
     def fit(self, train: Part) -> None:
         # Shards are cut next, and then need the memory.
         self._loaded = {}
 
     def preprocessing(self) -> Preprocessing:
-        if self._features is None:
-            self.num_examples("train")
-        layers: Any = [self._features.model()]  # type: ignore[union-attr]
-        return Preprocessing(self._features.spec(), layers, "columns of the table, by name")  # type: ignore[union-attr]
+        return Preprocessing(self._features.spec(), [self._features.model()], "columns of the table, by name")
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[Any]:
         if split not in self._loaded:
@@ -326,7 +293,7 @@ class Table(MemorySource):
         values, rows = self._loaded[split]
         # The first rows of the shard, since evaluation() gives these first.
         local = np.asarray(topology.share(len(rows))[:number], np.int64)
-        raw = self._features.raw(values, rows[local])  # type: ignore[union-attr]
+        raw = self._features.raw(values, rows[local])
         return [{name: array[row] for name, array in raw.items()} for row in range(len(local))]
 
     def ids(self, split: str, topology: Topology) -> dict[str, np.ndarray]:
@@ -347,9 +314,8 @@ class Table(MemorySource):
         Raises:
             DataError: It lacks a column, or one that is of another type, or has gaps that nothing fills.
         """
-        if self._schema is None:
-            self.num_examples("train")
-        schema: Schema = self._schema  # type: ignore[assignment]
+        features = self._features
+        schema = features.schema
         table = read_table(file, setting, self._text_format)
         where = f"{setting}={file}"
         cells = read_cells(schema.columns, plain_columns(table), where)
@@ -362,13 +328,8 @@ class Table(MemorySource):
                 unknown[column.name] = share
         ids = {}
         if schema.id is not None and schema.id in table.column_names:
-            ids[schema.id] = _ids(table, schema.id)
-        features: TableFeatures = self._features  # type: ignore[assignment]
+            ids[schema.id] = table[schema.id].to_numpy()
         return NewRows(table.num_rows, lambda rows: features.raw(values, rows), ids, unknown)
-
-
-def _ids(table: pa.Table, name: str) -> np.ndarray:
-    return table[name].to_numpy()
 
 
 def _embedded_table(name: str) -> pa.Table:
@@ -381,18 +342,3 @@ def _embedded_table(name: str) -> pa.Table:
     bunch = getattr(datasets, f"load_{name}")(**options)
     columns = dict(zip(map(str, bunch.feature_names), bunch.data.T.astype(np.float32)))
     return pa.table({**columns, "target": bunch.target})
-
-
-class _Progress:
-    """Logs how much of some work is done, every few seconds; nothing for short work."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self._label = label
-        self._total = total
-        self._logged_at = time.monotonic()
-
-    def update(self, num_done: int) -> None:
-        now = time.monotonic()
-        if now - self._logged_at >= SECONDS_BETWEEN:
-            self._logged_at = now
-            log.info("%s %s of %s columns", self._label, f"{num_done:,}", f"{self._total:,}")

@@ -1,5 +1,6 @@
 """Text as rows of tokens, for models that predict the next token or masked ones."""
 
+import itertools
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -259,45 +260,30 @@ def _ranges(total: int, validation: float, test: float) -> dict[str, range]:
     return {split: span for split, span in ranges.items() if span}
 
 
-def _cut_characters(
-    documents: Sequence[str],
-    ranges: Mapping[str, range],
-) -> dict[str, list[str]]:
+def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> dict[str, list[str]]:
     """Cuts the documents as if they were one text; a document may go to several splits."""
-    parts: dict[str, list[str]] = {split: [] for split in ranges}
-    start = 0
-    for text in documents:
-        for split, span in ranges.items():
-            piece = text[max(span.start - start, 0) : max(span.stop - start, 0)]
-            if piece:
-                parts[split].append(piece)
-
-        start += len(text)
-
+    starts = [0, *itertools.accumulate(map(len, documents))]
+    parts = {}
+    for split, span in ranges.items():
+        pieces = [
+            text[max(span.start - start, 0) : max(span.stop - start, 0)] for start, text in zip(starts, documents)
+        ]
+        parts[split] = [piece for piece in pieces if piece]
     return parts
 
 
 def _deal_documents(
-    documents: Sequence[str],
-    sizes: Sequence[int],
-    validation: float,
-    test: float,
+    documents: Sequence[str], sizes: Sequence[int], validation: float, test: float
 ) -> dict[str, list[str]]:
     """Lays the documents in a row, in random order. Each goes to the split of its middle."""
-    ranges = _ranges(sum(sizes), validation, test)
-    splits: dict[int, Any] = {}
-    start = 0
-    for index in np.random.default_rng(SPLIT_SEED).permutation(len(documents)):
-        middle = start + sizes[index] // 2
-        splits[index] = next((split for split in ranges if middle in ranges[split]), None)
-        start += sizes[index]
-
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
+    in_row = np.take(sizes, order)
+    middles = np.empty(len(documents), np.int64)
+    middles[order] = np.cumsum(in_row) - in_row + in_row // 2
     # Documents of a split keep their order.
-    parts: dict[str, list[str]] = {split: [] for split in ranges}
-    for index, text in enumerate(documents):
-        if splits[index]:
-            parts[splits[index]].append(text)
-
+    parts = {}
+    for split, span in _ranges(sum(sizes), validation, test).items():
+        parts[split] = [text for text, middle in zip(documents, middles) if span.start <= middle < span.stop]
     return parts
 
 
