@@ -236,7 +236,7 @@ class TFRecords(DealtSource):
             return batches if share.is_full else batches.rebatch(sizes[first_step:])
 
         epochs = tf.data.Dataset.range(first_epoch, FOREVER)
-        return epochs.flat_map(epoch_batches).map(_flat).enumerate(start=request.start_step)
+        return epochs.flat_map(epoch_batches).enumerate(start=request.start_step)
 
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         files = tf.data.Dataset.from_tensor_slices(self._files(split, topology))
@@ -256,10 +256,10 @@ class TFRecords(DealtSource):
         )
 
         if self._shuffle_buffer < 2:
-            return records
+            return records.map(_flat)
 
         def shuffle_block(number, block):
-            return _shuffle(block, derive_seed(seed, BLOCK, rank, epoch, number))
+            return _shuffle(_flat(*block), derive_seed(seed, BLOCK, rank, epoch, number))
 
         return records.batch(self._shuffle_buffer).enumerate().map(shuffle_block).unbatch()
 
@@ -342,5 +342,5 @@ def _shuffle(rows: Any, seed: tf.Tensor) -> Any:
 
 @unconverted
 def _flat(readable: tuple[tf.Tensor, tf.Tensor], codes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns a batch of stream_records() as a reader takes it: the records and their codes."""
+    """Returns what stream_records() gives, one or a batch, as readers take it: records and codes."""
     return readable[0], codes
