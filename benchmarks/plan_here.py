@@ -145,7 +145,7 @@ def in_the_lab(
         for number in range(options.rounds):
             report_folder = folder / f"lab-allreduce-{number}"
             line = python_line(WORKER, ["hvtrain", f"{report_folder}/report", *map(str, _sizes(options))])
-            reports = _on_hosts(lab, report_folder, threads, line)
+            reports = ranks_in_the_lab(lab, report_folder, threads, line)
             # The slowest rank's time.
             for size in reports[0]:
                 seconds.setdefault(size, []).append(max(report[size] for report in reports))
@@ -159,7 +159,7 @@ def in_the_lab(
                 overrides = work.overrides("synthetic", 2, steps)
                 arguments = timed_run(overrides, work.warmup_steps + steps, run_folder / "run")
                 line = python_line("hvtrain", arguments)
-                reports = _on_hosts(lab, run_folder, threads, line, work.warmup_steps)
+                reports = ranks_in_the_lab(lab, run_folder, threads, line, work.warmup_steps)
                 measured.append(max(report["step_seconds"] for report in reports))
 
             one_rank = alone[2, work.name]
@@ -169,7 +169,9 @@ def in_the_lab(
     return rows
 
 
-def _on_hosts(lab: Any, folder: Path, threads: int, line: list[str], warmup: int = 0) -> list[dict[str, Any]]:
+def ranks_in_the_lab(
+    lab: Any, folder: Path, threads: int, line: list[str], warmup: int = 0, transport: str = "mpi"
+) -> list[dict[str, Any]]:
     """Runs the line on a rank of each host and returns their reports."""
     folder.mkdir(parents=True)
 
@@ -184,7 +186,7 @@ def _on_hosts(lab: Any, folder: Path, threads: int, line: list[str], warmup: int
     # The launcher needs the variables on its host, the ranks on theirs.
     with_variables = ["env", *(f"{name}={value}" for name, value in variables.items())]
     rank_line = ["-H", HOSTS, *with_variables, *line]
-    code, output = lab.run("s1", *with_variables, *horovod_line("mpi", 2, rank_line), timeout=900)
+    code, output = lab.run("s1", *with_variables, *horovod_line(transport, 2, rank_line), timeout=900)
     (folder / "output.txt").write_text(output)
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report.*"))]
     if code or len(reports) != 2:

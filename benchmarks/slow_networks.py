@@ -1,0 +1,109 @@
+"""Steps of two hosts whose link is narrow, by what is set against it: the table of docs/networks.md.
+
+    python -m benchmarks.slow_networks wide 1gbit           25 minutes; root, on a quiet machine
+    python -m benchmarks.slow_networks cnn 100mbit          15 minutes
+
+Two hosts of scripts/lab (network namespaces), a rank each with a thread of its own. The contenders
+take turns; a figure is the median over the rounds of the slower rank's time. Bytes are computed, as
+the proof of a run has them (tests/keras/test_compression.py holds them against an interface). `alone`
+are two ranks that exchange nothing but at the end: the ceiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+from benchmarks.contenders import WORKLOADS
+from benchmarks.plan_here import ranks_in_the_lab
+from benchmarks.processes import python_line, timed_run
+from hvtrain.compare.measure import in_turns
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is set.
+
+    Attributes:
+        name: In the table.
+        overrides: Settings of the run.
+        transport: mpi or gloo.
+        warmup_steps: Steps before the timed ones.
+        steps: Timed steps: whole rounds of local steps.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    transport: str = "gloo"
+    warmup_steps: int = 4
+    steps: int = 16
+
+
+EVERY = 32
+SETTINGS = (
+    Setting("float32, MPI", transport="mpi"),
+    Setting("float32, Gloo"),
+    Setting("fp16, Gloo", ("strategy.compression=fp16",)),
+    Setting("bf16, Gloo", ("strategy.compression=bf16",)),
+    Setting("int8, MPI", ("strategy.compression=int8",), "mpi"),
+    Setting("int8, Gloo", ("strategy.compression=int8",)),
+    Setting("powersgd, rank 4, Gloo", ("strategy.compression=powersgd", "strategy.whole_steps=0")),
+    Setting(f"local_sgd, every {EVERY}, Gloo", ("strategy=local_sgd", f"strategy.every={EVERY}"), "gloo", EVERY, EVERY),
+    Setting("alone", ("strategy=local_sgd", "strategy.every=1000000"), "gloo", 8, EVERY),
+)
+
+
+def main() -> None:
+    """Measures all settings in turns, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=sorted(WORKLOADS))
+    parser.add_argument("rate", help="of the link, as in `scripts/lab net s2 rate`")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = sys.argv[1:]
+    options = parser.parse_args()
+    sys.argv[1:] = []  # Hydra looks there.
+
+    from lab import Lab  # It needs root.
+
+    folder = Path(tempfile.mkdtemp(prefix="hvtrain-networks-"))
+    seconds: dict[str, list[float]] = {setting.name: [] for setting in SETTINGS}
+    sent: dict[str, float] = {}
+    with Lab(2) as lab:
+        lab("net", "s2", "rate", options.rate)
+        for number, order in in_turns(SETTINGS, options.rounds):
+            for setting in order:
+                run = folder / f"{number}-{setting.name.replace(' ', '').replace(',', '-')}"
+                work = WORKLOADS[options.workload]
+                total = setting.warmup_steps + setting.steps
+                overrides = [
+                    *work.overrides("synthetic", 2, total - work.warmup_steps),
+                    *setting.overrides,
+                    "run.report=false",
+                ]
+                line = python_line("hvtrain", timed_run(overrides, total, run / "run"))
+                reports = ranks_in_the_lab(lab, run, 1, line, setting.warmup_steps, setting.transport)
+                seconds[setting.name].append(max(report["step_seconds"] for report in reports))
+                proof = json.loads((run / "run" / "result.json").read_text())["proof"]
+                sent[setting.name] = proof["sent_bytes"] * proof["reductions"] / proof["steps"]
+                print(f"{number} {setting.name}: {1000 * seconds[setting.name][-1]:.1f} ms", flush=True)
+
+    base = min(median(seconds[setting.name]) for setting in SETTINGS[:2])
+    command = shlex.join(["python", "-m", "benchmarks.slow_networks", *arguments])
+    print(f"\n{command}, {datetime.now():%Y-%m-%d}\n")
+    print("| | ms per step | against the faster float32 | MB a rank sends in a step |")
+    print("|---|---|---|---|")
+    for name, values in seconds.items():
+        print(f"| {name} | {1000 * median(values):.0f} | {median(values) / base:.2f} | {sent[name] / 1e6:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
