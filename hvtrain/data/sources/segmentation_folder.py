@@ -37,9 +37,8 @@ class SegmentationFolder(NotesFailure, IndexedSource):
     """Images, and a mask of class indices for each.
 
     Images are resized, and scaled to 0 ... 1; masks are resized to the nearest pixel, and padding is
-    ignored. A mask is a
-    grey or palette image whose values are classes, and 255 is ignored; or one whose colors are. With
-    two classes and masks of 0 and 255 alone, 255 is class 1.
+    ignored. A mask is a grey or palette image whose values are classes, and 255 is ignored; or one
+    whose colors are. With two classes and masks of 0 and 255 alone, 255 is class 1.
 
     Example:
         python -m hvtrain dataset=segmentation_folder dataset.dir=VOC2012 task=segmentation
