@@ -10,6 +10,7 @@ from hvtrain.migrate.parsing import (
     Pass,
     argument,
     code_of,
+    dotted,
     expression,
     is_number,
     keyword,
@@ -20,6 +21,7 @@ from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 
 # Callbacks that set the rate.
 SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
+OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
 
 class Arguments(Pass):
@@ -34,6 +36,34 @@ class Arguments(Pass):
         super().__init__()
         self.uses_horovod = uses_horovod
         self.sets_rates = any(name in text for name in SETS_RATES)
+        self.clips = "clip_by_" in text
+        # Parameters of the compile methods of the script's own models, by their class.
+        self.compiles: dict[str, cst.Parameters] = {}
+        # The class of what a name is assigned.
+        self.class_of: dict[str, str] = {}
+        # For each surrounding class, whether it is an optimizer.
+        self._in_optimizer: list[bool] = []
+
+    def visit_Module(self, node: cst.Module) -> None:
+        super().visit_Module(node)
+        for owner in m.findall(node, m.ClassDef()):
+            for method in m.findall(owner, m.FunctionDef(name=m.Name("compile"))):
+                self.compiles[owner.name.value] = method.params
+        for assign in m.findall(node, m.Assign(value=m.Call(func=m.Name()))):
+            self.class_of[dotted(assign.targets[0].target)] = assign.value.func.value
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._in_optimizer.append(any(self.imported(base.value).startswith(OPTIMIZERS) for base in node.bases))
+
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+        self._in_optimizer.pop()
+        return updated_node
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        """Renames the reset_states of a metric of the script's own."""
+        if self._in_optimizer and updated_node.name.value == "reset_states":
+            return updated_node.with_changes(name=cst.Name("reset_state"))
+        return updated_node
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
         """Renames optimizer.lr."""
@@ -48,7 +78,7 @@ class Arguments(Pass):
             return self._method(updated_node)
 
         call = _with_names(updated_node, entries(ARGUMENTS, name, ""))
-        if name.startswith("keras.optimizers.") and not name.startswith("keras.optimizers.schedules."):
+        if name.startswith(OPTIMIZERS) and not name.startswith("keras.optimizers.schedules."):
             return self._optimizer(call)
         if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback" and not argument(call, "initial_lr", 0):
             # Horovod before 0.20 did not have initial_lr; None means the optimizer's rate.
@@ -58,9 +88,10 @@ class Arguments(Pass):
         return call
 
     def _optimizer(self, call: cst.Call) -> cst.Call:
-        """Drops epsilon=None, which meant the default, and turns decay=, which acted on each step, into a schedule."""
+        """Drops defaults that Keras 3 refuses, and turns decay=, which acted on each step, into a schedule."""
         no_epsilon = m.Arg(keyword=m.Name("epsilon"), value=m.Name("None"))
-        args = [arg for arg in call.args if not m.matches(arg, no_epsilon)]
+        is_dynamic = m.Arg(keyword=m.Name("dynamic"), value=m.Name("True"))
+        args = [arg for arg in call.args if not m.matches(arg, no_epsilon | is_dynamic)]
         decay = argument(call, "decay")
         rate = argument(call, "learning_rate", 0)
         if decay is None:
@@ -77,11 +108,16 @@ class Arguments(Pass):
         return with_args(call, _replaced(without_decay, rate, expression(code)))
 
     def _method(self, call: cst.Call) -> cst.BaseExpression:
-        # A class that overrides compile or fit passes on the arguments that it got.
-        if not isinstance(call.func, cst.Attribute) or m.matches(call.func.value, m.Call(func=m.Name("super"))):
+        if not isinstance(call.func, cst.Attribute):
             return call
 
         method = method_of(call)
+        if m.matches(call.func.value, m.Call(func=m.Name("super"))):
+            return self._super(call, method)
+        if method == "get_unscaled_gradients" and len(call.args) == 1 and not self.clips:
+            return call.args[0].value
+        if method == "reset_states" and code_of(call.func.value).endswith("model"):
+            return call  # undecided.py reports it.
         # optimizer.variables() is a property now.
         if method == "variables" and not call.args:
             return call.func
@@ -97,9 +133,33 @@ class Arguments(Pass):
             return self._compile(call)
         return call
 
+    def _super(self, call: cst.Call, method: str) -> cst.Call:
+        """Changes what a class of the script passes on to Keras's; arguments that it got are changed elsewhere."""
+        if method == "__init__" and self._in_optimizer[-1:] == [True]:
+            return self._optimizer(_with_names(call, entries(ARGUMENTS, OPTIMIZERS[0], "")))
+        if method == "reset_states":
+            return _with_method(call, "reset_state")
+        if method == "compile":
+            call = _with_names(call, entries(ARGUMENTS, "", method))
+            if not argument(call, "jit_compile"):
+                return self._compile(call)
+        return call
+
+    def _takes_jit_compile(self, call: cst.Call) -> bool:
+        """False for a compile of the script's own without this argument; inside, super().compile gets it."""
+        names = {arg.keyword.value for arg in call.args if arg.keyword}
+        owner = self.class_of.get(dotted(call.func.value), "")
+        for class_name, parameters in self.compiles.items():
+            own = {param.name.value for param in (*parameters.params, *parameters.kwonly_params)}
+            # Of a model that is made elsewhere, the arguments tell.
+            is_own = owner == class_name or (owner not in self.compiles and names and names <= own)
+            if is_own and not parameters.star_kwarg:
+                return "jit_compile" in own
+        return True
+
     def _compile(self, call: cst.Call) -> cst.Call:
         """Turns XLA off, which cannot compile an operation of Horovod (horovod#2590)."""
-        if not self.uses_horovod or any(arg.star for arg in call.args):
+        if not self.uses_horovod or any(arg.star for arg in call.args) or not self._takes_jit_compile(call):
             return call
         jit_compile = argument(call, "jit_compile")
         if jit_compile is None:

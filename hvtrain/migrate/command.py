@@ -1,11 +1,12 @@
 """`python -m hvtrain migrate`: shows how a script for Horovod on Keras 2 changes for Keras 3, or writes it."""
 
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvtrain.core.files import write_atomic
+from hvtrain.core.files import TEMPORARY, write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.system.command import Parser
 
@@ -17,7 +18,7 @@ COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 EPILOG = """\
 exit codes:
   0   nothing is left to decide
-  1   the reported lines are left to you
+  1   the reported lines are left to you, or files of a folder that are not Python 3
   2   a file is missing or is not Python
 
 examples:
@@ -57,17 +58,27 @@ decide. Shows the changes as a diff, and writes nothing without --write.""",
     from hvtrain.migrate.rewriting import migrate
 
     # All are read before any is written, so an error leaves the folder as it was.
-    texts = {file: _read(file) for path in options.paths for file in _files(Path(path))}
-    scripts = {file: migrate(text, str(file)) for file, text in texts.items()}
+    scripts: dict[Path, Rewritten] = {}
+    faults: list[ConfigError] = []
+    for path in map(Path, options.paths):
+        for file in _files(path):
+            try:
+                scripts[file] = migrate(_read(file), str(file))
+            except ConfigError as error:
+                if file == path:
+                    raise
+                faults.append(error)  # A folder may hold other files than the scripts.
 
+    if options.write:
+        # Of a link, the file that it leads to is written.
+        _write({file.resolve(): script.text for file, script in scripts.items() if script.text != script.old})
     for file, script in scripts.items():
-        if options.write and script.text != script.old:
-            # Of a link, the file that it leads to is written.
-            write_atomic(file.resolve(), script.text)
         _report(file, script, options.write)
+    for fault in faults:
+        print(fault)
 
     is_undecided = any(script.undecided for script in scripts.values())
-    return int(is_undecided)
+    return int(is_undecided or bool(faults))
 
 
 def _files(path: Path) -> list[Path]:
@@ -96,6 +107,22 @@ def _read(file: Path) -> str:
         raise ConfigError(f"{file} is not Python in UTF-8: {error.reason}; name a Python file") from error
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; make it readable") from error
+
+
+def _write(texts: dict[Path, str]) -> None:
+    """Writes all files, or none if one cannot be written: a folder that is half migrated does not run."""
+    temporaries: dict[Path, Path] = {}
+    try:
+        for file, text in texts.items():
+            temporary = file.with_name(f"{TEMPORARY}{file.name}")
+            write_atomic(temporary, text)
+            temporaries[temporary] = file
+            shutil.copymode(file, temporary)
+        for temporary, file in temporaries.items():
+            temporary.replace(file)
+    finally:
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)
 
 
 def _report(file: Path, script: "Rewritten", is_written: bool) -> None:

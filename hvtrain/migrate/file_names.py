@@ -1,5 +1,7 @@
 """The pass that gives files of weights and models the suffix that Keras 3 demands."""
 
+import re
+
 import libcst as cst
 import libcst.matchers as m
 
@@ -17,14 +19,14 @@ class Literals(Pass):
     Attributes:
         values: What is assigned to each name; `args.NAME` has the default of an option.
         written: Calls that write a file, with its path and the suffix that Keras demands.
-        read: Paths of files that are read.
+        read: Calls that read a file, with its path.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[str, list[cst.BaseExpression]] = {}
         self.written: list[tuple[cst.Call, cst.BaseExpression, str]] = []
-        self.read: list[cst.BaseExpression] = []
+        self.read: list[tuple[cst.Call, cst.BaseExpression]] = []
 
     def visit_Assign(self, node: cst.Assign) -> None:
         self.values.setdefault(dotted(node.targets[0].target), []).append(node.value)
@@ -45,7 +47,7 @@ class Literals(Pass):
             if path:
                 self.written.append((node, path.value, suffix))
         elif method in _READERS and node.args:
-            self.read.append(node.args[0].value)
+            self.read.append((node, node.args[0].value))
 
     def literals(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """The string literals that a path ends in; empty if they are not in the script."""
@@ -94,7 +96,7 @@ class FileNames(Pass):
 
         # Only names that are written here: other files hold weights of Keras 2 under their old
         # names.
-        for path in literals.read:
+        for _, path in literals.read:
             for literal in literals.literals(path):
                 text = _text(literal)
                 if text in self.texts:
@@ -138,6 +140,29 @@ def with_suffix(text: str, suffix: str) -> str:
 def unresolved(literals: Literals) -> list[cst.Call]:
     """Calls that write weights to a file whose name is not in the script."""
     return [call for call, path, suffix in literals.written if suffix == WEIGHTS and not literals.literals(path)]
+
+
+def outdated(literals: Literals) -> list[cst.Call]:
+    """Calls that read weights under an old suffix, though the script writes files of such a name with the new one."""
+    written = {
+        _before_numbers(literal)
+        for _, path, suffix in literals.written
+        for literal in literals.literals(path)
+        if suffix == WEIGHTS
+    }
+    calls = []
+    for call, path in literals.read:
+        for literal in literals.literals(path):
+            is_old = _text(literal).endswith((".h5", ".hdf5")) and not _text(literal).endswith(WEIGHTS)
+            if method_of(call) == "load_weights" and is_old and _before_numbers(literal) in written:
+                calls.append(call)
+    return calls
+
+
+def _before_numbers(literal: cst.CSTNode) -> str:
+    """What w-10.h5, w-{epoch}.weights.h5 and w-%d.h5 have in common."""
+    stem = _text(literal).removesuffix(WEIGHTS)
+    return re.split(r"[{%\d]|\.h5$|\.hdf5$", stem)[0].rstrip(".-_")
 
 
 def _text(node: cst.CSTNode) -> str:

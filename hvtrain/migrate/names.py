@@ -23,7 +23,11 @@ from hvtrain.migrate.parsing import (
 from hvtrain.migrate.tables import new_name
 
 # How to write a name that no import of the script provides, and the import that this needs.
-_WRITTEN = {"tensorflow": ("tf", "import tensorflow as tf"), "keras": ("keras", "import keras")}
+_WRITTEN = {
+    "tensorflow": ("tf", "import tensorflow as tf"),
+    "keras": ("keras", "import keras"),
+    HVTRAIN: (HVTRAIN, f"import {HVTRAIN}"),
+}
 
 
 def rename(text: str, keeps_horovod: bool) -> str:
@@ -68,12 +72,14 @@ class _Names(Pass):
         if new == bound + name[len(imported) :]:
             return updated_node
 
+        # hvd.keras.callbacks of horovod.tensorflow is hvd.callbacks now.
+        if new.startswith(f"{bound}."):
+            return expression(dotted(base) + new[len(bound) :])
         # The old import does not reach the new name: tf.keras.Input becomes keras.Input.
-        module = new.partition(".")[0]
-        if module in _WRITTEN:
-            written, line = _WRITTEN[module]
-            self.missing.add(line)
-            new = written + new[len(module) :]
+        for module, (written, line) in _WRITTEN.items():
+            if new.startswith(f"{module}."):
+                self.missing.add(line)
+                return expression(written + new[len(module) :])
         return expression(new)
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:

@@ -16,6 +16,7 @@ T = TypeVar("T")
 # Today's tf.keras is Keras 3 with some names of Keras 2, which are in this folder.
 KERAS = "keras"
 TF_KERAS = "keras/_tf_keras/keras"
+TENSORFLOW = "tensorflow/_api/v2"
 
 # The longest prefix that fits is replaced; the rest of the name stays.
 _PREFIXES = {
@@ -30,6 +31,10 @@ _PREFIXES = {
     "tensorflow.optimizers": "keras.optimizers",
     "tensorflow.losses": "keras.losses",
     "tensorflow.metrics": "keras.metrics",
+    # Tools of TensorFlow 1 that need no graph.
+    "tensorflow.app.flags": "tensorflow.compat.v1.flags",
+    "tensorflow.compat.v1.app.flags": "tensorflow.compat.v1.flags",
+    **{f"tensorflow.{name}": f"tensorflow.compat.v1.{name}" for name in ("app", "flags", "gfile", "logging")},
 }
 _OLD_LAYER_MODULES = (
     "advanced_activations", "convolutional", "core", "embeddings", "experimental", "experimental.preprocessing",
@@ -73,7 +78,6 @@ _EXACT = {
     "keras.experimental.CosineDecay": "keras.optimizers.schedules.CosineDecay",
     "tensorflow.set_random_seed": "tensorflow.random.set_seed",
     "tensorflow.random.set_random_seed": "tensorflow.random.set_seed",
-    "hvtrain.keras.elastic.TensorFlowKerasState": "hvtrain.keras.elastic.KerasState",
 }
 # What the user is told about a removed name, by its beginning.
 ADVICE = {
@@ -100,7 +104,7 @@ _GRAPH = "TensorFlow 1's graph mode; rewrite the loop, or keep it as examples/tf
 # Of tensorflow, and of tensorflow.compat.v1.
 _GRAPH_NAMES = (
     "ConfigProto", "GPUOptions", "Session", "InteractiveSession", "placeholder", "get_variable", "variable_scope",
-    "global_variables_initializer", "layers", "disable_eager_execution", "disable_v2_behavior", "app",
+    "global_variables_initializer", "layers", "disable_eager_execution", "disable_v2_behavior",
     "train.AdamOptimizer", "train.AdagradOptimizer", "train.AdadeltaOptimizer", "train.MomentumOptimizer",
     "train.GradientDescentOptimizer", "train.RMSPropOptimizer", "train.FtrlOptimizer",
     "train.MonitoredTrainingSession", "train.get_or_create_global_step",
@@ -113,6 +117,7 @@ _WORKERS = {"workers": None, "use_multiprocessing": None, "max_queue_size": None
 # beginning of one if it ends in a dot, or a method if it begins with one.
 ARGUMENTS: dict[str, dict[str, str | None]] = {
     "keras.optimizers.": {"lr": "learning_rate"},
+    "tensorflow.function": {"experimental_compile": "jit_compile", "experimental_relax_shapes": "reduce_retracing"},
     "keras.layers.LeakyReLU": {"alpha": "negative_slope"},
     "keras.layers.Embedding": {"input_length": None},
     "keras.layers.BatchNormalization": {"fused": None},
@@ -134,6 +139,9 @@ REMOVED_ARGUMENTS: dict[str, dict[str, str]] = {
         "decay": "is ignored by Keras 3, and a schedule cannot replace it, because a callback of this script sets the "
         "rate; put the decay into that callback",
     },
+    "keras.mixed_precision.LossScaleOptimizer": dict.fromkeys(
+        ("dynamic", "loss_scale"), "was removed; the scale always adapts, from initial_scale on"
+    ),
     "keras.callbacks.ModelCheckpoint": {"period": "was removed; save_freq counts batches, or is 'epoch'"},
     "keras.layers.BatchNormalization": {
         "renorm": "was removed from BatchNormalization; leave it out",
@@ -156,6 +164,8 @@ RENAMED_METHODS = {
     "evaluate_generator": ("evaluate", *_STEPS),
     "predict_generator": ("predict", *_STEPS),
     "predict_proba": ("predict",),
+    "get_scaled_loss": ("scale_loss",),
+    "reset_states": ("reset_state",),
 }  # fmt: skip
 # Removed methods of models and optimizers.
 REMOVED_METHODS = {
@@ -165,6 +175,9 @@ REMOVED_METHODS = {
     "add_metric": "was removed; keep the metric as an attribute and call its update_state",
     "add_update": "was removed; assign to the variable in call",
     "get_updates": "was removed; override update_step",
+    "get_unscaled_gradients": "was removed, because the optimizer's step unscales; pass it the scaled gradients, and "
+    "clip them by an argument of the optimizer",
+    "reset_states": "was removed from models; call reset_state() of each stateful layer",
 }
 
 
@@ -238,8 +251,9 @@ def _site() -> Path:
 
 @functools.cache
 def members(package: str) -> frozenset[str]:
-    """The names that a package of the installed Keras imports; empty if there is no such package."""
-    file = _site() / package / "__init__.py"
+    """The names that an installed package imports; empty if there is no such package."""
+    # Of TensorFlow's own names the package __init__.py holds none.
+    file = _site() / package / ("v2.py" if package == TENSORFLOW else "__init__.py")
     if not file.exists():
         return frozenset()
     imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)]
@@ -247,12 +261,14 @@ def members(package: str) -> frozenset[str]:
 
 
 def exists(name: str, root: str = KERAS) -> bool:
-    """True if Keras 3 has this name.
+    """True if Keras 3, or TensorFlow 2, has this name.
 
-    root: KERAS, or TF_KERAS for the names of tf.keras.
+    root: KERAS, or TF_KERAS for the names of tf.keras, or TENSORFLOW for those of TensorFlow.
 
     >>> exists("keras.layers.Dense"), exists("keras.layers.CuDNNLSTM"), exists("keras")
     (True, False, True)
+    >>> exists("tensorflow.train.Checkpoint", TENSORFLOW), exists("tensorflow.train.StopAtStepHook", TENSORFLOW)
+    (True, False)
     """
     package = root
 

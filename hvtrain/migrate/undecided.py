@@ -1,17 +1,19 @@
 """Finds the lines of a migrated script that a person must decide, and why."""
 
 import re
+from collections import Counter
 from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
 from libcst.metadata import MetadataWrapper
 
-from hvtrain.migrate.file_names import WEIGHTS, Literals, unresolved
-from hvtrain.migrate.parsing import HVTRAIN, argument, code_of, dotted, is_number, method_of
+from hvtrain.migrate.file_names import WEIGHTS, Literals, outdated, unresolved
+from hvtrain.migrate.parsing import HVTRAIN, argument, code_of, dotted, is_number, method_of, names_used
 from hvtrain.migrate.tables import (
     REMOVED_ARGUMENTS,
     REMOVED_METHODS,
+    TENSORFLOW,
     advice,
     entries,
     exists,
@@ -20,6 +22,11 @@ from hvtrain.migrate.tables import (
 )
 
 _WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
+# Modules of Keras that TensorFlow loads at their first use, and which its files do not import.
+_LAZY = ("keras", "initializers", "losses", "metrics", "optimizers")
+# Callbacks that decide something about the training, from logs that are each rank's own.
+_DECIDE = ("EarlyStopping", "ReduceLROnPlateau")
+_REDUCE = ("DistributedOptimizer", "GradientTape", "allreduce", "load_model")
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
 # Methods of Keras 2's optimizers.
 _NEVER_CALLED = ("_resource_apply_dense", "_resource_apply_sparse", "_create_slots", "get_updates")
@@ -50,10 +57,18 @@ class _Undecided(Literals):
         self.lines: list[tuple[int, str]] = []
         self.uses_horovod = uses_horovod
         self.broadcasts = any(name in text for name in _BROADCASTS)
+        self.reduces = any(name in text for name in _REDUCE)
         # Optimizers of graph mode still have these.
         self.methods = {} if is_graph else REMOVED_METHODS
-        # How many of the surrounding conditions ask for a rank.
-        self._on_rank_0 = 0
+        # For each of the surrounding conditions, whether it asks for a rank.
+        self._conditions: list[bool] = []
+        # Names for what such a condition says, and the names that it guards.
+        self._asks_rank: set[str] = set()
+        self._for_rank_0: Counter[str] = Counter()
+        self._names = names_used(text)
+        # The name that a callback is assigned to; "" without one.
+        self._target = ""
+        self._writers: list[tuple[cst.Call, str]] = []
         # Names that loops give to the weights of a model.
         self._weights: set[str] = set()
         self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
@@ -63,11 +78,27 @@ class _Undecided(Literals):
 
     def visit_If(self, node: cst.If | cst.IfExp) -> None:
         # `if hvd.rank() == 0:` around a call, or `callbacks = [...] if hvd.rank() == 0 else []`
-        self._on_rank_0 += "rank()" in code_of(node.test)
+        self._conditions.append(self._is_about_rank(node.test))
 
     def leave_If(self, original_node: Any, updated_node: Any) -> Any:
-        self._on_rank_0 -= "rank()" in code_of(original_node.test)
+        self._conditions.pop()
         return updated_node
+
+    def _is_about_rank(self, test: cst.BaseExpression) -> bool:
+        return "rank()" in code_of(test) or any(code_of(name) in self._asks_rank for name in m.findall(test, m.Name()))
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        super().visit_Assign(node)
+        self._target = dotted(node.targets[0].target)
+        if isinstance(node.value, cst.Comparison) and "rank()" in code_of(node.value):
+            self._asks_rank.add(self._target)
+
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
+        self._target = ""
+        return updated_node
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self._for_rank_0[node.value] += any(self._conditions)
 
     visit_IfExp = visit_If
     leave_IfExp = leave_If
@@ -104,6 +135,8 @@ class _Undecided(Literals):
             )
         elif fix:
             self.report(node, f"{name}: {fix}")
+        elif name.startswith("tensorflow.") and name.split(".")[1] not in _LAZY and not exists(name, TENSORFLOW):
+            self.report(node, f"TensorFlow 2 has no {name}; replace it")
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         name = node.name.value
@@ -151,8 +184,16 @@ class _Undecided(Literals):
             self._name_of_a_weight(node)
         if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
             self._schedule(node)
-        if name.startswith("keras.callbacks.") and name.rpartition(".")[2] in _WRITERS:
-            self._written_by_all(node, "use this callback on rank 0 only")
+        if name.startswith("keras.callbacks."):
+            self._callback(node, name.rpartition(".")[2])
+        if name.startswith("keras.optimizers."):
+            self._optimizer(node)
+        is_compiled = m.Call(args=[m.ZeroOrMore(), m.Arg(m.Name("True"), m.Name("jit_compile")), m.ZeroOrMore()])
+        if name == "tensorflow.function" and self.uses_horovod and m.matches(node, is_compiled):
+            self.report(
+                node,
+                "XLA cannot compile an operation of Horovod; leave jit_compile out of a function that reduces",
+            )
         if not name and isinstance(node.func, cst.Attribute):
             self._method(node, node.func)
 
@@ -175,7 +216,10 @@ class _Undecided(Literals):
         method = func.attr.value
         if method in self.methods:
             self.report(node, f"{method} {self.methods[method]}")
-        if method == "compile" and self.uses_horovod and any(arg.star == "**" for arg in node.args):
+        # A class that overrides compile passes on what it got.
+        is_super = m.matches(func.value, m.Call(func=m.Name("super")))
+        has_options = any(arg.star == "**" for arg in node.args)
+        if method == "compile" and self.uses_horovod and has_options and not is_super:
             self.report(
                 node,
                 "the arguments of compile are not in the script; they must contain jit_compile=False",
@@ -187,16 +231,43 @@ class _Undecided(Literals):
                 node,
                 "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
             )
+        if method == "fit" and self.uses_horovod and not self.reduces:
+            self.report(node, "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)")
 
         saves_model = method == "save" and m.matches(func.value, m.Name("model"))
         if method == "save_weights" or saves_model:
             self._written_by_all(node, "put it under if hvd.rank() == 0")
 
+    def _callback(self, node: cst.Call, name: str) -> None:
+        if name in _DECIDE and any(self._conditions):
+            self.report(node, f"{name} on rank 0 alone would part it from the others; use it on all ranks")
+        # What becomes of a name is known at the end of the script.
+        if name in _WRITERS and self._target and not any(self._conditions):
+            self._writers.append((node, self._target))
+        elif name in _WRITERS:
+            self._written_by_all(node, "use this callback on rank 0 only")
+
+    def _optimizer(self, node: cst.Call) -> None:
+        rate = argument(node, "learning_rate", 0)
+        values = [rate.value, *self.values.get(dotted(rate.value), [])] if rate else []
+        if any(isinstance(value, cst.Call) and self.imported(value.func) == "tensorflow.Variable" for value in values):
+            self.report(node, "Keras 3 takes no tf.Variable as a rate; assign to optimizer.learning_rate instead")
+        for arg in node.args:
+            options = [arg.value, *self.values.get(dotted(arg.value), [])] if arg.star == "**" else []
+            if any(re.search(r"\blr['\"]?\s*[:=]", code_of(option)) for option in options):
+                self.report(node, "lr in these arguments is learning_rate on Keras 3; rename it")
+
     def _written_by_all(self, node: cst.Call, fix: str) -> None:
-        if self.uses_horovod and not self._on_rank_0:
+        if self.uses_horovod and not any(self._conditions):
             self.report(node, f"all ranks would write the same file; {fix}")
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        for call, name in self._writers:
+            # As in `if hvd.rank() == 0: callbacks.append(checkpoint)`.
+            if not self._for_rank_0[name] or self._for_rank_0[name] < self._names[name] - 1:
+                self._written_by_all(call, "use this callback on rank 0 only")
+        for call in outdated(self):
+            self.report(call, f"this script now writes such files as NAME{WEIGHTS}; load them under that name")
         for call in unresolved(self):
             self.report(
                 call,

@@ -58,6 +58,33 @@ REWRITTEN = {
     "model.save('model')\nkind = 'model'": "model.save('model.keras')\nkind = 'model'",
     "image.save('picture')": "image.save('picture')",
     "model.optimizer.lr = 1": "model.optimizer.learning_rate = 1",
+    "import horovod.tensorflow as hvd\nhvd.elastic.TensorFlowKerasState(m)":
+        "import hvtrain.keras as hvd\nhvd.elastic.TensorFlowKerasState(m)",
+    "import horovod.tensorflow as h\nh.keras.callbacks.MetricAverageCallback()":
+        "import hvtrain.keras as h\nh.callbacks.MetricAverageCallback()",
+    "import horovod\nhorovod.tensorflow.keras.callbacks.MetricAverageCallback()":
+        "import hvtrain.keras\nhvtrain.keras.callbacks.MetricAverageCallback()",
+    HVD + "class A:\n    def compile(self, a):\n        super().compile(experimental_run_tf_function=False)\n"
+    "x = A()\nx.compile(b)":
+        HVD + "class A:\n    def compile(self, a):\n        super().compile(jit_compile=False)\nx = A()\nx.compile(b)",
+    HVD + "class A:\n    def compile(self, a):\n        pass\nself.x.compile(a=b)":
+        HVD + "class A:\n    def compile(self, a):\n        pass\nself.x.compile(a=b)",
+    HVD + "class A:\n    def compile(self, a, **more):\n        super().compile(**more)\nx = A()\nx.compile(a=b)":
+        HVD + "class A:\n    def compile(self, a, **more):\n        super().compile(**more)\nx = A()\n"
+        "x.compile(a=b, jit_compile=False)",
+    "import keras\nclass A(keras.optimizers.SGD):\n    def __init__(self, lr):\n        super().__init__(lr=lr)":
+        "import keras\nclass A(keras.optimizers.SGD):\n    def __init__(self, lr):\n"
+        "        super().__init__(learning_rate=lr)",
+    "class A(Metric):\n    def reset_states(self):\n        super().reset_states()\nmetric.reset_states()":
+        "class A(Metric):\n    def reset_state(self):\n        super().reset_state()\nmetric.reset_state()",
+    "loss = opt.get_scaled_loss(loss)\ngradients = opt.get_unscaled_gradients(scaled)":
+        "loss = opt.scale_loss(loss)\ngradients = scaled",
+    "from keras.mixed_precision import LossScaleOptimizer\nLossScaleOptimizer(o, dynamic=True)":
+        "from keras.mixed_precision import LossScaleOptimizer\nLossScaleOptimizer(o)",
+    "import tensorflow as tf\ntf.function(experimental_compile=True)":
+        "import tensorflow as tf\ntf.function(jit_compile=True)",
+    "import tensorflow as tf\ntf.logging.info(tf.app.flags.FLAGS)":
+        "import tensorflow as tf\ntf.compat.v1.logging.info(tf.compat.v1.flags.FLAGS)",
 }  # fmt: skip
 PINS = [
     """
@@ -81,7 +108,7 @@ LEFT = {
     "import tensorflow as tf\ntf.estimator.RunConfig()": (2, "TensorFlow has no estimators any more"),
     "import tensorflow as tf\ntf.distribute.MirroredStrategy()": (2, "Horovod's ranks replace it"),
     "import horovod.tensorflow as hvd\nhvd.check_extension('a')": (2, "hvtrain.keras has no check_extension"),
-    "import horovod.tensorflow.keras as hvd\n\nm.fit(x)": (3, "ranks may start with different weights"),
+    "import horovod.keras as hvd\nhvd.DistributedOptimizer(o)\nm.fit(x)": (3, "ranks may start with different weights"),
     HVD + "model.compile(**options)": (2, "they must contain jit_compile=False"),
     HVD + "import keras\nkeras.callbacks.TensorBoard('logs')": (3, "all ranks would write the same file"),
     "for v in model.trainable_weights:\n    if 'batch_normalization' not in v.name:\n        l2(v)":
@@ -97,6 +124,20 @@ LEFT = {
     HVD + "import keras\nkeras.optimizers.SGD(decay=1e-3)\nhvd.callbacks.LearningRateWarmupCallback(0.1)":
         (3, "decay= is ignored by Keras 3"),
     "import keras\nkeras.callbacks.ModelCheckpoint('a.keras', period=2)": (2, "period= was removed"),
+    "model.reset_states()": (1, "reset_states was removed from models; call reset_state() of each stateful layer"),
+    "g = tf.clip_by_norm(opt.get_unscaled_gradients(g), 1)": (1, "because the optimizer's step unscales"),
+    "from keras.mixed_precision import LossScaleOptimizer\nLossScaleOptimizer(o, dynamic=False)":
+        (2, "dynamic= was removed; the scale always adapts"),
+    "import keras\nimport tensorflow as tf\nrate = tf.Variable(0.1)\nkeras.optimizers.Adam(rate)":
+        (4, "Keras 3 takes no tf.Variable as a rate"),
+    "import keras\noptions = {'lr': 0.1}\nkeras.optimizers.Adam(**options)": (3, "lr in these arguments is"),
+    HVD + "import tensorflow as tf\ntf.function(jit_compile=True)": (3, "XLA cannot compile an operation of Horovod"),
+    "import tensorflow as tf\ntf.train.StopAtStepHook(9)": (2, "TensorFlow 2 has no tensorflow.train.StopAtStepHook"),
+    HVD + "import keras\nif hvd.rank() == 0:\n    c = keras.callbacks.EarlyStopping()":
+        (4, "EarlyStopping on rank 0 alone would part it from the others"),
+    HVD + "hvd.BroadcastGlobalVariablesCallback(0)\nm.fit(x)": (3, "each rank trains alone; compile"),
+    "model.save_weights('w-{}.weights.h5'.format(n))\nmodel.load_weights('w-3.h5')":
+        (2, "now writes such files as NAME.weights.h5"),
 }  # fmt: skip
 
 
@@ -125,6 +166,25 @@ def test_a_loop_of_graph_mode_keeps_its_horovod():
     assert script.text == head + loop + pin
     assert [number for number, _ in script.undecided] == [3, 4, 5]
     assert "examples/tf1_monitored_session.py has one" in script.undecided[0][1]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "ckpt = keras.callbacks.ModelCheckpoint('a.keras')\nif hvd.rank() == 0:\n    callbacks.append(ckpt)",
+        "logs = [keras.callbacks.CSVLogger('a')]\nis_chief = hvd.rank() == 0\nif is_chief:\n    callbacks += logs",
+        "if hvd.rank() == 0:\n    logs = keras.callbacks.CSVLogger('a')\n    callbacks.append(logs)",
+    ],
+    ids=["appended", "a list", "made there"],
+)
+def test_a_callback_that_only_rank_0_uses_is_not_reported(lines):
+    assert migrate(f"{HVD}import keras\n{lines}\n").undecided == ()
+
+
+def test_a_callback_that_other_ranks_use_too_is_reported():
+    lines = "logs = keras.callbacks.CSVLogger('a')\nif hvd.rank() == 0:\n    print(logs)\nuse(logs)\n"
+    ((line, message),) = migrate(f"{HVD}import keras\n{lines}").undecided
+    assert line == 3 and "all ranks would write the same file" in message
 
 
 @pytest.mark.parametrize("name", ["hvd", "K", "tf"])
