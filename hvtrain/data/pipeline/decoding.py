@@ -80,8 +80,8 @@ class RandomResizedCrop:
             low, high = limits
             if not 0 < low <= high <= most:
                 raise ConfigError(
-                    f"augment.random_resized_crop.{name}={list(limits)} is out of range; give [smallest, largest], "
-                    f"above 0{' and at most 1' if most == 1 else ''}"
+                    f"augment.random_resized_crop.{name}={list(limits)} is out of range; give [smallest, largest] "
+                    "above 0, of area at most 1"
                 )
 
     def draw(self, number: Any, seed: tf.Tensor) -> tf.Tensor:
@@ -343,7 +343,8 @@ def _decode_crop(encoded: Any, sizing: Sizing, draws: tf.Tensor) -> tf.Tensor:
 
     def of_whole() -> tf.Tensor:
         image = decode_whole(encoded, channels, sizing.exif)
-        return _part(image, crop.window(*tf.unstack(tf.shape(image)[:2]), draws))
+        shape = tf.shape(image)
+        return _part(image, crop.window(shape[0], shape[1], draws))
 
     if channels == 4:  # TensorFlow gives a JPEG no alpha.
         return of_whole()
