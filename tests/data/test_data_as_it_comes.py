@@ -507,7 +507,7 @@ REFUSED_ARRAYS = [
     (PICTURES_FIRST, Y, {}, r"images of \(3, 8, 8\) have their channels first"),
     (X, np.where(Y == 1, 0.5, Y), THREE, r"labels are float64|0.5"),
     (X, Y + 1, {}, "y_train holds the labels 1 to 3, and classes are numbered from 0; give y - 1, num_classes=4 if"),
-    (X, Y + 1, THREE, r"label 3 at index . is outside 0 ... 2"),
+    (X, Y + 1, THREE, "y_train holds the labels 1 to 3, and classes are numbered from 0; give y - 1, num_classes=4 if"),
 ]
 
 

@@ -101,8 +101,8 @@ def from_arrays(
         images = has_image_shape and (x.dtype == np.uint8 or has_labels or has_masks)
 
     # From training alone: the model cannot predict classes that it has never seen.
-    if has_labels and num_classes is None:
-        num_classes = _count_classes(class_indices(y, f"{name}, y_train"), f"{name}, y_train")
+    if has_labels:
+        num_classes = _count_classes(class_indices(y, f"{name}, y_train"), num_classes, f"{name}, y_train")
 
     if images:
         # The caller may have claimed that they are images.
@@ -250,21 +250,26 @@ def _class_targets(
     return targets
 
 
-def _count_classes(labels: np.ndarray, where: str) -> int:
-    """Returns the largest label + 1.
+def _count_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
+    """Returns num_classes, by default the largest label + 1.
 
     Raises:
-        DataError: Labels are all the numbers from 1, or a higher one, to the largest. A model would
-            have an output for 0 too, and the user's first class would be its second.
+        DataError: Labels begin at 1 or above: all numbers to the largest occur, or the largest is
+            not below num_classes. A model would have an output for 0 that nothing trains.
     """
+    if not len(labels):
+        return num_classes or 1
     low = int(labels.min())
     high = int(labels.max())
-    if low > 0 and len(np.unique(labels)) == high - low + 1:
+    is_shifted = len(np.unique(labels)) == high - low + 1
+    if num_classes is not None:
+        is_shifted = high >= num_classes
+    if low > 0 and is_shifted:
         raise DataError(
             f"{where} holds the labels {low} to {high}, and classes are numbered from 0; give y - {low}, "
             f"num_classes={high + 1} if there are examples of 0 elsewhere, or floats if numbers are predicted"
         )
-    return high + 1
+    return num_classes or high + 1
 
 
 def _numbered(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
