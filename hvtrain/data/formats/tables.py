@@ -60,6 +60,7 @@ SAMPLE_ROWS = 100
 MOSTLY = 0.9
 # A row has to fit into a block; a text of a whole book is a row too.
 BLOCK_BYTES = 2**26
+READ_BYTES = 2**18
 COLUMNS_AT_ONCE = 100
 """Of Parquet. Arrow keeps what it needs to read 5,000 columns at once: 6.2 GB for a table of 1.9 GB, and
 3.3 GB in blocks (pyarrow 26)."""
@@ -173,17 +174,19 @@ def _first_line(error: Exception) -> str:
 def _read(path: Path, text_format: TextFormat, column: str | None) -> pa.Table:
     if path.stat().st_size == 0:
         raise ValueError("it is empty")
-    data = pa.memory_map(str(path)).read_buffer()
-    data = _decompressed(data)
+    stored = pa.memory_map(str(path)).read_buffer()
+    data = _decompressed(stored)
     if data[:4].to_pybytes() != b"PAR1":
         return _read_csv(data, text_format)
 
-    file = pa.parquet.ParquetFile(pa.BufferReader(data))
+    # Pages of a mapped file that were read would count as memory of this process.
+    source = str(path) if data is stored else pa.BufferReader(data)
+    file = pa.parquet.ParquetFile(source, buffer_size=READ_BYTES)
     names = file.schema_arrow.names
     if (column is not None and column not in names) or len({*names}) < len(names):
         # Its names say which columns there are.
         return file.schema_arrow.empty_table()
-    columns = {}
+    columns: dict[str, pa.ChunkedArray] = {}
     needed = names if column is None else [column]
     for start in range(0, len(needed), COLUMNS_AT_ONCE):
         some = needed[start : start + COLUMNS_AT_ONCE]

@@ -2,7 +2,7 @@
 
 The layers are those of keras.utils.FeatureSpace, in its order. It would adapt each column by itself,
 in float32 and in batches of 32 rows. A loaded table is encoded by NumPy, column by column, to the same
-bits as by the layers: one-hot layers for 500 columns took 200 s of CPU time for 100,000 rows.
+bits as by the layers: 100 columns of 50 names took 17 s of CPU time with one-hot layers, and 9 s so.
 """
 
 import itertools
@@ -291,7 +291,7 @@ class TableFeatures:
         features = pieces[0][0]
         if len(pieces) > 1:
             features = self._layer(keras.layers.Concatenate)([piece for piece, _ in pieces])
-        places = [place for _, places in pieces for place in places]
+        places = [index for _, indices in pieces for index in indices]
         if places == sorted(places):
             return features
         # Columns of other kinds stand between those of a single input.
@@ -302,7 +302,7 @@ class TableFeatures:
         ops = keras.ops
         dtype = self._types[columns[0].name]
         owners = [column for column in columns for _ in range(column.length)]
-        places = [place for column in columns for place in self._spans[column.name][: column.length]]
+        places = [index for column in columns for index in self._spans[column.name][: column.length]]
         fill = [value for column in columns for value in column.fill or [np.nan] * column.length]
         is_gap = None
         if not np.isnan(fill).all():
