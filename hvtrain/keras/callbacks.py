@@ -73,7 +73,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._tape_reductions_before = num_tape_reductions()
         if self.broadcast_done:
             return
-        if self.model.built:
+        # build() of a model class without one of its own sets built, and makes no weights.
+        if self.model.built and self.model.weights:
             self._broadcast()
         elif hvd.size() > 1 and hvd.rank() == 0:
             warnings.warn(
