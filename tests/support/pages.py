@@ -43,8 +43,8 @@ def blocks(text: str, *languages: str) -> list[str]:
 def files(text: str) -> dict[str, str]:
     """Files that stand on a page, by name, with the lines that a reader copies.
 
-    >>> files("```yaml\\n# @package _global_\\n# conf/a.yaml\\nx: 1\\n# conf/b.yaml\\ny: 2\\n```\\n```python\\nimport keras\\n```")
-    {'conf/a.yaml': '# @package _global_\\n# conf/a.yaml\\nx: 1\\n', 'conf/b.yaml': '# conf/b.yaml\\ny: 2\\n'}
+    >>> files("```yaml\\n# @package _global_\\n# a.yaml\\nx: 1\\n# b.yaml\\ny: 2\\n```\\n```python\\nimport os\\n```")
+    {'a.yaml': '# @package _global_\\n# a.yaml\\nx: 1\\n', 'b.yaml': '# b.yaml\\ny: 2\\n'}
     """
     matches = [match for block in blocks(text, "python", "yaml") for match in FILE.finditer(block)]
     return {match[1]: match[0] for match in matches}
