@@ -63,7 +63,12 @@ def build(
     if group == "model":
         settings = _builder_settings(settings, builder)
     if not name:
-        choices = [OmegaConf.to_container(OmegaConf.load(file)) for file in sorted((CONFIGS / group).glob("*.yaml"))]
+        files = sorted((CONFIGS / group).glob("*.yaml"))
+        choices: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
+        # The class of a choice refuses the arguments of another one.
+        if settings["_target_"] in [choice.get("_target_") for choice in choices]:
+            nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
+            choices = [{name: choice[name] for name in nested if name in choice} for choice in choices]
         settings = _own_arguments(settings, choices)
     _check_settings(config, group, settings)
 

@@ -75,9 +75,14 @@ def test_a_loss_of_ones_own_gets_the_arguments_that_it_declares(loss, arguments)
 
 def test_a_model_of_ones_own_gets_no_settings_of_the_model_in_its_place():
     own = ["model=cnn", f"model._target_={__name__}.small"]
-    assert build(compose(own), "model", keras.Model, {"image_shape": (8, 8, 1)}).output_shape == (None, 10)
-    with pytest.raises(ConfigError, match="got an unexpected keyword argument 'dropout'"):
-        build(compose([*own, "model.dropout=0.3"]), "model", keras.Model, {"image_shape": (8, 8, 1)})
+    facts = {"image_shape": (8, 8, 1), "num_outputs": 10}
+    assert build(compose(own), "model", keras.Model, facts).output_shape == (None, 10)
+    for settings, name in (
+        ([*own, "model.dropout=0.3"], "dropout"),
+        (["model=cnn", "+model.activation=relu"], "activation"),
+    ):
+        with pytest.raises(ConfigError, match=f"got an unexpected keyword argument '{name}'"):
+            build(compose(settings), "model", keras.Model, facts)
 
 
 class Plain(keras.losses.Loss):
