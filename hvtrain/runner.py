@@ -160,6 +160,8 @@ def open_inputs(config: RunConfig, strategy: Strategy, state: RunState, saved: R
     ingredients = comm.all_or_raise(lambda: Ingredients(config, strategy.topology.rank, fitted_files))
     source = ingredients.source
     plan, topology = plan_run(config, source, strategy, saved.meta if saved else None)
+    # After the plan: what too few examples lack, such as classes, would hide that they are too few.
+    comm.all_or_raise(lambda: ingredients.combine(config, plan.is_resized))
     manifest = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
     meta = checkpoint_meta(config, plan, manifest, state.run_id, changes)

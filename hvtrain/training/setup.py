@@ -57,11 +57,22 @@ class Ingredients:
         self.task: Task = build(config, "task", Task)
         if fitted_files:
             fitted.apply(self.source, fitted_files)
-        self.task.prepare(self.source)
         # On a GPU batches cross as they are stored, and the step normalizes them.
         self.source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
+
+    def combine(self, config: RunConfig, is_resized: bool = False) -> None:
+        """Checks that the task fits the data set, and adds the layers of augment to its streams.
+
+        Args:
+            config: The run's settings.
+            is_resized: The run goes on with another number of ranks. Layers on the device then move to
+                the input pipeline, where batches are still those of the ranks before.
+        """
+        self.task.prepare(self.source)
         if config.augment:
             open_augmentation(config, self.source, self.task)
+        if is_resized and self.source.augmentation:
+            self.source.augmentation.in_step = False
 
 
 def open_source(config: RunConfig) -> Source:
@@ -113,9 +124,6 @@ def plan_run(
     if num_processes != len(hosts):
         # A process that leads several replicas takes their batches as one.
         plan = plan.on(num_processes)
-    if plan.is_resized and source.augmentation:
-        # Layers on the device move to the input pipeline, where batches are still those of the ranks before.
-        source.augmentation.in_step = False
     return plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
 
 

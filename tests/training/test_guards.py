@@ -25,8 +25,7 @@ CASES = {
     "plain/model": ["train.epochs=3", "model.units=9"],
     "plain/seed": ["train.epochs=2", "seed=9"],
     "plain/fewer": ["train.epochs=1", "optimizer.learning_rate=0.5"],
-    # The label of one example is 3 alone, which is no classification.
-    "few": ["dataset.num_examples=1", "task=custom"],
+    "few": ["dataset.num_examples=1"],
     "blind": ["callbacks=early_stopping"],
     # 6 steps an epoch.
     "weight": ["train.epochs=3", "guard.every=5", "checkpoint.every_steps=3",

@@ -85,6 +85,7 @@ def against_the_joint_batches(config):
     ingredients = Ingredients(config, hvd.rank())
     source, task = ingredients.source, ingredients.task
     plan, topology = plan_run(config, source, strategy)
+    ingredients.combine(config, plan.is_resized)
     stream = training_batches(source, plan, topology, 1, 0)
     everyone = strategy.comm.gather(list(stream.take(plan.num_steps).as_numpy_iterator()))
     results = {"sizes": [[len(tf.nest.flatten(batch)[0]) for batch in batches] for batches in everyone]}
