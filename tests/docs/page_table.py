@@ -150,7 +150,7 @@ TABLE = {
         *held("needs ImageNet and GPUs; tests/training/test_imagenet.py has a small one", "-np 8", "-np 16", "-np 64"),
         *runs("", "hvtrain plan -np 256"),
     ],
-    "input": runs(IMAGES, "benchmarks input", "--rounds 3"),
+    "input": runs(IMAGES, "benchmarks input", "--rounds 5"),
     "inspect": [Row("hvtrain inspect", makes="inspect.html")],
     "keras-hub": [*held(INSTALLED, "uv pip install"), trains("model=keras_hub", "test_accuracy", 0.12, 1)],
     "library": [*LIBRARY, Row("--host-discovery-script")],
