@@ -48,7 +48,13 @@ def leaves(num_examples=400, num_test=51, num_validation=0, fail_on_rank=None, s
     images[np.arange(len(labels)), np.array([0, 0, 5, 5])[labels], np.array([0, 5, 0, 5])[labels]] = 255
     split = num_examples
     source = from_arrays(
-        images[:split], labels[:split], images[split:], labels[split:], name="leaves", num_validation=num_validation
+        images[:split],
+        labels[:split],
+        images[split:],
+        labels[split:],
+        name="leaves",
+        num_validation=num_validation,
+        num_classes=4,  # Also of one example, whose label is 3.
     )
     if same_data != "no":
         shared = source.training
