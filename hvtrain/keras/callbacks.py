@@ -20,7 +20,7 @@ from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.in_graph import SharedFlag
 from hvtrain.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback  # noqa: F401
-from hvtrain.keras.optimizer import is_distributed, num_reductions
+from hvtrain.keras.optimizer import num_reductions
 from hvtrain.keras.tape import num_tape_reductions
 
 
@@ -134,6 +134,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if shared:
             with tf.device(self.device or None):
                 broadcast_variables(shared, self.root_rank)
+        for hook in filter(None, map(hook_of, self._optimizers())):
+            hook.weights_were_set()
         self.broadcast_done = True
 
 
@@ -244,8 +246,10 @@ class ReductionCheckCallback(keras.callbacks.Callback):
         if self._checked or hvd.size() == 1:
             return
         optimizer = self.model.optimizer
-        # Not yet: this batch only accumulated gradients, or was skipped because of an overflow.
-        if is_distributed(optimizer) and int(optimizer.iterations.numpy()) == self._first_iteration:
+        # Not yet: this batch only accumulated gradients, was skipped because of an overflow, or was a
+        # local step.
+        hook = hook_of(optimizer)
+        if hook and int(optimizer.iterations.numpy()) < self._first_iteration + hook.every:
             return
         self._checked = True
         if num_reductions(optimizer) == self._reductions_before:

@@ -310,6 +310,8 @@ def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
     broadcast_variables(model.weights, root_rank)
     if optimizer is not None:
         broadcast_variables(optimizer.variables, root_rank)
+        if hasattr(optimizer, "_hvtrain"):
+            optimizer._hvtrain.weights_were_set()
 
 
 def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:

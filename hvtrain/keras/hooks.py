@@ -37,7 +37,12 @@ class Hook:
     requires_scaled_loss: bool = True
     loss_was_scaled: bool = False
     # Those of the accumulated gradients that are about to be clipped.
+    every: int = 1
+    """Steps from one exchange with the other ranks to the next."""
     variables: list[Any] = field(default_factory=list)
+
+    def weights_were_set(self) -> None:
+        """Is called after a broadcast of the weights."""
 
 
 # Its `optimizers`: distributed ones whose step this thread has entered, the outermost first.

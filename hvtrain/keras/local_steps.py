@@ -138,6 +138,11 @@ class LocalHook(Hook):
             with tf.init_scope():
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
 
+    def weights_were_set(self) -> None:
+        # As by a broadcast after the first step, which a model without an Input needs.
+        if self.has_anchors is not None:
+            self.has_anchors.assign(False)
+
     def begin_round(self, step: Any, variables: Sequence[Any]) -> None:
         """Takes the weights as anchors where a round begins, or the training does."""
         if not self.outer:

@@ -52,6 +52,10 @@ def test_without_a_synchronization_the_ranks_differ(ranks):
         assert rank["error without"] > 0.01
 
 
+def test_fit_with_callbacks_ends_with_equal_weights_even_if_the_first_step_builds_the_model(ranks):
+    assert [rank["fitted"] for rank in ranks] == [[0, 0]] * len(ranks)
+
+
 def test_compressed_changes_end_near_the_whole_ones(ranks):
     for rank in ranks:
         assert 0 < rank["int8"]["error"] < 0.01

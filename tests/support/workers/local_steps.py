@@ -106,6 +106,23 @@ def gap(one, other):
     return max(float(np.max(np.abs(a - b))) for a, b in zip(one, other))
 
 
+def fitted(optimizer):
+    """How far the ranks' weights are apart after Keras's fit, with a model that its first step builds."""
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", jit_compile=False)
+    callbacks = [
+        hvd.BroadcastGlobalVariablesCallback(0),
+        hvd.ReductionCheckCallback(),
+        hvd.StopTogetherCallback(),
+    ]
+    inputs, targets = batches(rank)
+    model.fit(inputs.reshape(-1, 5), targets.reshape(-1, 1), batch_size=8, verbose=0, callbacks=callbacks)
+    hvd.synchronize(optimizer)
+    weights = model.get_weights()
+    return max(gap(weights, other) for other in hvd.allgather_object(weights))
+
+
 def compared(optimizer, expected):
     weights, reductions = trained(optimizer)
     apart = max(gap(weights, other) for other in hvd.allgather_object(weights))
@@ -137,6 +154,7 @@ results = {
     # Controls: without a synchronization the ranks differ from each other, and from the synchronous run.
     "apart without": max(gap(alone, other) for other in hvd.allgather_object(alone)),
     "error without": gap(alone, synchronous),
+    "fitted": [fitted(hvd.LocalSGD(adam(), every=4)), fitted(hvd.DiLoCo(adam(), every=5))],
     "int8": compared(hvd.DiLoCo(adam(), 4, compression=hvd.Compression.int8), simulated(adam, 4, 0.7, 0.9)),
 }
 everybody = hvd.allgather_object(results)
