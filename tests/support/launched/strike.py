@@ -9,7 +9,7 @@ from pathlib import Path
 import keras
 
 import hvtrain.keras as hvd
-from hvtrain.training.callbacks import recording
+from hvtrain.training.callbacks import epochs
 
 
 class Strike(keras.callbacks.Callback):
@@ -32,7 +32,7 @@ class StrikeAtHistory(keras.callbacks.Callback):
 
     def __init__(self, done, epoch):
         super().__init__()
-        write, done = recording.Recording._write, Path(done)
+        write, done = epochs.Recording._write, Path(done)
 
         def strike(self):
             if len(self.report.records) == epoch and not done.exists():
@@ -41,7 +41,7 @@ class StrikeAtHistory(keras.callbacks.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
             write(self)
 
-        recording.Recording._write = strike
+        epochs.Recording._write = strike
 
 
 class StrikeHost(keras.callbacks.Callback):
