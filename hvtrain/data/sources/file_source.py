@@ -39,8 +39,9 @@ class NotesFailure:
     _failure: UserError | None = None
 
     def note(self, error: UserError) -> UserError:
-        """Returns the error, and keeps it for explain()."""
-        self._failure = error
+        """Returns the error, and keeps the first one for explain()."""
+        # tf.data reads ahead, and meets more errors behind the first.
+        self._failure = self._failure or error
         return error
 
     def fail(self, message: str) -> UserError:
