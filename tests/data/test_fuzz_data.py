@@ -9,6 +9,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -250,11 +251,21 @@ def test_files_that_claim_more_than_there_is_take_no_memory(tmp_path, images, re
             with pytest.raises(DataError, match=r"claims .* bytes|bytes expected after|cannot be read"):
                 read_idx(tmp_path / name, 3)
 
-    path, _, sources = records
+    path, whole, _ = records
     length = struct.pack("<Q", 2**60)
     path.write_bytes(length + masked_crc(length) + bytes(64))
     assert len(scan_records(path)[0]) == 0
-    assert isinstance(outcome(*sources[1]), DataError)
+    # A run counts first, and never gives TensorFlow a record that cannot be there.
+    for on_error, allows in (("stop", pytest.raises(DataError, match="should end at byte")), ("skip", nullcontext())):
+        source = TFRecords(str(path.parent), SHAPE, 2)
+        source.on_error = on_error
+        with allows:
+            assert source.num_examples("train") == 0
+
+    path.write_bytes(whole + length + masked_crc(length) + bytes(64))
+    source = TFRecords(str(path.parent), SHAPE, 2)
+    source.on_error = "skip"
+    assert len(list(source.training(StreamRequest(Topology(), 4, 1, 0, 2)).take(6))) == 6, "not the record behind them"
 
     path, _, ((stop, stops), _) = images
     big = [png_of(65535, 65535, bytes(1000)), png_of(2**31 - 1, 2**31 - 1, b""), jpeg_of(65535, 65535)]

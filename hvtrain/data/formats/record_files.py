@@ -5,6 +5,7 @@ uint32. A file may be gzipped as a whole; its offsets are then those of the unpa
 """
 
 import gzip
+import math
 import re
 import struct
 import zlib
@@ -55,7 +56,7 @@ def is_gzipped(path: str | Path) -> bool:
     return header.startswith(GZIP_BEGIN) and header[8:] != masked_crc(header[:8])
 
 
-def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]", str | None]:
+def scan_records(path: Path, check_lengths: bool = False, limit: float = math.inf) -> tuple["array[int]", str | None]:
     """Finds the records of a file by their lengths, without reading the data.
 
     The CRCs of the data are not checked. A gzipped file is unpacked as a whole.
@@ -63,6 +64,7 @@ def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]",
     Args:
         check_lengths: Stop at a length whose CRC is wrong, since the bytes after it would be taken
             for records. Always in a gzipped file, where a huge length costs more than its CRC.
+        limit: Stop after so many records.
 
     Returns:
         The offset of each record, and the defect that hides the rest of the file, if there is one.
@@ -75,7 +77,7 @@ def scan_records(path: Path, check_lengths: bool = False) -> tuple["array[int]",
         # Unbuffered: of a large record only the header is read.
         with gzip.open(path) if is_packed else path.open("rb", buffering=0) as file:
             header = file.read(HEADER_BYTES)
-            while header:
+            while header and len(offsets) < limit:
                 record = f"record {len(offsets)} at byte {offset}"
                 if (check_lengths or is_packed) and header[8:] != masked_crc(header[:8]):
                     return offsets, f"{record} has a length whose CRC is wrong: it is truncated or damaged"
@@ -124,6 +126,8 @@ def first_records(path: str, number: int) -> list[bytes]:
     """The data of a file's first records, as far as they can be read."""
     packing = "GZIP" if is_gzipped(path) else ""
     records: list[bytes] = []
+    # TensorFlow crashes at a length of 2^60.
+    number = len(scan_records(Path(path), check_lengths=True, limit=number)[0])
     with suppress(tf.errors.OpError):
         for record in tf.data.TFRecordDataset(path, packing).take(number).as_numpy_iterator():
             records.append(record)
@@ -145,7 +149,8 @@ def stream_records(
         first_code: The code of the file's first record. Those of the others follow.
         packing: tf.data's name for the file's compression.
     """
-    records = tf.data.TFRecordDataset(path, compression_type=packing)
+    # Not one more, at which TensorFlow might crash: a length of 2^60.
+    records = tf.data.TFRecordDataset(path, compression_type=packing).take(num_records)
     # The range bounds the attempts: TensorFlow would try to open a missing file for ever.
     readable = tf.data.Dataset.zip(records, tf.data.Dataset.range(num_records)).ignore_errors()
     blank = tf.data.Dataset.from_tensors((b"", tf.constant(-1, tf.int64))).repeat()
