@@ -14,6 +14,7 @@ from sklearn.datasets import load_digits
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import Source, StreamRequest
+from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.sources.digits import digits, read
 from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError
@@ -25,7 +26,10 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "dataset").glob("*.yaml")
 def test_each_file_names_every_option_of_its_source_with_its_default(path):
     config = OmegaConf.to_container(OmegaConf.load(path))
     assert path.read_text().startswith("# ") and path.stem in path.read_text().splitlines()[1]
-    parameters = inspect.signature(hydra.utils.get_object(config.pop("_target_"))).parameters
+    parameters = dict(inspect.signature(hydra.utils.get_object(config.pop("_target_"))).parameters)
+    if parameters.pop("sizing", None):
+        options = dict(inspect.signature(Sizing).parameters)
+        parameters |= {name: options[name] for name in ("resize", "fit", "crop_fraction", "exif")}
     assert list(config) == list(parameters)
     for name, value in config.items():
         default = parameters[name].default
