@@ -228,7 +228,7 @@ COMMANDS = {
     "allreduce": ["--transport {mpi,gloo}", "--largest MIB"],
     "runs": ["--sort", "--json"],
     "evaluate": ["run=DIR", "--output FILE"],
-    "inspect": ["dataset=CHOICE", "limit=NUMBER", "--output FILE", "exit code 2"],
+    "inspect": ["dataset=CHOICE", "--limit NUMBER", "--output FILE", "exit code 2"],
     "doctor": ["-H s1:4,s2:4", "--no-links", "64 MiB over all hosts"],
     "launch": ["--max-restarts N", "cluster.time=null", "cluster=trainjob", "-- model=resnet50"],
     "migrate": ["--write", "FILE|FOLDER", "exit codes:", "docs/migration.md"],
