@@ -36,12 +36,12 @@ Example = Sequence[np.ndarray]
 class NotesFailure:
     """Keeps the error that Python code of a stream raised: TensorFlow passes on only its text."""
 
-    _failure: UserError | None = None
+    _failures: Sequence[UserError] = ()
 
     def note(self, error: UserError) -> UserError:
-        """Returns the error, and keeps the first one for explain()."""
+        """Returns the error, and keeps it for explain()."""
         # tf.data reads ahead, and meets more errors behind the first.
-        self._failure = self._failure or error
+        self._failures = [*self._failures[-9:], error]
         return error
 
     def fail(self, message: str) -> UserError:
@@ -49,10 +49,9 @@ class NotesFailure:
         return self.note(DataError(message))
 
     def explain(self, error: Exception) -> Exception:
-        # TensorFlow quotes the type of the error that its Python call raised.
-        if self._failure and f"{type(self._failure).__name__}: " in str(error):
-            return self._failure
-        return error
+        # TensorFlow quotes the error that its Python call raised.
+        quoted = (failure for failure in self._failures if f"{type(failure).__name__}: {failure}" in str(error))
+        return next(quoted, error)
 
 
 class FileSource(NotesFailure, StreamedSource):
