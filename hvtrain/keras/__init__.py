@@ -17,7 +17,6 @@ from horovod.tensorflow import (
     alltoall,
     broadcast_object,
     ccl_built,
-    compression,
     cross_rank,
     cross_size,
     cuda_built,
@@ -50,7 +49,7 @@ from horovod.tensorflow import (
 )
 from horovod.tensorflow.mpi_ops import ProcessSet
 
-from hvtrain.keras import callbacks, elastic
+from hvtrain.keras import callbacks, compression, elastic
 from hvtrain.keras.callbacks import (
     BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,

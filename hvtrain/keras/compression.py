@@ -14,6 +14,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompressor  # noqa: F401
 
 from hvtrain.keras.gradients import are_finite, variable_id
 
