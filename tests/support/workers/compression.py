@@ -1,10 +1,11 @@
-"""Runs on each rank: what bf16 and int8 on the wire do to gradients. argv[1]: where rank 0 writes JSON."""
+"""Runs on each rank: what bf16 and int8 on the wire do to gradients, and the noise in these. argv[1]: where rank 0 writes JSON."""
 
 import json
 import sys
 from pathlib import Path
 
 import fast_keras  # noqa: F401
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -94,7 +95,10 @@ def half_a_step():
     """The largest rounding error of int8, in steps of its block."""
     blocks = tf.constant(random.normal(0, 1, (8, 1024)), tf.float32)
     steps = tf.reduce_max(tf.abs(blocks), axis=1, keepdims=True) / 127
-    return largest([(blocks - Compression.int8.decode(Compression.int8.encode(blocks), tf.float32)) / steps])
+    encoded, decoded = Compression.int8.encode(blocks)
+    # What a rank keeps as its error is right only if the others decode the same.
+    assert np.array_equal(decoded, Compression.int8.decode(encoded, tf.float32))
+    return largest([(blocks - decoded) / steps])
 
 
 def overflow():
@@ -112,6 +116,39 @@ def overflow():
         "seen": bool(not np.isfinite(reduced[2].numpy()).any()),
         "kept": all(np.array_equal(a, b) for a, b in zip(before, after)) and largest(before) > 0,
     }
+
+
+def noise_of_a_linear_regression(batch_size=512, num_inputs=1000, steps=60):
+    """The estimate at weights of 0, with its weights unlike 1 over the ranks' number; and in closed form.
+
+    Inputs are standard normal, targets w x + e with |w|^2 = 1 and e of variance 1, the loss (p - y)^2 / 2. Then
+    |G|^2 = 1, and S = (num_inputs + 1) |w|^2 + num_inputs (the fourth moments of normal inputs).
+    """
+    variable = tf.Variable(tf.zeros([num_inputs]))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    noise = hvd.NoiseScale(optimizer, every=2)
+    true = tf.fill([num_inputs], num_inputs**-0.5)
+
+    @tf.function
+    def step():
+        inputs = tf.random.normal([batch_size, num_inputs])
+        errors = tf.linalg.matvec(inputs, variable - true) - tf.random.normal([batch_size])
+        gradient = tf.linalg.matvec(inputs, errors, transpose_a=True) / batch_size
+        optimizer.apply([gradient], [variable])
+
+    tf.random.set_seed(rank)
+    before = noise.estimate(batch_size)
+    for _ in range(steps):
+        step()
+    return {"before": before, "estimate": noise.estimate(batch_size), "known": 2.0 * num_inputs + 1}
+
+
+def refused_noise_scale():
+    try:
+        hvd.NoiseScale(hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=Compression.int8))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def refused(**options):
@@ -133,6 +170,7 @@ results = {
     "bf16 differs": rounds_as_by_hand(),
     "half a step": half_a_step(),
     "overflow": overflow(),
+    "noise scale": {**noise_of_a_linear_regression(), "refused": refused_noise_scale()},
     "refused": [
         refused(compression=Compression.int8, op=hvd.Adasum),
         refused(compression=Compression.bf16, predivide_factor=2.0),
