@@ -28,6 +28,7 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     optimizer: keras.optimizers.Optimizer,
     every: int = 16,
     warmup_steps: int = 0,
+    within: Any = None,
     **options: Any,
 ) -> keras.optimizers.Optimizer:
     """Makes this optimizer step on its rank's gradients, and average the weights every few steps.
@@ -43,6 +44,8 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
         every: steps from one synchronization to the next.
         warmup_steps: first steps in which gradients are reduced instead, as in post-local SGD (Lin
             et al. 2020, arXiv:1808.07217).
+        within: process set of ranks that average their gradients in every step, such as the ranks
+            of one host; each rank passes its own.
         options: process_set, bucket_bytes and check_finite of DistributedOptimizer.
 
     Raises:
@@ -51,7 +54,7 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     Example:
         optimizer = hvd.LocalSGD(keras.optimizers.SGD(0.1), every=16)
     """
-    return _make_local(optimizer, every, warmup_steps, lambda: None, options)
+    return _make_local(optimizer, every, warmup_steps, lambda: None, {**options, "within": within})
 
 
 def DiLoCo(  # noqa: N802
@@ -61,6 +64,7 @@ def DiLoCo(  # noqa: N802
     outer_momentum: float = OUTER_MOMENTUM,
     warmup_steps: int = 0,
     compression: Any = hvd.Compression.none,
+    within: Any = None,
     **options: Any,
 ) -> keras.optimizers.Optimizer:
     """Makes this optimizer step on its rank's gradients, and an outer one step on what they changed.
@@ -78,7 +82,8 @@ def DiLoCo(  # noqa: N802
     def outer() -> keras.optimizers.Optimizer:
         return keras.optimizers.SGD(outer_rate, momentum=outer_momentum, nesterov=outer_momentum > 0)
 
-    return _make_local(optimizer, every, warmup_steps, outer, {**options, "compression": compression})
+    options = {**options, "compression": compression, "within": within}
+    return _make_local(optimizer, every, warmup_steps, outer, options)
 
 
 def synchronize(optimizer: Any) -> bool:
@@ -104,10 +109,24 @@ def local_hook(optimizer: Any) -> "LocalHook":
 
 
 class LocalHook(Hook):
-    """State of an optimizer that steps locally."""
+    """State of an optimizer that steps locally.
 
-    def __init__(self, reducer: Reducer, finite_check: FiniteCheck | None, every: int, warmup_steps: int, outer: Any):
+    Args:
+        reducer: of the weights or changes, and of gradients in the first steps.
+        within: reducer of gradients between the ranks of a host in the other steps, or None.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        finite_check: FiniteCheck | None,
+        every: int,
+        warmup_steps: int,
+        outer: Any,
+        within: Reducer | None = None,
+    ) -> None:
         super().__init__(reducer, finite_check)
+        self.within = within
         self.every = every
         self.warmup_steps = warmup_steps
         self.outer = outer
@@ -121,15 +140,22 @@ class LocalHook(Hook):
         """True if the ranks' weights differ after this step."""
         return step > self.warmup_steps and step % self.every != 0 and step != self.synchronized_step
 
-    def num_due(self, first: int, last: int) -> int:
-        """Reductions that belong to the steps after `first`, up to `last`: of gradients, then of weights.
+    def num_due(self, first: int, last: int) -> tuple[int, int]:
+        """Reductions that belong to the steps after `first`, up to `last`: over all ranks, and within the host.
 
         >>> LocalHook(None, None, every=4, warmup_steps=2, outer=None).num_due(0, 12)
-        5
+        (5, 0)
         """
         warm = max(0, min(last, self.warmup_steps) - first)
         begin = max(first, self.warmup_steps)
-        return warm + max(0, last // self.every - begin // self.every)
+        rounds = max(0, last // self.every - begin // self.every)
+        reduces_within = self.within is not None and not self.within.is_alone
+        return warm + rounds, max(0, last - begin) if reduces_within else 0
+
+    def num_ran(self) -> tuple[int, int]:
+        """The reductions that have run on this rank, as num_due() counts them."""
+        within = 0 if self.within is None else int(self.within.count.numpy())
+        return int(self.reducer.count.numpy()), within
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.outer and not self.anchors:
@@ -202,18 +228,25 @@ class LocalSteps(Distributed):
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
         local = self._hvtrain
-        if not local.warmup_steps or local.reducer.is_alone:
+        if local.reducer.is_alone:
             return grads
+        within = local.within or (lambda gradients, _: gradients)
+        if not local.warmup_steps:
+            return within(grads, variables)
         # Dense, so that both branches of the graph return the same types.
         dense = [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in grads]
         positions = [i for i, gradient in enumerate(dense) if gradient is not None]
 
-        def reduced() -> list[Any]:
-            result = super(LocalSteps, self)._reduce(dense, variables)
-            return [result[i] for i in positions]
+        def over_all() -> list[Any]:
+            reduced = super(LocalSteps, self)._reduce(dense, variables)
+            return [reduced[i] for i in positions]
+
+        def within_hosts() -> list[Any]:
+            reduced = within(dense, variables)
+            return [tf.identity(reduced[i]) for i in positions]
 
         is_warm = tf.convert_to_tensor(self.iterations) < local.warmup_steps
-        values = tf.cond(is_warm, reduced, lambda: [tf.identity(dense[i]) for i in positions])
+        values = tf.cond(is_warm, over_all, within_hosts)
         for i, value in zip(positions, values):
             dense[i] = value
         return dense
@@ -265,6 +298,7 @@ def _make_local(
 
     reducer_options = dict(options)
     check_finite = reducer_options.pop("check_finite", False)
+    within_set = reducer_options.pop("within", None)
     reducer = Reducer(**reducer_options)
     outer = make_outer()
     if outer is None and (
@@ -275,6 +309,7 @@ def _make_local(
     def wrap(copy: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         return _make_local(copy, every, warmup_steps, make_outer, options)
 
-    hook = LocalHook(reducer, FiniteCheck() if check_finite else None, every, warmup_steps, outer)
+    within = Reducer(process_set=within_set) if within_set else None
+    hook = LocalHook(reducer, FiniteCheck() if check_finite else None, every, warmup_steps, outer, within)
     make_distributed(optimizer, LocalSteps, hook, wrap)
     return optimizer

@@ -1,12 +1,15 @@
 """Ranks that step on their own and bring their weights together every few steps, for slow networks."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import hvtrain.keras as hvd
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.local_steps import OUTER_MOMENTUM, OUTER_RATE, local_hook
 from hvtrain.strategies.base import Strategy, exclude
@@ -24,12 +27,20 @@ class LocalSGDStrategy(HorovodStrategy):
     Args:
         every: steps from one synchronization to the next.
         warmup_steps: first steps in which gradients are reduced, as with strategy=horovod.
+        within_hosts: average gradients between the ranks of each host in every step, so that only
+            hosts drift apart.
         horovod: bucket_mib, share_gpus and pin_cores of HorovodStrategy.
     """
 
     name = "local_sgd"
 
-    def __init__(self, every: int = 16, warmup_steps: int = 0, **horovod: Any) -> None:
+    def __init__(
+        self,
+        every: int = 16,
+        warmup_steps: int = 0,
+        within_hosts: bool = False,
+        **horovod: Any,
+    ) -> None:
         super().__init__(**horovod)
         if every < 1:
             raise ConfigError(f"strategy.every={every} is out of range; it must be at least 1")
@@ -37,11 +48,39 @@ class LocalSGDStrategy(HorovodStrategy):
             raise ConfigError(f"strategy.warmup_steps={warmup_steps} is out of range; it must be at least 0")
         self.sync_every = every
         self.warmup_steps = warmup_steps
+        self.within_hosts = within_hosts
+        self.host_set: Any = None
+        """Process set of the ranks of this host."""
         self.differences = [f"weights of the ranks differ between synchronizations, which come every {every} steps"]
         self.num_synchronizations = 0
         # Where the last settle() has counted to: a step, and the reductions that had run.
         self._settled_step = 0
-        self._num_counted = 0
+        self._num_counted = (0, 0)
+
+    def start(self) -> Topology:
+        if self.within_hosts:
+            # Before Horovod starts: the ranks of each host are known only after it has.
+            os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+        topology = super().start()
+        if self.within_hosts and topology.size > 1:
+            self._join_hosts(topology)
+        return topology
+
+    def _join_hosts(self, topology: Topology) -> None:
+        """Makes a process set of each host's ranks (every rank)."""
+        hosts = self.comm.gather((topology.host, topology.local_size))
+        for host, local_size in sorted(set(hosts)):
+            ranks = [rank for rank, (name, _) in enumerate(hosts) if name == host]
+            if len(ranks) != local_size:
+                raise ConfigError(
+                    f"strategy.within_hosts=true needs a name of its own for each host, and {len(ranks)} ranks are on "
+                    f"hosts named {host}, where the launcher started {local_size}; rename the hosts or containers"
+                )
+            # Horovod refuses a second set of all ranks.
+            is_everybody = len(ranks) == topology.size
+            process_set = hvd.global_process_set if is_everybody else hvd.add_process_set(ranks)
+            if topology.rank in ranks:
+                self.host_set = process_set
 
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
@@ -54,7 +93,12 @@ class LocalSGDStrategy(HorovodStrategy):
         for setting, is_set in excluded.items():
             if is_set:
                 exclude(self.name, setting)
-        distributed = self.make_local(optimizer, bucket_bytes=self.bucket_bytes, check_finite=check_finite)
+        distributed = self.make_local(
+            optimizer,
+            bucket_bytes=self.bucket_bytes,
+            check_finite=check_finite,
+            within=self.host_set,
+        )
         self._hook = local_hook(distributed)
         self._hook.reducer.marks = self.marks
         return distributed
@@ -82,35 +126,40 @@ class LocalSGDStrategy(HorovodStrategy):
     ) -> Callable[[int], dict[str, Any]]:
         self._optimizer = model.optimizer
         self._settled_step = int(model.optimizer.iterations.numpy())
-        self._num_counted = hvd.num_reductions(model.optimizer)
+        self._num_counted = self._hook.num_ran()
         return super().make_steps(model, batches, start_step, call_steps)
 
     def settle(self) -> None:
-        """Synchronizes, and checks that as many synchronizations ran as were due (every rank)."""
+        """Synchronizes, and checks that as many reductions ran as were due (every rank)."""
         if hvd.size() == 1:
             return
         optimizer = self._optimizer
         step = int(optimizer.iterations.numpy())
-        num_due = self._hook.num_due(self._settled_step, step)
+        rounds_due, within_due = self._hook.num_due(self._settled_step, step)
         with self.watchdog.phase(EXCHANGE):
-            num_due += hvd.synchronize(optimizer)
-        num_reductions = hvd.num_reductions(optimizer)
-        num_ran = num_reductions - self._num_counted
-        if num_ran != num_due:
-            raise RankError(
-                f"{num_ran} synchronizations ran in steps {self._settled_step + 1:,} to {step:,}, and {num_due} were "
-                "due; step with the optimizer that compile got, once for each batch"
-            )
-        self.num_synchronizations += num_due
+            rounds_due += hvd.synchronize(optimizer)
+        num_ran = self._hook.num_ran()
+        rounds, within = np.subtract(num_ran, self._num_counted)
+        for name, ran, due in (
+            ("synchronizations", rounds, rounds_due),
+            ("reductions within the host", within, within_due),
+        ):
+            if ran != due:
+                raise RankError(
+                    f"{ran} {name} ran in steps {self._settled_step + 1:,} to {step:,}, and {due} were due; step with "
+                    "the optimizer that compile got, once for each batch"
+                )
+        self.num_synchronizations += rounds_due
         self._settled_step = step
-        self._num_counted = num_reductions
+        self._num_counted = num_ran
 
     def expect_restart(self) -> None:
         exclude(self.name, "comm.tune=true")
 
     def description(self) -> str:
         warmup = f", after {self.warmup_steps} synchronous steps" if self.warmup_steps else ""
-        return f"{super().description()}, {self.name} every {self.sync_every} steps{warmup}"
+        within = ", gradients reduced within hosts" if self.within_hosts else ""
+        return f"{super().description()}, {self.name} every {self.sync_every} steps{warmup}{within}"
 
 
 class DiLoCoStrategy(LocalSGDStrategy):

@@ -16,6 +16,8 @@ CASES = {
     "diloco, adam, 4": 3,
     "diloco, sgd, 5": 2,
     "diloco as local": 3,
+    "within hosts": 3,
+    "within, warm": 4 + 3,
     "diloco, buckets": 3,
 }
 """Reductions that are due in 12 steps, by case."""

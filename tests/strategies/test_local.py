@@ -21,6 +21,7 @@ RUNS = {
     "power whole": [*POWER, "train.epochs=2"],
     "power begun": [*POWER, "train.epochs=1", "run.dir={folder}/power"],
     "power resumed": [*POWER, "train.epochs=2", "run.dir={folder}/power"],
+    "within": [*WORDS, "train.epochs=1", "strategy=local_sgd", "strategy.within_hosts=true", "strategy.warmup_steps=3"],
     "half precision": [*WORDS, "train.precision=mixed_float16", "strategy.compression=int8"],
     "accumulated": [*WORDS, "strategy=local_sgd", "train.accumulate=2"],
     "in between": [*WORDS, "strategy=local_sgd", "strategy.every=4", "checkpoint.every_steps=6"],
@@ -55,6 +56,8 @@ def test_synchronizations_are_those_that_are_due(runs):
     assert proof(folder / "local")["synchronizations"] == proof(folder / "local")["reductions"] == 10
     counted = proof(folder / "whole")
     assert counted["reductions"] == counted["synchronizations"] == 2 + 3 + 1 + 3 + 1
+    # Within the host gradients are reduced in the other steps, which settle() counts.
+    assert proof(folder / "within")["synchronizations"] == 3 + 1 + 1
 
 
 @pytest.mark.parametrize(("whole", "resumed"), [("whole", "resumed"), ("power whole", "power")])

@@ -4,6 +4,7 @@ argv[1]: where rank 0 writes JSON.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,8 +19,12 @@ from hvtrain.keras.hooks import hook_of
 STEPS = 12
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
+HOSTS = [[0, 1], *([other] for other in range(2, size))]
+"""Ranks of each host, as if the first two shared one."""
+HOST = hvd.global_process_set if size == 2 else [hvd.add_process_set(ranks) for ranks in HOSTS][max(0, rank - 1)]
 
 
 def batches(worker):
@@ -56,7 +61,7 @@ def trained(optimizer, settle=True):
     return model.get_weights(), int(before)
 
 
-def simulated(make_optimizer, every, outer_rate=1.0, outer_momentum=0.0, warmup=0):
+def simulated(make_optimizer, every, outer_rate=1.0, outer_momentum=0.0, warmup=0, hosts=()):
     """The weights of workers that one process plays in turn, with NumPy's means and outer steps."""
     models = [new_model() for _ in range(size)]
     optimizers = [make_optimizer() for _ in range(size)]
@@ -77,12 +82,16 @@ def simulated(make_optimizer, every, outer_rate=1.0, outer_momentum=0.0, warmup=
             model.set_weights(anchor)
 
     for number in range(STEPS):
+        batch = [(inputs[number], targets[number]) for inputs, targets in data]
         if number < warmup:
-            joint_step(models, optimizers, [(inputs[number], targets[number]) for inputs, targets in data])
+            joint_step(models, optimizers, batch)
             anchor = models[0].get_weights()
             continue
-        for step, (inputs, targets) in zip(steps, data):
-            step(inputs[number], targets[number])
+        for workers in hosts or [[worker] for worker in range(size)]:
+            if len(workers) == 1:
+                steps[workers[0]](*batch[workers[0]])
+            else:
+                joint_step(*([values[worker] for worker in workers] for values in (models, optimizers, batch)))
         if (number + 1) % every == 0:
             meet()
     if STEPS % every:
@@ -149,6 +158,10 @@ results = {
         "diloco, adam, 4": compared(hvd.DiLoCo(adam(), 4), simulated(adam, 4, 0.7, 0.9)),
         "diloco, sgd, 5": compared(hvd.DiLoCo(SGD(0.05), 5, 0.5, 0.8), simulated(lambda: SGD(0.05), 5, 0.5, 0.8)),
         "diloco as local": compared(hvd.DiLoCo(adam(), 4, 1.0, 0.0), simulated(adam, 4)),
+        "within hosts": compared(hvd.LocalSGD(adam(), 4, within=HOST), simulated(adam, 4, hosts=HOSTS)),
+        "within, warm": compared(
+            hvd.DiLoCo(adam(), 3, 1.0, 0.0, 4, within=HOST), simulated(adam, 3, 1.0, 0.0, 4, HOSTS)
+        ),
         "diloco, buckets": compared(hvd.DiLoCo(adam(), 4, bucket_bytes=50), simulated(adam, 4, 0.7, 0.9)),
     },
     # Controls: without a synchronization the ranks differ from each other, and from the synchronous run.
