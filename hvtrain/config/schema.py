@@ -84,11 +84,12 @@ class CommConfig:
 
 @dataclass
 class ProfileConfig:
-    """Tracing of steps."""
+    """Tracing of steps, and measurements in them."""
 
     timeline: bool = setting(False, "trace some steps and log the time of their operations")
     first_step: int = setting(50, "steps of this start before the traced ones", low=0)
     steps: int = setting(20, "number of traced steps", low=1)
+    noise_scale_every: int = setting(0, "measure the gradient noise scale in every N-th step; 0: never", low=0)
 
 
 @dataclass

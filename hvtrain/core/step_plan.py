@@ -351,3 +351,15 @@ def resumed_plan(
         return plan
     plan = plan.on(size)
     return plan.until_epoch_end(meta["step"]) if train.resize == "scale" else plan
+
+
+def share_of_progress(noise_scale: float, batch_size: float, joint_batch: float) -> float:
+    """Progress of an example in the joint batch, relative to one in a rank's own batch.
+
+    To reach a given loss, the examples grow with the batch as 1 + batch / noise_scale (McCandlish et al. 2018,
+    arXiv:1812.06162, section 2.3).
+
+    >>> share_of_progress(1000.0, 0, 1000), share_of_progress(1e12, 64, 1024) > 0.999
+    (0.5, True)
+    """
+    return (noise_scale + batch_size) / (noise_scale + joint_batch)

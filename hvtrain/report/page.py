@@ -11,6 +11,7 @@ from typing import Any
 from hvtrain.config.validate import flatten
 from hvtrain.core.files import write_atomic
 from hvtrain.core.run_files import STARTS_FILE, proof_in_words
+from hvtrain.core.step_plan import share_of_progress
 from hvtrain.core.version import VERSION
 from hvtrain.errors import in_one_line
 from hvtrain.report.charts import charts_of, scatter_svg, svg, write_png
@@ -183,6 +184,12 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
     if split and result.get("num_ranks", 1) > 1 and split["efficiency"] is not None:
         note = "of a run whose reductions take no time"
         numbers.append(("efficiency", f"{split['efficiency']:.0%}", note))
+    scale = run.history[-1].metrics.get("noise_scale") if run.history else None
+    if scale and result:
+        joint_batch = result["global_batch"] * run.config["train"]["accumulate"]
+        share = share_of_progress(scale, joint_batch / result["num_ranks"], joint_batch)
+        note = f"examples; in this batch one makes {share:.0%} of the progress of one in a rank's"
+        numbers.append(("gradient noise scale", f"{scale:,.0f}", note))
 
     if result:
         seconds = duration(result["seconds"])

@@ -66,6 +66,16 @@ def test_what_averages_by_itself_refuses_other_reductions(ranks):
         assert "gradient_predivide_factor; leave one of the two out" in rank["refused"][1]
 
 
+def test_the_noise_scale_of_a_linear_regression_is_the_known_one(ranks):
+    """2 D + 1 examples for D inputs; the mean of batches of 512 and their joint batch tell it."""
+    for rank in ranks:
+        noise = rank["noise scale"]
+        assert noise["estimate"] == pytest.approx(noise["known"], rel=0.1)
+        assert noise["estimate"] == ranks[0]["noise scale"]["estimate"]
+        assert noise["before"] is None
+        assert "needs ranks that average whole gradients in each step" in noise["refused"]
+
+
 @pytest.mark.nightly
 def test_the_interface_carries_as_many_bytes_as_are_computed(tmp_path):
     """Of a network of its own; against float32: 0.51, 0.27 and, for PowerSGD of rank 4, 0.01."""

@@ -9,7 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.run_files import EpochRecord, history_table, ranks_table
-from hvtrain.errors import StorageError
+from hvtrain.core.step_plan import StepPlan, share_of_progress
+from hvtrain.errors import ConfigError, StorageError
+from hvtrain.keras.noise_scale import NoiseScale, noise_scale
 from hvtrain.models.rates import averaged
 from hvtrain.step.step_timing import Split, StepTimes
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext, RunReport
@@ -199,6 +201,44 @@ class Throughput(RunCallback):
         if after_warmup.steps > 0:
             sees_exchange = self.run.strategy.num_computing == topology.size
             self.report.split = Split.of([(times, host) for times, host, _ in ranks], sees_exchange)
+
+
+class GradientNoise(RunCallback):
+    """Puts the gradient noise scale, in examples, into an epoch's logs (every rank).
+
+    An epoch that is too short or too noisy for an estimate has none.
+    """
+
+    latest: float | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        try:
+            # Before a step is traced, since the graph does the measuring.
+            self._noise = NoiseScale(self.model.optimizer, self.run.config.profile.noise_scale_every)
+        except ValueError as error:
+            raise ConfigError(f"profile.noise_scale_every: {error}; leave it out") from error
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        plan = self.position.plan
+        batch_sizes = [size * plan.accumulate for size in plan.batch_sizes]
+        scale = noise_scale(self.comm.gather(self._noise.norms()), batch_sizes)
+        if scale is not None:
+            logs["noise_scale"] = scale
+            self.latest = scale
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self.latest:
+            log.info("%s", noise_in_words(self.latest, self.position.plan))
+
+
+def noise_in_words(scale: float, plan: StepPlan) -> str:
+    """The noise scale, and what it means for the run's number of ranks."""
+    joint_batch = plan.global_batch * plan.accumulate
+    share = share_of_progress(scale, joint_batch / plan.size, joint_batch)
+    return (
+        f"gradient noise scale: {scale:,.0f} examples; an example in the joint batch of {joint_batch:,} makes "
+        f"{share:.0%} of the progress of one in a rank's batch"
+    )
 
 
 class Recording(RunCallback):

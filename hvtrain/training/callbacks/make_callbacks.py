@@ -25,6 +25,7 @@ from hvtrain.training.callbacks.checkpointing import (
 from hvtrain.training.callbacks.console_progress import Progress
 from hvtrain.training.callbacks.epochs import (
     EpochMetrics,
+    GradientNoise,
     Recording,
     SameLogs,
     Skipped,
@@ -80,6 +81,8 @@ def make_callbacks(
     callbacks = [position, end_step, *strategy.guards(), throughput, Proof(context)]
     if search:
         callbacks.append(search)
+    if config.profile.noise_scale_every and run.topology.size > 1:
+        callbacks.append(GradientNoise(context))
     # Logs become those of all ranks, and then the same on all of them.
     rank_state = start.rank_state if position.in_epoch else {}
     callbacks += [

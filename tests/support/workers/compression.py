@@ -1,4 +1,4 @@
-"""Runs on each rank: what bf16 and int8 on the wire do to gradients, and the noise in these. argv[1]: where rank 0 writes JSON."""
+"""Runs on each rank: what compression does to gradients, and the noise in these. argv[1]: where rank 0 writes JSON."""
 
 import json
 import sys
