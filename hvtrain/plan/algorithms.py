@@ -18,6 +18,9 @@ TREE_SHARE = 0.9
 # step_cost.Rules.interference and .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
 LINK_SHARE = 0.825
 
+# Of the measurement behind Machine.moving.
+MOVED_BYTES = 4 << 20
+
 # Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink,
 # 5.7 over PCIe and 9.6 over a network, and 1.9 times as much for large messages ("plateau effect of
 # ring"), such as gradients.
@@ -70,12 +73,14 @@ class Machine:
         ranks_per_host: Ranks of a host.
         start_seconds: Fixed cost of an all-reduce of any size: with Horovod, until all ranks have
             agreed on it.
+        moving: Time to exchange bytes that Horovod cannot add, relative to an all-reduce of as many.
     """
 
     inside: Link
     between: Link
     ranks_per_host: int
     start_seconds: float = 0.0
+    moving: float = 1.0
 
     def num_hosts(self, num_ranks: int) -> int:
         """Number of hosts for so many ranks; the last may be partly filled."""

@@ -9,7 +9,7 @@ for one of several methods, and reports one JSON file. `hvtrain` is the reductio
 use, inside a tf.function; `mpi4py` is MPI's own, on NumPy arrays; `memcpy` copies in memory, a
 bound for anything that moves data. `small` and `whole` reduce the same bytes as NUM_SMALL tensors
 and as one; `call` is a graph call that reduces nothing, which is part of the times of `hvtrain`
-too.
+too; `moved` exchanges MOVED_BYTES that are not added, as compressed gradients are.
 """
 
 import json
@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from statistics import median
 from hvtrain.compare.measure import in_turns, progress, ratio
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import end, ends_within, failure, started
+from hvtrain.plan.algorithms import MOVED_BYTES
 from hvtrain.report.charts import BLUE, GREY, ORANGE, picture
 from hvtrain.system.command import Parser, at_least, make_output
 from hvtrain.system.text import human_bytes
@@ -156,12 +157,13 @@ class Collectives:
             lines.append(line)
 
         # Not sizes: other work, see rank_main.
-        call, small, whole = (self.microseconds("hvtrain", name) for name in ("call", "small", "whole"))
+        call, small, whole, moved = (self.microseconds("hvtrain", name) for name in ("call", "small", "whole", "moved"))
         return [
             *lines,
             f"{call:,.0f} us of hvtrain's times are the call of a graph that reduces nothing",
             f"160 tensors of 64 KiB: {small:,.0f} us, one tensor of 10 MiB: {whole:,.0f} us; "
             f"bandwidth / that of one tensor {ratio(ours['whole'], ours['small'])}",
+            f"{human_bytes(MOVED_BYTES)} that are moved and not added, as int8 and bf16 are: {moved:,.0f} us",
         ]
 
     def write(self) -> None:
@@ -265,6 +267,7 @@ def rank_main() -> None:
         report["small"] = median_seconds(method, [SMALL_BYTES // 4] * NUM_SMALL, whole_bytes)
         report["whole"] = median_seconds(method, [whole_bytes // 4], whole_bytes)
         report["call"] = median_seconds(method, [], 1)
+        report["moved"] = median_seconds(replace(method, make=moving), [MOVED_BYTES], MOVED_BYTES)
 
     Path(f"{report_path}.{method.rank}").write_text(json.dumps(report))
 
@@ -312,6 +315,24 @@ def hvtrain_method() -> Method:
         return tf.function(lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, name=name))
 
     return Method(hvd.rank(), lambda: hvd.allreduce(0.0, name="bench_wait"), make)
+
+
+def moving(lengths: list[int]) -> Action:
+    """The action that exchanges bytes which Horovod cannot add, as hvtrain.keras.compression does."""
+    import tensorflow as tf
+
+    import hvtrain.keras as hvd
+
+    sent = tf.ones(lengths, tf.uint8)
+    piece = tf.ones([lengths[0] // hvd.size()], tf.uint8)
+
+    def exchange() -> tf.Tensor:
+        if hvd.size() == 2:
+            return hvd.allgather(sent, name="bench_moved")
+        with tf.control_dependencies([hvd.alltoall(sent, name="bench_pieces")[0]]):
+            return hvd.allgather(piece, name="bench_moved")
+
+    return tf.function(exchange, autograph=False)
 
 
 def mpi_method(copies: bool = False) -> Method:

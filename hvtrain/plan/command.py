@@ -16,7 +16,8 @@ from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
 from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
-from hvtrain.plan.step_cost import MIB, Cost, Rules, Work, rank_counts, step_cost
+from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
+from hvtrain.plan.step_cost import MIB, Cost, Rules, Work, rank_counts
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, not_negative, positive
 
@@ -46,6 +47,11 @@ def main() -> int:
     if not trees:
         return 0
 
+    if options.advise and (options.np == 1 or not (options.step_seconds or options.measure)):
+        raise ConfigError(
+            "--advise compares steps of several ranks; give -np 2 or more, and --step-seconds S or --measure"
+        )
+
     config = from_dict(trees[0])
     # Before TensorFlow is imported, so that a wrong file is refused at once.
     measured = [read(Path(path)) for path in options.calibrate]
@@ -70,22 +76,34 @@ def main() -> int:
     rules = _rules(options, run)
     machine = None
     costs: list[Cost] = []
+    method_costs: list[Cost] = []
     if step_seconds:
         machine, links = machine_of(options, measured, rules.algorithms)
         if options.calibrate:  # Measured times include the wait for Horovod's cycle.
             rules = replace(rules, cycle_seconds=0.0)
 
         work = Work(step_seconds, run.messages)
-        costs = [step_cost(work, num_ranks, machine, rules) for num_ranks in rank_counts(options.np)]
+        own = method_of(config.strategy)
+        methods = METHODS if options.advise else ()
+        # Ranks of a host share its cores.
+        num_threads = max(1, len(os.sched_getaffinity(0)) // min(options.np, options.ranks_per_host))
+        encoded = encode(run.buckets, [own, *methods], num_threads)
+        costs = [method_cost(own, work, encoded, num_ranks, machine, rules) for num_ranks in rank_counts(options.np)]
+        method_costs = [method_cost(method, work, encoded, options.np, machine, rules) for method in methods]
         # Worth a line if it saves more than a percent.
-        by_hosts = step_cost(work, options.np, machine, replace(rules, algorithms=("hierarchical",))).step_seconds
+        by_hosts_rules = replace(rules, algorithms=("hierarchical",))
+        by_hosts = method_cost(own, work, encoded, options.np, machine, by_hosts_rules).step_seconds
         helps = options.np > options.ranks_per_host > 1 and by_hosts < 0.99 * costs[-1].step_seconds
         print("\n".join(report.step_lines(run, costs, links, rules, by_hosts if helps else None)))
+        if options.noise_scale:
+            print(report.progress_line(run, costs[-1], options.noise_scale))
+        if methods:
+            print("\n".join(report.advice_lines(run, method_costs, work, encoded)))
     else:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
 
     report.draw(run, costs, folder / "plan.png")
-    content = report.as_json(run, options, rules, costs, machine)
+    content = report.as_json(run, options, rules, costs, method_costs, machine)
     (folder / "plan.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     print(f"results in {folder}")
     return 0
@@ -230,6 +248,17 @@ Nothing is trained or reduced.""",
     )
 
     group = parser.add_argument_group("how ranks reduce")
+    group.add_argument(
+        "--advise",
+        action="store_true",
+        help="compare what can be set against a slow network; measures compression here, for half a minute or so",
+    )
+    group.add_argument(
+        "--noise-scale",
+        type=positive,
+        metavar="B",
+        help="examples, as a run with profile.noise_scale_every=16 tells it: what the ranks' batches are worth",
+    )
     group.add_argument(
         "--algorithm",
         choices=(*ALGORITHMS, "best"),

@@ -43,20 +43,22 @@ class Forecast:
         return int(self.config.strategy.get("bucket_mib", 0) * (1 << 20))
 
     @property
-    def messages(self) -> Sequence[Gradient]:
+    def buckets(self) -> Sequence[Sequence[Gradient]]:
         """The gradients, grouped into messages as the run does."""
-        # Without buckets all gradients go in one message.
-        buckets = [[*range(len(self.gradients))]]
-        if self.bucket_bytes:
-            buckets = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
+        if not self.bucket_bytes:
+            return [self.gradients]
+        positions = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
+        return [[self.gradients[position] for position in bucket] for bucket in positions]
 
-        members = [[self.gradients[position] for position in bucket] for bucket in buckets]
+    @property
+    def messages(self) -> Sequence[Gradient]:
+        """Each bucket as one gradient."""
         return [
             Gradient(
                 sum(gradient.num_bytes for gradient in bucket),
                 sum(gradient.work for gradient in bucket),
             )
-            for bucket in members
+            for bucket in self.buckets
         ]
 
     @property
@@ -85,12 +87,6 @@ def forecast(
     Raises:
         ConfigError, DataError: As the run itself would.
     """
-    for name in ("compression", "every"):
-        value = config.strategy.get(name, "none")
-        if value != "none":
-            raise ConfigError(
-                f"plan predicts steps that reduce whole gradients, and strategy.{name}={value} is set; leave it out"
-            )
     # As in the run: building a model draws random numbers.
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)
@@ -177,7 +173,7 @@ def gradients(model: keras.Model) -> list[Gradient]:
         # The layer's work is done before its first gradient; the others come with it.
         work = float(num_positions * sum(math.prod(variable.shape) for variable in variables))
         for variable in reversed(variables):
-            in_order.append(Gradient(num_bytes([variable]), work))
+            in_order.append(Gradient(num_bytes([variable]), work, tuple(variable.shape)))
             work = 0.0
 
     return in_order

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.algorithms import Link, Machine, allreduce_seconds
+from hvtrain.plan.algorithms import MOVED_BYTES, Link, Machine, allreduce_seconds
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Measured:
     num_ranks: int
     num_bytes: int
     seconds: float
+    # True if the bytes were moved and not added, as those of a compressed gradient.
+    is_moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,11 @@ def machine_of(
         "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us; {share}",
     }
     groups: dict[str, list[Measured]] = {}
+    moved = []
     for measurements in files:
-        groups.setdefault(machine.slowest(measurements[0].num_ranks), []).extend(measurements)
+        reduced = [measurement for measurement in measurements if not measurement.is_moved]
+        moved += [measurement for measurement in measurements if measurement.is_moved]
+        groups.setdefault(machine.slowest(measurements[0].num_ranks), []).extend(reduced)
 
     # Fitted by link: the same link may be measured on several numbers of ranks.
     for name, measurements in groups.items():
@@ -153,6 +158,10 @@ def machine_of(
         machine = corrected(machine, measurements, algorithms)
 
     slowest = machine.slowest(options.np)
+    for measurement in moved:
+        if machine.slowest(measurement.num_ranks) == slowest:
+            seconds, _ = allreduce_seconds(measurement.num_bytes, measurement.num_ranks, machine, algorithms)
+            machine = replace(machine, moving=measurement.seconds / seconds)
     # A link that the ranks do not use needs no line.
     used = [slowest]
     if slowest == "between" and options.ranks_per_host > 1:
@@ -193,9 +202,12 @@ def read(path: Path) -> list[Measured]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         num_ranks = int(content["num_ranks"])
-        by_size = content["seconds"]["hvtrain"].items()
+        by_size = content["seconds"]["hvtrain"]
         # Other keys than sizes are times of other work, such as many small tensors.
-        return [Measured(num_ranks, int(size), median(rounds)) for size, rounds in by_size if size.isdigit()]
+        measured = [Measured(num_ranks, int(size), median(by_size[size])) for size in by_size if size.isdigit()]
+        if "moved" in by_size:
+            measured.append(Measured(num_ranks, MOVED_BYTES, median(by_size["moved"]), is_moved=True))
+        return measured
     except OSError as error:
         raise ConfigError(f"--calibrate {path} cannot be read: {error.strerror}; {advice}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

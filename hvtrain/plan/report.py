@@ -2,14 +2,16 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hvtrain.core.step_plan import share_of_progress
 from hvtrain.plan.algorithms import Machine
 from hvtrain.plan.forecast import Forecast, key_steps
-from hvtrain.plan.step_cost import Cost, Rules
+from hvtrain.plan.methods import METHODS, Encoded, Method, advice, method_of, sent_bytes
+from hvtrain.plan.step_cost import Cost, Rules, Work
 from hvtrain.report.charts import BLUE, GREY, picture
 from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import duration
@@ -47,9 +49,10 @@ def launch_line(overrides: Sequence[str], num_ranks: int, ranks_per_host: int) -
     return shlex.join([*line.split(), *without_secrets(overrides)])
 
 
-def memory(forecast: Forecast) -> dict[str, int]:
+def memory(forecast: Forecast, method: Method) -> dict[str, int]:
     """Bytes on a rank by purpose; activations only if they are known."""
     footprint = forecast.footprint
+    num_ranks = forecast.plan.size
 
     parts = {
         "weights": footprint.weight_bytes,
@@ -57,9 +60,11 @@ def memory(forecast: Forecast) -> dict[str, int]:
         "optimizer slots": footprint.slot_bytes,
     }
     # One rank reduces nothing.
-    if forecast.plan.size > 1:
+    if num_ranks > 1:
         # Horovod allocates it for grouped tensors too.
         parts["fusion buffer"] = Rules.fusion_bytes
+        for purpose, size in method.extra_bytes(footprint, num_ranks).items():
+            parts[purpose] = parts.get(purpose, 0) + size
     if footprint.activation_bytes is not None:
         parts["activations"] = footprint.activation_bytes
     return parts
@@ -126,7 +131,7 @@ def _steps(forecast: Forecast) -> str:
 
 
 def _memory(forecast: Forecast) -> str:
-    parts = memory(forecast)
+    parts = memory(forecast, method_of(forecast.config.strategy))
     total = amount(sum(parts.values()))
 
     # Activations are the one part that is estimated.
@@ -192,6 +197,38 @@ def step_lines(
     return lines
 
 
+def advice_lines(forecast: Forecast, costs: Sequence[Cost], work: Work, encoded: Mapping[str, Encoded]) -> list[str]:
+    """A row for each of METHODS, and which to take.
+
+    Args:
+        forecast: The run.
+        costs: Of each method on the run's ranks.
+        work: One rank's step.
+        encoded: What compression takes.
+    """
+    num_ranks = forecast.plan.size
+    lines = ["", f"{num_ranks} ranks with{'step ms':>39}{'sent':>10}{'memory':>10}{'speed':>7}  the result"]
+    for method, cost in zip(METHODS, costs):
+        sent = amount(sent_bytes(method, work, encoded, num_ranks))
+        size = amount(sum(memory(forecast, method).values()))
+        speed = costs[0].step_seconds / cost.step_seconds
+        lines.append(
+            f"{method.settings:<40}{1000 * cost.step_seconds:>11,.1f}{sent:>10}{size:>10}{speed:>7.2f}  {method.effect}"
+        )
+    return [*lines, "", f"{'advice':<15}{advice(costs)}"]
+
+
+def progress_line(forecast: Forecast, cost: Cost, noise_scale: float) -> str:
+    """What the ranks are worth, in speed and in what they learn from an example."""
+    num_ranks = forecast.plan.size
+    joint_batch = forecast.plan.global_batch * forecast.plan.accumulate
+    share = share_of_progress(noise_scale, joint_batch / num_ranks, joint_batch)
+    return (
+        f"{'progress':<15}{num_ranks} ranks: {cost.efficiency:.0%} of the machines' efficiency, {share:.0%} of the "
+        f"examples' (noise scale {noise_scale:,.0f}): {num_ranks * cost.efficiency * share:.1f} times that of one rank"
+    )
+
+
 def _examples_per_second(forecast: Forecast, cost: Cost) -> float:
     return forecast.batch_size * cost.num_ranks / cost.step_seconds
 
@@ -201,6 +238,7 @@ def as_json(
     options: argparse.Namespace,
     rules: Rules,
     costs: Sequence[Cost],
+    method_costs: Sequence[Cost],
     machine: Machine | None,
 ) -> dict[str, Any]:
     """The whole forecast, in SI units."""
@@ -215,7 +253,7 @@ def as_json(
         "num_steps": plan.num_steps,
         "steps_per_epoch": plan.steps_per_epoch,
         "learning_rate": [[step, forecast.schedule(step)] for _, step in key_steps(forecast)],
-        "memory_bytes": memory(forecast),
+        "memory_bytes": memory(forecast, method_of(forecast.config.strategy)),
         "checkpoint_bytes": forecast.footprint.checkpoint_bytes,
         "gradient_bytes": forecast.footprint.gradient_bytes,
         "launch": launch_line(options.overrides, plan.size, options.ranks_per_host),
@@ -223,6 +261,7 @@ def as_json(
         # None if no step is predicted.
         "machine": asdict(machine) if machine else None,
         "costs": [asdict(cost) for cost in costs],
+        "methods": {method.settings: asdict(cost) for method, cost in zip(METHODS, method_costs)},
     }
 
 

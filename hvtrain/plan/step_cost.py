@@ -6,7 +6,7 @@ one after the other; the step ends when the last has been reduced.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from statistics import NormalDist
@@ -22,6 +22,8 @@ class Gradient:
 
     num_bytes: int
     work: float
+    # Of one variable; empty for a message of several.
+    shape: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hvtrain.errors import ConfigError
+from hvtrain.models.memory import Footprint
 from hvtrain.plan.algorithms import (
     ALGORITHMS,
     Link,
@@ -19,6 +20,7 @@ from hvtrain.plan.algorithms import (
     tree_seconds,
 )
 from hvtrain.plan.machine import Measured, fit
+from hvtrain.plan.methods import METHODS, Encoded, advice, method_cost, method_of, sent_bytes
 from hvtrain.plan.step_cost import Gradient, Rules, Work, expected_maximum, slowdown, step_cost
 
 SLOW_NETWORK = Machine(Link(5e-6, 10e9), Link(2e-5, 1e9), ranks_per_host=4)
@@ -125,6 +127,51 @@ def test_interference_makes_computing_longer_by_its_share_of_the_time_that_bytes
     work = Work(1.0, [Gradient(100_000_000, 1.0), Gradient(4, 99.0)])
     free, held = (step_cost(work, 2, machine, replace(PLAIN, overlap=True, interference=share)) for share in (0.0, 0.2))
     assert held.step_seconds - free.step_seconds == pytest.approx(0.2 * 0.1, rel=0.01)
+
+
+def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_its_share_of_the_steps():
+    """Two ranks, two messages of 10 MB at 10 MB/s, 2 ms to start each, a step of 0.1 s; nothing overlaps."""
+    machine = Machine(Link(0, 1e7), Link(0, 1e7), 1, start_seconds=0.002, moving=1.5)
+    work = Work(0.1, [Gradient(10_000_000, 1.0)] * 2)
+    rules = replace(PLAIN, fusion_bytes=0)
+    encoded = {
+        "fp16 4": Encoded(0.03, [5e6, 5e6]),
+        "bf16 4": Encoded(0.04, [5e6, 5e6]),
+        "int8 4": Encoded(0.05, [2.5e6, 2.5e6]),
+        "powersgd 4": Encoded(0.06, [1e5, 1e5]),
+    }
+    seconds = {method.compression: 0.1 for method in METHODS}
+    seconds["none"] += 2 * (0.002 + 1.0)
+    seconds["fp16"] += 0.03 + 2 * (0.002 + 0.5)
+    seconds["bf16"] += 0.04 + 2 * (0.002 + 1.5 * 0.5)
+    seconds["int8"] += 0.05 + 2 * (0.002 + 1.5 * 0.25)
+    seconds["powersgd"] += 0.06 + 4 * (0.002 + 0.005)
+    costs = [method_cost(method, work, encoded, 2, machine, rules) for method in METHODS]
+    for method, cost in zip(METHODS, costs):
+        expected = seconds[method.compression]
+        if method.every > 1:
+            expected = 0.1 + (expected - 0.1) / method.every
+        if method.shard_optimizer:
+            expected += 1.5 * (0.002 + 2.0) / 2
+        assert cost.step_seconds == pytest.approx(expected), method
+        assert cost.efficiency == pytest.approx(0.1 / expected)
+        assert method_cost(method, work, encoded, 1, machine, rules).step_seconds == pytest.approx(0.1)
+    assert sent_bytes(METHODS[3], work, encoded, 4) == pytest.approx(5e6 * 1.5)
+    assert sent_bytes(METHODS[5], work, encoded, 2) == pytest.approx(2e7 / 16)
+    assert advice(costs).startswith("take strategy.compression=powersgd, 11.2 times as fast; if ranks may drift ")
+
+    fast = replace(machine, between=Link(0, 1e10), start_seconds=0.0)
+    costs = [method_cost(method, work, encoded, 2, fast, rules) for method in METHODS]
+    assert advice(costs).startswith("none pays: the reduction adds 2% to a step")
+
+
+def test_what_a_runs_settings_choose_has_its_memory():
+    sizes = Footprint(weight_bytes=100, gradient_bytes=80, slot_bytes=160, activation_bytes=None)
+    diloco = method_of({"every": 500, "outer_rate": 0.7, "compression": "int8"})
+    assert (diloco.every, diloco.compression) == (500, "int8")
+    assert diloco.extra_bytes(sizes, 4) == {"errors": 80, "anchors and outer momentum": 160}
+    assert method_of({"shard_optimizer": True}).extra_bytes(sizes, 4) == {"optimizer slots": 40 - 160}
+    assert method_of({"compression": "none", "bucket_mib": 25}).extra_bytes(sizes, 4) == {}
 
 
 def test_a_fit_finds_the_link_through_noise():

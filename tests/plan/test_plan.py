@@ -1,6 +1,7 @@
 """`python -m hvtrain plan`: what it prints, draws and writes, and that it starts nothing."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,14 +135,14 @@ def measured(path, num_ranks, start, bandwidth):
         json.dumps(
             {
                 "num_ranks": num_ranks,
-                "seconds": {"hvtrain": {**seconds, "small": [1], "whole": [1]}},
+                "seconds": {"hvtrain": {**seconds, "small": [1], "whole": [1], "moved": [0.126]}},
             }
         )
     )
 
 
 def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
-    """One file for the link inside, another for the one between hosts; data that are elsewhere; unlike batches."""
+    """One file for the link inside, another for that between hosts; data elsewhere; unlike batches; advice."""
     measured(tmp_path / "inside.json", 2, 2e-4, 5e9)
     measured(tmp_path / "between.json", 4, 3e-4, 1e8)
     arguments = [
@@ -166,7 +167,7 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
         "--algorithm",
         "ring",
     ]
-    arguments += ["--classes", "10"]
+    arguments += ["--classes", "10", "--advise", "--noise-scale", "136"]
     arguments += [
         "--calibrate",
         "inside.json",
@@ -189,6 +190,19 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     expected = 0.1 + 3e-4 + 1.5 * gradients / 1e8
     assert content["costs"][-1]["step_seconds"] == pytest.approx(expected, rel=1e-3)
     assert "with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs)" in output
+    # 136 + 16 examples for each of a rank's mean batch, 136 + 64 for the joint one.
+    assert re.search(r"progress       4 ranks: \d+% of the machines' efficiency, 76% of the examples' ", output)
+
+    # The bytes that int8 sends, at the measured speed of bytes that are moved; compression takes time here too.
+    seconds = {name: cost["step_seconds"] for name, cost in content["methods"].items()}
+    assert seconds["strategy=horovod"] == pytest.approx(expected, rel=1e-3)
+    local = 0.1 + (expected - 0.1) / 16
+    assert seconds["strategy=local_sgd strategy.every=16"] == pytest.approx(local, rel=1e-3)
+    moving = 0.126 / (3e-4 + 1.5 * (4 << 20) / 1e8)
+    sent = moving * 1.5 * 1028 / 1024 / 4 * gradients / 1e8
+    assert 0.1 + sent < seconds["strategy.compression=int8"] < 0.2 + sent
+    assert re.search(r"strategy.compression=int8 +\d+\.\d +164\.\d kB +137 MB +\d\.\d+  rounded", output), output
+    assert "\nadvice         none pays: the reduction adds 7% to a step" in output
 
 
 @pytest.mark.nightly
@@ -213,6 +227,7 @@ def test_measured_here():
             "unknown option --linkgbits; see python -m hvtrain plan --help",
         ),
         (["-np", "2", "modle=cnn"], "unknown setting 'modle'"),
+        (["-np", "2", "--advise"], "give -np 2 or more, and --step-seconds S or --measure"),
         (
             ["-np", "2", "--calibrate", "none.json"],
             "--calibrate none.json cannot be read: No such file",

@@ -1,0 +1,276 @@
+"""What can be set against a slow network: its time, bytes and memory, and the advice of `plan --advise`.
+
+`python -m hvtrain.plan.methods FOLDER` measures what compression takes on this host. It is a process
+of its own, so that a plan itself starts no Horovod.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from hvtrain.errors import LostRankError
+from hvtrain.launch.child import end, ends_within, failure, started
+from hvtrain.plan.algorithms import Machine, allreduce_seconds
+from hvtrain.plan.step_cost import Cost, Gradient, Rules, Work, step_cost
+
+if TYPE_CHECKING:
+    from hvtrain.models.memory import Footprint
+
+# A hung process would keep the command for ever.
+SECONDS_TO_MEASURE = 300.0
+REPETITIONS = 5
+# A method that is faster by less is not worth what it does to the result.
+WORTH_IT = 1.1
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way in which ranks exchange what they have learned.
+
+    Attributes:
+        settings: What chooses it.
+        effect: What it does to the result.
+        compression: The strategy's setting; so are rank, every and shard_optimizer.
+        has_outer: An outer optimizer with momentum steps on what the ranks changed.
+    """
+
+    settings: str
+    effect: str = ""
+    compression: str = "none"
+    rank: int = 4
+    every: int = 1
+    shard_optimizer: bool = False
+    has_outer: bool = False
+
+    @property
+    def code(self) -> str:
+        """Names the compression with its rank."""
+        return f"{self.compression} {self.rank}"
+
+    def extra_bytes(self, footprint: "Footprint", num_ranks: int) -> dict[str, int]:
+        """Memory that it adds to a rank's, or saves (below 0), by purpose."""
+        parts = {}
+        if self.compression in ("int8", "powersgd"):
+            parts["errors"] = footprint.gradient_bytes
+        if self.has_outer:
+            parts["anchors and outer momentum"] = 2 * footprint.gradient_bytes
+        if self.shard_optimizer:
+            parts["optimizer slots"] = footprint.slot_bytes // num_ranks - footprint.slot_bytes
+        return parts
+
+
+# The mildest first: of two that are about as fast, the first is advised.
+METHODS = (
+    Method("strategy=horovod", "the mean of whole gradients"),
+    Method("strategy.compression=fp16", "half precision, with its range", compression="fp16"),
+    Method("strategy.compression=bf16", "8 significant bits", compression="bf16"),
+    Method("strategy.compression=int8", "rounded, the rest arrives later", compression="int8"),
+    Method("strategy.compression=powersgd", "of rank 4, the rest arrives later", compression="powersgd"),
+    Method("strategy=local_sgd strategy.every=16", "ranks drift apart for 16 steps", every=16),
+    Method("strategy=diloco strategy.every=500", "and for 500, for long runs", every=500, has_outer=True),
+    Method("strategy.shard_optimizer=true", "the same weights, and less memory", shard_optimizer=True),
+)
+
+
+def method_of(strategy: Mapping[str, Any]) -> Method:
+    """Returns the method that a run's settings choose."""
+    return Method(
+        "as set",
+        compression=strategy.get("compression", "none"),
+        rank=strategy.get("rank", 4),
+        every=strategy.get("every", 1),
+        shard_optimizer=strategy.get("shard_optimizer", False),
+        has_outer="outer_rate" in strategy,
+    )
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What compression takes of a step, and the bytes of each message, as a ring all-reduce of so many would send."""
+
+    seconds: float
+    message_bytes: Sequence[float]
+
+
+def encode(buckets: Sequence[Sequence[Gradient]], methods: Sequence[Method], num_threads: int) -> dict[str, Encoded]:
+    """Measures compression of these gradients on one rank here, by Method.code.
+
+    Args:
+        buckets: The gradients of each message.
+        methods: With the compressions; those without are left out.
+        num_threads: TensorFlow's threads of a rank.
+
+    Raises:
+        LostRankError: The measuring process failed.
+    """
+    codes = sorted({method.code for method in methods if method.compression != "none"})
+    if not codes:
+        return {}
+
+    shapes = [[gradient.shape for gradient in bucket] for bucket in buckets]
+    threads = {"TF_NUM_INTRAOP_THREADS": str(num_threads), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    with TemporaryDirectory(prefix="hvtrain-plan-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps([codes, shapes]))
+        log = folder / "output.txt"
+        command = [sys.executable, "-m", "hvtrain.plan.methods", name]
+        with started(command, log, environment={**os.environ, **threads}) as process:
+            if not ends_within(process, SECONDS_TO_MEASURE):
+                end(process)
+        if process.returncode:
+            cause = failure(log.read_text(errors="replace"), process.returncode)
+            raise LostRankError(f"the time of compression could not be measured: {cause}")
+        answers = json.loads((folder / "answer.json").read_text())
+    return {code: Encoded(*answer) for code, answer in answers.items()}
+
+
+def method_cost(
+    method: Method,
+    work: Work,
+    encoded: Mapping[str, Encoded],
+    num_ranks: int,
+    machine: Machine,
+    rules: Rules,
+) -> Cost:
+    """Predicts the step of num_ranks ranks, a mean over `every` steps.
+
+    Args:
+        work: One rank's step, with the messages that are reduced without compression.
+        encoded: As `encode` returns it.
+    """
+    every = method.every
+    messages = list(work.gradients)
+    compute = work.step_seconds
+    code = encoded.get(method.code)
+    if code and num_ranks > 1:
+        compute += code.seconds / every
+        # Bytes that Horovod moves, and does not add, have a speed of their own.
+        factor = machine.moving if method.compression in ("bf16", "int8") else 1.0
+        messages = [Gradient(round(size * factor), old.work) for size, old in zip(code.message_bytes, messages)]
+        if method.compression == "powersgd":
+            # P, and then Q, which needs the mean of P.
+            halves = [replace(message, num_bytes=message.num_bytes // 2) for message in messages]
+            messages = [part for half in halves for part in (half, replace(half, work=0.0))]
+
+    # Ranks that meet every k steps wait for the slowest in the sum of k, whose deviation is smaller.
+    rules = replace(rules, overlap=rules.overlap and every == 1, deviation=rules.deviation / every**0.5)
+    # Compression is a part of the backward pass.
+    forward_share = work.forward_share * work.step_seconds / compute
+    cost = step_cost(Work(compute, messages, forward_share), num_ranks, machine, rules)
+    gather = 0.0
+    if method.shard_optimizer:
+        # After the update the ranks gather the weights, the second half of a ring all-reduce.
+        num_bytes = sum(gradient.num_bytes for gradient in work.gradients)
+        gather = machine.moving * allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)[0] / 2
+    exposed = (cost.exposed_seconds + gather) / every
+    step_seconds = cost.compute_seconds + exposed
+    return replace(
+        cost,
+        step_seconds=step_seconds,
+        communication_seconds=(cost.communication_seconds + gather) / every,
+        exposed_seconds=exposed,
+        efficiency=work.step_seconds / step_seconds,
+    )
+
+
+def sent_bytes(method: Method, work: Work, encoded: Mapping[str, Encoded], num_ranks: int) -> float:
+    """Returns the bytes that a rank sends in a step, a mean over `every` steps."""
+    code = encoded.get(method.code)
+    sizes = code.message_bytes if code else [gradient.num_bytes for gradient in work.gradients]
+    # The weights that are gathered are half of what an all-reduce of them sends.
+    factor = 1.5 if method.shard_optimizer else 1.0
+    return factor * sum(sizes) * 2 * (num_ranks - 1) / num_ranks / method.every
+
+
+def advice(costs: Sequence[Cost]) -> str:
+    """Which of METHODS to take, in one sentence, or that none pays.
+
+    Args:
+        costs: Of each of METHODS.
+
+    >>> def of(*seconds):
+    ...     return [Cost(2, step, 0.2, 0, step - 0.2, 1, "ring", 0.2 / step) for step in seconds]
+    >>> advice(of(1.0, 0.7, 0.9, 0.68, 0.9, 0.3, 0.2, 1.3)).split("; ")[0]
+    'take strategy.compression=fp16, 1.4 times as fast'
+    >>> advice(of(1.0, 1.0, 1.0, 1.0, 1.0, 0.95, 0.95, 1.3))
+    'none pays: the reduction adds 400% to a step, and no method makes it 1.1 times as fast'
+    """
+    base = costs[0]
+    speeds = {method: base.step_seconds / cost.step_seconds for method, cost in zip(METHODS, costs)}
+
+    def mildest(methods: Sequence[Method], than: float) -> Method | None:
+        """The first that is nearly as fast as the fastest; None if that does not pay."""
+        fastest = max(speeds[method] for method in methods)
+        near = [method for method in methods if speeds[method] * WORTH_IT >= fastest]
+        return near[0] if fastest >= than * WORTH_IT else None
+
+    synchronous = mildest([method for method in METHODS if method.every == 1], 1.0)
+    local = mildest([method for method in METHODS if method.every > 1], speeds.get(synchronous, 1.0))
+    parts = []
+    if synchronous:
+        parts.append(f"take {synchronous.settings}, {speeds[synchronous]:.1f} times as fast")
+    if local:
+        parts.append(f"if ranks may drift apart, {local.settings}, {speeds[local]:.1f} times")
+    if parts:
+        return "; ".join(parts)
+    share = base.exposed_seconds / base.compute_seconds
+    return f"none pays: the reduction adds {share:.0%} to a step, and no method makes it {WORTH_IT:g} times as fast"
+
+
+def main() -> None:
+    """Measures. Command line: a folder with request.json, where answer.json is written."""
+    import tensorflow as tf
+
+    import hvtrain.keras as hvd
+    from hvtrain.keras.compression import WireFormat, sent_bytes
+
+    hvd.init()
+    folder = Path(sys.argv[1])
+    codes, buckets = json.loads((folder / "request.json").read_text())
+    shapes = [shape for bucket in buckets for shape in bucket]
+    gradients = [tf.random.normal(shape) for shape in shapes]
+    errors = [tf.Variable(tf.zeros(shape)) for shape in shapes]
+
+    def compress(wire: Any, projections: Sequence[Any]) -> list[Any]:
+        if not isinstance(wire, WireFormat):
+            return [wire.decompress(*wire.compress(gradient)) for gradient in gradients]
+        if not wire.keeps_errors:
+            return wire.reduce(gradients, [], "plan", hvd.global_process_set)[0]
+        waiting = [gradient + error for gradient, error in zip(gradients, errors)]
+        means, losses = wire.reduce(waiting, projections, "plan", hvd.global_process_set)
+        for error, loss in zip(errors, losses):
+            error.assign(loss)
+        return means
+
+    answers = {}
+    for code in codes:
+        name, rank = code.split()
+        wire = getattr(hvd.Compression, name)
+        if name == "powersgd":
+            wire = wire(int(rank))
+        projections: list[Any] = []
+        for shape in shapes if isinstance(wire, WireFormat) else []:
+            columns = wire.projection_shape(tf.TensorShape(shape))
+            projections.append(tf.Variable(tf.random.normal(columns)) if columns else None)
+        step = tf.function(lambda wire=wire, projections=projections: compress(wire, projections), autograph=False)
+
+        seconds = []
+        for _ in range(REPETITIONS + 1):
+            began = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - began)
+        # Between two ranks a ring sends each byte of a message once.
+        sizes = [sent_bytes([tf.TensorSpec(shape) for shape in bucket], wire, 2) for bucket in buckets]
+        answers[code] = [median(seconds[1:]), sizes]
+    (folder / "answer.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
