@@ -1,6 +1,7 @@
 """Kills random ranks at random moments, resumes each time, and compares the end with an uninterrupted run.
 
     python -m benchmarks.soak --kills 200
+    python -m benchmarks.soak --kills 20 strategy=diloco strategy.every=3 strategy.compression=int8
 
 Every start is the same command with the same run.dir. After each kill all ranks are gone, no shared
 memory is left, and the exit code says that a restart helps. At the end all arrays of the last
@@ -83,12 +84,12 @@ class Soak:
         num_runs: Runs that were killed.
     """
 
-    def __init__(self, folder: Path, launchers: list[str], epochs: int, seed: int) -> None:
+    def __init__(self, folder: Path, launchers: list[str], overrides: list[str], seed: int) -> None:
         self.folder = folder
         self.temporary = folder / "tmp"  # TMPDIR of all starts.
         self.temporary.mkdir()
         self.launchers = launchers
-        self.epochs = epochs
+        self.overrides = overrides
         self.random = random.Random(seed)
         self.seconds: list[float] = []
         self.num_starts = 0
@@ -120,7 +121,7 @@ class Soak:
         log = self.folder / f"start-{self.num_starts:04d}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*LAUNCHERS[launcher], *OVERRIDES, f"train.epochs={self.epochs}", f"run.dir={run}"],
+                [*LAUNCHERS[launcher], *OVERRIDES, *self.overrides, f"run.dir={run}"],
                 cwd=self.folder,
                 env=environment(**{MARK: mark, "TMPDIR": str(self.temporary)}),
                 stdin=subprocess.DEVNULL,
@@ -209,6 +210,7 @@ class Soak:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of the runs")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=60, help="of each run; 20 steps each")
     parser.add_argument("--launchers", default=",".join(LAUNCHERS), help="any of: %(default)s")
@@ -225,7 +227,8 @@ def main() -> None:
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     folder = Path(tempfile.mkdtemp(prefix="hvtrain-soak-"))
     say(f"seed {seed}, in {folder}")
-    soak = Soak(folder, options.launchers.split(","), options.epochs, seed)
+    overrides = [f"train.epochs={options.epochs}", *options.overrides]
+    soak = Soak(folder, options.launchers.split(","), overrides, seed)
     began = time.monotonic()
     try:
         soak.soak(options.kills)

@@ -10,10 +10,14 @@ from launching import ROOT
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
+LOCAL_STEPS = ["strategy=diloco", "strategy.every=3", "strategy.warmup_steps=4", "strategy.compression=int8"]
+
+
 @pytest.mark.parametrize(
     ("kills", "settings"),
     [
-        pytest.param(1, ["--epochs", "6", "--launchers", "gloo"], marks=pytest.mark.nightly),
+        # With state that differs by rank, which a kill could lose too.
+        pytest.param(1, ["--epochs", "6", "--launchers", "gloo", *LOCAL_STEPS], marks=pytest.mark.nightly),
         # With 20 epochs a run outlasts several kills.
         pytest.param(2, ["--epochs", "20"], marks=pytest.mark.release),
     ],
