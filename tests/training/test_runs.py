@@ -37,7 +37,7 @@ def default_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     (folder / "sitecustomize.py").write_text(WATCH)
     run = folder / "run"
-    arguments = [f"run.dir={run}", "profile.timeline=true", "run.report=true"]
+    arguments = [f"run.dir={run}", "profile.timeline=true", "profile.noise_scale_every=2", "run.report=true"]
     code, output = train("mpi", 2, *arguments, cwd=folder, cold=True, WATCHED=str(run), PYTHONPATH=str(folder))
     assert code == 0, output
     return run, output
@@ -64,6 +64,18 @@ def test_history_has_a_row_for_each_epoch(default_run):
     assert float(rows[-1]["learning_rate"]) == pytest.approx(0.002)
 
 
+def test_the_gradient_noise_scale_is_in_history_report_and_the_last_lines(default_run):
+    folder, output = default_run
+    with (folder / "history.csv").open() as stream:
+        scales = [float(row["noise_scale"] or "nan") for row in csv.DictReader(stream)]
+    assert 0 < scales[-1] < 1e6
+    # 64 examples of the joint batch, 32 of a rank's.
+    share = (scales[-1] + 32) / (scales[-1] + 64)
+    said = f"gradient noise scale: {scales[-1]:,.0f} examples; an example in the joint batch of 64 makes {share:.0%} of"
+    assert said in output, output
+    assert f"{scales[-1]:,.0f}" in (folder / "report.html").read_text().partition("gradient noise scale")[2]
+
+
 def test_rank_0_alone_speaks_and_says_all_that_matters(default_run):
     output = default_run[1]
     for expected in [
@@ -76,7 +88,7 @@ def test_rank_0_alone_speaks_and_says_all_that_matters(default_run):
         r"0.001 x 2 = 0.002 \(base x linear scale\)",
         r"264 \(22 an epoch\)",
         r"Epoch 3/12: 22/22 steps, .*; 25% of the run, \d+ s left\n",
-        r"Epoch 12/12: 22/22 steps, [\d.]+ ms/step, accuracy 0\.9\d*, loss 0\.\d+, [\d,]+ examples/s; 100% of the run",
+        r"Epoch 12/12: 22/22 steps, [\d.]+ ms/step, accuracy 0\.9\d*, loss 0\.\d+, noise_scale \S+, [\d,]+ examples/s; ",
         r"test: test_loss 0\.\d+, test_accuracy 0\.9\d+",
         r"results in ",
     ]:
