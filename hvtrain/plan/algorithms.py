@@ -19,7 +19,7 @@ TREE_SHARE = 0.9
 LINK_SHARE = 0.825
 
 # Of the measurement behind Machine.moving.
-MOVED_BYTES = 4 << 20
+GATHERED_BYTES = 4 << 20
 
 # Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink,
 # 5.7 over PCIe and 9.6 over a network, and 1.9 times as much for large messages ("plateau effect of
@@ -73,7 +73,8 @@ class Machine:
         ranks_per_host: Ranks of a host.
         start_seconds: Fixed cost of an all-reduce of any size: with Horovod, until all ranks have
             agreed on it.
-        moving: Time to exchange bytes that Horovod cannot add, relative to an all-reduce of as many.
+        moving: Time of an allgather relative to half an all-reduce, which sends as much. Gloo's is
+            slower between hosts.
     """
 
     inside: Link

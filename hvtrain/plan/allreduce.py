@@ -9,7 +9,7 @@ for one of several methods, and reports one JSON file. `hvtrain` is the reductio
 use, inside a tf.function; `mpi4py` is MPI's own, on NumPy arrays; `memcpy` copies in memory, a
 bound for anything that moves data. `small` and `whole` reduce the same bytes as NUM_SMALL tensors
 and as one; `call` is a graph call that reduces nothing, which is part of the times of `hvtrain`
-too; `moved` exchanges MOVED_BYTES that are not added, as compressed gradients are.
+too; `gather` gathers GATHERED_BYTES, as compression does, whose bytes cannot be added.
 """
 
 import json
@@ -26,8 +26,7 @@ from statistics import median
 from hvtrain.compare.measure import in_turns, progress, ratio
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import end, ends_within, failure, started
-from hvtrain.plan.algorithms import MOVED_BYTES
-from hvtrain.report.charts import BLUE, GREY, ORANGE, picture
+from hvtrain.plan.algorithms import GATHERED_BYTES
 from hvtrain.system.command import Parser, at_least, make_output
 from hvtrain.system.text import human_bytes
 
@@ -157,13 +156,14 @@ class Collectives:
             lines.append(line)
 
         # Not sizes: other work, see rank_main.
-        call, small, whole, moved = (self.microseconds("hvtrain", name) for name in ("call", "small", "whole", "moved"))
+        names = ("call", "small", "whole", "gather")
+        call, small, whole, gather = (self.microseconds("hvtrain", name) for name in names)
         return [
             *lines,
             f"{call:,.0f} us of hvtrain's times are the call of a graph that reduces nothing",
             f"160 tensors of 64 KiB: {small:,.0f} us, one tensor of 10 MiB: {whole:,.0f} us; "
             f"bandwidth / that of one tensor {ratio(ours['whole'], ours['small'])}",
-            f"{human_bytes(MOVED_BYTES)} that are moved and not added, as int8 and bf16 are: {moved:,.0f} us",
+            f"{human_bytes(GATHERED_BYTES)} are gathered in {gather:,.0f} us",
         ]
 
     def write(self) -> None:
@@ -175,31 +175,9 @@ class Collectives:
         }
         (self.folder / "allreduce.json").write_text(json.dumps(summary, indent=1))
 
-    def plot(self) -> None:
-        """Draws time and bus bandwidth by size, for each method."""
-        styles = {
-            "hvtrain": (f"hvtrain, {self.transport}", BLUE, "o-"),
-            "mpi4py": ("mpi4py", ORANGE, "s-"),
-            "memcpy": ("a copy", GREY, "^-"),
-        }
-
-        with picture(self.folder / "bench.png", 11, 4.2, columns=2) as (_, (left, right)):
-            for method in self.seconds:
-                label, color, style = styles[method]
-                micros = [self.microseconds(method, size) for size in self.sizes]
-                left.loglog(self.sizes, micros, style, color=color, label=label)
-                rates = [self.bus_bandwidth(method, size) for size in self.sizes]
-                right.semilogx(self.sizes, rates, style, color=color, label=label)
-
-            for axes, title in ((left, "time, µs"), (right, "bus bandwidth, GB/s")):
-                axes.set_title(title, loc="left")
-                axes.set_xticks(self.sizes[::2], [human_bytes(size) for size in self.sizes[::2]], rotation=30)
-                axes.minorticks_off()
-                axes.legend(frameon=False)
-
 
 def main() -> int:
-    """Measures in rounds, prints a table, and writes allreduce.json and a picture."""
+    """Measures in rounds, prints a table, and writes allreduce.json."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the processes that it started end too.
     options = _parser().parse_args(sys.argv[1:])
     # Ranks share the cores, as in a run.
@@ -213,7 +191,6 @@ def main() -> int:
     make_output(folder)
     session.run(options.rounds)
     session.write()
-    session.plot()
     print("\n" + "\n".join(session.table()))
     print(f"results in {folder}")
     return 0
@@ -267,7 +244,7 @@ def rank_main() -> None:
         report["small"] = median_seconds(method, [SMALL_BYTES // 4] * NUM_SMALL, whole_bytes)
         report["whole"] = median_seconds(method, [whole_bytes // 4], whole_bytes)
         report["call"] = median_seconds(method, [], 1)
-        report["moved"] = median_seconds(replace(method, make=moving), [MOVED_BYTES], MOVED_BYTES)
+        report["gather"] = median_seconds(replace(method, make=gathering), [GATHERED_BYTES], GATHERED_BYTES)
 
     Path(f"{report_path}.{method.rank}").write_text(json.dumps(report))
 
@@ -317,22 +294,14 @@ def hvtrain_method() -> Method:
     return Method(hvd.rank(), lambda: hvd.allreduce(0.0, name="bench_wait"), make)
 
 
-def moving(lengths: list[int]) -> Action:
-    """The action that exchanges bytes which Horovod cannot add, as hvtrain.keras.compression does."""
+def gathering(lengths: list[int]) -> Action:
+    """The action that gathers so many bytes, a part from each rank, which is half of what an all-reduce sends."""
     import tensorflow as tf
 
     import hvtrain.keras as hvd
 
-    sent = tf.ones(lengths, tf.uint8)
-    piece = tf.ones([lengths[0] // hvd.size()], tf.uint8)
-
-    def exchange() -> tf.Tensor:
-        if hvd.size() == 2:
-            return hvd.allgather(sent, name="bench_moved")
-        with tf.control_dependencies([hvd.alltoall(sent, name="bench_pieces")[0]]):
-            return hvd.allgather(piece, name="bench_moved")
-
-    return tf.function(exchange, autograph=False)
+    part = tf.ones([lengths[0] // hvd.size()], tf.uint8)
+    return tf.function(lambda: hvd.allgather(part, name="bench_gather"))
 
 
 def mpi_method(copies: bool = False) -> Method:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.algorithms import MOVED_BYTES, Link, Machine, allreduce_seconds
+from hvtrain.plan.algorithms import GATHERED_BYTES, Link, Machine, allreduce_seconds
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Measured:
     num_ranks: int
     num_bytes: int
     seconds: float
-    # True if the bytes were moved and not added, as those of a compressed gradient.
-    is_moved: bool = False
+    # True for an allgather.
+    is_gather: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ def machine_of(
         "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us; {share}",
     }
     groups: dict[str, list[Measured]] = {}
-    moved = []
+    gathers = []
     for measurements in files:
-        reduced = [measurement for measurement in measurements if not measurement.is_moved]
-        moved += [measurement for measurement in measurements if measurement.is_moved]
+        reduced = [measurement for measurement in measurements if not measurement.is_gather]
+        gathers += [measurement for measurement in measurements if measurement.is_gather]
         groups.setdefault(machine.slowest(measurements[0].num_ranks), []).extend(reduced)
 
     # Fitted by link: the same link may be measured on several numbers of ranks.
@@ -158,10 +158,10 @@ def machine_of(
         machine = corrected(machine, measurements, algorithms)
 
     slowest = machine.slowest(options.np)
-    for measurement in moved:
-        if machine.slowest(measurement.num_ranks) == slowest:
-            seconds, _ = allreduce_seconds(measurement.num_bytes, measurement.num_ranks, machine, algorithms)
-            machine = replace(machine, moving=measurement.seconds / seconds)
+    for gather in gathers:
+        if machine.slowest(gather.num_ranks) == slowest:
+            seconds, _ = allreduce_seconds(gather.num_bytes, gather.num_ranks, machine, algorithms)
+            machine = replace(machine, moving=2 * gather.seconds / seconds)
     # A link that the ranks do not use needs no line.
     used = [slowest]
     if slowest == "between" and options.ranks_per_host > 1:
@@ -205,8 +205,8 @@ def read(path: Path) -> list[Measured]:
         by_size = content["seconds"]["hvtrain"]
         # Other keys than sizes are times of other work, such as many small tensors.
         measured = [Measured(num_ranks, int(size), median(by_size[size])) for size in by_size if size.isdigit()]
-        if "moved" in by_size:
-            measured.append(Measured(num_ranks, MOVED_BYTES, median(by_size["moved"]), is_moved=True))
+        if "gather" in by_size:
+            measured.append(Measured(num_ranks, GATHERED_BYTES, median(by_size["gather"]), is_gather=True))
         return measured
     except OSError as error:
         raise ConfigError(f"--calibrate {path} cannot be read: {error.strerror}; {advice}") from None

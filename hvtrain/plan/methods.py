@@ -1,33 +1,33 @@
 """What can be set against a slow network: its time, bytes and memory, and the advice of `plan --advise`.
 
-`python -m hvtrain.plan.methods FOLDER` measures what compression takes on this host. It is a process
-of its own, so that a plan itself starts no Horovod.
+`python -m hvtrain.plan.methods` measures what compression takes on this host. It is a process of its
+own, so that a plan itself starts no Horovod.
 """
 
 import json
 import os
+import subprocess
 import sys
-import time
+import timeit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hvtrain.errors import LostRankError
-from hvtrain.launch.child import end, ends_within, failure, started
+from hvtrain.launch.child import failure
 from hvtrain.plan.algorithms import Machine, allreduce_seconds
 from hvtrain.plan.step_cost import Cost, Gradient, Rules, Work, step_cost
 
 if TYPE_CHECKING:
     from hvtrain.models.memory import Footprint
 
-# A hung process would keep the command for ever.
-SECONDS_TO_MEASURE = 300.0
 REPETITIONS = 5
 # A method that is faster by less is not worth what it does to the result.
 WORTH_IT = 1.1
+
+# Compression, and PowerSGD's rank.
+Wire = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Method:
     Attributes:
         settings: What chooses it.
         effect: What it does to the result.
-        compression: The strategy's setting; so are rank, every and shard_optimizer.
+        compression: The strategy's setting; so are rank, every, within_hosts and shard_optimizer.
         has_outer: An outer optimizer with momentum steps on what the ranks changed.
     """
 
@@ -46,13 +46,13 @@ class Method:
     compression: str = "none"
     rank: int = 4
     every: int = 1
+    within_hosts: bool = False
     shard_optimizer: bool = False
     has_outer: bool = False
 
     @property
-    def code(self) -> str:
-        """Names the compression with its rank."""
-        return f"{self.compression} {self.rank}"
+    def wire(self) -> Wire:
+        return self.compression, self.rank
 
     def extra_bytes(self, footprint: "Footprint", num_ranks: int) -> dict[str, int]:
         """Memory that it adds to a rank's, or saves (below 0), by purpose."""
@@ -86,6 +86,7 @@ def method_of(strategy: Mapping[str, Any]) -> Method:
         compression=strategy.get("compression", "none"),
         rank=strategy.get("rank", 4),
         every=strategy.get("every", 1),
+        within_hosts=strategy.get("within_hosts", False),
         shard_optimizer=strategy.get("shard_optimizer", False),
         has_outer="outer_rate" in strategy,
     )
@@ -99,42 +100,42 @@ class Encoded:
     message_bytes: Sequence[float]
 
 
-def encode(buckets: Sequence[Sequence[Gradient]], methods: Sequence[Method], num_threads: int) -> dict[str, Encoded]:
-    """Measures compression of these gradients on one rank here, by Method.code.
+def encode(buckets: Sequence[Sequence[Gradient]], methods: Sequence[Method], num_threads: int) -> dict[Wire, Encoded]:
+    """Measures the methods' compression of these gradients, on one rank of this host.
 
     Args:
         buckets: The gradients of each message.
-        methods: With the compressions; those without are left out.
+        methods: Those without compression are left out.
         num_threads: TensorFlow's threads of a rank.
 
     Raises:
         LostRankError: The measuring process failed.
     """
-    codes = sorted({method.code for method in methods if method.compression != "none"})
-    if not codes:
+    wires = list(dict.fromkeys(method.wire for method in methods if method.compression != "none"))
+    if not wires:
         return {}
 
     shapes = [[gradient.shape for gradient in bucket] for bucket in buckets]
     threads = {"TF_NUM_INTRAOP_THREADS": str(num_threads), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with TemporaryDirectory(prefix="hvtrain-plan-") as name:
-        folder = Path(name)
-        (folder / "request.json").write_text(json.dumps([codes, shapes]))
-        log = folder / "output.txt"
-        command = [sys.executable, "-m", "hvtrain.plan.methods", name]
-        with started(command, log, environment={**os.environ, **threads}) as process:
-            if not ends_within(process, SECONDS_TO_MEASURE):
-                end(process)
-        if process.returncode:
-            cause = failure(log.read_text(errors="replace"), process.returncode)
-            raise LostRankError(f"the time of compression could not be measured: {cause}")
-        answers = json.loads((folder / "answer.json").read_text())
-    return {code: Encoded(*answer) for code, answer in answers.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "hvtrain.plan.methods"],
+        input=json.dumps([wires, shapes]),
+        env={**os.environ, **threads},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise LostRankError(f"the time of compression could not be measured: {failure(done.stderr, done.returncode)}")
+    # Libraries may print something before it.
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return {wire: Encoded(*answer) for wire, answer in zip(wires, answers)}
 
 
 def method_cost(
     method: Method,
     work: Work,
-    encoded: Mapping[str, Encoded],
+    encoded: Mapping[Wire, Encoded],
     num_ranks: int,
     machine: Machine,
     rules: Rules,
@@ -148,16 +149,12 @@ def method_cost(
     every = method.every
     messages = list(work.gradients)
     compute = work.step_seconds
-    code = encoded.get(method.code)
+    code = encoded.get(method.wire)
     if code and num_ranks > 1:
         compute += code.seconds / every
         # Bytes that Horovod moves, and does not add, have a speed of their own.
         factor = machine.moving if method.compression in ("bf16", "int8") else 1.0
         messages = [Gradient(round(size * factor), old.work) for size, old in zip(code.message_bytes, messages)]
-        if method.compression == "powersgd":
-            # P, and then Q, which needs the mean of P.
-            halves = [replace(message, num_bytes=message.num_bytes // 2) for message in messages]
-            messages = [part for half in halves for part in (half, replace(half, work=0.0))]
 
     # Ranks that meet every k steps wait for the slowest in the sum of k, whose deviation is smaller.
     rules = replace(rules, overlap=rules.overlap and every == 1, deviation=rules.deviation / every**0.5)
@@ -170,6 +167,9 @@ def method_cost(
         num_bytes = sum(gradient.num_bytes for gradient in work.gradients)
         gather = machine.moving * allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)[0] / 2
     exposed = (cost.exposed_seconds + gather) / every
+    if method.within_hosts:
+        # The ranks of a host average their gradients in every step.
+        exposed += step_cost(work, min(num_ranks, machine.ranks_per_host), machine, rules).exposed_seconds
     step_seconds = cost.compute_seconds + exposed
     return replace(
         cost,
@@ -180,9 +180,9 @@ def method_cost(
     )
 
 
-def sent_bytes(method: Method, work: Work, encoded: Mapping[str, Encoded], num_ranks: int) -> float:
+def sent_bytes(method: Method, work: Work, encoded: Mapping[Wire, Encoded], num_ranks: int) -> float:
     """Returns the bytes that a rank sends in a step, a mean over `every` steps."""
-    code = encoded.get(method.code)
+    code = encoded.get(method.wire)
     sizes = code.message_bytes if code else [gradient.num_bytes for gradient in work.gradients]
     # The weights that are gathered are half of what an all-reduce of them sends.
     factor = 1.5 if method.shard_optimizer else 1.0
@@ -212,7 +212,8 @@ def advice(costs: Sequence[Cost]) -> str:
         return near[0] if fastest >= than * WORTH_IT else None
 
     synchronous = mildest([method for method in METHODS if method.every == 1], 1.0)
-    local = mildest([method for method in METHODS if method.every > 1], speeds.get(synchronous, 1.0))
+    reached = speeds[synchronous] if synchronous else 1.0
+    local = mildest([method for method in METHODS if method.every > 1], reached)
     parts = []
     if synchronous:
         parts.append(f"take {synchronous.settings}, {speeds[synchronous]:.1f} times as fast")
@@ -225,51 +226,44 @@ def advice(costs: Sequence[Cost]) -> str:
 
 
 def main() -> None:
-    """Measures. Command line: a folder with request.json, where answer.json is written."""
+    """Measures what standard input asks for, and prints it, as `encode` takes it."""
     import tensorflow as tf
 
     import hvtrain.keras as hvd
     from hvtrain.keras.compression import WireFormat, sent_bytes
 
+    wires, buckets = json.load(sys.stdin)
     hvd.init()
-    folder = Path(sys.argv[1])
-    codes, buckets = json.loads((folder / "request.json").read_text())
-    shapes = [shape for bucket in buckets for shape in bucket]
-    gradients = [tf.random.normal(shape) for shape in shapes]
-    errors = [tf.Variable(tf.zeros(shape)) for shape in shapes]
+    specs = [[tf.TensorSpec(shape) for shape in bucket] for bucket in buckets]
+    gradients = [tf.random.normal(spec.shape) for bucket in specs for spec in bucket]
+    errors = [tf.Variable(tf.zeros_like(gradient)) for gradient in gradients]
 
-    def compress(wire: Any, projections: Sequence[Any]) -> list[Any]:
-        if not isinstance(wire, WireFormat):
-            return [wire.decompress(*wire.compress(gradient)) for gradient in gradients]
-        if not wire.keeps_errors:
-            return wire.reduce(gradients, [], "plan", hvd.global_process_set)[0]
-        waiting = [gradient + error for gradient, error in zip(gradients, errors)]
-        means, losses = wire.reduce(waiting, projections, "plan", hvd.global_process_set)
-        for error, loss in zip(errors, losses):
-            error.assign(loss)
-        return means
-
-    answers = {}
-    for code in codes:
-        name, rank = code.split()
-        wire = getattr(hvd.Compression, name)
-        if name == "powersgd":
-            wire = wire(int(rank))
+    def measured(compression: str, rank: int) -> tuple[float, list[float]]:
+        wire: Any = getattr(hvd.Compression, compression)
+        if compression == "powersgd":
+            wire = wire(rank)
         projections: list[Any] = []
-        for shape in shapes if isinstance(wire, WireFormat) else []:
-            columns = wire.projection_shape(tf.TensorShape(shape))
-            projections.append(tf.Variable(tf.random.normal(columns)) if columns else None)
-        step = tf.function(lambda wire=wire, projections=projections: compress(wire, projections), autograph=False)
+        if isinstance(wire, WireFormat):
+            kept = [wire.projection_shape(gradient.shape) for gradient in gradients]
+            projections = [tf.Variable(tf.random.normal(shape)) if shape else None for shape in kept]
 
-        seconds = []
-        for _ in range(REPETITIONS + 1):
-            began = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - began)
+        @tf.function(autograph=False)
+        def step() -> list[Any]:
+            if not isinstance(wire, WireFormat):
+                return [wire.decompress(*wire.compress(gradient)) for gradient in gradients]
+            waiting = [gradient + error for gradient, error in zip(gradients, errors)]
+            tensors = waiting if wire.keeps_errors else gradients
+            means, losses = wire.reduce(tensors, projections, "plan", hvd.global_process_set)
+            for error, loss in zip(errors, losses if wire.keeps_errors else ()):
+                error.assign(loss)
+            return means
+
+        step()
+        times = timeit.repeat(step, number=1, repeat=REPETITIONS)
         # Between two ranks a ring sends each byte of a message once.
-        sizes = [sent_bytes([tf.TensorSpec(shape) for shape in bucket], wire, 2) for bucket in buckets]
-        answers[code] = [median(seconds[1:]), sizes]
-    (folder / "answer.json").write_text(json.dumps(answers))
+        return median(times), [sent_bytes(bucket, wire, 2) for bucket in specs]
+
+    print(json.dumps([measured(*wire) for wire in wires]))
 
 
 if __name__ == "__main__":

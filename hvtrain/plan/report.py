@@ -10,9 +10,9 @@ from typing import Any
 from hvtrain.core.step_plan import share_of_progress
 from hvtrain.plan.algorithms import Machine
 from hvtrain.plan.forecast import Forecast, key_steps
-from hvtrain.plan.methods import METHODS, Encoded, Method, advice, method_of, sent_bytes
+from hvtrain.plan.methods import METHODS, Encoded, Method, Wire, advice, method_of, sent_bytes
 from hvtrain.plan.step_cost import Cost, Rules, Work
-from hvtrain.report.charts import BLUE, GREY, picture
+from hvtrain.report.charts import BLUE, picture
 from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import duration
 
@@ -197,7 +197,7 @@ def step_lines(
     return lines
 
 
-def advice_lines(forecast: Forecast, costs: Sequence[Cost], work: Work, encoded: Mapping[str, Encoded]) -> list[str]:
+def advice_lines(forecast: Forecast, costs: Sequence[Cost], work: Work, encoded: Mapping[Wire, Encoded]) -> list[str]:
     """A row for each of METHODS, and which to take.
 
     Args:
@@ -268,14 +268,12 @@ def as_json(
 def draw(forecast: Forecast, costs: Sequence[Cost], path: Path) -> None:
     """Writes a PNG; without costs it shows the learning rate alone."""
     plan = forecast.plan
-    width, columns = (13, 3) if costs else (5, 1)
-
-    with picture(path, width, 4, columns) as (figure, _):
+    columns = 2 if costs else 1
+    with picture(path, 5 * columns, 4, columns) as (figure, _):
         figure.suptitle(f"{forecast.model_name}, {plan.size} ranks, global batch {plan.global_batch:,}")
         _draw_learning_rate(figure.axes[0], forecast)
         if costs:
-            _draw_speed(figure.axes[1], forecast, costs)
-            _draw_efficiency(figure.axes[2], costs)
+            _draw_efficiency(figure.axes[1], costs)
 
 
 def _draw_learning_rate(axes: Any, forecast: Forecast) -> None:
@@ -287,18 +285,6 @@ def _draw_learning_rate(axes: Any, forecast: Forecast) -> None:
     axes.set(title="learning rate", xlabel="epoch")
     # From zero, since rates are compared by their ratio.
     axes.set_ylim(bottom=0)
-
-
-def _draw_speed(axes: Any, forecast: Forecast, costs: Sequence[Cost]) -> None:
-    ranks = [cost.num_ranks for cost in costs]
-    speeds = [_examples_per_second(forecast, cost) for cost in costs]
-    ideal = [speeds[0] * num_ranks for num_ranks in ranks]
-    axes.plot(ranks, ideal, "--", color=GREY, label="one rank's times ranks")
-    axes.plot(ranks, speeds, "o-", color=BLUE, label="predicted")
-    # With two logarithmic axes the ideal is a straight line.
-    axes.set(title="examples per second", yscale="log")
-    axes.legend(frameon=False)
-    _label_ranks(axes)
 
 
 def _draw_efficiency(axes: Any, costs: Sequence[Cost]) -> None:
@@ -314,10 +300,6 @@ def _draw_efficiency(axes: Any, costs: Sequence[Cost]) -> None:
         ha="center",
     )
     axes.set(title="efficiency in percent", ylim=(0, 108))
-    _label_ranks(axes)
-
-
-def _label_ranks(axes: Any) -> None:
     # Each number of ranks is twice the one before.
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
