@@ -6,6 +6,7 @@ threads. Within a work of benchmarks.input.WORKS all do the same to an image; on
 is trained on, Keras resizes them all the same.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -71,26 +72,29 @@ def keras_folder(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
 def by_hand(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
     """As the guides of TensorFlow write it: encoded images are shuffled, then decoded one by one, in parallel.
 
-    Crops are those of TensorFlow's ResNet examples, which decode only the part that is needed.
+    Only the part of a JPEG that is needed is decoded. Crops have the areas and aspects of Szegedy et al.
+    (2015), as torchvision draws them; those of tf.image.sample_distorted_bounding_box are smaller.
     """
     # Whoever writes it by hand knows the size of the files.
     height, width = map(int, folder.parent.name.split("x"))
     # Files of the right size need no resizing, and a pipeline by hand has none.
     is_resized = (height, width) != TRAINED[:2]
 
+    def random_window(limits: tf.Tensor) -> tf.Tensor:
+        """The first of ten draws that fits into the image."""
+        areas = tf.random.uniform([10], *AREAS) * tf.cast(tf.reduce_prod(limits), tf.float32)
+        aspects = tf.exp(tf.random.uniform([10], *map(math.log, ASPECTS)))
+        sizes = tf.cast(tf.round(tf.sqrt(tf.stack([areas / aspects, areas * aspects], axis=1))), tf.int32)
+        first = tf.argmax(tf.reduce_all(sizes <= limits, axis=1))
+        size = tf.minimum(sizes[first], limits)
+        corner = tf.cast(tf.random.uniform([2]) * tf.cast(limits - size + 1, tf.float32), tf.int32)
+        return tf.concat([corner, size], axis=0)
+
     def window(encoded: tf.Tensor) -> tf.Tensor:
         """Top, left, height and width of the part that is used."""
         shape = tf.io.extract_jpeg_shape(encoded)
         if work == "random-crop":
-            corner, size, _ = tf.image.sample_distorted_bounding_box(
-                shape,
-                tf.zeros([1, 0, 4]),
-                min_object_covered=0,
-                aspect_ratio_range=ASPECTS,
-                area_range=AREAS,
-                use_image_if_no_bounding_boxes=True,
-            )
-            return tf.concat([corner[:2], size[:2]], axis=0)
+            return random_window(shape[:2])
         side = tf.cast(CROP_FRACTION * tf.cast(tf.reduce_min(shape[:2]), tf.float32), tf.int32)
         return tf.concat([(shape[:2] - side) // 2, [side, side]], axis=0)
 

@@ -13,7 +13,7 @@ from hvtrain.config.schema import TrainConfig
 from hvtrain.core.step_plan import make_plan
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
-from hvtrain.data.pipeline.decoding import FITS, RESIZES, RandomResizedCrop, Sizing, decode
+from hvtrain.data.pipeline.decoding import FITS, RESIZES, RandomResizedCrop, Sizing, decode_batch
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
@@ -41,8 +41,9 @@ def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
 
 
 def decoder(sizing: Sizing):
-    """decode() as a graph, in which no image is a constant."""
-    return tf.function(lambda image, *draws: decode(image, sizing, *draws))
+    """Decodes one image in a graph, in which no image is a constant."""
+    graph = tf.function(lambda images, *draws: decode_batch(images, sizing, *draws)[0])
+    return lambda image, *draws: graph(tf.constant([image]), *(draw[None] for draw in draws))
 
 
 def bilinear(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -123,7 +124,7 @@ def test_a_random_crop_is_that_part_of_the_image_resized():
     whole = tf.io.decode_jpeg(jpeg).numpy()
     crops = set()
     for draws in WIDE.draw(12, tf.constant([3, 4], tf.int64)):
-        top, left, height, width = map(int, WIDE.window(150, 201, draws))
+        top, left, height, width = map(int, WIDE.windows(tf.constant([[150, 201]]), draws[None])[0])
         crops.add((top, left, height, width))
         expected = bilinear(whole[top : top + height, left : left + width].astype(float), *SHAPE[:2])
         assert np.abs(decoded(encoded(whole), draws).numpy() - expected).max() <= 0.51
@@ -139,7 +140,7 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_where_it_is_averaged_anyway():
     crop = RandomResizedCrop((0.9, 1.0), (1.3, 1.34))
     decoded = decoder(Sizing(SHAPE, "antialias", crop=crop))
     for draws in crop.draw(3, tf.constant([1, 1], tf.int64)):
-        top, left, height, width = map(int, crop.window(600, 800, draws))
+        top, left, height, width = map(int, crop.windows(tf.constant([[600, 800]]), draws[None])[0])
         part = Image.open(io.BytesIO(jpeg)).crop((left, top, left + width, top + height))
         expected = np.asarray(part.resize((32, 24), Image.Resampling.BILINEAR), int)
         found = decoded(jpeg, draws).numpy().astype(int)
@@ -156,9 +157,8 @@ def test_areas_and_aspects_are_distributed_as_in_the_paper():
     np.testing.assert_allclose(np.quantile(np.log(width / height), quantiles), logarithms, atol=0.01)
     np.testing.assert_allclose(np.quantile(draws[..., 2:], quantiles), quantiles, atol=0.01)
 
-    window = tf.function(WIDE.window)
     for size in ((375, 500), (500, 375), (1000, 40), (3, 2)):
-        windows = np.array([window(*map(tf.constant, size), tf.constant(rows)) for rows in draws[:200]])
+        windows = WIDE.windows(tf.constant([size] * 200), tf.constant(draws[:200])).numpy()
         assert (windows[:, :2] >= 0).all() and (windows[:, 2:] >= 1).all()
         assert (windows[:, :2] + windows[:, 2:] <= size).all(), "inside the image"
         aspects = windows[:, 3] / windows[:, 2]

@@ -99,18 +99,26 @@ class RandomResizedCrop:
         sides = tf.sqrt(tf.stack([areas / aspects, areas * aspects], axis=-1))
         return tf.concat([sides, draws[..., 2:]], axis=-1)
 
-    def window(self, height: tf.Tensor, width: tf.Tensor, draws: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the first drawn crop that fits in an image: [top, left, height, width].
+    def windows(self, sizes: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+        """Returns the first drawn crop that fits, for each image.
 
         If none does, as in an image more than ten times as wide as high, the first is cut to it.
+
+        Args:
+            sizes: int32 [number, 2], height and width.
+            draws: see draw().
+
+        Returns:
+            int32 [number, 4]: top, left, height, width.
         """
-        limits = tf.stack([height, width])
-        sides = tf.sqrt(tf.cast(height * width, tf.float32)) * draws[:, :2]
-        sizes = tf.maximum(tf.cast(tf.round(sides), tf.int32), 1)
-        first = tf.argmax(tf.reduce_all(sizes <= limits, axis=1))
-        size = tf.minimum(sizes[first], limits)
-        corner = draws[first, 2:] * tf.cast(limits - size + 1, tf.float32)
-        return [*tf.unstack(tf.cast(corner, tf.int32)), *tf.unstack(size)]
+        area = tf.cast(tf.reduce_prod(sizes, axis=1), tf.float32)
+        sides = tf.sqrt(area)[:, tf.newaxis, tf.newaxis] * draws[..., :2]
+        drawn = tf.maximum(tf.cast(tf.round(sides), tf.int32), 1)
+        first = tf.argmax(tf.reduce_all(drawn <= sizes[:, tf.newaxis], axis=2), axis=1)
+        parts = tf.minimum(tf.gather(drawn, first, batch_dims=1), sizes)
+        places = tf.gather(draws, first, batch_dims=1)[:, 2:]
+        corners = tf.cast(places * tf.cast(sizes - parts + 1, tf.float32), tf.int32)
+        return tf.concat([corners, parts], axis=1)
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,10 @@ def decode_whole(encoded: Any, channels: int, exif: bool = True) -> tf.Tensor:
     Args:
         exif: Turn the image upright, as its EXIF orientation says.
     """
+    return _decode_whole(encoded, _are_for_pillow(encoded, channels, exif), channels, exif)
 
+
+def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, channels: int, exif: bool) -> tf.Tensor:
     def by_tensorflow() -> tf.Tensor:
         return tf.io.decode_image(encoded, channels=channels, expand_animations=False)
 
@@ -240,12 +251,12 @@ def decode_whole(encoded: Any, channels: int, exif: bool = True) -> tf.Tensor:
         pixels = tf.numpy_function(read, [data], tf.uint8, stateful=False)
         return tf.ensure_shape(pixels, [None, None, channels])
 
-    return tf.cond(_is_for_pillow(encoded, channels, exif), by_pillow, by_tensorflow)
+    return tf.cond(is_for_pillow, by_pillow, by_tensorflow)
 
 
-def _is_for_pillow(encoded: Any, channels: int, exif: bool) -> tf.Tensor:
-    """True if TensorFlow cannot read an image, or would read it wrongly."""
-    head = tf.strings.substr(encoded, 0, tf.minimum(HEAD_BYTES, tf.strings.length(encoded)))
+def _are_for_pillow(encoded: Any, channels: int, exif: bool) -> tf.Tensor:
+    """True where TensorFlow cannot read an image, or would read it wrongly; in the shape of `encoded`."""
+    head = tf.strings.substr(encoded, 0, HEAD_BYTES)
     begins = "|".join(_FOR_PILLOW[channels] + (_TURNED if exif else ()))
     # A single expression: this costs 0.02 to 0.05 of 0.7 ms for a JPEG of 224x224, and a switch of
     # three cases, with TensorFlow's own operations for the orientation, up to 0.1 ms.
@@ -280,30 +291,97 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     raise tf.errors.InvalidArgumentError(None, None, problem)
 
 
-def decode(encoded: Any, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.Tensor:
-    """Decodes one encoded image to uint8 sizing.image_shape.
+def decode(encoded: Any, sizing: Sizing) -> tf.Tensor:
+    """Decodes one encoded image to uint8 sizing.image_shape, as validation and the saved model see it."""
+    return decode_batch(tf.convert_to_tensor(encoded)[tf.newaxis], sizing)[0]
+
+
+def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.Tensor:
+    """Decodes strings [batch] to uint8 [batch, h, w, c].
+
+    In turn, since the pipeline decodes several batches at once. What can be computed for the whole
+    batch is: each operation on a single image costs a microsecond or two.
 
     Args:
-        draws: Of the random crop, in training; see RandomResizedCrop.draw().
+        draws: Of the random crops, in training; see RandomResizedCrop.draw().
     """
-    height, width, channels = sizing.image_shape
-    size = sizing.size
-    top, left = sizing.border
+    channels = sizing.image_shape[2]
+    are_for_pillow = _are_for_pillow(encoded, channels, sizing.exif)
+    elements = (encoded, are_for_pillow)
+    decode_one: Callable[..., tf.Tensor] = partial(_decode_central, sizing)
     if draws is not None:
-        size = height, width
-        top = left = 0
-        image = _decode_crop(encoded, sizing, draws)
-    else:
-        # The whole image, also where a part is used: for the middle decode_and_crop_jpeg() saves
-        # nothing, and its outer columns have other colours than the saved model gets.
-        image = decode_whole(encoded, channels, sizing.exif)
-        window = sizing.window(*tf.unstack(tf.shape(image)[:2]))
-        if sizing.fit == "pad":
-            image = tf.pad(image, [[-window[0], -window[0]], [-window[1], -window[1]], [0, 0]])
-        else:
-            image = _part(image, window)
+        crop = sizing.crop or RandomResizedCrop()
+        are_jpegs = tf.strings.substr(encoded, 0, len(JPEG_BEGIN)) == JPEG_BEGIN
+        # TensorFlow gives a JPEG no alpha.
+        are_cropped = are_jpegs & ~are_for_pillow & (channels != 4)
+        windows = crop.windows(_jpeg_sizes(encoded, are_cropped), draws)
+        elements += (are_cropped, windows, draws)
+        decode_one = partial(_decode_random, sizing, crop)
+    image = tf.TensorSpec(sizing.image_shape, tf.uint8)
+    return tf.map_fn(lambda element: decode_one(*element), elements, fn_output_signature=image)
 
-    kept = slice(top, top + height), slice(left, left + width)
+
+def _jpeg_sizes(encoded: tf.Tensor, are_jpegs: tf.Tensor) -> tf.Tensor:
+    """Returns height and width of JPEGs, int32 [batch, 2], before they are decoded; of others 1 and 1."""
+
+    def size(element: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+        image, is_jpeg = element
+        return tf.cond(is_jpeg, lambda: tf.io.extract_jpeg_shape(image)[:2], lambda: tf.ones([2], tf.int32))
+
+    return tf.map_fn(size, (encoded, are_jpegs), fn_output_signature=tf.TensorSpec([2], tf.int32))
+
+
+def _decode_central(sizing: Sizing, encoded: tf.Tensor, is_for_pillow: tf.Tensor) -> tf.Tensor:
+    """Decodes an image, and resizes the part that `fit` and `crop_fraction` say."""
+    # The whole image, also where a part is used: for the middle decode_and_crop_jpeg() saves
+    # nothing, and its outer columns have other colours than the saved model gets.
+    image = _decode_whole(encoded, is_for_pillow, sizing.image_shape[2], sizing.exif)
+    window = sizing.window(*tf.unstack(tf.shape(image)[:2]))
+    if sizing.fit == "pad":
+        image = tf.pad(image, [[-window[0], -window[0]], [-window[1], -window[1]], [0, 0]])
+    else:
+        image = tf.slice(image, [*window[:2], 0], [*window[2:], -1])
+    return _resize(image, sizing, sizing.size, sizing.border)
+
+
+def _decode_random(
+    sizing: Sizing,
+    crop: RandomResizedCrop,
+    encoded: tf.Tensor,
+    is_for_pillow: tf.Tensor,
+    is_cropped: tf.Tensor,
+    window: tf.Tensor,
+    draws: tf.Tensor,
+) -> tf.Tensor:
+    """Decodes a random part of an image, of a JPEG that is_cropped it alone, and resizes it."""
+    height, width, channels = sizing.image_shape
+
+    def decode_at(fraction: int) -> tf.Tensor:
+        return tf.image.decode_and_crop_jpeg(encoded, window // fraction, channels, ratio=fraction)
+
+    def of_jpeg() -> tf.Tensor:
+        if sizing.resize == "bilinear":
+            return decode_at(1)
+        # The smallest size that is still large enough, with the place rounded to its pixels. They
+        # would be averaged anyway. Those of bilinear would not, and in validation they are not.
+        reduction = tf.minimum(window[2] // height, window[3] // width)
+        index = tf.reduce_sum(tf.cast(reduction >= JPEG_FRACTIONS[1:], tf.int32))
+        return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
+
+    def of_whole() -> tf.Tensor:
+        image = _decode_whole(encoded, is_for_pillow, channels, sizing.exif)
+        size = tf.shape(image)[:2]
+        top, left, rows, columns = tf.unstack(crop.windows(size[tf.newaxis], draws[tf.newaxis])[0])
+        return image[top : top + rows, left : left + columns]
+
+    image = tf.ensure_shape(tf.cond(is_cropped, of_jpeg, of_whole), [None, None, channels])
+    return _resize(image, sizing, (height, width), (0, 0))
+
+
+def _resize(image: tf.Tensor, sizing: Sizing, size: tuple[int, int], border: tuple[int, int]) -> tf.Tensor:
+    """Resizes pixels to `size`, and cuts the border off."""
+    height, width, _ = sizing.image_shape
+    kept = slice(border[0], border[0] + height), slice(border[1], border[1] + width)
 
     def resize() -> tf.Tensor:
         method = "area" if sizing.resize == "area" else "bilinear"
@@ -313,60 +391,6 @@ def decode(encoded: Any, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.T
     # Resizing to the same size would change no bit, and take longer than the decoding.
     fits = tf.reduce_all(tf.shape(image)[:2] == size)
     return tf.ensure_shape(tf.cond(fits, lambda: image[kept], resize), sizing.image_shape)
-
-
-def _part(image: tf.Tensor, window: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Cuts [top, left, height, width] out of an image."""
-    return tf.slice(image, [*window[:2], 0], [*window[2:], -1])
-
-
-def _decode_crop(encoded: Any, sizing: Sizing, draws: tf.Tensor) -> tf.Tensor:
-    """Decodes a random part of an image; of a JPEG it alone."""
-    channels = sizing.image_shape[2]
-    crop = sizing.crop or RandomResizedCrop()
-
-    def of_jpeg() -> tf.Tensor:
-        shape = tf.io.extract_jpeg_shape(encoded)
-        window = crop.window(shape[0], shape[1], draws)
-
-        def decode_at(fraction: int) -> tf.Tensor:
-            part = [side // fraction for side in window]
-            return tf.image.decode_and_crop_jpeg(encoded, part, channels, ratio=fraction)
-
-        if sizing.resize == "bilinear":
-            return decode_at(1)
-        # The smallest size that is still large enough, with the place rounded to its pixels. They
-        # would be averaged anyway. Those of bilinear would not, and in validation they are not.
-        reduction = tf.minimum(window[2] // sizing.image_shape[0], window[3] // sizing.image_shape[1])
-        index = tf.reduce_sum(tf.cast(reduction >= JPEG_FRACTIONS[1:], tf.int32))
-        return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
-
-    def of_whole() -> tf.Tensor:
-        image = decode_whole(encoded, channels, sizing.exif)
-        shape = tf.shape(image)
-        return _part(image, crop.window(shape[0], shape[1], draws))
-
-    if channels == 4:  # TensorFlow gives a JPEG no alpha.
-        return of_whole()
-    is_jpeg = tf.strings.substr(encoded, 0, len(JPEG_BEGIN)) == JPEG_BEGIN
-    image = tf.cond(is_jpeg & ~_is_for_pillow(encoded, channels, sizing.exif), of_jpeg, of_whole)
-    return tf.ensure_shape(image, [None, None, channels])
-
-
-def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.Tensor:
-    """Decodes strings [batch] to uint8 [batch, h, w, c].
-
-    In turn, since the pipeline decodes several batches at once.
-
-    Args:
-        draws: Of the random crops, in training; see RandomResizedCrop.draw().
-    """
-    elements = (encoded,) if draws is None else (encoded, draws)
-    return tf.map_fn(
-        lambda element: decode(element[0], sizing, *element[1:]),
-        elements,
-        fn_output_signature=tf.TensorSpec(sizing.image_shape, tf.uint8),
-    )
 
 
 def read_files(paths: tf.Tensor) -> tf.Tensor:
