@@ -48,17 +48,23 @@ class Setting:
     steps: int = 16
 
 
-EVERY = 32
+EVERY = (32, 64)
 SETTINGS = (
     Setting("float32, MPI", transport="mpi"),
     Setting("float32, Gloo"),
     Setting("fp16, Gloo", ("strategy.compression=fp16",)),
     Setting("bf16, Gloo", ("strategy.compression=bf16",)),
+    Setting("bf16, MPI", ("strategy.compression=bf16",), "mpi"),
     Setting("int8, MPI", ("strategy.compression=int8",), "mpi"),
     Setting("int8, Gloo", ("strategy.compression=int8",)),
     Setting("powersgd, rank 4, Gloo", ("strategy.compression=powersgd", "strategy.whole_steps=0")),
-    Setting(f"local_sgd, every {EVERY}, Gloo", ("strategy=local_sgd", f"strategy.every={EVERY}"), "gloo", EVERY, EVERY),
-    Setting("alone", ("strategy=local_sgd", "strategy.every=1000000"), "gloo", 8, EVERY),
+    *(
+        Setting(
+            f"local_sgd, every {every}, Gloo", ("strategy=local_sgd", f"strategy.every={every}"), "gloo", every, every
+        )
+        for every in EVERY
+    ),
+    Setting("alone", ("strategy=local_sgd", "strategy.every=1000000"), "gloo", 8, 32),
 )
 
 

@@ -1,0 +1,85 @@
+"""What each method for slow networks does to the result: the second table of docs/networks.md.
+
+    python -m benchmarks.method_quality fashion          35 minutes on 2 ranks of this machine
+    python -m benchmarks.method_quality text             35 minutes
+
+Trains the same network with each method and with five seeds, for equally many steps, and prints the
+mean and the standard deviation of the test metric. Results do not depend on what else the machine
+does. With --output FILE a run that was interrupted goes on.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+from benchmarks.processes import horovod_line, python_line
+
+NUM_RANKS = 2
+METHODS = {
+    "float32": [],
+    "fp16": ["strategy.compression=fp16"],
+    "bf16": ["strategy.compression=bf16"],
+    "int8": ["strategy.compression=int8"],
+    "powersgd, rank 4": ["strategy.compression=powersgd"],
+    "local_sgd, every 16": ["strategy=local_sgd", "strategy.every=16", "train.learning_rate_scale=none"],
+    "diloco, every 50": ["strategy=diloco", "strategy.every=50", "train.learning_rate_scale=none"],
+}
+TRAININGS = {
+    "fashion": (["model=cnn", "dataset=fashion_mnist", "train.batch_size=64", "train.epochs=2"], "test_accuracy"),
+    "text": (["experiment=text_transformer", "train.epochs=4"], "test_perplexity"),
+}
+
+
+def trained(overrides: list[str]) -> dict[str, float]:
+    """Trains on both ranks; returns the run's result."""
+    with tempfile.TemporaryDirectory(prefix="hvtrain-quality-") as folder:
+        run = Path(folder) / "run"
+        settings = [*overrides, f"run.dir={run}", "run.report=false"]
+        line = horovod_line("gloo", NUM_RANKS, python_line("hvtrain", settings))
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(
+                f"{shlex.join(settings)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr}"
+            )
+        return json.loads((run / "result.json").read_text())
+
+
+def main() -> None:
+    """Trains what is missing in the output file, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("training", choices=sorted(TRAININGS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="values by method and seed, in JSON")
+    arguments = sys.argv[1:]
+    options = parser.parse_args()
+    common, metric = TRAININGS[options.training]
+
+    values: dict[str, dict[str, float]] = {name: {} for name in METHODS}
+    if options.output and options.output.exists():
+        values.update(json.loads(options.output.read_text()))
+    for seed in map(str, range(1, options.seeds + 1)):
+        for name, method in METHODS.items():
+            if seed in values[name]:
+                continue
+            result = trained([*common, *method, f"seed={seed}"])
+            values[name][seed] = result[metric]
+            print(f"seed {seed}, {name}: {metric} {result[metric]:.4f} in {result['num_steps']} steps", flush=True)
+            if options.output:
+                options.output.write_text(json.dumps(values))
+
+    command = shlex.join(["python", "-m", "benchmarks.method_quality", *arguments])
+    print(f"\n{command}, {datetime.now():%Y-%m-%d}\n")
+    print(f"| | {metric}, mean | standard deviation |\n|---|---|---|")
+    for name, by_seed in values.items():
+        means = list(by_seed.values())
+        print(f"| {name} | {statistics.mean(means):.4f} | {statistics.stdev(means):.4f} |")
+
+
+if __name__ == "__main__":
+    main()
