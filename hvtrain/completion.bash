@@ -2,9 +2,32 @@
 # shellcheck shell=bash disable=SC2190
 declare -gA _hvtrain_values=(
 @VALUES@
+  # Arguments of commands.
+  [run]=''
+  [checkpoint]='best last'
+  [split]='train validation test'
+  [input]=''
+  [format]='keras savedmodel onnx tflite'
+  [prompt]=''
+  [trials]=''
+)
+# The choices or the commands to which a name belongs, if not all have it.
+declare -gA _hvtrain_owners=(
+@OWNERS@
+  [run]='evaluate predict export generate'
+  [checkpoint]='evaluate predict export generate'
+  [split]='evaluate predict'
+  [input]=predict
+  [format]=export
+  [prompt]=generate
+  [sweep]=sweep
+  [trials]=sweep
+  [cluster]=launch
 )
 # 1: the line of the command may have settings of a run.
-declare -gA _hvtrain_commands=(@COMMANDS@)
+declare -gA _hvtrain_commands=(
+@COMMANDS@
+)
 
 # The words of a line decide: which command of hvtrain it has, and which folder of --config-dir.
 _hvtrain() {
@@ -37,18 +60,20 @@ _hvtrain() {
   case "$word" in
     -*) mapfile -t COMPREPLY < <(compgen -W "--config-dir --help" -- "$word") ;;
     *=*) _hvtrain_value "$word" "$folder" ;;
-    *) _hvtrain_name "$word" "$command" $((start == ${#words[@]} - 1)) ;;
+    *) _hvtrain_name "$word" "$command" $((start == ${#words[@]} - 1)) " ${words[*]:start} " ;;
   esac
 }
 
 # model= or model.units= after "mod"; one part of a dotted name at a time. A line that begins here may have a command.
-_hvtrain_name() { # WORD COMMAND IS_FIRST
-  local sign="" word="$1" name rest
+_hvtrain_name() { # WORD COMMAND IS_FIRST LINE
+  local sign="" word="$1" name rest owners
   local -a names=("${!_hvtrain_values[@]}")
   [[ $word != [+~]* ]] || sign="${word:0:1}" word="${word:1}"
   for name in "${names[@]}"; do
     [[ $name == "$word"* ]] || continue
-    [[ $name != cluster* || $2 == launch ]] || continue
+    owners="${_hvtrain_owners[$name]:-}"
+    [[ $name != cluster.* ]] || owners=launch
+    _hvtrain_is_of "$owners" "$2" "$4" || continue
     rest="${name#"$word"}="
     [[ $rest != *.* ]] || rest="${rest%%.*}."
     COMPREPLY+=("$sign$word$rest")
@@ -58,8 +83,25 @@ _hvtrain_name() { # WORD COMMAND IS_FIRST
       [[ $name != "$word"* ]] || COMPREPLY+=("$name ")
     done
   fi
+  if [[ $word && " ${_hvtrain_owners[run]} report " == *" $2 "* ]]; then
+    mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -d -S / -- "$word")
+  fi
   mapfile -t COMPREPLY < <(printf '%s\n' "${COMPREPLY[@]}" | sort -u)
   compopt -o nospace
+}
+
+# A command has its own arguments; a group that is chosen on the line has the settings of that choice.
+_hvtrain_is_of() { # OWNERS COMMAND LINE
+  local owner group
+  [[ $1 ]] || return 0
+  [[ " $1 " != *" $2 "* || ! $2 ]] || return 0
+  for owner in $1; do
+    [[ $owner == *=* ]] || return 1
+    [[ $3 != *" $owner "* ]] || return 0
+    group="${owner%%=*}"
+  done
+  # An experiment may have chosen, and several choices stand in brackets.
+  [[ $3 != *" $group="[[:alpha:]]* || $3 == *" experiment="* ]]
 }
 
 # What may stand after model= or, in a list, after augment=[random_flip,

@@ -6,12 +6,13 @@ The script holds all names itself, so that the Tab key starts no Python; only --
 import dataclasses
 import sys
 import typing
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import CONFIGS
-from hvtrain.config.schema import GROUPS, SEVERAL, ModelOptions, RunConfig
+from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig
 from hvtrain.config.validate import flatten
 from hvtrain.launch.cluster_kinds import KINDS
 from hvtrain.system.command import Parser
@@ -36,15 +37,29 @@ def main() -> int:
 
 
 def script() -> str:
-    """The script, with the groups and settings that there are."""
-    known = {**_groups(), **declared(RunConfig), **declared(ModelOptions, "model.")}
-    known |= {"cluster": ["ssh", *KINDS]}
+    """The script, with the groups and settings that there are, and to which choices some of these belong."""
+    known: dict[str, Iterable[str]] = {**declared(RunConfig), **declared(ModelOptions, "model.")}
+    owners: dict[str, list[str]] = {}
+    for argument, settings in _choices():
+        for name, choices in settings.items():
+            known[name] = choices
+            owners.setdefault(name, []).append(argument)
+    known["cluster"] = ["ssh", *KINDS]
     for kind in KINDS.values():
         known |= declared(kind, "cluster.")
-    values = "\n".join(f"  [{name}]='{' '.join(choices)}'" for name, choices in sorted(known.items()))
-    commands = " ".join(f"[{name}]={int(command.takes_settings)}" for name, command in COMMANDS.items())
-    text = BASH.read_text("utf-8").replace("@VALUES@", values)
-    return text.replace("@COMMANDS@", commands).replace("@PROGRAMS@", " ".join(PROGRAMS))
+    for group in (*GROUPS, *SEVERAL, *BUNDLES, "sweep"):
+        known[group] = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+    takes_settings = {name: str(int(command.takes_settings)) for name, command in COMMANDS.items()}
+    tables: dict[str, Mapping[str, Iterable[str]]] = {
+        "@VALUES@": known,
+        "@OWNERS@": owners,
+        "@COMMANDS@": takes_settings,
+    }
+    text = BASH.read_text("utf-8").replace("@PROGRAMS@", " ".join(PROGRAMS))
+    for mark, table in tables.items():
+        text = text.replace(mark, "\n".join(f"  [{name}]='{' '.join(texts)}'" for name, texts in sorted(table.items())))
+    return text
 
 
 def declared(schema: type, prefix: str = "") -> dict[str, list[str]]:
@@ -62,19 +77,13 @@ def declared(schema: type, prefix: str = "") -> dict[str, list[str]]:
     return values
 
 
-def _groups() -> dict[str, list[str]]:
-    """Each group with its choices, and the choices' own settings."""
+def _choices() -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """Each choice of a group, as on a command line, with its settings and their values."""
     from omegaconf import OmegaConf
 
-    values: dict[str, list[str]] = {}
-    for group in (*GROUPS, *SEVERAL, "experiment"):
-        files = sorted((CONFIGS / group).glob("*.yaml"))
-        values[group] = [path.stem for path in files]
-        if group == "experiment":  # It sets other groups' settings, and has none.
-            continue
-        for path in files:
+    for group in (*GROUPS, *SEVERAL):
+        for path in sorted((CONFIGS / group).glob("*.yaml")):
             settings: Any = OmegaConf.to_container(OmegaConf.load(path))
-            for name, value in flatten(settings, f"{group}.").items():
-                if "._" not in name:
-                    values[name] = SWITCH if isinstance(value, bool) else []
-    return values
+            names = flatten(settings, f"{group}.").items()
+            values = {name: SWITCH if isinstance(value, bool) else [] for name, value in names if "._" not in name}
+            yield f"{group}={path.stem}", values

@@ -13,6 +13,8 @@ import pytest
 
 from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import compose
+from hvtrain.finished.arguments import CHECKPOINTS, SPLITS
+from hvtrain.finished.commands import SUFFIXES
 from hvtrain.launch import options
 from launching import BIN, ROOT
 
@@ -74,10 +76,26 @@ def test_a_group_has_its_choices(asked, command):
         ("--c", ["--config-dir"]),
         ("--config-dir ", []),
         ("run.dir=", []),
+        ("dataset=digits dataset.n", ["dataset.num_test=", "dataset.num_validation="]),
+        ("dataset=text dataset.target", []),
+        ("dataset.target", ["dataset.target=", "dataset.target_is="]),
+        ("model=mlp dataset.target_", ["dataset.target_is="]),
+        ("experiment=houses dataset=digits dataset.target_", ["dataset.target_is="]),
+        ("export runs/a format=s", ["savedmodel"]),
+        ("export for", ["format="]),
+        ("predict runs/a split=v", ["validation"]),
+        ("find_lr spl", []),
+        ("evaluate confi", []),
+        ("evaluate ./tests/ben", ["./tests/benchmarks/"]),
     ],
 )
 def test_names_and_values(asked, arguments, result):
     assert asked(f"python -m hvtrain {arguments}") == result
+
+
+def test_arguments_of_commands_have_the_values_that_these_take(asked):
+    for name, values in {"split": SPLITS, "checkpoint": CHECKPOINTS, "format": SUFFIXES}.items():
+        assert asked(f"hvtrain evaluate runs/a {name}=") == [*values]
 
 
 def test_every_group_and_setting_is_offered(asked):
