@@ -9,12 +9,13 @@ is reset before each size, and sizes only grow, so what an earlier one left behi
 larger part. batch_search measures, batch_sizes judges.
 """
 
+import argparse
 import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hvtrain.config.compose import compose
+from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import RunConfig, from_dict, round_up_to_accumulation
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
@@ -35,7 +36,7 @@ def find_lr() -> int:
     # Refused before TensorFlow is imported, which takes seconds.
     if options.lowest >= options.highest:
         raise ConfigError(f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range")
-    for tree in compose(options.overrides):
+    for tree in compose(_settings(options)):
         config = from_dict(tree)
         with console.quiet_import(config.verbose):
             from hvtrain import runner
@@ -96,33 +97,42 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
 
 
 def _find_lr_parser() -> Parser:
-    parser = Parser(
-        "python -m hvtrain find_lr",
-        usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
-        description="""\
+    parser = _trial_parser(
+        "find_lr",
+        """\
 Trains some steps on all ranks while the learning rate grows from --lowest to --highest (both of all ranks together),
 until the loss rises to several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and
 prints the optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer.
 A schedule's warm-up and decay are applied to this rate.""",
-        epilog=FIND_LR_EPILOG,
+        FIND_LR_EPILOG,
     )
-    parser.add_argument(
-        "--steps",
-        type=at_least(10),
-        default=100,
-        metavar="N",
-        help="steps of the test; default: 100",
-    )
-    parser.add_argument(
-        "--lowest",
-        type=positive,
-        default=1e-5,
-        metavar="RATE",
-        help="first rate; default: 1e-5",
-    )
-    parser.add_argument("--highest", type=positive, default=10.0, metavar="RATE", help="last rate; default: 10")
+    option = parser.add_argument
+    option("--steps", type=at_least(10), default=100, metavar="N", help="steps of the test; default: 100")
+    option("--lowest", type=positive, default=1e-5, metavar="RATE", help="first rate; default: 1e-5")
+    option("--highest", type=positive, default=10.0, metavar="RATE", help="last rate; default: 10")
 
     return parser
+
+
+def _trial_parser(command: str, description: str, epilog: str) -> Parser:
+    """The options that both commands have."""
+    parser = Parser(
+        f"python -m hvtrain {command}",
+        usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+        description=description,
+        epilog=epilog,
+    )
+    default = f"{command}/DATE_TIME-NAME"
+    parser.add_argument("--output", metavar="DIR", help=f"folder of the results, as run.dir=DIR; default: {default}")
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    """The settings on the command line; --output is the run folder."""
+    if options.output:
+        return [*options.overrides, override("run.dir", options.output)]
+    settings: list[str] = options.overrides
+    return settings
 
 
 FIND_BATCH_EPILOG = f"""\
@@ -143,7 +153,7 @@ def find_batch() -> int:
     options = _find_batch_parser().parse_with_overrides(sys.argv[1:])
     if options.largest is not None and options.first > options.largest:
         raise ConfigError(f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other")
-    for tree in compose(options.overrides):
+    for tree in compose(_settings(options)):
         config = as_search(from_dict(tree), options.first, options.steps)
         with console.quiet_import(config.verbose):
             from hvtrain import runner
@@ -184,41 +194,20 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
 
 
 def _find_batch_parser() -> Parser:
-    parser = Parser(
-        "python -m hvtrain find_batch",
-        usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
-        description="""\
+    parser = _trial_parser(
+        "find_batch",
+        """\
 Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size does not fit into memory or is more
 than the data set has. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
 that fits, and the fastest: the smallest within 3% of the most examples/s. Writes batch.json and a picture, batch.png.
 A size that would exceed the memory of the host or of its container is not begun.""",
-        epilog=FIND_BATCH_EPILOG,
+        FIND_BATCH_EPILOG,
     )
-    parser.add_argument(
-        "--first",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="first size, of a rank; default: 1",
-    )
-    parser.add_argument(
-        "--largest",
-        type=at_least(1),
-        metavar="N",
-        help="largest size to try; default: as many as fit",
-    )
-    parser.add_argument(
-        "--steps",
-        type=at_least(1),
-        default=5,
-        metavar="N",
-        help=f"steps of a call; a size takes {CALLS} calls; default: 5",
-    )
-    parser.add_argument(
-        "--memory",
-        type=positive,
-        metavar="GIB",
-        help="memory of all ranks of a host; default: what is free",
-    )
+    option = parser.add_argument
+    option("--first", type=at_least(1), default=1, metavar="N", help="first size, of a rank; default: 1")
+    option("--largest", type=at_least(1), metavar="N", help="largest size to try; default: as many as fit")
+    steps_help = f"steps of a call; a size takes {CALLS} calls; default: 5"
+    option("--steps", type=at_least(1), default=5, metavar="N", help=steps_help)
+    option("--memory", type=positive, metavar="GIB", help="memory of all ranks of a host; default: what is free")
 
     return parser
