@@ -156,12 +156,12 @@ def missing_classes(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -
     return phrases
 
 
-def listed(names: Sequence[str], most: int = MAX_NAMES) -> str:
+def listed(names: Sequence[str], most: int = MAX_NAMES, separator: str = ", ") -> str:
     """The first names of a list, and the number of all others.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'
     """
-    shown = ", ".join(names[:most])
+    shown = separator.join(names[:most])
     num_hidden = len(names) - most
     return f"{shown} and {num_hidden:,} more" if num_hidden > 0 else shown

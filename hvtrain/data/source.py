@@ -312,6 +312,13 @@ class Source(ABC):
         """
         return []
 
+    def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """Examples by their numbers in a split, as cells of the report: a column of texts or numbers by name.
+
+        Empty, the default, where inputs tell a reader nothing.
+        """
+        return {}
+
     def unreadable(self) -> list[Unreadable]:
         """Items that this process left out since the last call, with on_error="skip"."""
         return []

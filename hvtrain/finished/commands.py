@@ -143,8 +143,7 @@ def export() -> int:
         output={"metavar": "PATH", "help": "the exported model; default: the run's name, in this folder"},
     )
     model_format = finished.choice("format", tuple(SUFFIXES), "")
-    if console.is_launched():
-        raise ConfigError("an export takes one process; start python -m hvtrain export without a launcher")
+    _refuse_launcher("export")
     path = output_path(options.output, finished.folder.name, model_format)
 
     with console.quiet_import(finished.config.verbose):
@@ -158,6 +157,11 @@ def export() -> int:
         print(f"{run.checkpoint} in {path}; {export_checked(run, model_format, path)}")
 
     return 0
+
+
+def _refuse_launcher(command: str) -> None:
+    if console.is_launched():
+        raise ConfigError(f"{command} takes one process; start python -m hvtrain {command} without a launcher")
 
 
 def output_path(output: str | None, run_name: str, model_format: str) -> Path:
@@ -208,8 +212,7 @@ def generate() -> int:
     prompt = finished.arguments.get("prompt")
     if not prompt:
         raise ConfigError("prompt=TEXT is missing; give the beginning of a text, in quotes")
-    if console.is_launched():
-        raise ConfigError("generate runs in one process; start python -m hvtrain generate without a launcher")
+    _refuse_launcher("generate")
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.finished_run import on_ranks, open_run
         from hvtrain.strategies.base import Strategy

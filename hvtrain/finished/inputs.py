@@ -199,14 +199,18 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
 
     def batches() -> Iterator[Batch]:
         for part in _parts(run, len(array)):
-            values = np.asarray(array[part])
-            converted = values.astype(dtype)
-            if np.issubdtype(converted.dtype, np.integer) and not np.array_equal(converted, values):
-                wrong = values[converted != values][0]
-                raise DataError(f"input={path} has {wrong}, which is not {dtype}; fix the file")
-            yield preprocessing(tf.constant(converted)), {}
+            yield preprocessing(tf.constant(_converted(np.asarray(array[part]), dtype, f"input={path}"))), {}
 
     return Examples(str(path), len(array), batches)
+
+
+def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
+    """Returns the array in another type. Raises DataError for a fraction that would become an integer."""
+    converted = array.astype(dtype)
+    if converted.dtype.kind in "iu" and not np.array_equal(converted, array):
+        wrong = array[converted != array][0]
+        raise DataError(f"{where} has {wrong}, which is not {dtype}; fix the file")
+    return converted
 
 
 def _refuse_shape(path: Path, array: np.ndarray, needed: str) -> NoReturn:
@@ -243,11 +247,8 @@ def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
     arrays = {}
     for column, part in zip(columns, spec.values()):
         array = np.asarray(filled(column, cells[column.name], f"input={path}"))
-        dtype = object if part.dtype == tf.string else part.dtype.as_numpy_dtype
-        converted = array.astype(dtype)
-        if part.dtype.is_integer and not np.array_equal(converted, array):
-            wrong = array[converted != array][0]
-            raise DataError(f"input={path}: column {column.name} has {wrong}, which is not {part.dtype.name}; fix it")
+        dtype = "object" if part.dtype == tf.string else part.dtype.name
+        converted = _converted(array, dtype, f"input={path}: column {column.name}")
         arrays[column.name] = converted.reshape(-1, *part.shape)
 
     def raw(rows: np.ndarray) -> dict[str, np.ndarray]:

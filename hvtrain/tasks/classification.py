@@ -112,7 +112,7 @@ class Classification(Task):
         source: Source,
     ) -> list[Figure]:
         names = class_names(source, reviewed.outputs.shape[-1])
-        return _class_figures(reviewed, reviewed.targets, reviewed.outputs, names)
+        return _class_figures(reviewed, reviewed.targets, reviewed.outputs, names, source)
 
 
 class Multilabel(Task):
@@ -246,7 +246,7 @@ class Binary(Multilabel):
         # A second logit of 0 for "no": the softmax of both is the sigmoid of the one.
         logits = np.pad(reviewed.outputs, [(0, 0), (1, 0)])
         targets = reviewed.targets.reshape(-1).astype(np.int64)
-        return _class_figures(reviewed, targets, logits, class_names(source, 2))
+        return _class_figures(reviewed, targets, logits, class_names(source, 2), source)
 
 
 def class_names(source: Source, number: int) -> list[str]:
@@ -296,13 +296,14 @@ def _class_figures(
     targets: np.ndarray,
     logits: np.ndarray,
     names: Sequence[str],
+    source: Source,
 ) -> list[Figure]:
     """Confusions and worst errors, from targets [examples] and logits [examples, classes]."""
     predicted = logits.argmax(axis=1)
     log_probabilities = keras.ops.convert_to_numpy(keras.ops.log_softmax(logits))
     return [
         _confusions(reviewed, targets, predicted, names),
-        *_worst_errors(reviewed, targets, predicted, log_probabilities, names),
+        *_worst_errors(reviewed, targets, predicted, log_probabilities, names, source),
     ]
 
 
@@ -336,6 +337,7 @@ def _worst_errors(
     predicted: np.ndarray,
     log_probabilities: np.ndarray,
     names: Sequence[str],
+    source: Source,
 ) -> list[Figure]:
     """Errors with the lowest probability of the true class; an empty list if there is no error."""
     # In logarithms, which tell very small probabilities apart.
@@ -364,5 +366,8 @@ def _worst_errors(
 
     if pictures:
         return [Pictures(title, note, pictures)]
-    columns = ["example", "true", "predicted", "probability", "of the true class"]
+    cells = source.cells(reviewed.split, worst)
+    for row, values in zip(rows, zip(*cells.values())):
+        row += values
+    columns = ["example", "true", "predicted", "probability", "of the true class", *cells]
     return [Table(title, note, columns, rows)]

@@ -7,10 +7,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.core.figures import Figure, Scatter
+from hvtrain.core.figures import Figure, Scatter, Table
 from hvtrain.data.source import Source
 from hvtrain.tasks.examples import ReviewedExamples
 from hvtrain.tasks.task import Losses, Metrics, Task
+
+NUM_WORST = 12
 
 
 class Regression(Task):
@@ -73,6 +75,14 @@ class Regression(Task):
         # Half of the residuals lie between these quartiles.
         low, high = np.quantile(residuals, (0.25, 0.75))
 
+        worst = np.argsort(-abs(residuals), kind="stable")[:NUM_WORST].tolist()
+        cells = source.cells(reviewed.split, worst)
+        pairs = [[f"{value:.5g}" for value in values[worst]] for values in (targets, predictions)]
+        rows = zip(worst, *pairs, *cells.values())
+        columns = ["example", "target", "prediction", *cells]
+        note = f"The largest residuals, on {description}.{suffix}"
+        tables = [Table("Worst examples", note, columns, list(map(list, rows)))] if cells else []
+
         return [
             Scatter(
                 "Targets and predictions",
@@ -90,6 +100,7 @@ class Regression(Task):
                 list(zip(predictions.tolist(), residuals.tolist())),
                 "zero",
             ),
+            *tables,
         ]
 
 

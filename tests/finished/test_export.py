@@ -141,5 +141,5 @@ def test_wrong_words_are_refused_in_one_line(folder, monkeypatch, arguments, mes
 
 def test_an_export_takes_one_process(folder, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    with pytest.raises(ConfigError, match="an export takes one process"):
+    with pytest.raises(ConfigError, match="export takes one process"):
         export_words(monkeypatch, f"run={folder / 'run'}", "format=keras")

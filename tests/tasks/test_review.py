@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from hvtrain.data import from_arrays
+from hvtrain.data.sources.table import Table
 from hvtrain.tasks import Binary, Classification, Custom, Language, Multilabel, Regression, Segmentation
 from hvtrain.tasks.examples import ReviewedExamples, as_bytes, png
 
@@ -72,6 +73,19 @@ def test_labels_have_precision_and_recall():
     outputs = np.array([[1, 1], [-1, 1], [1, -1]], np.float32)
     (table,) = reviewed(Multilabel(), np.zeros((3, 5), np.float32), targets, outputs)
     assert table.rows == [[0, 2, "33.3%", "50.0%", "50.0%"], [1, 1, "66.7%", "50.0%", "100.0%"]]
+
+
+@pytest.mark.parametrize(("target", "targets"), [("back", [0, 1, 0, 1]), ("cost", [5.0, 6.0, 5.5, 6.0])])
+def test_rows_of_a_table_stand_with_their_values_and_their_line(target, targets, tmp_path):
+    path = tmp_path / "visits.csv"
+    path.write_text("age,place,back,cost\n1.5,a,no,5\n2.5,b,yes,6\n3.5,a,no,5.5\n4.5,b,yes,6\n")
+    table = Table(str(path), target, drop=[*{"back", "cost"} - {target}], test_file=str(path))
+    outputs = one_hot(np.array([0, 1, 1, 1]), 2) if target == "back" else np.array([[5.0], [6.0], [9.0], [6.0]])
+    task = Classification() if target == "back" else Regression()
+    examples = ReviewedExamples(np.zeros((4, 3), np.float32), np.array(targets), outputs, 4, "test", 4)
+    worst = task.review(examples, None, table)[-1]
+    assert worst.columns[-3:] == ["line of visits.csv", "age", "place"]
+    assert worst.rows[0][-3:] == [4, "3.5", "a"], "the third row, below the header"
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 2)])

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import count_classes
 from hvtrain.data.manifest import digest_arrays
 from hvtrain.data.pipeline.streams import IndexedSource, Read
 from hvtrain.data.pipeline.transform import Transform, Unchanged
@@ -136,10 +137,8 @@ class MemorySource(IndexedSource):
 
     def class_counts(self) -> np.ndarray | None:
         num_classes = self.facts().get("num_classes", 2)
-        classes = np.asarray(self.whole_targets()["train"]).ravel().astype(np.int64)
         # Masks also hold 255, the label of pixels that do not count.
-        is_class = (classes >= 0) & (classes < num_classes)
-        return np.bincount(classes[is_class], minlength=num_classes)
+        return count_classes(np.asarray(self.whole_targets()["train"]), num_classes)
 
     def reader(self, split: str, topology: Topology) -> Read:
         if topology not in self._shards:

@@ -30,6 +30,8 @@ from hvtrain.errors import ConfigError, DataError
 EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
 """Tables that are part of scikit-learn."""
 TABLE_FILE = "table.json"
+MAX_CELLS = 20
+"""Columns of an example in the report."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,23 @@ class Table(MemorySource):
         local = np.asarray(topology.share(len(rows))[:number], np.int64)
         raw = self._features.raw(values, rows[local])
         return [{name: array[row] for name, array in raw.items()} for row in range(len(local))]
+
+    def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        if split not in self._loaded:
+            self.parts()
+        values, rows = self._loaded[split]
+        chosen = rows[np.asarray(numbers, np.int64)]
+        file = Path(str(self._files.get(split) or self._files["train"]))
+        is_text = file.is_file() and file.suffix not in (".parquet", ".pq")
+        # Lines as an editor counts them, below the header.
+        unit = "line" if is_text else "row"
+        cells: dict[str, list[Any]] = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
+        for column in self._features.schema.columns[:MAX_CELLS]:
+            if column.is_category:
+                cells[column.name] = values[column.name].take(pa.array(chosen)).to_pylist()
+            else:
+                cells[column.name] = [f"{row[0]:g}" for row in values[column.name][chosen]]
+        return cells
 
     def ids(self, split: str, topology: Topology) -> dict[str, np.ndarray]:
         """The column dataset.id of this rank's rows of a split; empty if there is none."""
