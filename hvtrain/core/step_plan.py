@@ -14,6 +14,10 @@ from hvtrain.core.topology import reduced
 from hvtrain.errors import CheckpointError, ConfigError
 
 
+MOST_LEFT_OUT = 0.01
+"""Above this share of the examples that an epoch leaves out, a run says so."""
+
+
 @dataclass(frozen=True)
 class Share:
     """One rank's examples of an epoch, cut into steps: full batches first, then the remainder.

@@ -34,7 +34,7 @@ DEFAULT_FOLDER = "runs"
 DEPTH = 3
 # Characters of a line, unless names need more.
 WIDTH = 80
-MIN_SCORE_WIDTH = 16
+MIN_METRIC_WIDTH = 10
 MIN_NAME_WIDTH = 12
 
 COLUMNS = (
@@ -48,7 +48,8 @@ Row = dict[str, Any]
 def report_runs() -> int:
     """Reads the run folders, writes the page, and prints which files it wrote."""
     options = _report_parser().parse_args(sys.argv[1:])
-    runs = [read_run(Path(folder)) for folder in options.runs]
+    # As the commands that use a run take it.
+    runs = [read_run(Path(folder.removeprefix("run="))) for folder in options.runs]
     # One run has a page of its own kind, with all its figures.
     is_comparison = len(runs) > 1
 
@@ -126,13 +127,16 @@ def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """Returns the settings that are not the same in all runs, with each run's value; "" where it is missing.
 
-    >>> differing([{"seed": 1, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}, "new": True}])
-    [('train.epochs', ['2', 'null']), ('new', ['', 'true'])]
+    Those that all runs have come first: other ones only say that a model or a data set is another.
+
+    >>> differing([{"new": True, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}}])
+    [('train.epochs', ['2', 'null']), ('new', ['true', '']), ('seed', ['', '1'])]
     """
     # Compared as texts, as they are shown: 1 and 1.0 differ, and lists can be elements of a set.
     runs = [{name: yaml_text(value) for name, value in flatten(config).items()} for config in configs]
     names = dict.fromkeys(name for settings in runs for name in settings)
     rows = [(name, [settings.get(name, "") for settings in runs]) for name in names]
+    rows.sort(key=lambda row: "" in row[1])
 
     return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in _NOT_COMPARED]
 
@@ -267,18 +271,18 @@ def run_row(path: Path, folder: Path) -> Row:
 
 def table(rows: list[Row]) -> list[str]:
     """Returns lines of at most WIDTH characters, unless names need more."""
-    cells = [("began", "state", "ranks", "ex/s", "score", "run"), *map(_cells, rows)]
+    cells = [("began", "state", "ranks", "ex/s", "score", "metric", "run"), *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
 
     # The name of the metric is cut first, then the beginning of the run's name, which is often a date.
-    left = WIDTH - sum(widths[:4]) - 2 * 5
-    score_width = min(widths[4], max(MIN_SCORE_WIDTH, left - widths[5]))
-    name_width = min(widths[5], max(MIN_NAME_WIDTH, left - score_width))
+    left = WIDTH - sum(widths[:5]) - 2 * 6
+    metric_width = min(widths[5], max(MIN_METRIC_WIDTH, left - widths[6]))
+    name_width = min(widths[6], max(MIN_NAME_WIDTH, left - metric_width))
 
     lines = []
-    for began, state, ranks, rate, score, name in cells:
-        if len(score) > score_width:
-            score = f"{score[: score_width - 1]}…"
+    for began, state, ranks, rate, score, metric, name in cells:
+        if len(metric) > metric_width:
+            metric = f"{metric[: metric_width - 1]}…"
         if len(name) > name_width:
             name = f"…{name[1 - name_width :]}"
         columns = [
@@ -286,7 +290,8 @@ def table(rows: list[Row]) -> list[str]:
             state.ljust(widths[1]),
             ranks.rjust(widths[2]),
             rate.rjust(widths[3]),
-            score.ljust(score_width),
+            score.rjust(widths[4]),
+            metric.ljust(metric_width),
             name,
         ]
         lines.append("  ".join(columns).rstrip())
@@ -310,7 +315,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         state,
         str(row["num_ranks"] or ""),
         format_known(rate, ",.0f", missing=""),
-        "" if row["score"] is None else f"{row['score']:.4g} {row['metric']}",
+        # With its zeros, so that points stand below each other.
+        format_known(row["score"], "#.4g", missing=""),
+        row["metric"] or "",
         row["run"],
     )
 

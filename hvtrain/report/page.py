@@ -11,7 +11,7 @@ from typing import Any
 from hvtrain.config.validate import flatten
 from hvtrain.core.files import write_atomic
 from hvtrain.core.run_files import STARTS_FILE, proof_in_words
-from hvtrain.core.step_plan import share_of_progress
+from hvtrain.core.step_plan import MOST_LEFT_OUT, share_of_progress
 from hvtrain.core.version import VERSION
 from hvtrain.errors import in_one_line
 from hvtrain.report.charts import charts_of, scatter_svg, svg, write_png
@@ -151,12 +151,15 @@ def yaml_text(value: Any) -> str:
     return str(value)
 
 
-def _proof(proof: dict[str, Any] | None) -> list[str]:
-    """A line for each thing that the run has proved, with a capital letter."""
+def _proof(proof: dict[str, Any] | None) -> list[tuple[str, bool]]:
+    """A line for each thing that the run has proved, with a capital letter; False if it is not proved."""
     if not proof:
         return []
+    unproved = ["not compared", "nothing to prove"]
+    if any(count < (1 - MOST_LEFT_OUT) * proof["examples"] for count in proof["examples_each_epoch"]):
+        unproved.append("samples seen")
     lines = proof_in_words(proof).split("; ")
-    return [line[:1].upper() + line[1:] for line in lines]
+    return [(line[:1].upper() + line[1:], not any(text in line for text in unproved)) for line in lines]
 
 
 def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
@@ -182,7 +185,7 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
     split = result.get("split")
     # One rank waits for nobody.
     if split and result.get("num_ranks", 1) > 1 and split["efficiency"] is not None:
-        note = "of a run whose reductions take no time"
+        note = split.get("caution") or "of a run whose reductions take no time"
         numbers.append(("efficiency", f"{split['efficiency']:.0%}", note))
     scale = run.history[-1].metrics.get("noise_scale") if run.history else None
     if scale and result:

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+FEW_STEPS = 20
+"""From this number of steps between two pauses on, the wait after a pause is a small part of them."""
+
 
 class StepTimes(NamedTuple):
     """Total seconds of `steps` steps of this process, by what it did."""
@@ -179,6 +182,7 @@ class Split:
         slowest_host: Its host.
         slowest_seconds: Its own work in a step.
         median_seconds: The median of the ranks' own work.
+        caution: Why the efficiency says little, if it does.
     """
 
     data_seconds: float
@@ -189,10 +193,14 @@ class Split:
     slowest_host: str
     slowest_seconds: float
     median_seconds: float
+    caution: str = ""
 
     @classmethod
-    def of(cls, ranks: list[tuple[StepTimes, str]], sees_exchange: bool = True) -> "Split":
-        """Combines the step times and hosts of all ranks."""
+    def of(cls, ranks: list[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool = True) -> "Split":
+        """Combines the step times and hosts of all ranks.
+
+        steps_in_a_row: timed steps from one pause of the ranks, such as the end of an epoch, to the next.
+        """
         work = [times.own_work for times, _ in ranks]
         # The rank with the most work of its own: a rank that waits for others takes as long as they
         # do.
@@ -205,6 +213,11 @@ class Split:
             communication = mean(times.communication for times, _ in ranks)
             efficiency = round(mean(work) / whole, 4) if whole else 1.0
 
+        caution = ""
+        if sees_exchange and steps_in_a_row < FEW_STEPS:
+            # After a pause the ranks begin at different times, and the first reduction waits for the last of them.
+            caution = f"{steps_in_a_row} steps in a row are too few to judge by: the first waits for slower ranks"
+
         return cls(
             data_seconds=mean(times.data for times, _ in ranks),
             compute_seconds=mean(times.compute for times, _ in ranks),
@@ -214,6 +227,7 @@ class Split:
             slowest_host=ranks[slowest][1],
             slowest_seconds=work[slowest],
             median_seconds=median(work),
+            caution=caution,
         )
 
     def in_words(self, num_ranks: int) -> str:
@@ -226,5 +240,7 @@ class Split:
                 f" (efficiency {self.efficiency:.0%}); slowest: rank {self.slowest_rank} on {self.slowest_host}, "
                 f"{1000 * self.slowest_seconds:.2f} ms without communication"
             )
+            if self.caution:
+                ending += f"; {self.caution}"
         terms = ", ".join(f"{name} {1000 * seconds:.2f}" for name, seconds in parts.items())
         return f"a step: {1000 * sum(parts.values()):.2f} ms = {terms}{ending}"

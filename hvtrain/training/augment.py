@@ -78,6 +78,16 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
     source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
 
 
+def describe_augmentation(config: RunConfig, source: Source) -> str:
+    """The names of the layers, with the device on which they run."""
+    names = list(config.augment)
+    device = "device" if source.augmentation and source.augmentation.in_step else "cpu"
+    if device == "device" and config.augment[names[0]].get("_target_") == CROP_TARGET:
+        # It comes first, and is taken while images are decoded, wherever the layers after it run.
+        names[0] += " (on the cpu)"
+    return f"{', '.join(names)} (on the {device})"
+
+
 def _without_crop(config: RunConfig, source: Source) -> list[str]:
     """Returns the names of the layers, and has the source take the random crop while it decodes, if there is one.
 

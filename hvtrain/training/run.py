@@ -15,10 +15,10 @@ import tensorflow as tf
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.checkpoint_notes import NoteKeeper
-from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.step_plan import MOST_LEFT_OUT, StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.core.version import VERSION
-from hvtrain.data.description import DataDescription
+from hvtrain.data.description import DataDescription, percent
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.models.parts import describe_trainable
@@ -26,6 +26,7 @@ from hvtrain.strategies.base import Strategy
 from hvtrain.system.run_lock import RunLock
 from hvtrain.tasks import Task
 from hvtrain.trackers.notice import Notice
+from hvtrain.training.augment import describe_augmentation
 
 Arrays = dict[str, np.ndarray]
 
@@ -265,7 +266,10 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     counts = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     splits = ", ".join(f"{count:,} {split}" for split, count in counts.items() if count)
     if len(set(plan.batch_sizes)) == 1:
-        batch = f"{plan.size} x {plan.batch_sizes[0]} = {plan.global_batch} (ranks x batch)"
+        # A process that leads several replicas takes their batches as one.
+        number = plan.size * strategy.num_replicas
+        kind = "ranks" if number == plan.size else "replicas"
+        batch = f"{number} x {plan.global_batch // number} = {plan.global_batch} ({kind} x batch)"
     else:
         batch = f"{' + '.join(map(str, plan.batch_sizes))} = {plan.global_batch} (by rank)"
     if plan.accumulate > 1:
@@ -293,15 +297,21 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
             f"(base x {config.train.learning_rate_scale} scale), {schedule}"
         ),
         "steps": f"{plan.num_steps:,} ({plan.steps_per_epoch:,} an epoch)",
+        "left out": "",
         "run folder": str(run.folder),
     }
 
+    left_out = plan.num_examples - plan.examples_per_epoch
+    if left_out > MOST_LEFT_OUT * plan.num_examples:
+        share = percent(left_out / plan.num_examples)
+        text = f"{left_out:,} of {plan.num_examples:,} examples ({share}), others in each epoch"
+        lines["left out"] = f"{text} (data.uneven=trim; pad trains on all)"
     if config.data.one_batch:
         lines["trained on"] = "the first batch in every step (data.one_batch)"
     if config.train.evaluation_steps:
         lines["evaluated on"] = f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)"
     if config.augment:
-        lines["augmentation"] = f"{', '.join(config.augment)} (on the {config.data.augment_on})"
+        lines["augmentation"] = describe_augmentation(config, source)
 
     if start.name:
         done = f"{start.step:,} of {plan.num_steps:,} steps were done"

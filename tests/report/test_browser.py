@@ -46,6 +46,15 @@ def test_nothing_is_wider_than_the_page_and_the_console_is_silent(browser, pages
     assert browser.problems == []
 
 
+def test_the_last_column_of_a_wide_table_can_be_reached_on_a_phone(browser, pages):
+    browser.open(pages["report"], "phone")
+    table = "[...document.querySelectorAll('table')].find(table => table.textContent.includes('a_long_name_11'))"
+    right = f"{table}.rows[0].cells[12].getBoundingClientRect().right"
+    assert browser.evaluate(right) > browser.evaluate("innerWidth")
+    browser.evaluate(f"{table}.parentElement.scrollLeft = 1e6")
+    assert browser.evaluate(right) <= browser.evaluate("innerWidth")
+
+
 def test_curves_follow_the_mode_of_the_reader(browser, pages):
     colors = []
     for dark in (False, True):

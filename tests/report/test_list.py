@@ -36,9 +36,9 @@ def folder(tmp_path):
 def test_all_runs_below_the_folder_are_listed_by_date(folder, monkeypatch, capsys):
     text = listed(monkeypatch, capsys, folder)
     head, first, *_ = text.splitlines()
-    assert head.split() == ["began", "state", "ranks", "ex/s", "score", "run"]
+    assert head.split() == ["began", "state", "ranks", "ex/s", "score", "metric", "run"]
     assert first.startswith("2026-11-23 09:00  failed 50%*") and "there_is_room" in first
-    assert "0.95 test_" in text and "a_better" in text and "no_run" not in text
+    assert "0.9500  test_" in text and "a_better" in text and "no_run" not in text
     assert "9,000" in text and "damaged" in text
     assert "* the same command with run.dir=RUN resumes from its newest checkpoint" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -13,7 +13,7 @@ from hvtrain.report import commands, page
 from hvtrain.report.charts import INK, LINE, MUTED, SERIES, charts_of, charts_of_several
 from hvtrain.report.run_files import read_run
 from hvtrain.system.run_lock import RunLock
-from run_folders import CONFIG, START, write_run
+from run_folders import CONFIG, SPLIT, START, write_run
 
 
 def called(monkeypatch, *arguments):
@@ -181,3 +181,12 @@ def test_what_was_not_proved_has_no_check_mark(tmp_path):
     proof = {"reductions": 40, "steps": 40, "ranks": 2, "weight_checks": 0, "examples_each_epoch": [], "examples": 650}
     text = page.html(read_run(write_run(tmp_path / "run", proof=proof)))
     assert '<li>Reductions 40 of 40 steps</li><li class="none">Weights not compared</li>' in text
+    for seen, mark in ((640, ' class="none"'), (645, "")):
+        proof["examples_each_epoch"] = [seen]
+        text = page.html(read_run(write_run(tmp_path / str(seen), proof=proof)))
+        assert f"<li{mark}>{seen} of 650 samples seen once per epoch</li>" in text
+
+
+def test_an_efficiency_of_few_steps_says_so(tmp_path):
+    text = page.html(read_run(write_run(tmp_path / "run", split={**SPLIT, "caution": "3 steps are too few"})))
+    assert "<small>3 steps are too few</small>" in text

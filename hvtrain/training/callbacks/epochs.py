@@ -200,7 +200,8 @@ class Throughput(RunCallback):
         self.rank_seconds = [own_work for *_, own_work in ranks]
         if after_warmup.steps > 0:
             sees_exchange = self.run.strategy.num_computing == topology.size
-            self.report.split = Split.of([(times, host) for times, host, _ in ranks], sees_exchange)
+            steps_in_a_row = min(round(after_warmup.steps), self.position.plan.steps_per_epoch)
+            self.report.split = Split.of([(times, host) for times, host, _ in ranks], steps_in_a_row, sees_exchange)
 
 
 class GradientNoise(RunCallback):
