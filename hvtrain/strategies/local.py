@@ -1,5 +1,6 @@
 """Ranks that step on their own and bring their weights together every few steps, for slow networks."""
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvtrain.keras as hvd
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.local_steps import OUTER_MOMENTUM, OUTER_RATE, local_hook
@@ -16,6 +18,8 @@ from hvtrain.strategies.base import Strategy, exclude
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.loop import CallSteps
 from hvtrain.watchdog.progress import EXCHANGE
+
+log = logging.getLogger(__name__)
 
 
 class LocalSGDStrategy(HorovodStrategy):
@@ -116,6 +120,24 @@ class LocalSGDStrategy(HorovodStrategy):
 
     def guards(self) -> list[keras.callbacks.Callback]:
         return []  # settle() compares what ran with what was due.
+
+    def fit(
+        self,
+        model: keras.Model,
+        batches_from: Callable[[int], tf.data.Dataset],
+        plan: StepPlan,
+        start_step: int,
+        callbacks: list[keras.callbacks.Callback],
+        call_steps: CallSteps,
+    ) -> None:
+        if plan.learning_rate_factor > 1 and self.topology.is_chief:
+            log.warning(
+                "strategy=%s: the learning rate is multiplied by %g, as for a joint batch of all ranks, and steps "
+                "between synchronizations are of smaller ones; train.learning_rate_scale=none leaves it as it is",
+                self.name,
+                plan.learning_rate_factor,
+            )
+        super().fit(model, batches_from, plan, start_step, callbacks, call_steps)
 
     def make_steps(
         self,

@@ -21,7 +21,14 @@ RUNS = {
     "power whole": [*POWER, "train.epochs=2"],
     "power begun": [*POWER, "train.epochs=1", "run.dir={folder}/power"],
     "power resumed": [*POWER, "train.epochs=2", "run.dir={folder}/power"],
-    "within": [*WORDS, "train.epochs=1", "strategy=local_sgd", "strategy.within_hosts=true", "strategy.warmup_steps=3"],
+    "within": [
+        *WORDS,
+        "train.epochs=1",
+        "strategy=local_sgd",
+        "strategy.within_hosts=true",
+        "strategy.warmup_steps=3",
+        "train.learning_rate_scale=none",
+    ],
     "half precision": [*WORDS, "train.precision=mixed_float16", "strategy.compression=int8"],
     "accumulated": [*WORDS, "strategy=local_sgd", "train.accumulate=2"],
     "in between": [*WORDS, "strategy=local_sgd", "strategy.every=4", "checkpoint.every_steps=6"],
@@ -58,6 +65,15 @@ def test_synchronizations_are_those_that_are_due(runs):
     assert counted["reductions"] == counted["synchronizations"] == 2 + 3 + 1 + 3 + 1
     # Within the host gradients are reduced in the other steps, which settle() counts.
     assert proof(folder / "within")["synchronizations"] == 3 + 1 + 1
+
+
+def test_rank_0_warns_of_a_rate_for_the_joint_batch(runs):
+    folder, _ = runs
+    lines = {path: path.read_text() for path in folder.glob("*/logs/rank-*.log")}
+    warned = {
+        str(path.relative_to(folder)) for path, text in lines.items() if "rate is multiplied by 2, as for" in text
+    }
+    assert warned == {f"{name}/logs/rank-0000.log" for name in ("local", "whole", "resumed", "in between")}
 
 
 @pytest.mark.parametrize(("whole", "resumed"), [("whole", "resumed"), ("power whole", "power")])
