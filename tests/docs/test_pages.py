@@ -1,14 +1,17 @@
 """Commands of the pages: composed by default, parts of six pages nightly, all pages before a release."""
 
+import ast
 import importlib.util
 import itertools
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from page_table import NIGHTLY, TABLE, Row
 
 from hvtrain import compose
@@ -66,6 +69,18 @@ def test_the_settings_of_a_command_are_settings(name, arguments, tmp_path, monke
     write_files(name, tmp_path)
     folder = ["--config-dir", "conf"] if (tmp_path / "conf").exists() else []
     compose([*folder, *arguments])
+
+
+def test_a_block_is_whole_as_it_is_copied():
+    """Bash, Python and YAML can read each one; running them takes the release."""
+    for text in PAGES.values():
+        for block in blocks(text, "python"):
+            ast.parse(block.removeprefix("%%ranks 2\n"))
+        for block in blocks(text, "yaml"):
+            assert list(yaml.safe_load_all(block))
+    lines = "\n".join(line for text in PAGES.values() for line in commands(text))
+    done = subprocess.run(["bash", "-n"], input=lines, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_each_command_is_run_or_stands_with_its_reason():
