@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from hvtrain.compare.measure import ratio
-from hvtrain.plan.algorithms import GATHERED_BYTES
 from hvtrain.plan.allreduce import (
     Action,
     Collectives,
     Method,
-    gathering,
     hvtrain_method,
     main,
     median_seconds,
+    seconds_by_kind,
     seconds_by_size,
 )
 from hvtrain.system.text import human_bytes
@@ -94,7 +93,7 @@ def rank_main() -> None:
         report["small"] = median_seconds(method, [SMALL_BYTES // 4] * NUM_SMALL, whole_bytes)
         report["whole"] = median_seconds(method, [whole_bytes // 4], whole_bytes)
         report["call"] = median_seconds(replace(method, make=call_nothing), [], 1)
-        report["gather"] = median_seconds(replace(method, make=gathering), [GATHERED_BYTES], GATHERED_BYTES)
+        report |= seconds_by_kind(method)
     Path(f"{report_path}.{method.rank}").write_text(json.dumps(report))
 
 

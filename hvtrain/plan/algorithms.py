@@ -6,8 +6,8 @@ we do ours. The additions are left out: a rank adds faster than its link deliver
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,8 +18,8 @@ TREE_SHARE = 0.9
 # step_cost.Rules.interference and .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
 LINK_SHARE = 0.825
 
-# Of the measurement behind Machine.moving.
-GATHERED_BYTES = 4 << 20
+# Of the measurements behind Machine.factors.
+FACTOR_BYTES = 4 << 20
 
 # Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink,
 # 5.7 over PCIe and 9.6 over a network, and 1.9 times as much for large messages ("plateau effect of
@@ -73,15 +73,16 @@ class Machine:
         ranks_per_host: Ranks of a host.
         start_seconds: Fixed cost of an all-reduce of any size: with Horovod, until all ranks have
             agreed on it.
-        moving: Time of an allgather relative to half an all-reduce, which sends as much. Gloo's is
-            slower between hosts.
+        factors: Time to exchange something else than float32, relative to an all-reduce of as many
+            bytes: "gather" for bytes that cannot be added (Gloo's allgather is slower between hosts),
+            "half" for half precision (whose sums are slow on CPUs). 1 if missing.
     """
 
     inside: Link
     between: Link
     ranks_per_host: int
     start_seconds: float = 0.0
-    moving: float = 1.0
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def num_hosts(self, num_ranks: int) -> int:
         """Number of hosts for so many ranks; the last may be partly filled."""

@@ -1,15 +1,12 @@
-"""`python -m hvtrain allreduce`: latency and bandwidth by size, beside those of MPI's own and of a copy in memory.
+"""`python -m hvtrain allreduce`: latency and bandwidth of an all-reduce by size, on the ranks of this host.
 
 Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md):
 algorithm bandwidth is bytes / time, and bus bandwidth is that times 2 (n - 1) / n, the share that
 each of n ranks has to send.
 
-`python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` is one rank: it measures seconds by size,
-for one of several methods, and reports one JSON file. `hvtrain` is the reduction that trainings
-use, inside a tf.function; `mpi4py` is MPI's own, on NumPy arrays; `memcpy` copies in memory, a
-bound for anything that moves data. `small` and `whole` reduce the same bytes as NUM_SMALL tensors
-and as one; `call` is a graph call that reduces nothing, which is part of the times of `hvtrain`
-too; `gather` gathers GATHERED_BYTES, as compression does, whose bytes cannot be added.
+`python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` is one rank: it measures seconds by size of
+the reduction that trainings use, inside a tf.function, and reports one JSON file. `half` and
+`gather` are what compression exchanges. benchmarks/allreduce.py has other methods.
 """
 
 import json
@@ -17,16 +14,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
-from hvtrain.compare.measure import in_turns, progress, ratio
+from hvtrain.compare.measure import in_turns, progress
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import end, ends_within, failure, started
-from hvtrain.plan.algorithms import GATHERED_BYTES
+from hvtrain.plan.algorithms import FACTOR_BYTES
 from hvtrain.system.command import Parser, at_least, make_output
 from hvtrain.system.text import human_bytes
 
@@ -51,10 +49,6 @@ SIZES = (
 SECONDS_FOR_A_RUN = 900.0
 # They limit a process to so many threads for computing.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-# mpi4py is compared only with ranks that use MPI too.
-METHODS = {"mpi": ("hvtrain", "mpi4py", "memcpy"), "gloo": ("hvtrain",)}
-NUM_SMALL = 160
-SMALL_BYTES = 64 << 10
 # Each size is repeated until about BYTES_EACH are moved, FEWEST to MOST times.
 BYTES_EACH = 1 << 29
 FEWEST = 8
@@ -67,9 +61,10 @@ Action = Callable[[], object]
 
 @dataclass
 class Collectives:
-    """All-reduces of several methods, measured in turns.
+    """All-reduces, measured in rounds.
 
     Attributes:
+        workers: For each method the module of its ranks; methods take turns.
         num_ranks: Ranks, all on this host.
         transport: "mpi" or "gloo".
         threads: TensorFlow's threads of a rank.
@@ -84,10 +79,11 @@ class Collectives:
     folder: Path
     sizes: tuple[int, ...] = SIZES
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    workers: ClassVar[dict[str, str]] = {"hvtrain": WORKER}
 
     def run(self, num_rounds: int) -> None:
         """Measures all methods in turns. Raises LostRankError if a process fails."""
-        for number, order in in_turns(METHODS[self.transport], num_rounds):
+        for number, order in in_turns(list(self.workers), num_rounds):
             for method in order:
                 progress(f"round {number}/{num_rounds}  {method} ...")
                 reports = self._measure(method, self.folder / f"round-{number}" / method)
@@ -105,7 +101,7 @@ class Collectives:
         """
         folder.mkdir(parents=True)
         log = folder / "output.txt"
-        worker = [sys.executable, "-m", WORKER, method, f"{folder}/report", *map(str, self.sizes)]
+        worker = [sys.executable, "-m", self.workers[method], method, f"{folder}/report", *map(str, self.sizes)]
         launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}", "-np", str(self.num_ranks)]
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **dict.fromkeys(THREADS, str(self.threads))}
         with started([*launcher, *worker], log, environment=environment) as process:
@@ -129,42 +125,21 @@ class Collectives:
 
     def table(self) -> list[str]:
         """Lines to print: medians over the rounds."""
-        ours = self.seconds["hvtrain"]
-        mpi = self.seconds.get("mpi4py")
-        heading = f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}"
-        if mpi:
-            heading += f"{'mpi4py us':>11}{'bus GB/s':>10}{'copy GB/s':>11}  bandwidth / mpi4py's"
-
+        num_rounds = len(self.seconds["hvtrain"]["gather"])
         lines = [
-            f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; "
-            f"medians of {len(ours['small'])} rounds",
-            heading,
+            f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; medians of {num_rounds} rounds",
+            f"{'bytes':>8}{'us':>11}{'algorithm GB/s':>16}{'bus GB/s':>10}",
         ]
         for size in self.sizes:
             micros = self.microseconds("hvtrain", size)
-            line = (
+            lines.append(
                 f"{human_bytes(size):>8}{micros:>11,.0f}{size / micros / 1e3:>16.2f}"
                 f"{self.bus_bandwidth('hvtrain', size):>10.2f}"
             )
-            if mpi:
-                copied = size / self.microseconds("memcpy", size) / 1e3
-                line += (
-                    f"{self.microseconds('mpi4py', size):>11,.0f}{self.bus_bandwidth('mpi4py', size):>10.2f}"
-                    f"{copied:>11.2f}  {ratio(mpi[str(size)], ours[str(size)])}"
-                )
 
-            lines.append(line)
-
-        # Not sizes: other work, see rank_main.
-        names = ("call", "small", "whole", "gather")
-        call, small, whole, gather = (self.microseconds("hvtrain", name) for name in names)
-        return [
-            *lines,
-            f"{call:,.0f} us of hvtrain's times are the call of a graph that reduces nothing",
-            f"160 tensors of 64 KiB: {small:,.0f} us, one tensor of 10 MiB: {whole:,.0f} us; "
-            f"bandwidth / that of one tensor {ratio(ours['whole'], ours['small'])}",
-            f"{human_bytes(GATHERED_BYTES)} are gathered in {gather:,.0f} us",
-        ]
+        gather, half = (self.microseconds("hvtrain", kind) for kind in ("gather", "half"))
+        size = human_bytes(FACTOR_BYTES)
+        return [*lines, f"{size} in half precision: {half:,.0f} us; gathered, not added: {gather:,.0f} us"]
 
     def write(self) -> None:
         """Writes allreduce.json in the folder."""
@@ -176,7 +151,7 @@ class Collectives:
         (self.folder / "allreduce.json").write_text(json.dumps(summary, indent=1))
 
 
-def main() -> int:
+def main(kind: type[Collectives] = Collectives) -> int:
     """Measures in rounds, prints a table, and writes allreduce.json."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the processes that it started end too.
     options = _parser().parse_args(sys.argv[1:])
@@ -186,7 +161,7 @@ def main() -> int:
     folder = Path(options.output or f"allreduce/{started}-{options.transport}").absolute()
     # A small machine need not hold the largest buffers of all ranks.
     sizes = tuple(size for size in SIZES if size <= options.largest * MIB)
-    session = Collectives(options.ranks, options.transport, threads, folder, sizes)
+    session = kind(options.ranks, options.transport, threads, folder, sizes)
 
     make_output(folder)
     session.run(options.rounds)
@@ -200,12 +175,12 @@ def _parser() -> Parser:
     parser = Parser(
         "python -m hvtrain allreduce",
         description="""\
-Latency, algorithm bandwidth and bus bandwidth of an all-reduce over all ranks of this host, by size. Over MPI, mpi4py's
-all-reduce and a copy in memory take turns with it. Writes allreduce.json, which plan --calibrate reads.""",
+Latency, algorithm bandwidth and bus bandwidth of an all-reduce over all ranks of this host, by size. Writes
+allreduce.json, which plan --calibrate reads.""",
     )
     option = parser.add_argument
     option("--ranks", "-np", type=at_least(1), default=2, metavar="N", help="default: 2")
-    option("--transport", choices=METHODS, default="mpi", help="default: mpi")
+    option("--transport", choices=("mpi", "gloo"), default="mpi", help="default: mpi")
     option("--largest", type=at_least(1), default=256, metavar="MIB", help="largest size; default: 256")
     option("--rounds", type=at_least(1), default=7, metavar="N", help="default: 7")
 
@@ -236,17 +211,15 @@ class Method:
 
 def rank_main() -> None:
     """Measures. Command line: the method, the path of the report without its rank, and the sizes in bytes."""
-    name, report_path, *sizes = sys.argv[1:]
-    method = hvtrain_method() if name == "hvtrain" else mpi_method(copies=name == "memcpy")
-    report = {size: median_seconds(method, [int(size) // 4], int(size)) for size in sizes}
-    if name == "hvtrain":
-        whole_bytes = NUM_SMALL * SMALL_BYTES
-        report["small"] = median_seconds(method, [SMALL_BYTES // 4] * NUM_SMALL, whole_bytes)
-        report["whole"] = median_seconds(method, [whole_bytes // 4], whole_bytes)
-        report["call"] = median_seconds(method, [], 1)
-        report["gather"] = median_seconds(replace(method, make=gathering), [GATHERED_BYTES], GATHERED_BYTES)
-
+    _, report_path, *sizes = sys.argv[1:]
+    method = hvtrain_method()
+    report = seconds_by_size(method, sizes) | seconds_by_kind(method)
     Path(f"{report_path}.{method.rank}").write_text(json.dumps(report))
+
+
+def seconds_by_size(method: Method, sizes: Sequence[str]) -> dict[str, float]:
+    """Seconds of one tensor of float32, by its bytes."""
+    return {size: median_seconds(method, [int(size) // 4], int(size)) for size in sizes}
 
 
 def median_seconds(method: Method, lengths: list[int], num_bytes: int) -> float:
@@ -285,8 +258,6 @@ def hvtrain_method() -> Method:
 
     def make(lengths: list[int]) -> Action:
         tensors = [tf.ones([length]) for length in lengths]
-        if not tensors:
-            return tf.function(lambda: tf.identity(tf.ones([])))
         # Horovod matches tensors of different ranks by their names.
         name = f"bench_{lengths[0]}_{len(lengths)}"
         return tf.function(lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, name=name))
@@ -294,32 +265,33 @@ def hvtrain_method() -> Method:
     return Method(hvd.rank(), lambda: hvd.allreduce(0.0, name="bench_wait"), make)
 
 
-def gathering(lengths: list[int]) -> Action:
-    """The action that gathers so many bytes, a part from each rank, which is half of what an all-reduce sends."""
+def gather(lengths: list[int]) -> Action:
+    """An allgather in which a rank sends as many bytes as in an all-reduce of these floats."""
     import tensorflow as tf
 
     import hvtrain.keras as hvd
 
-    part = tf.ones([lengths[0] // hvd.size()], tf.uint8)
+    part = tf.ones([8 * lengths[0] // hvd.size()], tf.uint8)
     return tf.function(lambda: hvd.allgather(part, name="bench_gather"))
 
 
-def mpi_method(copies: bool = False) -> Method:
-    """MPI's own all-reduce, or a copy on all ranks at once."""
-    import numpy as np
-    from mpi4py import MPI
+def halves(lengths: list[int]) -> Action:
+    """An all-reduce of as many bytes, in half precision."""
+    import tensorflow as tf
 
-    world = MPI.COMM_WORLD
+    import hvtrain.keras as hvd
 
-    def make(lengths: list[int]) -> Action:
-        # MPI reduces one array; `small` is measured for hvtrain only.
-        sent = np.ones(lengths[0], np.float32)
-        received = np.empty_like(sent)
-        if copies:
-            return lambda: np.copyto(received, sent)
-        return lambda: world.Allreduce(sent, received)
+    tensor = tf.ones([2 * lengths[0]], tf.float16)
+    return tf.function(lambda: hvd.allreduce(tensor, op=hvd.Sum, name="bench_half"))
 
-    return Method(world.rank, world.Barrier, make)
+
+def seconds_by_kind(method: Method) -> dict[str, float]:
+    """Seconds of what compression exchanges, for Machine.factors."""
+    kinds = {"gather": gather, "half": halves}
+    return {
+        kind: median_seconds(replace(method, make=make), [FACTOR_BYTES // 4], FACTOR_BYTES)
+        for kind, make in kinds.items()
+    }
 
 
 if __name__ == "__main__":

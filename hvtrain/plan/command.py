@@ -17,14 +17,13 @@ from hvtrain.errors import ConfigError
 from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
 from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
-from hvtrain.plan.step_cost import MIB, Cost, Rules, Work, rank_counts
+from hvtrain.plan.step_cost import Cost, Rules, Work, rank_counts
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, not_negative, positive
 
 if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
 
-DEFAULTS = Rules(fusion_bytes=0)
 # Of which a run counts the first ten as its warm-up (training/callbacks/epochs.py).
 MEASURED_STEPS = 30
 EPILOG = f"""\
@@ -40,7 +39,7 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
 
 
 def main() -> int:
-    """Composes the run, then prints, draws and writes its plan."""
+    """Composes the run, then prints and writes its plan."""
     options = _parser().parse_with_overrides(sys.argv[1:])
     trees = compose(options.overrides)
     # Hydra has only printed something, such as its help.
@@ -87,14 +86,11 @@ def main() -> int:
         methods = METHODS if options.advise else ()
         # Ranks of a host share its cores.
         num_threads = max(1, len(os.sched_getaffinity(0)) // min(options.np, options.ranks_per_host))
-        encoded = encode(run.buckets, [own, *methods], num_threads)
+        shapes = [[run.gradients[position].shape for position in bucket] for bucket in run.buckets]
+        encoded = encode(shapes, [own, *methods], num_threads)
         costs = [method_cost(own, work, encoded, num_ranks, machine, rules) for num_ranks in rank_counts(options.np)]
         method_costs = [method_cost(method, work, encoded, options.np, machine, rules) for method in methods]
-        # Worth a line if it saves more than a percent.
-        by_hosts_rules = replace(rules, algorithms=("hierarchical",))
-        by_hosts = method_cost(own, work, encoded, options.np, machine, by_hosts_rules).step_seconds
-        helps = options.np > options.ranks_per_host > 1 and by_hosts < 0.99 * costs[-1].step_seconds
-        print("\n".join(report.step_lines(run, costs, links, rules, by_hosts if helps else None)))
+        print("\n".join(report.step_lines(run, costs, links, rules)))
         if options.noise_scale:
             print(report.progress_line(run, costs[-1], options.noise_scale))
         if methods:
@@ -102,7 +98,6 @@ def main() -> int:
     else:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
 
-    report.draw(run, costs, folder / "plan.png")
     content = report.as_json(run, options, rules, costs, method_costs, machine)
     (folder / "plan.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     print(f"results in {folder}")
@@ -111,10 +106,10 @@ def main() -> int:
 
 def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
     # Without the option, what NCCL would choose from.
-    choices = {None: DEFAULTS.algorithms, "best": tuple(ALGORITHMS)}
+    choices = {None: Rules.algorithms, "best": tuple(ALGORITHMS)}
     return Rules(
         overlap=run.bucket_bytes > 0,
-        fusion_bytes=options.fusion_mib * MIB,
+        fusion_bytes=0,
         deviation=options.straggler,
         algorithms=choices.get(options.algorithm, (options.algorithm,)),
     )
@@ -146,8 +141,8 @@ def measured_step_seconds(overrides: list[str], batch_size: int) -> float:
         LostRankError: The training failed. The message has the line of its output that says why.
     """
     settings = [
-        # The run's own folder stays as it is.
-        *(text for text in overrides if not text.startswith("run.dir=")),
+        # The run's own folder stays as it is, and one process has no settings of other strategies.
+        *(text for text in overrides if not text.startswith(("run.dir=", "strategy"))),
         # One rank without Horovod, for all of the steps, with nothing between them.
         "strategy=single",
         f"train.steps={MEASURED_STEPS}",
@@ -195,7 +190,7 @@ Nothing is trained or reduced.""",
     option(
         "--output",
         metavar="DIR",
-        help="where plan.json and plan.png go; default: plan/DATE_TIME-npN-MODEL",
+        help="where plan.json goes; default: plan/DATE_TIME-npN-MODEL",
     )
 
     group = parser.add_argument_group("time of a step of one rank, of the batch that is set; else no step is predicted")
@@ -264,8 +259,6 @@ Nothing is trained or reduced.""",
         choices=(*ALGORITHMS, "best"),
         help="best: the best of the others; default: the better of ring and tree, as in NCCL",
     )
-    fusion = "messages that are ready at once are joined to N MiB, in runs not at all"
-    figure("--fusion-mib", DEFAULTS.fusion_bytes / MIB, "N", fusion, may_be_zero=True)
     straggler = "deviation of the ranks' step times from their mean"
-    figure("--straggler", DEFAULTS.deviation, "X", straggler, may_be_zero=True)
+    figure("--straggler", Rules.deviation, "X", straggler, may_be_zero=True)
     return parser

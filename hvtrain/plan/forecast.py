@@ -6,6 +6,7 @@ It neither trains nor reduces.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import keras
 
@@ -43,23 +44,26 @@ class Forecast:
         return int(self.config.strategy.get("bucket_mib", 0) * (1 << 20))
 
     @property
-    def buckets(self) -> Sequence[Sequence[Gradient]]:
-        """The gradients, grouped into messages as the run does."""
+    def buckets(self) -> list[list[int]]:
+        """Positions of the gradients by message, as the run groups them, in the order in which they are complete."""
         if not self.bucket_bytes:
-            return [self.gradients]
-        positions = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
-        return [[self.gradients[position] for position in bucket] for bucket in positions]
+            return [[*range(len(self.gradients))]]
+        buckets = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
+        # A message of small gradients of all layers waits for the first layer's.
+        return sorted(buckets, key=lambda bucket: bucket[-1])
 
     @property
     def messages(self) -> Sequence[Gradient]:
-        """Each bucket as one gradient."""
-        return [
-            Gradient(
-                sum(gradient.num_bytes for gradient in bucket),
-                sum(gradient.work for gradient in bucket),
-            )
-            for bucket in self.buckets
-        ]
+        """Each message as one gradient."""
+        done = [0.0, *accumulate(gradient.work for gradient in self.gradients)]
+        messages = []
+        earlier = 0.0
+        for bucket in self.buckets:
+            ready = done[bucket[-1] + 1]
+            num_bytes = sum(self.gradients[position].num_bytes for position in bucket)
+            messages.append(Gradient(num_bytes, ready - earlier))
+            earlier = ready
+        return messages
 
     @property
     def batch_size(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvtrain.errors import ConfigError
-from hvtrain.plan.algorithms import GATHERED_BYTES, Link, Machine, allreduce_seconds
+from hvtrain.plan.algorithms import FACTOR_BYTES, Link, Machine, allreduce_seconds
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Measured:
     num_ranks: int
     num_bytes: int
     seconds: float
-    # True for an allgather.
-    is_gather: bool = False
+    # A key of Machine.factors; empty for an all-reduce of float32.
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ def machine_of(
         "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us; {share}",
     }
     groups: dict[str, list[Measured]] = {}
-    gathers = []
+    others = []
     for measurements in files:
-        reduced = [measurement for measurement in measurements if not measurement.is_gather]
-        gathers += [measurement for measurement in measurements if measurement.is_gather]
+        reduced = [measurement for measurement in measurements if not measurement.kind]
+        others += [measurement for measurement in measurements if measurement.kind]
         groups.setdefault(machine.slowest(measurements[0].num_ranks), []).extend(reduced)
 
     # Fitted by link: the same link may be measured on several numbers of ranks.
@@ -158,10 +158,12 @@ def machine_of(
         machine = corrected(machine, measurements, algorithms)
 
     slowest = machine.slowest(options.np)
-    for gather in gathers:
-        if machine.slowest(gather.num_ranks) == slowest:
-            seconds, _ = allreduce_seconds(gather.num_bytes, gather.num_ranks, machine, algorithms)
-            machine = replace(machine, moving=2 * gather.seconds / seconds)
+    factors = {}
+    for other in others:
+        if machine.slowest(other.num_ranks) == slowest:
+            seconds, _ = allreduce_seconds(other.num_bytes, other.num_ranks, machine, algorithms)
+            factors[other.kind] = other.seconds / seconds
+    machine = replace(machine, factors=factors)
     # A link that the ranks do not use needs no line.
     used = [slowest]
     if slowest == "between" and options.ranks_per_host > 1:
@@ -205,9 +207,8 @@ def read(path: Path) -> list[Measured]:
         by_size = content["seconds"]["hvtrain"]
         # Other keys than sizes are times of other work, such as many small tensors.
         measured = [Measured(num_ranks, int(size), median(by_size[size])) for size in by_size if size.isdigit()]
-        if "gather" in by_size:
-            measured.append(Measured(num_ranks, GATHERED_BYTES, median(by_size["gather"]), is_gather=True))
-        return measured
+        kinds = [kind for kind in ("gather", "half") if kind in by_size]
+        return measured + [Measured(num_ranks, FACTOR_BYTES, median(by_size[kind]), kind) for kind in kinds]
     except OSError as error:
         raise ConfigError(f"--calibrate {path} cannot be read: {error.strerror}; {advice}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 REPETITIONS = 5
 # A method that is faster by less is not worth what it does to the result.
 WORTH_IT = 1.1
+# What compression exchanges, see Machine.factors.
+KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
 
 # Compression, and PowerSGD's rank.
 Wire = tuple[str, int]
@@ -100,11 +102,11 @@ class Encoded:
     message_bytes: Sequence[float]
 
 
-def encode(buckets: Sequence[Sequence[Gradient]], methods: Sequence[Method], num_threads: int) -> dict[Wire, Encoded]:
-    """Measures the methods' compression of these gradients, on one rank of this host.
+def encode(shapes: Sequence[Any], methods: Sequence[Method], num_threads: int) -> dict[Wire, Encoded]:
+    """Measures the methods' compression of the gradients, on one rank of this host.
 
     Args:
-        buckets: The gradients of each message.
+        shapes: Those of the gradients of each message.
         methods: Those without compression are left out.
         num_threads: TensorFlow's threads of a rank.
 
@@ -115,7 +117,6 @@ def encode(buckets: Sequence[Sequence[Gradient]], methods: Sequence[Method], num
     if not wires:
         return {}
 
-    shapes = [[gradient.shape for gradient in bucket] for bucket in buckets]
     threads = {"TF_NUM_INTRAOP_THREADS": str(num_threads), "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
         [sys.executable, "-m", "hvtrain.plan.methods"],
@@ -152,8 +153,7 @@ def method_cost(
     code = encoded.get(method.wire)
     if code and num_ranks > 1:
         compute += code.seconds / every
-        # Bytes that Horovod moves, and does not add, have a speed of their own.
-        factor = machine.moving if method.compression in ("bf16", "int8") else 1.0
+        factor = machine.factors.get(KINDS.get(method.compression, ""), 1.0)
         messages = [Gradient(round(size * factor), old.work) for size, old in zip(code.message_bytes, messages)]
 
     # Ranks that meet every k steps wait for the slowest in the sum of k, whose deviation is smaller.
@@ -165,7 +165,8 @@ def method_cost(
     if method.shard_optimizer:
         # After the update the ranks gather the weights, the second half of a ring all-reduce.
         num_bytes = sum(gradient.num_bytes for gradient in work.gradients)
-        gather = machine.moving * allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)[0] / 2
+        whole, _ = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
+        gather = machine.factors.get("gather", 1.0) * whole / 2
     exposed = (cost.exposed_seconds + gather) / every
     if method.within_hosts:
         # The ranks of a host average their gradients in every step.

@@ -1,10 +1,9 @@
-"""Prints a forecast as lines, draws it, and gives it as JSON."""
+"""Prints a forecast as lines, and gives it as JSON."""
 
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from hvtrain.core.step_plan import share_of_progress
@@ -12,11 +11,8 @@ from hvtrain.plan.algorithms import Machine
 from hvtrain.plan.forecast import Forecast, key_steps
 from hvtrain.plan.methods import METHODS, Encoded, Method, Wire, advice, method_of, sent_bytes
 from hvtrain.plan.step_cost import Cost, Rules, Work
-from hvtrain.report.charts import BLUE, picture
 from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import duration
-
-NUM_POINTS = 600
 
 
 def amount(num_bytes: float) -> str:
@@ -150,7 +146,6 @@ def step_lines(
     costs: Sequence[Cost],
     links: Sequence[str],
     rules: Rules,
-    by_hosts_seconds: float | None,
 ) -> list[str]:
     """Lines on the predicted step and its assumptions.
 
@@ -159,7 +154,6 @@ def step_lines(
         costs: Predictions for 1, 2, 4, ... ranks, the run's number last.
         links: A line for each link in use.
         rules: How the ranks reduce.
-        by_hosts_seconds: Time of the last step if hosts reduce first; None: not worth a line.
     """
     num_messages = len(forecast.messages)
     step_seconds = costs[0].step_seconds
@@ -187,13 +181,6 @@ def step_lines(
         "",
         f"{num_steps:,} steps of {1000 * seconds:,.1f} ms: {duration(num_steps * seconds)}",
     ]
-    # A setting of Horovod, not of a run, so the user has to choose it.
-    if by_hosts_seconds:
-        lines.append(
-            "with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs): "
-            f"{1000 * by_hosts_seconds:,.1f} ms, {step_seconds / by_hosts_seconds:.1%}"
-        )
-
     return lines
 
 
@@ -263,44 +250,3 @@ def as_json(
         "costs": [asdict(cost) for cost in costs],
         "methods": {method.settings: asdict(cost) for method, cost in zip(METHODS, method_costs)},
     }
-
-
-def draw(forecast: Forecast, costs: Sequence[Cost], path: Path) -> None:
-    """Writes a PNG; without costs it shows the learning rate alone."""
-    plan = forecast.plan
-    columns = 2 if costs else 1
-    with picture(path, 5 * columns, 4, columns) as (figure, _):
-        figure.suptitle(f"{forecast.model_name}, {plan.size} ranks, global batch {plan.global_batch:,}")
-        _draw_learning_rate(figure.axes[0], forecast)
-        if costs:
-            _draw_efficiency(figure.axes[1], costs)
-
-
-def _draw_learning_rate(axes: Any, forecast: Forecast) -> None:
-    plan = forecast.plan
-    # A curve needs no more points than the picture has.
-    steps = [*range(0, plan.num_steps, max(1, plan.num_steps // NUM_POINTS)), plan.num_steps - 1]
-    epochs = [step / plan.steps_per_epoch for step in steps]
-    axes.plot(epochs, [forecast.schedule(step) for step in steps], color=BLUE)
-    axes.set(title="learning rate", xlabel="epoch")
-    # From zero, since rates are compared by their ratio.
-    axes.set_ylim(bottom=0)
-
-
-def _draw_efficiency(axes: Any, costs: Sequence[Cost]) -> None:
-    ranks = [cost.num_ranks for cost in costs]
-    percent = [100 * cost.efficiency for cost in costs]
-    axes.plot(ranks, percent, "o-", color=BLUE)
-
-    axes.annotate(
-        f"{percent[-1]:.0f}%",
-        (ranks[-1], percent[-1]),
-        xytext=(0, 8),
-        textcoords="offset points",
-        ha="center",
-    )
-    axes.set(title="efficiency in percent", ylim=(0, 108))
-    # Each number of ranks is twice the one before.
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("ranks")

@@ -1,4 +1,4 @@
-"""`python -m hvtrain plan`: what it prints, draws and writes, and that it starts nothing."""
+"""`python -m hvtrain plan`: what it prints and writes, and that it starts nothing."""
 
 import json
 import re
@@ -121,11 +121,6 @@ def test_step_on_1_to_n_ranks(planned):
     assert row[1] == f"{1000 * costs[-1]['step_seconds']:,.1f}" and row[-1] == costs[-1]["algorithm"]
 
 
-def test_the_picture_is_there(planned):
-    picture = (planned[2] / "plan.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
-
-
 def measured(path, num_ranks, start, bandwidth):
     seconds = {
         str(size): [start + 2 * (num_ranks - 1) / num_ranks * size / bandwidth] * 3
@@ -135,7 +130,7 @@ def measured(path, num_ranks, start, bandwidth):
         json.dumps(
             {
                 "num_ranks": num_ranks,
-                "seconds": {"hvtrain": {**seconds, "small": [1], "whole": [1], "gather": [0.063]}},
+                "seconds": {"hvtrain": {**seconds, "small": [1], "whole": [1], "gather": [0.126]}},
             }
         )
     )
@@ -189,7 +184,6 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     assert content["gradient_bytes"] == gradients
     expected = 0.1 + 3e-4 + 1.5 * gradients / 1e8
     assert content["costs"][-1]["step_seconds"] == pytest.approx(expected, rel=1e-3)
-    assert "with hosts reduced first (HOROVOD_HIERARCHICAL_ALLREDUCE=1, on GPUs)" in output
     # 136 + 16 examples for each of a rank's mean batch, 136 + 64 for the joint one.
     assert re.search(r"progress       4 ranks: \d+% of the machines' efficiency, 76% of the examples' ", output)
 
