@@ -232,6 +232,7 @@ def main() -> None:
 
     import hvtrain.keras as hvd
     from hvtrain.keras.compression import WireFormat, sent_bytes
+    from hvtrain.keras.gradients import are_finite
 
     wires, buckets = json.load(sys.stdin)
     hvd.init()
@@ -255,8 +256,11 @@ def main() -> None:
             waiting = [gradient + error for gradient, error in zip(gradients, errors)]
             tensors = waiting if wire.keeps_errors else gradients
             means, losses = wire.reduce(tensors, projections, "plan", hvd.global_process_set)
-            for error, loss in zip(errors, losses if wire.keeps_errors else ()):
-                error.assign(loss)
+            if wire.keeps_errors:
+                # As CompressedReduction does.
+                is_finite = are_finite(means)
+                for error, loss in zip(errors, losses):
+                    error.assign(tf.where(is_finite, loss, error))
             return means
 
         step()
