@@ -15,7 +15,7 @@ import numpy as np
 
 from hvtrain.core.files import read_json, write_json
 from hvtrain.data.description import DataDescription, class_counts, class_labels, listed, percent
-from hvtrain.data.manifest import refuse_or_warn, summarize
+from hvtrain.data.manifest import refuse_or_warn
 from hvtrain.data.source import Source
 from hvtrain.errors import DataError, in_one_line
 
@@ -127,7 +127,7 @@ def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -
     texts = changes(kept.get("inputs", {}), new)
     if texts:
         refuse_or_warn(
-            f"{source_name} is of another kind than the run was trained on: {summarize(texts)}",
+            f"{source_name} is of another kind than the run was trained on: {listed(texts, separator='; ')}",
             "convert it",
             DataError if refuse else None,
         )

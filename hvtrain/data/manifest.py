@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from hvtrain.data.description import listed
 from hvtrain.errors import DataError, UserError
 
 log = logging.getLogger(__name__)
@@ -31,8 +33,6 @@ MAX_SIZES = 10_000
 """File sizes that are read, of evenly spaced files, since a network file system may be slow."""
 MAX_BYTES = 2**28
 """Bytes of an array that are hashed, in evenly spaced rows."""
-MAX_DIFFERENCES = 5
-"""Differences that a message names."""
 
 
 def user_path(text: str | Path) -> Path:
@@ -43,6 +43,14 @@ def user_path(text: str | Path) -> Path:
     path = Path(text)
     with suppress(RuntimeError):
         path = path.expanduser()
+    return path
+
+
+def data_path(text: str) -> Path:
+    """Returns the path of dataset.dir. Raises DataError if there is nothing on this host."""
+    path = user_path(text)
+    if not path.exists():
+        raise DataError(f"dataset.dir={text} is not there on {socket.gethostname()}; give a folder that this host has")
     return path
 
 
@@ -190,7 +198,7 @@ def check_unchanged(
     changes = differences(saved, current) if saved else []
     if changes:
         refuse_or_warn(
-            f"the data set is not the one of checkpoint {checkpoint}: {summarize(changes)}",
+            f"the data set is not the one of checkpoint {checkpoint}: {listed(changes, separator='; ')}",
             f"restore that data set{other_way}",
             DataError if refuse else None,
         )
@@ -202,14 +210,3 @@ def refuse_or_warn(problem: str, advice: str, error_type: type[UserError] | None
         log.warning("%s; going on because of guard.data=false", problem)
     else:
         raise error_type(f"{problem}; {advice}, or go on anyway with guard.data=false")
-
-
-def summarize(changes: Sequence[str]) -> str:
-    """The first differences in one line, and the number of all others.
-
-    >>> summarize([f"{name} is new" for name in "abcdefg"])
-    'a is new; b is new; c is new; d is new; e is new; and 2 more'
-    """
-    shown = "; ".join(changes[:MAX_DIFFERENCES])
-    num_hidden = len(changes) - MAX_DIFFERENCES
-    return f"{shown}; and {num_hidden:,} more" if num_hidden > 0 else shown

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from hvtrain.config.schema import RunConfig
 from hvtrain.data import kinds
-from hvtrain.data.description import array_digest
-from hvtrain.data.manifest import differences, digest_of, refuse_or_warn, summarize
+from hvtrain.data.description import array_digest, listed
+from hvtrain.data.manifest import differences, digest_of, refuse_or_warn
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.strategies.base import Comm
@@ -88,7 +88,7 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
         rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         refuse_or_warn(
             f"rank 0 on {hosts[0]} and rank {rank} on {hosts[rank]} read different data: "
-            f"{summarize(differences(manifests[0], manifests[rank]))}",
+            f"{listed(differences(manifests[0], manifests[rank]), separator='; ')}",
             "copy the same files to both hosts",
             RankError if refuse else None,
         )
