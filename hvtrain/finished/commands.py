@@ -17,8 +17,8 @@ EVALUATE_ABOUT = """\
 Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing. SPLIT is train,
 validation or test (default)."""
 EVALUATE_EXAMPLES = """\
-  python -m hvtrain evaluate run=runs/first
-  horovodrun -np 2 python -m hvtrain evaluate run=runs/first split=validation checkpoint=last --output metrics.json
+  python -m hvtrain evaluate runs/first
+  horovodrun -np 2 python -m hvtrain evaluate runs/first split=validation checkpoint=last --output metrics.json
 """
 
 
@@ -58,8 +58,8 @@ Writes what a finished run predicts for each example, in order, and changes noth
 validation or test (default)."""
 OUTPUT_HELP = "FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder"
 PREDICT_EXAMPLES = """\
-  python -m hvtrain predict run=runs/first --output predictions.parquet
-  horovodrun -np 2 python -m hvtrain predict run=runs/leaves input=new_pictures --output leaves.csv
+  python -m hvtrain predict runs/first --output predictions.parquet
+  horovodrun -np 2 python -m hvtrain predict runs/leaves input=new_pictures --output leaves.csv
 """
 
 
@@ -127,8 +127,8 @@ EXPORT_ABOUT = """\
 Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
 for digits.onnx). The exported model is first compared with the run's own on examples of its data."""
 EXPORT_EXAMPLES = """\
-  python -m hvtrain export run=runs/first format=savedmodel
-  python -m hvtrain export run=runs/first format=onnx checkpoint=last --output digits.onnx
+  python -m hvtrain export runs/first format=savedmodel
+  python -m hvtrain export runs/first format=onnx checkpoint=last --output digits.onnx
 """
 
 
@@ -192,7 +192,7 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
 
 
 GENERATE_EXAMPLES = """\
-  python -m hvtrain generate run=runs/tales "prompt=The statement" --tokens 100 --temperature 0.5
+  python -m hvtrain generate runs/tales "prompt=The statement" --tokens 100 --temperature 0.5
 """
 
 

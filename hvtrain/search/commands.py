@@ -9,7 +9,6 @@ is reset before each size, and sizes only grow, so what an earlier one left behi
 larger part. batch_search measures, batch_sizes judges.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from functools import partial
@@ -36,7 +35,7 @@ def find_lr() -> int:
     # Refused before TensorFlow is imported, which takes seconds.
     if options.lowest >= options.highest:
         raise ConfigError(f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range")
-    for tree in compose(_settings(options)):
+    for tree in compose([*options.overrides, *options.output]):
         config = from_dict(tree)
         with console.quiet_import(config.verbose):
             from hvtrain import runner
@@ -122,17 +121,14 @@ def _trial_parser(command: str, description: str, epilog: str) -> Parser:
         description=description,
         epilog=epilog,
     )
-    default = f"{command}/DATE_TIME-NAME"
-    parser.add_argument("--output", metavar="DIR", help=f"folder of the results, as run.dir=DIR; default: {default}")
+    parser.add_argument(
+        "--output",
+        type=lambda folder: [override("run.dir", folder)],
+        default=[],
+        metavar="DIR",
+        help=f"folder of the results, as run.dir=DIR; default: {command}/DATE_TIME-NAME",
+    )
     return parser
-
-
-def _settings(options: argparse.Namespace) -> list[str]:
-    """The settings on the command line; --output is the run folder."""
-    if options.output:
-        return [*options.overrides, override("run.dir", options.output)]
-    settings: list[str] = options.overrides
-    return settings
 
 
 FIND_BATCH_EPILOG = f"""\
@@ -153,7 +149,7 @@ def find_batch() -> int:
     options = _find_batch_parser().parse_with_overrides(sys.argv[1:])
     if options.largest is not None and options.first > options.largest:
         raise ConfigError(f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other")
-    for tree in compose(_settings(options)):
+    for tree in compose([*options.overrides, *options.output]):
         config = as_search(from_dict(tree), options.first, options.steps)
         with console.quiet_import(config.verbose):
             from hvtrain import runner

@@ -308,11 +308,10 @@ class Table(MemorySource):
         # Lines as an editor counts them, below the header.
         unit = "line" if is_text else "row"
         cells: dict[str, list[Any]] = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
-        for column in self._features.schema.columns[:MAX_CELLS]:
-            if column.is_category:
-                cells[column.name] = values[column.name].take(pa.array(chosen)).to_pylist()
-            else:
-                cells[column.name] = [f"{row[0]:g}" for row in values[column.name][chosen]]
+        for name, column in self._features.raw(values, chosen).items():
+            # A vector would fill the page.
+            if column.shape[1] == 1 and len(cells) <= MAX_CELLS:
+                cells[name] = list(map(str, column[:, 0]))
         return cells
 
     def ids(self, split: str, topology: Topology) -> dict[str, np.ndarray]:
