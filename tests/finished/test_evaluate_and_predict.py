@@ -191,9 +191,9 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(results, name, message)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "run=DIR is missing"),
+        ([], "RUN is missing; name the folder of a run"),
         (["run=nowhere"], "run=nowhere is not the folder of a run: it has no config.yaml and checkpoints/"),
-        (["run={run}", "split=tests"], "split=tests is not one of train, validation, test"),
+        (["{run}", "split=tests"], "split=tests is not one of train, validation, test"),
         (["run={run}", "checkpoint=first"], "checkpoint=first is not one of best, last"),
         (["run={run}", "more"], "more is not a setting; write NAME=VALUE"),
         (["run={run}", "--format", "x"], "unknown option --format"),
