@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 # Each size has its own of these lines of a run's description.
-_DIFFER_BY_SIZE = ("global batch", "learning rate", "steps")
+_DIFFER_BY_SIZE = ("global batch", "learning rate", "steps", "left out")
 # CUDA's libraries have words of their own for it.
 _OUT_OF_MEMORY = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "ALLOC_FAILED")
 
