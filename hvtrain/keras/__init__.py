@@ -49,7 +49,7 @@ from horovod.tensorflow import (
 )
 from horovod.tensorflow.mpi_ops import ProcessSet
 
-from hvtrain.keras import callbacks, compression, elastic
+from hvtrain.keras import callbacks, compression, elastic, optimizers
 from hvtrain.keras.callbacks import (
     BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
@@ -74,6 +74,7 @@ from hvtrain.keras.collectives import (
     grouped_allreduce,
     grouped_reducescatter,
     join,
+    joint_batch,
     joint_mean,
     reducescatter,
     steps_per_epoch,
@@ -81,6 +82,7 @@ from hvtrain.keras.collectives import (
 from hvtrain.keras.compression import Compression
 from hvtrain.keras.devices import pin_gpu
 from hvtrain.keras.local_steps import DiLoCo, LocalSGD, synchronize
+from hvtrain.keras.noise_scale import NoiseScale
 from hvtrain.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
@@ -90,6 +92,7 @@ from hvtrain.keras.optimizer import (
     ranks_at_fault,
 )
 from hvtrain.keras.process import init, is_elastic
+from hvtrain.keras.sharded_optimizer import gather_slots, scatter_slots
 from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 from hvtrain.keras.tape import (
     DistributedGradientTape,
@@ -113,6 +116,7 @@ __all__ = [
     "Max",
     "MetricAverageCallback",
     "Min",
+    "NoiseScale",
     "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
     "ProcessSet",
@@ -142,6 +146,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "gather_slots",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -155,6 +160,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "joint_batch",
     "joint_mean",
     "load_model",
     "local_rank",
@@ -168,6 +174,7 @@ __all__ = [
     "nccl_built",
     "num_reductions",
     "num_tape_reductions",
+    "optimizers",
     "pin_gpu",
     "process_set_included_op",
     "rank",
@@ -176,6 +183,7 @@ __all__ = [
     "reducescatter",
     "remove_process_set",
     "rocm_built",
+    "scatter_slots",
     "shutdown",
     "size",
     "size_op",

@@ -66,6 +66,44 @@ def allgather(value: Any, name: str | None = None, process_set: Any = hvd.global
     return hvd.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
 
+def joint_batch(rows: Any, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
+    """Returns the rows of all ranks, in the ranks' order, with the gradient of the joint loss (every rank).
+
+    For losses that set each example against those of all ranks, as CLIP (Radford et al. 2021) and
+    SimCLR (Chen et al. 2020) do. A rank computes the loss of its own examples alone. The gradient
+    of its rows is then the sum of what all ranks' losses say of them, while allgather gives the
+    mean; and a DistributedOptimizer or DistributedGradientTape, which averages over the ranks, gets
+    the gradient of the mean loss of the joint batch.
+
+    Args:
+        rows: tensor [own, ...]; the first dimension may differ between the ranks.
+
+    Returns:
+        Tensor [all, ...]. With equal batches this rank's rows begin at rank() * own.
+
+    Raises:
+        ValueError: inside XLA.
+
+    Example:
+        logits = images @ tf.transpose(hvd.joint_batch(texts)) / temperature
+        own = hvd.rank() * tf.shape(images)[0] + tf.range(tf.shape(images)[0])
+        loss = tf.nn.sparse_softmax_cross_entropy_with_logits(own, logits)
+    """
+    rows = tf.convert_to_tensor(rows)
+    num_ranks = process_set.size()
+    if num_ranks == 1:
+        return rows
+    if is_compiled_by_xla():
+        raise ValueError("joint_batch gathers rows within the step, which XLA cannot compile; leave out jit_compile")
+
+    @tf.custom_gradient
+    def times_ranks(value: tf.Tensor) -> Any:
+        """The value itself, with so many times its gradient."""
+        return tf.identity(value), lambda gradient: gradient * num_ranks
+
+    return allgather(times_ranks(rows), name, process_set)
+
+
 def broadcast(
     value: Any,
     root_rank: int,
@@ -227,7 +265,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
 
     Variables are matched by position and packed into few messages: names that Keras generates
     (dense_1, sgd_3) may differ between ranks, and Horovod, which pairs tensors by name, would then
-    wait forever.
+    wait forever. Slots of which each rank has a part of its own are left out: see gather_slots.
 
     Raises:
         RankError: if ranks hold variables of different number, shape or type.
@@ -235,7 +273,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     """
     variables = list(variables)
     weights_made_equal()
-    tensors = [tf_variable(variable) for variable in variables if not _is_seed(variable)]
+    tensors = [tf_variable(variable) for variable in variables if not _is_each_ranks_own(variable)]
     if hvd.size() > 1:
         # In a tf.function the ranks compare once, while it is traced; a TensorFlow 1 graph cannot.
         with tf.init_scope():
@@ -258,11 +296,11 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     return None if tf.executing_eagerly() else tf.group(assigned)
 
 
-def _is_seed(variable: Any) -> bool:
-    """Returns True for the state of a Keras seed generator."""
+def _is_each_ranks_own(variable: Any) -> bool:
+    """Returns True for the state of a Keras seed generator, and for parts of slots."""
     # The path of a Keras variable, or the name of TensorFlow's, which ends in ":0".
     name = getattr(variable, "path", None) or variable.name
-    return name.partition(":")[0].endswith("seed_generator_state")
+    return hasattr(variable, "rank_part") or name.partition(":")[0].endswith("seed_generator_state")
 
 
 def _compare_variables(own: list[tuple[tuple[int, ...], str]]) -> None:
@@ -334,12 +372,13 @@ def join(*args: Any, **kwargs: Any) -> Any:
     Arguments and result are those of Horovod's join.
 
     Raises:
-        ValueError: after sparse gradients, which are gathered: zeros cannot stand in for rows.
+        ValueError: after sparse gradients, or with sharded slots: zeros cannot stand in for what is
+            gathered.
     """
     if reduction.gathers_rows and hvd.size() > 1:
         raise ValueError(
-            "join cannot stand in for this rank's sparse gradients, which the others will gather; pass "
-            "sparse_as_dense=True to the DistributedOptimizer or the tape, or the same number of steps on every rank"
+            "join cannot stand in for this rank's sparse gradients or its part of the weights, which the others will "
+            "gather; pass sparse_as_dense=True, leave out shard=True, or take the same number of steps on every rank"
         )
     return hvd.join(*args, **kwargs)
 

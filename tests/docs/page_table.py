@@ -63,6 +63,8 @@ LIBRARY = [
     script("mpirun --oversubscribe -np 2 python own_loop.py", r"loss 0\.\d+ after 100 steps, 100 reductions"),
     # The loss starts at ln 50 = 3.9.
     script("mpirun --oversubscribe -np 2 python masked_loop.py", r"loss 0\.[0-4]\d* of the tokens"),
+    # Of 20 and 40 examples it starts at 3 and 3.7.
+    script("mpirun --oversubscribe -np 2 python contrastive_loop.py", r"loss 0\.[0-6]\d* against 40 examples"),
     script("python elastic.py", r"trained 3 epochs on 1 rank\(s\)"),
 ]
 FINISHED_RUN = [
@@ -112,6 +114,7 @@ TABLE = {
         Row("cluster=slurm", STEPS, (DRY_RUN,)),
         Row("cluster=mpijob", STEPS, (DRY_RUN,)),
         Row("cluster=trainjob", STEPS, (DRY_RUN, SYNTHETIC)),
+        Row("cluster=jobset", STEPS, (DRY_RUN, SYNTHETIC)),
         Row("--dry-run -np 16", STEPS),
     ],
     "compare": [
@@ -163,6 +166,7 @@ TABLE = {
         Row("strategy=local_sgd", STEPS, TWO_HOSTS),
         Row("strategy=diloco", STEPS, TWO_HOSTS),
         Row("horovod@compression=int8", SPEED, TWO_HOSTS),
+        Row("strategy.shard_optimizer=true", STEPS, TWO_HOSTS),
     ],
     "notices": [
         *held(INSTALLED, "uv pip install"),
@@ -183,7 +187,10 @@ TABLE = {
         *runs("", "initializer=glorot_uniform", "depthwise_initializer=lecun_normal", "dataset=fashion_mnist"),
         *runs(STEPS, "experiment=fashion_separable"),
     ],
-    "spark": held("tests/launch/test_spark.py, without YARN", "spark-submit"),
+    "spark": [
+        *held("tests/launch/test_spark.py, without YARN", "spark-submit", "spark --np 6"),
+        Row("cluster=spark", STEPS, (DRY_RUN,)),
+    ],
     "strategies": [
         *runs(STEPS, "strategy=multi_worker_mirrored"),
         *held("needs GPUs: tests/gpu/test_gpu_runs.py", "strategy=mirrored"),

@@ -20,7 +20,7 @@ NIGHTLY_CASES = [
     "sgd", "momentum", "rmsprop", "adamw", "lamb", "lion", "clipnorm", "loss_scale_factor", "embedding_adam",
     "mixed_bfloat16", "accumulated_embedding", "passes_summed", "sparse_as_dense", "predivided", "grouped",
     "loss_scale_accumulated", "own_apply_gradients", "own_backend_step", "normalized", "divided_losses_sparse",
-    "divided_losses_accumulated", "divided_losses_scaled",
+    "divided_losses_accumulated", "divided_losses_scaled", "lazy_embedding", "adagrad_embedding",
 ]  # fmt: skip
 
 
@@ -58,6 +58,13 @@ def library(request, tmp_path_factory):
     ranks = json.loads((folder / "found.json").read_text())
     assert [results["size"] for results in ranks] == [num_ranks] * num_ranks
     return ranks
+
+
+def test_a_contrastive_loss_over_the_joint_batch_equals_one_process(library):
+    """Control: with the gradient of Horovod's allgather it does not."""
+    for rank in library:
+        assert rank["contrastive"] < 1e-6
+        assert rank["contrastive by allgather"] > 1e-3
 
 
 def test_collectives(library):

@@ -42,6 +42,8 @@ CASES = {
     "schedule": Case(lambda: SGD(keras.optimizers.schedules.CosineDecay(0.1, STEPS))),
     "none_gradient": Case(lambda: SGD(0.05, momentum=0.9), more_layers=lambda: [Unused(name="u")]),
     "embedding_adam": Case(lambda: Adam(0.003), "embedding"),
+    "lazy_embedding": Case(lambda: hvd.optimizers.LazyAdam(0.003), "embedding"),
+    "adagrad_embedding": Case(lambda: hvd.optimizers.RowwiseAdagrad(0.05), "embedding"),
     "accumulated_embedding": Case(lambda: SGD(0.05, gradient_accumulation_steps=2), "embedding", 1e-5, 2),
 }
 

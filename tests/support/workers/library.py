@@ -142,6 +142,41 @@ def callbacks():
     return {"rates": rates, "logs": logs, "equal_weights": equal}
 
 
+def contrastive(gather):
+    """How far weights are from one process on the joint batch, whose loss sets each example against all others."""
+    first, second = RNG.normal(size=(2, 5, 4 * SIZE, 6)).astype("float32")  # [steps, joint batch, features]
+    mine = slice(4 * RANK, 4 * RANK + 4)
+
+    def towers():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)])
+        return model, keras.optimizers.SGD(0.5)
+
+    def train(model, optimizer, make_tape, gather, rows, first_row):
+        @tf.function
+        def step(x, y):
+            with make_tape() as tape:
+                a, b = model(x), model(y)
+                logits = [a @ tf.transpose(gather(b)), b @ tf.transpose(gather(a))]
+                losses = [
+                    tf.nn.sparse_softmax_cross_entropy_with_logits(first_row + tf.range(tf.shape(x)[0]), o)
+                    for o in logits
+                ]
+                loss = tf.reduce_mean(losses)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        for x, y in zip(first, second):
+            step(x[rows], y[rows])
+        return model.get_weights()
+
+    def distributed_tape():
+        return hvd.DistributedGradientTape(tf.GradientTape())
+
+    together = train(*towers(), distributed_tape, gather, mine, 4 * RANK)
+    alone = train(*towers(), tf.GradientTape, lambda rows: rows, slice(None), 0)
+    return max(float(np.abs(a - b).max()) for a, b in zip(together, alone))
+
+
 def shards():
     """Which of 37 training and 11 test images this rank reads; each image holds its number."""
     x, x_test = (np.arange(count, dtype="uint8").reshape(-1, 1, 1, 1) for count in (37, 11))
@@ -168,6 +203,8 @@ results = {
     "saved": saved_and_loaded(Path(sys.argv[1]).parent),
     "unreduced": unreduced_training_stops(),
     "callbacks": callbacks(),
+    "contrastive": contrastive(hvd.joint_batch),
+    "contrastive by allgather": contrastive(hvd.allgather),
 }
 everything = hvd.allgather_object(results)
 if RANK == 0:
