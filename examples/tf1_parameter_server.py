@@ -1,4 +1,4 @@
-"""Synchronous TensorFlow 1 training with a parameter server on today's TensorFlow; each process is started by hand.
+"""TensorFlow 1 training with a parameter server on today's TensorFlow; each process is started by hand.
 
     python examples/tf1_parameter_server.py --job-name ps
     python examples/tf1_parameter_server.py --job-name worker --task-index 0
@@ -6,6 +6,9 @@
 
 Takes about 20 s on 2 cores and reaches an accuracy of 0.95 on scikit-learn's digits. All processes end by themselves.
 For several hosts, give every process the same --ps-hosts and --worker-hosts.
+
+Training is synchronous: a step takes the mean gradient of the workers. With --asynchronous for every process, each
+worker applies its own gradients and waits for no other one.
 
 For old code that should stay as it is; it does not use Horovod. SyncReplicasOptimizer still works, but without the
 lines marked "waits:" most runs hang at the start or at the end.
@@ -40,12 +43,11 @@ class AllReadyHook(v1.train.SessionRunHook):
 class EndHook(v1.train.SessionRunHook):
     """At the chief's end: prints the accuracy, and lets the other workers finish."""
 
-    def __init__(self, accuracy: tf.Tensor, feed: dict, tokens: tf.Operation) -> None:
-        self.accuracy, self.feed, self.tokens = accuracy, feed, tokens
+    def __init__(self, accuracy: tf.Tensor, feed: dict, last: tf.Operation) -> None:
+        self.accuracy, self.feed, self.last = accuracy, feed, last
 
     def end(self, session: v1.Session) -> None:
-        # waits: a worker in its last step waits for a token, which the chief no longer hands out.
-        session.run(self.tokens)
+        session.run(self.last)
         print(f"test accuracy {session.run(self.accuracy, self.feed):.4f}", flush=True)
 
 
@@ -104,19 +106,22 @@ def work(server: v1.train.Server, cluster: tf.train.ClusterSpec, options: argpar
             loss = v1.losses.sparse_softmax_cross_entropy(label, logits)
             accuracy = tf.reduce_mean(tf.cast(tf.equal(tf.argmax(logits, axis=1), label), tf.float32))
             step = v1.train.get_or_create_global_step()
-            optimizer = v1.train.SyncReplicasOptimizer(
-                v1.train.AdamOptimizer(0.002), replicas_to_aggregate=num_workers, total_num_replicas=num_workers
-            )
-            training = optimizer.minimize(loss, global_step=step)
-            hooks = [
-                AllReadyHook(num_workers),
-                optimizer.make_session_run_hook(index == 0),
-                v1.train.StopAtStepHook(last_step=options.steps),
-            ]
+            optimizer = v1.train.AdamOptimizer(0.002)
+            hooks = [v1.train.StopAtStepHook(last_step=options.steps)]
+            if options.asynchronous:
+                training = optimizer.minimize(loss, global_step=step)
+                last = tf.no_op()
+            else:
+                optimizer = v1.train.SyncReplicasOptimizer(
+                    optimizer, replicas_to_aggregate=num_workers, total_num_replicas=num_workers
+                )
+                training = optimizer.minimize(loss, global_step=step)
+                hooks = [AllReadyHook(num_workers), optimizer.make_session_run_hook(index == 0), *hooks]
+                # waits: a worker in its last step waits for a token, which the chief no longer hands out.
+                last = optimizer.get_init_tokens_op(num_workers)
             done = done_queue(num_workers).enqueue(index)
             if index == 0:
-                tokens = optimizer.get_init_tokens_op(num_workers)
-                hooks.append(EndHook(accuracy, {image: images[is_test], label: labels[is_test]}, tokens))
+                hooks.append(EndHook(accuracy, {image: images[is_test], label: labels[is_test]}, last))
         # The ready counter is made in begin(), and lies on the server too.
         with v1.device("/job:ps/task:0"):
             if index == 0:
@@ -145,6 +150,7 @@ def main() -> None:
     parser.add_argument("--ps-hosts", default="localhost:2222")
     parser.add_argument("--worker-hosts", default="localhost:2223,localhost:2224")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--asynchronous", action="store_true", help="no worker waits for another; --steps counts all")
     parser.add_argument("--folder", help="where the chief, worker 0, keeps checkpoints")
     options = parser.parse_args()
     cluster = tf.train.ClusterSpec({"ps": options.ps_hosts.split(","), "worker": options.worker_hosts.split(",")})

@@ -1,7 +1,6 @@
 """The parameter server of TensorFlow 1 with two workers: it trains, and all processes end by themselves."""
 
 import socket
-import sys
 
 import pytest
 
@@ -21,12 +20,13 @@ def free_ports(number):
 @pytest.mark.distributed
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-def test_a_server_and_two_workers_train_and_end(tmp_path):
+@pytest.mark.parametrize("mode", [(), ("--asynchronous",)], ids=["synchronous", "asynchronous"])
+def test_a_server_and_two_workers_train_and_end(tmp_path, mode):
     server, *workers = [f"localhost:{port}" for port in free_ports(3)]
     places = ["--ps-hosts", server, "--worker-hosts", ",".join(workers), "--folder", str(tmp_path / "folder")]
     roles = [("ps", 0), ("worker", 0), ("worker", 1)]
     processes = [
-        start(None, 1, sys.executable, SCRIPT, "--job-name", job, "--task-index", str(index), *places, cwd=tmp_path)
+        start(None, 1, "python", SCRIPT, "--job-name", job, "--task-index", str(index), *places, *mode, cwd=tmp_path)
         for job, index in roles
     ]
     outputs = [finish(process, timeout=380) for process in processes]
