@@ -138,8 +138,8 @@ class Collectives:
             )
 
         gather, half = (self.microseconds("hvtrain", kind) for kind in ("gather", "half"))
-        size = human_bytes(FACTOR_BYTES)
-        return [*lines, f"{size} in half precision: {half:,.0f} us; gathered, not added: {gather:,.0f} us"]
+        moved = human_bytes(FACTOR_BYTES)
+        return [*lines, f"{moved} in half precision: {half:,.0f} us; gathered, not added: {gather:,.0f} us"]
 
     def write(self) -> None:
         """Writes allreduce.json in the folder."""
