@@ -94,6 +94,7 @@ def snapshot(
     model: "keras.Model",
     rank_states: list[dict[str, np.ndarray]],
     callback_arrays: dict[str, np.ndarray] | None = None,
+    slots: dict[int, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns copies of the arrays of a checkpoint, which further training does not change.
 
@@ -101,8 +102,12 @@ def snapshot(
         model: the model whose weights and optimizer are saved.
         rank_states: results of rank_state(), by rank.
         callback_arrays: best weights of callbacks, by key.
+        slots: those that are sharded over the ranks, whole, by their positions among the
+            optimizer's variables.
     """
     arrays = {key: variable.numpy() for key, variable in _variables(model).items()}
+    slot_keys = sharded_slots(model)
+    arrays.update({slot_keys[position]: array for position, array in (slots or {}).items()})
     arrays.update({key: np.array(array) for key, array in (callback_arrays or {}).items()})
     for rank, state in enumerate(rank_states):
         arrays.update({f"rank/{rank}/{name}": array for name, array in state.items()})
@@ -222,7 +227,7 @@ def set_aside(path: Path, reason: str, taken_step: int) -> str:
 
 
 def restore(checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...] = ("model", "optimizer")) -> None:
-    """Sets weights and optimizer, which must be built.
+    """Sets weights and optimizer, which must be built, but not slots that are sharded over the ranks.
 
     Raises:
         CheckpointError: names the first difference, if it is of another model or optimizer. Nothing
@@ -230,7 +235,13 @@ def restore(checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...]
     """
     prefixes = tuple(f"{part}/" for part in parts)
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
-    own = sorted(item for item in _variables(model).items() if item[0].startswith(prefixes))
+    sharded = set(sharded_slots(model).values())
+    # This process knows the shape of its part alone, so the checkpoint's stands in for the whole.
+    variables = {
+        key: checkpoint.arrays.get(key, variable) if key in sharded else variable
+        for key, variable in _variables(model).items()
+    }
+    own = sorted(item for item in variables.items() if item[0].startswith(prefixes))
     # Everything is compared before anything is set.
     for own_item, saved_item in zip_longest(own, saved, fillvalue=(None, None)):
         _compare(
@@ -238,8 +249,16 @@ def restore(checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...]
             saved_item,
             own_item,
         )
-    for (_, variable), (_, array) in zip(own, saved):
-        variable.assign(array)
+    for (key, variable), (_, array) in zip(own, saved):
+        if key not in sharded:
+            variable.assign(array)
+
+
+def sharded_slots(model: "keras.Model") -> dict[int, str]:
+    """Returns the keys of slots that are sharded over the ranks, by their positions among the optimizer's variables."""
+    variables = model.optimizer.variables
+    positions = [position for position, variable in enumerate(variables) if hasattr(variable, "rank_part")]
+    return {position: f"optimizer/{position:04d}/{variables[position].path}" for position in positions}
 
 
 def rank_state(model: "keras.Model") -> dict[str, np.ndarray]:

@@ -19,6 +19,7 @@ from horovod.common.elastic import ObjectState, State, run_fn
 
 from hvtrain.keras.collectives import broadcast_variables, built_optimizer
 from hvtrain.keras.gradients import forget_comparisons
+from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.process import raise_for_elastic
 from hvtrain.keras.reduction import restart_numbering
 
@@ -65,7 +66,8 @@ class KerasState(ObjectState):
             a list.
 
     Raises:
-        ValueError: if the model is not built and so has no weights yet.
+        ValueError: if the model is not built and so has no weights yet, or its optimizer's slots
+            are sharded.
     """
 
     def __init__(
@@ -78,6 +80,9 @@ class KerasState(ObjectState):
             raise ValueError(f"{model.name} is not built and has no weights to keep; call model.build(input_shape)")
         self.model = model
         self.optimizer = built_optimizer(model, optimizer)
+        hook = hook_of(self.optimizer)
+        if hook and hook.reducer.gathers_weights:
+            raise ValueError("a rank that is lost takes its part of the slots along; leave out shard=True")
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
         self.save()
 

@@ -43,7 +43,8 @@ class WeightCheck:
         self._trained = list(model.trainable_variables)
         if model.optimizer:
             own = {id(variable) for variable in getattr(model.optimizer, "rank_variables", {}).values()}
-            self._trained += [variable for variable in model.optimizer.variables if id(variable) not in own]
+            shared = [variable for variable in model.optimizer.variables if not hasattr(variable, "rank_part")]
+            self._trained += [variable for variable in shared if id(variable) not in own]
         trained_ids = {id(variable) for variable in self._trained}
         self._untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
         self._fingerprint = tf.function(_fingerprints)

@@ -132,10 +132,10 @@ class Distributed:
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of this variable on its rank."""
-        if self._hvtrain.finite_check:
-            raise ValueError(
-                "check_finite=True needs gradients that all ranks share; leave it out with local variables"
-            )
+        options = {"check_finite": self._hvtrain.finite_check, "shard": self._hvtrain.reducer.gathers_weights}
+        for name, is_set in options.items():
+            if is_set:
+                raise ValueError(f"{name}=True needs gradients that all ranks share; leave it out with local variables")
         self._hvtrain.reducer.register_local([var])
 
     @classmethod

@@ -29,6 +29,7 @@ from hvtrain.keras.hooks import (
     make_distributed,
 )
 from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.sharded_optimizer import shard_slots
 from hvtrain.step.joint_loss import overridden_steps
 
 
@@ -49,6 +50,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     scale_local_gradients: bool = True,
     check_finite: bool = False,
     bucket_bytes: int = 0,
+    shard: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes this optimizer reduce gradients over all ranks before it steps; returns the same object.
 
@@ -89,6 +91,9 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         bucket_bytes: instead of num_groups and groups, messages of about that many bytes, the last
             variables first, reduced while other gradients are computed; gradients of 4 MiB or more
             alone (not in Horovod).
+        shard: each rank keeps the optimizer's slots of its part of the weights, updates that part,
+            and gathers the others (ZeRO stage 1, not in Horovod). The weights are the same. Needs
+            an optimizer that is not built yet; see gather_slots.
 
     Raises:
         TypeError: not a Keras 3 optimizer.
@@ -142,6 +147,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         device_sparse=device_sparse,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
+        gathers_weights=shard,
     )
     # Such a step need not be linear in the gradients. Its mean over ranks is then not the step of
     # the joint batch.
@@ -158,6 +164,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             "Compression.bf16, or the policy mixed_bfloat16"
         )
 
+    if shard:
+        shard_slots(inner, reducer)
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
     if not accumulates:

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -28,6 +28,9 @@ from hvtrain.keras.gradients import (
 from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
 from hvtrain.keras.process import check_adasum
 from hvtrain.step.step_timing import StepMarks
+
+if TYPE_CHECKING:
+    from hvtrain.keras.noise_scale import NoiseScale
 
 # Types of Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T). Others
 # travel as float32.
@@ -94,6 +97,8 @@ class Reducer:
     sent_bytes: float = 0.0
     # Calls from Python: one for each step that is traced or runs eagerly.
     num_calls: int = 0
+    # True if the ranks gather parts of the weights afterwards, see sharded_optimizer.py.
+    gathers_weights: bool = False
     # Travels with the first group, or by itself if all gradients are sparse.
     flag: SharedFlag | None = None
     # Replaces rows of a sparse gradient that have the same index by their sum. Needed on GPUs,
@@ -102,6 +107,8 @@ class Reducer:
     sums_duplicates: bool = field(default_factory=lambda: bool(tf.config.list_logical_devices("GPU")))
     # Notes when gradients are ready and when they are reduced, in steps traced from now on.
     marks: StepMarks | None = None
+    # Takes the norms of dense gradients, in steps traced from now on.
+    noise: "NoiseScale | None" = None
 
     def __post_init__(self) -> None:
         self.process_set = self.process_set or hvd.global_process_set
@@ -223,7 +230,8 @@ class Reducer:
         for i in sparse:
             reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
 
-        done += [reduced[i].values if i in sparse else reduced[i] for i in shared]
+        # Indices too: a rank that updates none of these rows would leave out their message.
+        done += tf.nest.flatten([reduced[i] for i in shared], expand_composites=True)
         # Not counted before the values are there, so that the counter tells what ran.
         if shared:
             with tf.control_dependencies(done):
@@ -261,7 +269,8 @@ class Reducer:
         compression = getattr(self.compression, "__name__", self.compression)
         settings = (
             f"op={_OP_NAMES[self.op]}, compression={compression}, groups={groups}, bucket_bytes={self.bucket_bytes}, "
-            f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, stop_flag={self.flag is not None}"
+            f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, stop_flag={self.flag is not None}, "
+            f"shard={self.gathers_weights}"
         )
         is_first = not self.message_name
         try:
@@ -306,11 +315,15 @@ class Reducer:
     def _reduce_dense(self, gradients: list[Any], groups: list[list[int]], variables: list[Any]) -> list[Any]:
         """Reduces the groups in place, and the flag with them; returns the flag's update."""
         done = []
+        own_norms = []
+        joint_norms = []
         # One element more in a message that is sent anyway; among compressed ones it could get lost.
         flag = self.flag if groups and not self.compressed else None
         for number, group in enumerate(groups):
             tensors = [gradients[i] for i in group]
             name = f"{self.name}_{number}"
+            if self.noise:
+                own_norms.append(self.noise.squared_norm(tensors, self.count))
             if self.compressed:
                 means = self.compressed(tensors, [variables[i] for i in group], name)
                 factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
@@ -321,8 +334,13 @@ class Reducer:
                 done.append(flag.update(values.pop()))
             else:
                 values = self._reduce_group(tensors, name)
+            if self.noise:
+                joint_norms.append(self.noise.squared_norm(values, self.count))
             for i, value in zip(group, values):
                 gradients[i] = value
+        if self.noise and groups:
+            factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
+            self.noise.update(own_norms, joint_norms, factor, self.count)
         if self.flag and not flag:
             (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
             done.append(self.flag.update(value))

@@ -56,8 +56,12 @@ class Comm:
         """Returns element-wise sums over the ranks, as float64."""
         return [np.asarray(array, np.float64) for array in arrays]
 
-    def broadcast_model(self, model: keras.Model) -> None:
-        """Sets weights and optimizer state on all ranks to the chief's."""
+    def broadcast_model(self, model: keras.Model, slots: dict[int, np.ndarray] | None = None) -> None:
+        """Sets weights and optimizer state on all ranks to the chief's, and sharded slots to parts of these."""
+
+    def gather_slots(self, model: keras.Model) -> dict[int, np.ndarray]:
+        """Returns the slots that are sharded over the ranks, whole, on the chief: see hvtrain.keras.gather_slots."""
+        return {}
 
     def on_chief(self, action: Callable[[], T]) -> T:
         """Runs the action on the chief; all ranks return its result, or raise its UserError."""
@@ -75,9 +79,10 @@ class Comm:
         value, error, host = self.broadcast((*outcome, self.topology.host), root)
         if error is None:
             return value
-        if root == 0:
-            raise error
-        raise type(error)(f"rank {root} on {host}: {error}")
+        if root:
+            error = type(error)(f"rank {root} on {host}: {error}")
+        error.culprit = root  # All ranks raise it, and the disk or file at fault is the root's.
+        raise error
 
     def all_or_raise(self, action: Callable[[], T]) -> T:
         """Runs the action on every rank; if one raises a UserError, all ranks raise it."""

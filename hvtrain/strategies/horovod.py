@@ -48,9 +48,15 @@ class HorovodComm(Comm):
         with self.watchdog.phase(EXCHANGE):
             return sum_arrays(arrays)
 
-    def broadcast_model(self, model: keras.Model) -> None:
+    def broadcast_model(self, model: keras.Model, slots: dict[int, np.ndarray] | None = None) -> None:
         with self.watchdog.phase(EXCHANGE):
             hvd.broadcast_model(model)
+            if slots is not None:
+                hvd.scatter_slots(model.optimizer, slots)
+
+    def gather_slots(self, model: keras.Model) -> dict[int, np.ndarray]:
+        with self.watchdog.phase(EXCHANGE):
+            return hvd.gather_slots(model.optimizer)
 
 
 class HorovodTimeline(Timeline):
@@ -76,6 +82,7 @@ class HorovodStrategy(Strategy):
         bucket_mib: size of the messages in which gradients are reduced while others are computed;
             0: all in one.
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
+        shard_optimizer: each rank keeps the optimizer's slots of its part of the weights.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class HorovodStrategy(Strategy):
         pin_cores: bool = True,
         rank: int = 4,
         whole_steps: int = 100,
+        shard_optimizer: bool = False,
     ) -> None:
         super().__init__()
         if compression not in COMPRESSIONS:
@@ -104,6 +112,7 @@ class HorovodStrategy(Strategy):
             self.compression = hvd.Compression.powersgd(rank, whole_steps)
         self.compression_name = compression
         self.bucket_bytes = int(bucket_mib * MIB)
+        self.shard_optimizer = shard_optimizer
         self.share_gpus = share_gpus
         self.pin_cores = pin_cores
         self.comm = HorovodComm()
@@ -152,12 +161,18 @@ class HorovodStrategy(Strategy):
                 f"strategy.compression={self.compression.name} and train.precision=mixed_float16 exclude each other; "
                 "choose strategy.compression=bf16 or train.precision=mixed_bfloat16"
             )
-        distributed = hvd.DistributedOptimizer(
-            optimizer,
-            compression=self.compression,
-            check_finite=check_finite,
-            bucket_bytes=self.bucket_bytes,
-        )
+        try:
+            distributed = hvd.DistributedOptimizer(
+                optimizer,
+                compression=self.compression,
+                check_finite=check_finite,
+                bucket_bytes=self.bucket_bytes,
+                shard=self.shard_optimizer,
+            )
+        except ValueError as error:
+            if self.shard_optimizer:
+                raise ConfigError(f"strategy.shard_optimizer=true: {error}") from error
+            raise
         # The reducer marks when gradients are ready and reduced, for the record and the watchdog.
         hook_of(distributed).reducer.marks = self.marks  # type: ignore[union-attr]
         return distributed
@@ -211,11 +226,14 @@ class HorovodStrategy(Strategy):
     def description(self) -> str:
         if hvd.size() == 1:
             return "Horovod, alone"
-        transport = "MPI" if hvd.mpi_enabled() else "Gloo"
-        if self.compression is hvd.Compression.none:
-            return f"Horovod on {transport}"
-        errors = ", errors kept" if self._keeps_errors else ""
-        return f"Horovod on {transport}, gradients as {self.compression_name}{errors}"
+        text = f"Horovod on {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
+        if self.compression is not hvd.Compression.none:
+            text += f", gradients as {self.compression_name}"
+        if self._keeps_errors:
+            text += ", errors kept"
+        if self.shard_optimizer:
+            text += ", sharded optimizer: a step also gathers the weights, half the bytes of whole gradients"
+        return text
 
 
 class ElasticMembership(Resets, Membership):
