@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     ("name", "kinds"),
     [
         ("digits", ["matrix", "pictures"]),
-        ("table", ["scatter", "scatter"]),
+        ("table", ["scatter", "scatter", "table"]),
         ("shapes", ["table", "pictures"]),
         ("text", ["texts"]),
     ],

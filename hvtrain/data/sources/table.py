@@ -32,6 +32,8 @@ EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
 TABLE_FILE = "table.json"
 MAX_CELLS = 20
 """Columns of an example in the report."""
+MAX_READ_AGAIN = 100_000
+"""Training rows of a table that is read once more for them, in 0.8 s with 20 columns (2 busy cores, 2026-11-26)."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,9 @@ class Table(MemorySource):
         return [{name: array[row] for name, array in raw.items()} for row in range(len(local))]
 
     def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        # The shards' memory is not that of the whole table, which is read again; other ranks wait meanwhile.
+        if self.num_examples("train") > MAX_READ_AGAIN:
+            return {}
         if split not in self._loaded:
             self.parts()
         values, rows = self._loaded[split]
