@@ -10,6 +10,20 @@ from hvtrain.errors import ConfigError
 from hvtrain.system import console
 from hvtrain.system.command import Parser, enter
 
+DESCRIPTION = """\
+Without a command: trains a Keras model, on one process or, under a launcher, on as many as it starts.
+
+settings that are changed most often, with their defaults (all others stand below):
+  dataset=digits                  the data; its own settings: python -m hvtrain dataset=table --help
+  model=cnn                       the network
+  train.epochs=12                 passes over the training data
+  train.batch_size=32             examples per step and rank
+  optimizer=adam                  its own settings: optimizer.NAME=VALUE
+  optimizer.learning_rate=0.001   of one rank; multiplied by their number (train.learning_rate_scale)
+  schedule=constant               the learning rate over the steps
+  augment=[]                      layers that change training images
+  callbacks=[]                    more Keras callbacks, such as early_stopping
+  run.dir=null                    where results go; the same command resumes from there"""
 EXAMPLES = """\
 examples:
   python -m hvtrain                                             one process, for debugging
@@ -34,11 +48,11 @@ def compose_and_run() -> int:
     parser = Parser(
         "python -m hvtrain",
         usage="%(prog)s [COMMAND] [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
-        description="""\
-Without a command: trains a Keras model, on one process or, under a launcher, on as many as it starts.""",
+        description=DESCRIPTION,
         epilog=f"commands (python -m hvtrain COMMAND --help):\n{commands.help_text()}\n\n{EXAMPLES}",
         more_help=lambda: run_settings(sys.argv),
     )
+    parser.add_argument("--version", action="version", version=f"hvtrain {VERSION}")
     parser.add_argument("--cfg", metavar="job", help="print the composed run and stop")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="add a folder of your own with the same groups")
     parser.parse_known_args()  # for --help; Hydra reads the rest

@@ -12,6 +12,7 @@ from pathlib import Path
 RESTART_HELPS = 75  # sysexits.h: EX_TEMPFAIL. Every other code says that a restart cannot help.
 INTERRUPTED = 130  # what shells report after Ctrl-C
 THIS_RANK = -1
+MOST_CHARACTERS = 1000
 
 
 class UserError(Exception):
@@ -96,6 +97,21 @@ _AROUND = (
     r"(?P<text>(?s:.*?))\s*\[\[\{\{(?s:.*)",
 )
 _NOT_THE_USERS = (f"{Path(__file__).parent}/", sysconfig.get_path("stdlib"), "<")
+
+
+def message_of(error: BaseException) -> str:
+    """Returns the message of a UserError in one line, short and without control characters.
+
+    >>> message_of(ConfigError("train.epochs=\\x1b[31m is\\nnot a number"))
+    'train.epochs=\\\\x1b[31m is not a number'
+    """
+    text = " ".join(str(error).split())
+    # A terminal would obey the control characters of a value.
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
+    # The setting is named at the beginning and the advice stands at the end, around a value of any length.
+    if len(text) > MOST_CHARACTERS:
+        text = f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
+    return text
 
 
 def in_one_line(error: BaseException) -> str:

@@ -5,7 +5,6 @@ Short runs take turns, for the speed; then each strategy has a whole one.
 
 import math
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,9 @@ from pathlib import Path
 from statistics import mean
 
 from hvtrain.compare.measure import Training, in_turns, progress, train
-from hvtrain.config.compose import CONFIGS, compose, override, own_folders
+from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import RunConfig, from_dict, round_up_to_accumulation
-from hvtrain.config.validate import nearest
+from hvtrain.core.files import remove
 from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.system.text import duration
 
@@ -120,12 +119,6 @@ def contestants(overrides: Sequence[str], num_ranks: int, single_batch: str = JO
 
 def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str) -> Contestant | None:
     strategy, *settings = name.split("@")
-    # The user's own strategies, from --config-dir, take part too.
-    folders = (CONFIGS, *own_folders(common))
-    known = sorted(path.stem for folder in folders for path in (folder / "strategy").glob("*.yaml"))
-    if strategy not in known:
-        raise ConfigError(f"strategy={strategy} is not a strategy; {nearest(strategy, known)}")
-
     overrides = [*common, f"strategy={strategy}"]
 
     # In horovod@compression=fp16 a setting without a group is the strategy's.
@@ -331,11 +324,8 @@ class Contest:
             return training
 
         self.rounds.setdefault(contestant.name, {})[number] = training
-        for path in (folder / "run" / name for name in _LARGE):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        for name in _LARGE:
+            remove(folder / "run" / name)
 
         return training
 

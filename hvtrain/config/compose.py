@@ -1,23 +1,27 @@
-"""Composes a run from the command line with Hydra, and lists groups and settings for --help. Errors are one line."""
+"""Composes a run from the command line with Hydra, and lists groups and settings for --help."""
 
+import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
+import textwrap
 import typing
 from pathlib import Path
 from typing import Any, cast
 
 from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig
-from hvtrain.config.validate import flatten, nearest
 from hvtrain.errors import ConfigError
 from hvtrain.system import console, secrets
+from hvtrain.system.command import Parser
 
 # conf/ is beside the package in a checkout and inside it in a wheel.
 CONFIGS = next(
     folder for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf") if folder.is_dir()
 )
+
+# Names of all groups of choices.
+ALL_GROUPS = (*GROUPS, *SEVERAL, *BUNDLES)
 
 MORE = """\
 A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
@@ -33,53 +37,53 @@ def compose(overrides: list[str] | None = None) -> list[dict[str, Any]]:
     """Composes the run that these overrides describe, or else the command line, which stays as it is.
 
     Returns:
-        The composed run as one plain dictionary, in a list, which is empty if Hydra only printed
-        the run (--cfg job).
+        The composed run as one plain dictionary, in a list, which is empty if the line only asks
+        to print the run (--cfg job).
 
     Raises:
-        ConfigError: Hydra refuses the line.
+        ConfigError: Hydra refuses the line, or it is not one of settings.
     """
-    # Otherwise Hydra prints its errors itself and exits.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import DictConfig
+    from omegaconf import OmegaConf
+
+    # Both compose too, to know the settings of the choices on a line that is refused.
+    from hvtrain.config.mistakes import check_form, explain
+
+    # Hydra reads nothing of notify=. Its errors and --cfg would show what is secret in it, and its grammar refuses
+    # many addresses.
+    line, notify = secrets.take_addresses(sys.argv[1:] if overrides is None else overrides)
+    options, settings = parsed(line)
+    check_form(settings)
+    run_folder = folder_of_a_run(line)
+    if not run_folder:
+        folders = [f"file://{folder.absolute()}" for folder in own_folders(line)]
+        settings = [override("hydra.searchpath", folders), *quoted(settings)]
 
     ConfigStore.instance().store("hvtrain_schema", schema())
-    trees: list[Any] = []
-    command_line = sys.argv
-    arguments = command_line
-    if overrides is not None:
-        arguments = [command_line[0], *overrides]
-    run_folder = folder_of_a_run(arguments)
-
-    @hydra.main(version_base="1.3", config_path=str(run_folder or CONFIGS), config_name="config")
-    def job(tree: DictConfig) -> None:
-        choices = HydraConfig.get().runtime.choices
-        if tree.run.name is None:
-            name = choices.get("experiment") or f"{choices['model']}-{choices['dataset']}"
-            tree.run.name = name.replace("/", "-")
-        trees.append(resolved(tree))
-        # From here on errors are shown as this run has chosen.
-        console.shows_tracebacks = tree.tracebacks
-
-    # Hydra reads nothing else. Its errors and --cfg would show what is secret in notify=, and its grammar refuses
-    # many addresses.
-    sys.argv, notify = secrets.take_addresses(arguments)
-    if not run_folder:
-        sys.argv = quoted(sys.argv)
     try:
-        job()
+        with hydra.initialize_config_dir(str(run_folder or CONFIGS), version_base="1.3"):
+            tree = hydra.compose("config", settings, return_hydra_config=True)
+        HydraConfig.instance().set_config(tree)
+        choices = tree.hydra.runtime.choices
+        OmegaConf.set_struct(tree, False)
+        del tree.hydra
+        if options.cfg:
+            print(OmegaConf.to_yaml(tree))
+            return []
+        if tree.run.name is None:
+            name = choices.get("experiment") or f"{choices.get('model')}-{choices.get('dataset')}"
+            tree.run.name = name.replace("/", "-")
+        values = resolved(tree)
     except Exception as error:
-        raise ConfigError(_in_one_line(error)) from error
-    finally:
-        sys.argv = command_line
+        raise ConfigError(explain(error, line)) from error
 
+    # From here on errors are shown as this run has chosen.
+    console.shows_tracebacks = values.get("tracebacks", False)
     if notify is not None:
-        for tree in trees:
-            tree["notify"] = None if notify == "null" else secrets.split_addresses(notify)
-    return trees
+        values["notify"] = None if notify == "null" else secrets.split_addresses(notify)
+    return [values]
 
 
 def quoted(overrides: list[str]) -> list[str]:
@@ -138,15 +142,18 @@ def override_value(value: Any) -> str:
     return f"'{escaped}'"
 
 
+def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options of Hydra that a run takes, and all other arguments. Raises ConfigError."""
+    parser = Parser("python -m hvtrain", add_help=False)
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-dir", "-cd")
+    return parser.parse_known_args(arguments)
+
+
 def own_folders(arguments: list[str]) -> list[Path]:
     """Returns the folder given with --config-dir, if any."""
-    for index, argument in enumerate(arguments):
-        # Hydra takes it in one word or in two.
-        if argument.startswith("--config-dir="):
-            return [Path(argument.partition("=")[2])]
-        if argument in ("--config-dir", "-cd") and index + 1 < len(arguments):
-            return [Path(arguments[index + 1])]
-    return []
+    folder = parsed(arguments)[0].config_dir
+    return [Path(folder)] if folder else []
 
 
 def folder_of_a_run(arguments: list[str]) -> Path | None:
@@ -159,6 +166,8 @@ def folder_of_a_run(arguments: list[str]) -> Path | None:
     from omegaconf import OmegaConf
 
     for folder in own_folders(arguments):
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder} is not a folder; give the one that has yours, such as own/model")
         path = folder / "config.yaml"
         if not path.exists() and (folder / "checkpoints").is_dir():
             raise ConfigError(
@@ -183,14 +192,27 @@ def folder_of_a_run(arguments: list[str]) -> Path | None:
 
 def run_settings(arguments: list[str]) -> str:
     """Lists the groups with their choices, and the settings with their defaults, for --help."""
-    lines = ["", "GROUPS (the choice after * is the default)"]
-    for group in (*GROUPS, *SEVERAL, *BUNDLES):
+    lines = _chosen_settings(arguments)
+    lines += ["", "GROUPS (the choice after * is the default)"]
+    for group in ALL_GROUPS:
         lines += _group_help(group, arguments)
 
     lines += ["", "SETTINGS (with their defaults)"]
     lines += setting_lines(RunConfig)
     lines += setting_lines(ModelOptions, "model.")
     return "\n".join([*lines, "", MORE])
+
+
+def _chosen_settings(arguments: list[str]) -> list[str]:
+    """The files of the choices on the command line, whose comments say what their settings mean."""
+    lines = []
+    for argument in arguments:
+        group, _, choice = argument.partition("=")
+        for path in choice_files(group, arguments):
+            if path.stem == choice:
+                lines += ["", f"SETTINGS OF {argument} (as {group}.NAME=VALUE)"]
+                lines.append(textwrap.indent(path.read_text("utf-8").rstrip(), "  "))
+    return lines
 
 
 def setting_lines(schema: type, prefix: str = "") -> list[str]:
@@ -218,7 +240,7 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
     """The choices of a group, each with the first comment of its file."""
     default = _default_choice(group)
     lines = [f"  {group}="]
-    for path in _choices(group, arguments):
+    for path in choice_files(group, arguments):
         comments = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
         about = next((line.lstrip("# ").strip() for line in comments if "@package" not in line), "")
         mark = " "
@@ -237,62 +259,7 @@ def _default_choice(group: str) -> str | None:
     return None
 
 
-def _choices(group: str, arguments: list[str]) -> list[Path]:
+def choice_files(group: str, arguments: list[str]) -> list[Path]:
+    """The files of a group's choices, those of --config-dir last."""
     folders = [CONFIGS, *own_folders(arguments)]
     return [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
-
-
-def _in_one_line(error: Exception) -> str:
-    """Rewrites an error of Hydra 1.3 in one line, with the nearest known name. Its texts are matched literally."""
-    text = " ".join(str(error).split())
-
-    unknown = re.search(r"Could not override '([^']+)'", text)
-    if unknown:
-        return _unknown_setting(unknown[1])
-
-    choice = re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text)
-    if choice:
-        group, name = choice.groups()
-        names = sorted(path.stem for path in _choices(group, sys.argv))
-        return f"{group}={name} is not one of {', '.join(names)}; --help describes them"
-
-    ambiguous = re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text)
-    if ambiguous:
-        name, value = ambiguous.groups()
-        advice = f"give one, a list ({name}=[{value}]), or quote it: \"{name}='{value}'\""
-        return f"{name}={value} has several values; {advice}"
-
-    return _refused_by_grammar() or f"{text}; see --help"
-
-
-def _unknown_setting(name: str) -> str:
-    from omegaconf import OmegaConf
-
-    group, _, setting = name.partition(".")
-    settings = {path.stem: list(cast("dict", OmegaConf.load(path))) for path in _choices(group, sys.argv)}
-    choices = [choice for choice, names in settings.items() if setting in names]
-    if choices:
-        return f"{name} is a setting of {group}={', '.join(choices)} alone; choose one of these, or leave it out"
-    of_group = [f"{group}.{key}" for names in settings.values() for key in names]
-    known = [*flatten(schema()), *of_group, *GROUPS, *SEVERAL, *BUNDLES]
-    return f"unknown setting '{name}'; {nearest(name, known)}"
-
-
-def _refused_by_grammar() -> str | None:
-    """The first argument that Hydra's grammar refuses, which Hydra's own message does not name."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create()
-    for argument in sys.argv[1:]:
-        name, equals, value = argument.partition("=")
-        if not equals or argument.startswith("-"):
-            continue
-        try:
-            parser.parse_override(argument)
-        except HydraException:
-            if "://" in value:  # It may be a misspelt notify=, whose address holds a secret.
-                value = "..."
-            advice = f"put it in quotes: \"{name}='{value}'\""
-            return f"{name}={value} has a character that is special to Hydra; {advice}"
-    return None

@@ -5,12 +5,16 @@ import math
 import re
 import types
 import typing
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any
 
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
+
+# What other libraries call our settings, by the last part of their names.
+SYNONYMS = {"lr": "learning_rate", "bs": "batch_size", "batch": "batch_size", "units": "hidden", "layers": "hidden"}
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
@@ -36,7 +40,8 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
     known = {item.name: item for item in fields(schema)}
     for key in tree:
         if key not in known:
-            raise ConfigError(f"unknown setting '{path}{key}'; {nearest(str(key), list(known))}")
+            name = f"{path}{key}"
+            raise ConfigError(f"unknown setting '{name}'; {nearest(name, [f'{path}{item}' for item in known])}")
 
     hints = typing.get_type_hints(schema)
     values = {}
@@ -101,12 +106,30 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """Suggests the nearest known name for a misspelt one, or lists all known names."""
-    matches = difflib.get_close_matches(name, known, n=1)
-    if matches:
-        return f"did you mean '{matches[0]}'?"
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Suggests the known name that a wrong one stands for, or lists all known names."""
+    match = closest(name, known)
+    if match:
+        return f"did you mean '{match}'?"
     return f"known: {', '.join(sorted(known))}"
+
+
+def closest(name: str, known: Sequence[str]) -> str | None:
+    """Returns the known name that a misspelt one, or one of another library, stands for; None if none is near.
+
+    >>> closest("lr", ["train.epochs", "optimizer.learning_rate"]), closest("optimizer.lr", ["optimizer.rho"])
+    ('optimizer.learning_rate', None)
+    """
+    last = name.lower().rpartition(".")[2]
+    # Names are compared without their group: equal groups would make unlike settings look alike.
+    by_last: dict[str, list[str]] = {}
+    for other in known:
+        by_last.setdefault(other.lower().rpartition(".")[2], []).append(other)
+    for meant in (SYNONYMS.get(last, last), last):
+        matches = difflib.get_close_matches(meant, by_last, n=1)
+        if matches:
+            return difflib.get_close_matches(name, by_last[matches[0]], n=1, cutoff=0)[0]
+    return None
 
 
 def seconds(name: str, duration: str) -> float:

@@ -84,7 +84,7 @@ def test_whole_learning_rate_becomes_a_float():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": {"epoch": 3}}, "unknown setting 'train.epoch'; did you mean 'epochs'?"),
+        ({"train": {"epoch": 3}}, "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
         ({"sed": 3}, "unknown setting 'sed'; did you mean 'seed'?"),
         ({"train": {"epochs": "three"}}, "train.epochs=three is not a whole number"),
         ({"train": {"epochs": 2.5}}, "train.epochs=2.5 is not a whole number"),
