@@ -9,11 +9,14 @@ import re
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from hvtrain.commands import first_word
 from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.system.console import UNSAVED, VERDICT_PREFIX, Verdict, read_verdict
 
-AGAIN = "run the same command with the same run.dir to resume from the newest checkpoint"
+AGAIN = "run the same command again"
+RESUME = "run the same command with the same run.dir to resume from the newest checkpoint"
 RULER = "-" * 74  # Open MPI puts one before and after each of its messages.
 LOST = 255  # ssh's exit code when its connection breaks; Open MPI's too.
 
@@ -38,6 +41,10 @@ _SSH = (
 )
 # The last line of a Python traceback: a program of the user's own writes no verdict.
 _EXCEPTION = r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning)\b.*"
+# Gloo's last words where a packet to another rank, or to the launcher, is dropped. A refused connection
+# is none of them: that rank may have ended.
+_UNREACHABLE = r"\s*what\(\): .*(Connect timeout \S+|connect \S+: No route to host|HTTP request failed)"
+PORTS = "let the hosts reach each other on all ports, or give a network where they do with --network-interfaces"
 # The exit codes of ranks that a signal ended. A rank that took Ctrl-C ends with 130 itself.
 _SIGNALS = {128 + number: number.name for number in signal.Signals if number != signal.SIGINT}
 
@@ -55,6 +62,20 @@ class End:
     rank: str
     code: int
     host: str = ""
+
+
+def again(line: Sequence[str]) -> str:
+    """What to do after a launch that a restart may heal: its ranks resume only if they are the runner.
+
+    >>> again(["horovodrun", "-np", "2", "python", "-m", "hvtrain", "model=mlp"]) == RESUME
+    True
+    >>> again(["horovodrun", "-np", "2", "python", "train.py"]) == AGAIN
+    True
+    """
+    names = [Path(word).name for word in line]
+    if "hvtrain" in names and not first_word(names[names.index("hvtrain") + 1 :]):
+        return RESUME
+    return AGAIN
 
 
 def shell_code(code: int) -> int:
@@ -138,8 +159,12 @@ class Listener:
                 self.verdicts[rank] = statement
             return True
 
+        unreachable = re.match(_UNREACHABLE, text)
         if text.startswith("Traceback (most recent call last)"):
             self._in_traceback.add(rank)
+        elif unreachable:
+            cause = f"no connection to another rank or to the launcher ({unreachable[1]}); {PORTS}"
+            self.verdicts[rank] = Verdict(rank, cause, ConfigError.exit_code)
         elif rank in self._in_traceback and re.fullmatch(_EXCEPTION, text):
             self.verdicts[rank] = Verdict(rank, f"{text}; see its traceback above")
             self._in_traceback.discard(rank)
@@ -198,6 +223,7 @@ def judge(
     out_of_memory: Collection[str] = (),
     lost: Collection[str] = (),
     label: Callable[[int], str] = "rank {}".format,
+    advice: str = AGAIN,
 ) -> Ending:
     """The failure behind an end.
 
@@ -208,6 +234,7 @@ def judge(
         out_of_memory: hosts whose kernel has ended processes for lack of memory meanwhile.
         lost: hosts to which ssh lost its connection, or which no longer answer.
         label: how messages name a rank.
+        advice: what to do where a restart may help; see again.
     """
     rank = int(end.rank) if end.rank.isdigit() else None
     on_themselves = [number for number, statement in verdicts.items() if statement.rank == number]
@@ -226,29 +253,36 @@ def judge(
         who = label(rank)
         statement = verdicts.get(rank)
 
+    quoted: Verdict | None = None
     code = RESTART_HELPS
     signal_name = _SIGNALS.get(end.code)
     if end.code == LOST and (host in lost or not end.rank):
-        cause = f"the connection to host {host} was lost; is it up? then {AGAIN}"
+        cause = f"the connection to host {host} was lost; is it up? then {advice}"
     elif signal_name == "SIGKILL" and host in out_of_memory:
         cause = f"killed for lack of memory on {host}; lower train.batch_size or use more hosts"
         code = 1
+    elif signal_name and statement and statement.code:
+        quoted = statement
+        cause = statement.cause
+        code = statement.code
     elif signal_name:
-        cause = f"killed by {signal_name}; {AGAIN}"
+        cause = f"killed by {signal_name}; {advice}"
     elif end.code == RESTART_HELPS:
         # Where the watchdog ends all ranks, a silent one may be gone before the one that says why.
-        statement = statement or next(iter(verdicts.values()), None)
-        if statement is None:
-            return Ending(code, f"preempted, saved; {AGAIN}")
-        cause = f"{statement.cause}; {AGAIN}"
-        if statement.cause.endswith(UNSAVED):
+        quoted = statement or next(iter(verdicts.values()), None)
+        if quoted is None:
+            return Ending(code, f"preempted, saved; {advice}")
+        cause = f"{quoted.cause}; {advice}"
+        if quoted.cause.endswith(UNSAVED):
             return Ending(code, cause)
-        if isinstance(statement.rank, int) and statement.rank < len(hosts):
-            who = label(statement.rank)
-            host = hosts[statement.rank]
     else:
+        quoted = statement
         cause = statement.cause if statement else f"ended with exit code {end.code}; see its output above"
         code = end.code
+    # The rank that ended first may state what went wrong on another: all ranks raise an error of rank 0's disk.
+    if quoted and isinstance(quoted.rank, int) and quoted.rank < len(hosts):
+        who = label(quoted.rank)
+        host = hosts[quoted.rank]
 
     where = " ".join(filter(None, [who, host and f"host {host}"]))
     # Settings are checked on all ranks alike, and rank 0 alone writes what is wrong with them.

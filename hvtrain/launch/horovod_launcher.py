@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import horovod
 from horovod.runner import launch
@@ -39,6 +39,7 @@ from hvtrain.launch.first_failure import failed_rank, shell_code
 from hvtrain.launch.job import (
     MPI_NOTICES_CUTS,
     Job,
+    given,
     hosts_option,
     mpi_options,
     parse_hostfile,
@@ -95,7 +96,11 @@ def main() -> None:
 
 def _prepare() -> argparse.Namespace:
     """Horovod's parse_args, followed by the check of the hosts."""
+    argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign]
     args = _parse_args()
+    given(sys.argv[: len(sys.argv) - len(args.command or ())])
+    if args.num_proc is not None and args.num_proc < 1:
+        raise ConfigError(f"-np {args.num_proc} came where a whole number of at least 1 was needed")
     if args.hostfile and not args.hosts:
         args.hosts = hosts_option(parse_hostfile(Path(args.hostfile)))
 
@@ -115,6 +120,11 @@ def _prepare() -> argparse.Namespace:
     if not by_gloo:
         args.mpi_args = f"--report-uri {shlex.quote(str(_folder() / URI_FILE))} {args.mpi_args or ''}"
     return args
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Replaces argparse's page of usage."""
+    raise ConfigError(f"{message}; see horovodrun --help")
 
 
 def _folder() -> Path:

@@ -84,6 +84,18 @@ class Job:
         return len(self.roles.names)
 
 
+def given(words: Iterable[str]) -> set[str]:
+    """The names of the options on a launcher's command line.
+
+    Raises ConfigError for one that came twice, of which a parser takes the last and says nothing.
+    """
+    counts = Counter(word.partition("=")[0] for word in words if word.startswith("-"))
+    for name, times in counts.items():
+        if times > 1 and name != "--env":
+            raise ConfigError(f"{name} came {times} times; give it once")
+    return {*counts}
+
+
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError."""
     hosts = []

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvtrain.core import checkpoint_notes as notes
+from hvtrain.core.run_files import remove_if_empty
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.launch import environment, remote_hosts
 from hvtrain.launch.first_failure import Ending
@@ -38,6 +39,7 @@ def run(
     run_dir: str | None,
     max_restarts: int = 0,
     min_ranks: int | None = None,
+    is_new_run: bool = False,
 ) -> int:
     """Starts the job, and restarts it as long as that can help.
 
@@ -49,6 +51,7 @@ def run(
         run_dir: the folder with the job's checkpoints, if it is known here.
         max_restarts: how many attempts may follow the first.
         min_ranks: the fewest ranks to restart with; None: all of them.
+        is_new_run: run_dir was chosen for this launch, and goes with it if the run is refused.
 
     Raises UserError if an attempt cannot start.
     """
@@ -80,6 +83,8 @@ def run(
             attempt_logs = logs / f"attempt-{number:04d}"
         ending = _run_once(current, attempt_logs, signals)
         code = ending.code
+        if ending.is_shown and is_new_run and run_dir:
+            remove_if_empty(Path(run_dir))
         # Any other failure would happen again, and after a signal nobody waits for a restart.
         if code != RESTART_HELPS or signals.first is not None:
             break
@@ -170,8 +175,8 @@ def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
         )
         ending = launch.run(signals)
 
-    if ending.message:
+    # What all ranks refuse is said above, and the logs have no more.
+    if ending.message and not ending.is_shown:
         console.say_error(f"what each rank said is in {output.folder}", 0)
-        if not ending.is_shown:
-            console.say_error(ending.message, 0)
+        console.say_error(ending.message, 0)
     return ending

@@ -15,7 +15,7 @@ from typing import Any
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS
 from hvtrain.launch import on_host
 from hvtrain.launch.child import die_with_parent, handle_signals
-from hvtrain.launch.first_failure import AGAIN, Ending, judge
+from hvtrain.launch.first_failure import Ending, again, judge
 from hvtrain.launch.job import SECONDS_TO_BEGIN
 from hvtrain.launch.output import PlainOutput, RankOutput
 from hvtrain.launch.remote_hosts import Answers, HostCalls, mpirun_job
@@ -90,6 +90,7 @@ class Launch:
         self._output = output
         self._folder = folder
         self._label = label
+        self._advice = again(line)
         self._seconds_to_begin = seconds_to_begin
 
         # This host's count half a minute to a minute ago, and the one after it.
@@ -182,7 +183,7 @@ class Launch:
             code = RESTART_HELPS if number == signal.SIGTERM else 128 + number
             if not self._was_forced:
                 return Ending(code)
-            return Ending(code, f"ended by force after {signal_name}; {AGAIN}")
+            return Ending(code, f"ended by force after {signal_name}; {self._advice}")
         if number == signal.SIGINT:
             return Ending(INTERRUPTED)  # Rank 0 has told what was saved.
 
@@ -191,7 +192,7 @@ class Launch:
             # No rank was started, and the launcher has told why.
             if code > 0:
                 return Ending(code)
-            return _launcher_failed(f"killed by {signal.Signals(-code).name}; {AGAIN}")
+            return _launcher_failed(f"killed by {signal.Signals(-code).name}; {self._advice}")
 
         ending = judge(
             listener.first,
@@ -200,10 +201,11 @@ class Launch:
             out_of_memory=self._hosts_out_of_memory(hosts, answers),
             lost={*listener.lost, *(host for host, answer in answers.items() if answer is None)},
             label=self._label,
+            advice=self._advice,
         )
         if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
             # It came before the rank had set its handler, or the program has none.
-            return Ending(RESTART_HELPS, f"stopped by {signal_name} before it could save; {AGAIN}")
+            return Ending(RESTART_HELPS, f"stopped by {signal_name} before it could save; {self._advice}")
         return ending
 
     def _hosts_out_of_memory(self, hosts: HostCalls, answers: Answers) -> set[str]:

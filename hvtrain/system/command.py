@@ -4,6 +4,7 @@ import argparse
 import atexit
 import functools
 import os
+import signal
 import socket
 import sys
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvtrain.errors import INTERRUPTED, ConfigError, FailedRankError, UserError, in_one_line, place_of
+from hvtrain.errors import INTERRUPTED, ConfigError, FailedRankError, UserError, in_one_line, message_of, place_of
 from hvtrain.system import console
 
 SECONDS_TO_EXIT = 2.0
@@ -150,6 +151,8 @@ def enter(work: Callable[[], int]) -> None:
         sys.exit(code)
     # Registered last, so called first when Python ends, if it does: whoever calls this in a process that goes on may.
     atexit.register(_end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
+    # Python gives signals up as it ends, and one that came then would be the exit code of work that is done.
+    atexit.register(console.take_signals, signal.SIG_IGN)
 
 
 def _check_arguments() -> None:
@@ -214,7 +217,7 @@ def _report(error: BaseException, rank: int) -> int:
     failed_elsewhere = isinstance(error, FailedRankError)
     is_repeated = rank != error.spokesman
     console.say_error(
-        " ".join(str(error).split()),
+        message_of(error),
         rank,
         wait_seconds=console.SECONDS_FOR_ANOTHER_RANK if failed_elsewhere or is_repeated else 0.0,
         is_repeated=is_repeated and not failed_elsewhere,

@@ -23,7 +23,7 @@ from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-# Set for a process that gets its signals alone: no launcher passes them to the others.
+# The command of a process that was started by hand. It gets its signals alone: no launcher passes them to the others.
 BY_HAND = "HVTRAIN_BY_HAND"
 SECONDS_FOR_ANOTHER_RANK = 10.0
 VERDICT_PREFIX = "hvtrain-verdict: "
@@ -307,6 +307,11 @@ def say_error(
     prefix = "hvtrain: "
     if rank and not message.startswith(f"rank {rank} "):
         prefix += f"rank {rank}: "
+    line = f"{prefix}{message}\n"
+    verdict = Verdict(culprit, cause).line()
+    # The launcher shows the line of the rank at fault.
+    if verdict and is_repeated and culprit not in (rank, None):
+        line = ""
     # One write: launchers make Python's output unbuffered and put their mark before each piece.
-    sys.stderr.write(f"{Verdict(culprit, cause).line()}{prefix}{message}\n")
+    sys.stderr.write(f"{verdict}{line}")
     sys.stderr.flush()

@@ -55,6 +55,15 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     return versions
 
 
+def processor() -> str:
+    """The processor's model, or its kind where Linux names no model, as on some ARM processors."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages."""
     return {"python": platform.python_version(), **package_versions()}

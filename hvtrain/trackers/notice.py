@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
+from hvtrain.errors import ConfigError, UserError, in_one_line, message_of, place_of
 from hvtrain.system.secrets import shown_address, without_passwords
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class Notice:
 def cause_in_words(error: BaseException) -> str:
     """Why a run failed: what a UserError says, or what was raised on this rank, and where."""
     if isinstance(error, UserError):
-        return " ".join(str(error).split())
+        return message_of(error)
     cause = f"rank 0 on {socket.gethostname()} failed: {in_one_line(error)}"
     location = place_of(error)
     return f"{cause} ({location})" if location else cause

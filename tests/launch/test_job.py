@@ -1,5 +1,6 @@
 """A job's hosts, the variables that travel, the settings and templates of a cluster, and what ranks print."""
 
+import argparse
 import os
 import re
 import shlex
@@ -25,6 +26,23 @@ from hvtrain.launch.job import (
 )
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.remote_hosts import HostNetwork, Ssh
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("-np 0 true", "^-np 0 came where a whole number of at least 1 was needed$"),
+        ("-np two true", "^argument -np/--num-proc: invalid int value: 'two'; see horovodrun --help$"),
+        ("-np 2 -np 3 true -np -np", "^-np came 2 times; give it once$"),
+    ],
+)
+def test_horovodruns_own_options_are_refused_in_one_line(monkeypatch, arguments, message):
+    from hvtrain.launch import horovod_launcher
+
+    monkeypatch.setattr(argparse.ArgumentParser, "error", argparse.ArgumentParser.error)  # It is replaced.
+    monkeypatch.setattr("sys.argv", ["horovodrun", *arguments.split()])
+    with pytest.raises(ConfigError, match=message):
+        horovod_launcher._prepare()
 
 
 @pytest.mark.parametrize("text", ["", "s1:", "s1:x", "s1:0", "s1 s2", "s1:1,,s2:1", "user@s1:1"])
@@ -89,7 +107,7 @@ def test_which_variables_travel():
 def test_settings_keep_their_type_and_texts_stay_texts():
     cluster = choose(["cluster=slurm", "cluster.time=12:00:00", "cluster.gpus_per_rank=0"], [])
     assert (cluster.time, cluster.gpus_per_rank) == ("12:00:00", 0)
-    with pytest.raises(ConfigError, match=r"unknown setting 'cluster.tme'; did you mean 'time'\?"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'cluster.tme'; did you mean 'cluster.time'\?"):
         choose(["cluster=slurm", "cluster.tme=1"], [])
     with pytest.raises(ConfigError, match=r"cluster.gpus_per_rank=many is not a whole number"):
         choose(["cluster=slurm", "cluster.gpus_per_rank=many"], [])

@@ -6,13 +6,13 @@ by default in test_restart.py.
 
 import pytest
 
+from hvtrain.launch.first_failure import AGAIN
 from lab import PYTHON, Lab, needs_lab
 from launcher_lab import HOW, fate, last_line, left, line, signalled, started, wait_for
 from launching import HASTY, finish
 
 pytestmark = [pytest.mark.distributed, needs_lab]
 
-AGAIN = "run the same command with the same run.dir to resume from the newest checkpoint"
 nightly, release = pytest.mark.nightly, pytest.mark.release
 
 

@@ -200,6 +200,8 @@ def test_an_error_has_a_verdict_where_a_launcher_reads_it(monkeypatch, capsys):
          f"FIRST FAILURE rank 1 host s2: rank 1 makes no progress; {AGAIN}"),
         (End("0", 75), {1: Verdict(2, "stopped because rank 2 on s3 is gone")}, (), (), 75,
          f"FIRST FAILURE rank 2 host s3: stopped because rank 2 on s3 is gone; {AGAIN}"),
+        (End("1", 2), {1: Verdict(0, "no space left")}, (), (), 2, "FIRST FAILURE rank 0 host s1: no space left"),
+        (End("1", 134), {1: Verdict(1, "no connection", 2)}, (), (), 2, "FIRST FAILURE rank 1 host s2: no connection"),
         (End("s2[0]", 137), {}, (), (), 75, f"FIRST FAILURE s2[0] host s2: killed by SIGKILL; {AGAIN}"),
         (End("0", 130), {}, (), (), 130,
          "FIRST FAILURE rank 0 host s1: ended with exit code 130; see its output above"),
@@ -208,6 +210,15 @@ def test_an_error_has_a_verdict_where_a_launcher_reads_it(monkeypatch, capsys):
 def test_what_an_end_means(end, verdicts, memory, lost, code, line):
     ending = judge(end, verdicts, HOSTS, memory, lost)
     assert (ending.code, ending.message) == (code, line)
+
+
+def test_a_dropped_packet_of_gloos_names_the_ports():
+    """What ranks wrote on hosts between which nothing but ssh passed. A connection that ends is no sign of that."""
+    what = "  what():  [/src/third_party/gloo/gloo/transport/tcp/pair.h:324] Connect timeout [10.77.0.2]:39213"
+    listener, shown = heard(f"[1]<stderr>:{what}\n[0]<stderr>:{what.replace('Connect timeout', 'Read error')}\n")
+    cause = "no connection to another rank or to the launcher (Connect timeout [10.77.0.2]:39213); let the hosts reach "
+    assert list(listener.verdicts) == [1] and listener.verdicts[1].cause.startswith(cause)
+    assert (listener.verdicts[1].code, shown.count("what()")) == (2, 2)
 
 
 def test_a_block_without_end_is_shown():
