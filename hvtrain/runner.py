@@ -13,10 +13,10 @@ import keras
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import ModelOptions, RunConfig
-from hvtrain.core.run_files import RESULT_FILE, RunRecord
+from hvtrain.core.run_files import CONFIG_FILE, RESULT_FILE, RunRecord, remove_if_empty
 from hvtrain.data import fitted
 from hvtrain.data.description import describe as describe_data
-from hvtrain.errors import Stopped, UserError
+from hvtrain.errors import Stopped
 from hvtrain.models.first_weights import begin_with
 from hvtrain.models.rates import take_averages
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
@@ -37,7 +37,7 @@ from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.finish import in_words, make_record, test_metrics, write_results, write_review
 from hvtrain.training.resume import changed_since, check_fits, checkpoint_meta, resume, with_change
 from hvtrain.training.run import ResumePoint, Run, RunState, Start, describe, summary
-from hvtrain.training.run_folder import CONFIG_FILE, note_start, open_run_folder, remove_if_empty
+from hvtrain.training.run_folder import note_start, open_run_folder
 from hvtrain.training.saved_model import MODEL_FILE
 from hvtrain.training.setup import Ingredients, build_model, plan_run
 
@@ -86,7 +86,7 @@ def run_to_end(
         try:
             while record is None:
                 record = strategy.membership.run_with_restarts(lambda: attempt(config, strategy, state))
-        except UserError:
+        except BaseException:  # Ctrl-C, and the user's own code, too.
             if config.run.dir is None and state.folder and strategy.comm.topology.is_chief:
                 remove_if_empty(state.folder)
             raise
@@ -210,8 +210,6 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     if trains:
         fitted_parts = strategy.comm.all_or_raise(lambda: fitted.collect(run.source))
         strategy.comm.on_chief(lambda: fitted.write(fitted_parts, run.folder))
-        if run.topology.is_chief:
-            note_start(run, hosts, lines, start.step)
 
     callbacks = make_callbacks(context, start, interruption, writer, tracking, search)
     with writer, explain_errors(context, search.find_origin if search else None):
@@ -224,6 +222,10 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
         if context.position.in_epoch:
             build_metrics(model, batched(run.source.element_spec))
         steps = call_steps(config, strategy, callbacks)
+        strategy.check_plan(run.plan)
+        # What is refused up to here leaves no folder.
+        if run.topology.is_chief:
+            note_start(run, hosts, lines, start.step)
         strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
 
 

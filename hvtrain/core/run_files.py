@@ -2,6 +2,7 @@
 
 import csv
 import io
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,8 +19,11 @@ from hvtrain.core.files import (
     write_json,
 )
 from hvtrain.errors import StorageError
+from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE
 from hvtrain.system.text import human_bytes
 
+CONFIG_FILE = "config.yaml"
+README_FILE = "README.md"
 RESULT_FILE = "result.json"
 HISTORY_FILE = "history.csv"
 RANKS_FILE = "ranks.csv"
@@ -235,3 +239,12 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
         moment = "at a time" if numbers.get("synchronizations") else "in a step"
         parts.append(f"{human_bytes(sent_bytes)} sent by each rank {moment}")
     return "; ".join(parts) or "one rank, less than an epoch: nothing to prove"
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Removes the folder of a run that was refused, or failed before its first step (chief, or the launcher)."""
+    written_before = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
+    folders_before = {"logs", "launch", "preprocessing"}
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    if all(path.name in written_before or path.parts[0] in folders_before for path in files):
+        shutil.rmtree(folder, ignore_errors=True)

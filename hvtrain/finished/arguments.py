@@ -1,6 +1,6 @@
-"""The arguments of a command that uses a finished run: run=DIR, the command's own, and changes of the run's settings.
+"""The arguments of a command that uses a finished run: RUN, the command's own, and changes of the run's settings.
 
-Nothing here needs TensorFlow.
+RUN is the folder, also as run=RUN. Nothing here needs TensorFlow.
 """
 
 import argparse
@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 
 from hvtrain.config.compose import CONFIGS, compose
 from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.errors import ConfigError
 from hvtrain.system.command import Parser
-from hvtrain.training.run_folder import CONFIG_FILE, CONFIG_HEADER
+from hvtrain.training.run_folder import CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
@@ -68,7 +69,7 @@ def parse_command(
 
     Args:
         command: its name.
-        usage: its own arguments and options, which stand between run=DIR and the settings.
+        usage: its own arguments and options, which stand between RUN and the settings.
         description: what it does.
         examples: command lines, indented.
         *names: of its own arguments, such as split=test.
@@ -79,7 +80,7 @@ def parse_command(
     """
     parser = Parser(
         f"python -m hvtrain {command}",
-        usage=f"%(prog)s run=DIR {usage} [SETTING=VALUE ...]",
+        usage=f"%(prog)s RUN {usage} [SETTING=VALUE ...]",
         description=description,
         epilog=f"{SETTINGS}\n\nexamples:\n{examples}",
     )
@@ -95,7 +96,7 @@ def parse_command(
 
 
 def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) -> FinishedConfig:
-    """Reads run=DIR, checkpoint=NAME and the command's own arguments; composes the rest on the run's settings.
+    """Reads RUN or run=RUN, checkpoint=NAME and the command's own arguments; composes the rest on the run's settings.
 
     Args:
         arguments: of the command line, without options.
@@ -107,6 +108,7 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
     """
     own = {}
     settings = []
+    bare = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if equals and name in ("run", "checkpoint", *names):
@@ -114,10 +116,14 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
         elif equals or argument.startswith("-"):
             settings.append(argument)
         else:
-            raise ConfigError(f"{argument} is not a setting; write NAME=VALUE")
+            bare.append(argument)
+    if bare and "run" not in own:
+        own["run"] = bare.pop(0)
+    if bare:
+        raise ConfigError(f"{bare[0]} is not a setting; write NAME=VALUE")
 
     if not own.get("run"):
-        raise ConfigError("run=DIR is missing; name the folder of a run, such as run=runs/first")
+        raise ConfigError("RUN is missing; name the folder of a run, such as runs/first")
     folder = Path(own.pop("run"))
     # A folder of settings alone has no model to open.
     if not (folder / CONFIG_FILE).is_file() or not (folder / "checkpoints").is_dir():

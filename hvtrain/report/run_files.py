@@ -12,6 +12,7 @@ from typing import Any
 from hvtrain.core.checkpoint_notes import newest_step
 from hvtrain.core.files import read_file, read_json
 from hvtrain.core.run_files import (
+    CONFIG_FILE,
     RESULT_FILE,
     REVIEW_FILE,
     EpochRecord,
@@ -22,7 +23,6 @@ from hvtrain.core.run_files import (
 from hvtrain.errors import ConfigError
 from hvtrain.system.run_lock import is_held
 
-CONFIG_FILE = "config.yaml"
 MAX_LOGS = 64
 # Bytes that are read from the end of a log.
 LOG_BYTES = 100_000

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvtrain.config.instantiate import declared
 from hvtrain.core.figures import Figure
 from hvtrain.core.topology import Topology
+from hvtrain.data.description import listed
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.step.joint_loss import ExactLoss
@@ -101,6 +102,10 @@ class Task(ABC):
         if not self.takes(target):
             specs = tf.nest.flatten(target)
             types = ", ".join(f"{spec.dtype.name} {tuple(spec.shape)}" for spec in specs)
+            names = source.facts().get("class_names")
+            # A column of names comes as their numbers.
+            if names:
+                types = f"one of {len(names)} classes ({listed(names)})"
             raise ConfigError(
                 f"task={self.name} needs as the target of an example {self.target}, and {source.name} "
                 f"gives {types}; choose another task or data set"

@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 import shlex
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -20,11 +19,12 @@ from omegaconf import OmegaConf
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir
 from hvtrain.core.files import TEMPORARY, read_file, refuse_link, write_atomic, write_json
-from hvtrain.core.run_files import HISTORY_FILE, RESULT_FILE, STARTS_FILE, read_starts
+from hvtrain.core.run_files import CONFIG_FILE, HISTORY_FILE, README_FILE, RESULT_FILE, STARTS_FILE, read_starts
 from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError, in_one_line
-from hvtrain.system.host_facts import checkout
-from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE, RunLock
+from hvtrain.system import console
+from hvtrain.system.host_facts import checkout, processor
+from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
-README_FILE = "README.md"
 # Files that people may have under the same names.
 REPLACED = (
     CONFIG_FILE,
@@ -158,14 +156,6 @@ def refuse_files_of_others(folder: Path) -> None:
         )
 
 
-def remove_if_empty(folder: Path) -> None:
-    """Removes the folder of a run that failed before it had more than logs (chief only)."""
-    ours = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    if all(path.name in ours or path.parent.name == "logs" for path in files):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def reusable(config: RunConfig) -> dict[str, Any]:
     """The settings for another run: without the folder, and without secrets."""
     # The addresses of notify may hold passwords.
@@ -215,7 +205,7 @@ def _facts(
         "versions": run.meta["versions"],
         "system": {
             "system": platform.platform(),
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
         },
         "git": checkout(here),
@@ -223,13 +213,16 @@ def _facts(
 
 
 def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
-    """The command that starts the same ranks again, without secrets.
+    """The command that starts the same ranks again, without secrets; by hand, that of this process.
 
     >>> command(["/x/hvtrain/__main__.py", "model=cnn", "dataset.api_key=hunter2"], ["s1", "s1", "s2"])
     "horovodrun -np 3 -H s1:2,s2:1 python -m hvtrain model=cnn 'dataset.api_key=***'"
     >>> command(["train.py"], ["s1"])
     'python train.py'
     """
+    by_hand = os.environ.get(console.BY_HAND)
+    if by_hand:
+        return by_hand
     is_runner = Path(argv[0]).parent.name == "hvtrain" or Path(argv[0]).name == "hvtrain"
     program = ["python", "-m", "hvtrain"] if is_runner else ["python", argv[0]]
 
@@ -240,11 +233,3 @@ def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
     if len(counts) > 1:
         launcher += ["-H", ",".join(f"{host}:{number}" for host, number in counts.items())]
     return shlex.join([*launcher, *program, *without_secrets(argv[1:])])
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()  # Linux names no model on some ARM processors.

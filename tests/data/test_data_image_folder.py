@@ -37,6 +37,8 @@ def test_fractions_are_split_off_class_by_class_and_always_alike(tmp_path):
 
 
 def test_layouts_that_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"^dataset.dir=/no/such is not there on \S+; give a folder that this host"):
+        ImageFolder("/no/such")
     with pytest.raises(DataError, match=r"train holds no class folders; files are needed as .*CLASS"):
         ImageFolder(str(tmp_path))
     write_folder(tmp_path / "train", *random_images(6))

@@ -233,6 +233,7 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
         (Binary, Given(IMAGE, spec("float32", 2)), r"one number, 0 or 1, and given gives float32 \(2,\)"),
         (Multilabel, Given(IMAGE, spec("int32")), r"0 and 1, one for each label, and given gives int32 \(\)"),
         (Regression, Given(IMAGE, spec("int32")), r"as floats, and given gives int32 \(\)"),
+        (Regression, Given(IMAGE, spec("int32"), class_names=["cat", "dog"]), r"gives one of 2 classes \(cat, dog\);"),
         (Segmentation, Given(IMAGE, spec("uint8"), num_classes=3), r"whole numbers, and given gives uint8 \(\)"),
         (Segmentation, Given(IMAGE, spec("uint8", 4, 4), num_classes=3), r"images of \(8, 8\) and masks of \(4, 4\)"),
         (

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvtrain.core.run_files import read_starts
+from hvtrain.system import console
 from hvtrain.training import run_folder
 
 
@@ -25,6 +26,8 @@ def test_a_start_has_its_command_and_the_newest_one_the_diff(run, monkeypatch):
     starts = read_starts(run.folder)
     assert [start["first_step"] for start in starts] == [2, 3, 4]
     assert [start["git"]["diff"] for start in starts] == ["", "", "a change"]
+    monkeypatch.setenv(console.BY_HAND, "python -m hvtrain launch --job-name worker")
+    assert run_folder.command([], ["s1", "s2"]) == "python -m hvtrain launch --job-name worker"
     newest = starts[-1]
     assert newest["command"] == "horovodrun -np 2 python -m hvtrain model=mlp '+dataset.password=***'"
     assert (newest["hosts"], newest["best"], newest["sign"]) == ({"s1": 2}, "val_loss", -1)

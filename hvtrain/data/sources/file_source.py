@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
-from hvtrain.data.manifest import user_path, with_files
+from hvtrain.data.manifest import data_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.streams import (
     Postprocess,
@@ -78,7 +78,7 @@ class FileSource(NotesFailure, StreamedSource):
         transform: Transform,
         **sizing: Any,
     ) -> None:
-        self.folder = user_path(dir)
+        self.folder = data_path(dir)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.transform = transform

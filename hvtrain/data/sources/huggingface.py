@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvtrain.core.topology import Topology
 from hvtrain.data.formats.folders import left_out, split_entries
 from hvtrain.data.formats.image_files import MAX_SAMPLE, describe_images
-from hvtrain.data.manifest import user_path, with_files
+from hvtrain.data.manifest import data_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing, decode_batch
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape
@@ -64,7 +64,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         flip: bool = False,
         **sizing: Any,
     ) -> None:
-        self.folder = user_path(dir)
+        self.folder = data_path(dir)
         self.origin = str(self.folder)
         self._input = input
         self._target = target

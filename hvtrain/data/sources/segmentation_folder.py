@@ -14,7 +14,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed, percent
 from hvtrain.data.formats.folders import left_out, split_folders, visible
 from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
-from hvtrain.data.manifest import user_path, with_files
+from hvtrain.data.manifest import data_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing, decode, decode_batch, read_files
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape
@@ -77,7 +77,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         colors: Sequence[Any] | None = None,
         **sizing: Any,
     ) -> None:
-        self.folder = user_path(dir)
+        self.folder = data_path(dir)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
         self.num_classes = num_classes
