@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import shlex
 import socket
 import sys
@@ -19,7 +18,7 @@ from hvtrain.compare.results import html, summary, table, write_png
 from hvtrain.core.files import write_atomic
 from hvtrain.errors import INTERRUPTED, ConfigError
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, make_output
-from hvtrain.system.host_facts import versions
+from hvtrain.system.host_facts import processor, versions
 from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import aligned
 
@@ -151,7 +150,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         "machine": {
             "host": socket.gethostname(),
-            "processor": f"{_processor()}, {cores} cores",
+            "processor": f"{processor()}, {cores} cores",
             "memory": f"{memory / 1e9:.0f} GB",
             "load before": f"{load:.1f} processes on average",
         },
@@ -161,13 +160,6 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         # Also a conclusion: it says how far the others can be trusted.
         "warnings": busy_warning(load, cores),
     }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()  # ARM has no model name there.
 
 
 def _parser() -> Parser:

@@ -39,16 +39,16 @@ def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) 
 
 
 def ratio_text(speed_ratio: Ratio) -> str:
-    """A ratio with its interval.
+    """A ratio with its interval, which too few rounds do not have.
 
     >>> ratio_text(Ratio(1.344, 1.2, 1.41, 0.969))
     '1.34 times (1.20 to 1.41 with 97% confidence)'
     >>> ratio_text(Ratio(1.344, 1.2, 1.41, 0.5))
-    '1.34 times (too few rounds for a confidence)'
+    '1.34 times'
     """
     times = f"{speed_ratio.median:.2f} times"
     if speed_ratio.coverage <= NO_CONFIDENCE:
-        return f"{times} (too few rounds for a confidence)"
+        return times
     interval = f"{speed_ratio.low:.2f} to {speed_ratio.high:.2f}"
 
     return f"{times} ({interval} with {speed_ratio.coverage:.0%} confidence)"
@@ -89,6 +89,7 @@ def on_speed(speeds: Speeds) -> list[str]:
 def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
     """States whether num_ranks ranks are worthwhile: each contestant against one process."""
     lines = []
+    unknown = []
     for name in speeds:
         # A user who has no run of `single` did not ask this question.
         speed_ratio = against(speeds[name], speeds.get(SINGLE, {}))
@@ -96,7 +97,7 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
             continue
         times = f"{ratio_text(speed_ratio)} as fast as one process"
         if speed_ratio.coverage <= NO_CONFIDENCE:
-            lines.append(f"{name} on {num_ranks} ranks: {times}; whether it pays is open.")
+            unknown.append(f"{name} {ratio_text(speed_ratio)}")
         elif speed_ratio.low <= 1 <= speed_ratio.high:
             lines.append(f"{name} on {num_ranks} ranks: {times}; not distinguishable from it.")
         elif speed_ratio.low > 1:
@@ -105,6 +106,10 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
         else:
             lines.append(f"{name} does not pay on {num_ranks} ranks here: {times}.")
 
+    if unknown:
+        lines.append(
+            f"Too few rounds to say whether {num_ranks} ranks pay: {', '.join(unknown)} as fast as one process."
+        )
     return lines
 
 

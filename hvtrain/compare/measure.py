@@ -235,4 +235,6 @@ def draw_rounds(axes: Any, values: Mapping[str, Sequence[float]], colors: Sequen
     # The first row is at the top, as in the table.
     axes.set_ylim(len(values) - 0.5, -0.5)
     axes.xaxis.set_major_formatter("{x:,.10g}")
+    # Labels such as 1,250,000 would run into each other.
+    axes.locator_params("x", nbins=4)
     axes.set_axisbelow(True)
