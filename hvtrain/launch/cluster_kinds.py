@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from hvtrain.config.validate import setting
+from hvtrain.config.validate import nearest, setting
 from hvtrain.errors import RESTART_HELPS, ConfigError
 from hvtrain.launch.job import Job, hosts_option, place_ranks
 
@@ -28,8 +28,8 @@ class ClusterKind:
         program: what the command needs; "": its first word.
         no_elastic: why the kind takes no --min-np, and what to do instead; "": it does.
         no_hosts: likewise for -H.
-        starts_roles: it also starts parameter servers, a coordinator, or one process for several
-            GPUs.
+        starts_servers: it also starts parameter servers and a coordinator.
+        starts_replicas: it also starts one process for several GPUs.
     """
 
     kind: ClassVar[str]
@@ -39,7 +39,8 @@ class ClusterKind:
     program: ClassVar[str] = ""
     no_elastic: ClassVar[str] = ""
     no_hosts: ClassVar[str] = ""
-    starts_roles: ClassVar[bool] = False
+    starts_servers: ClassVar[bool] = False
+    starts_replicas: ClassVar[bool] = False
 
     def values(self, job: Job) -> dict[str, Any]:
         """Returns what the templates need besides job and settings.
@@ -72,7 +73,8 @@ class Slurm(ClusterKind):
     submit = "sbatch {}/hvtrain.sbatch"
     no_elastic = "an allocation keeps its size: leave --min-np out"
     no_hosts = "Slurm chooses the hosts: leave -H out and set cluster.nodes"
-    starts_roles = True
+    starts_servers = True
+    starts_replicas = True
 
     time: str | None = setting(None, "time limit as Slurm writes it (12:00:00; 2-12: 2 days and 12 hours); required")
     nodes: int | None = setting(None, "hosts; null: as many as ranks_per_node needs, or 1", low=1)
@@ -161,26 +163,39 @@ def slurm_seconds(limit: str) -> int:
     return days * 86400 + first * 3600 + second * 60 + third
 
 
-@dataclass
-class MpiJob(ClusterKind):
-    """Settings of one training on Kubernetes: equal workers, each of them a pod with some ranks.
+# What a site may add to the pods: the templates write the other fields, and the MPI operator drops a misspelt one.
+POD_FIELDS = (
+    "affinity",
+    "imagePullSecrets",
+    "nodeSelector",
+    "priorityClassName",
+    "runtimeClassName",
+    "schedulerName",
+    "tolerations",
+)
 
-    The pods (conf/cluster/kubernetes-pods.yaml.j2) have the image that our Dockerfile makes: user
-    10001, whose own sshd starts with the argument `worker`. The operator mounts an ssh key pair and
-    gives the launcher's pod, which has no rank, the list of hosts.
+
+@dataclass
+class JobSet(ClusterKind):
+    """Settings of one training on Kubernetes, each process of which is a pod, known by its name and index.
+
+    A pod (conf/cluster/kubernetes-pods.yaml.j2) has the image that our Dockerfile makes, and starts its
+    process as one by hand does (by_hand.py): without ssh, and without an operator for MPI.
     """
 
-    kind = "mpijob"
-    about = "an MPIJob for Kubernetes with Kubeflow's MPI operator, kubeflow.org/v2beta1"
-    files = ("mpijob.yaml",)
+    kind = "jobset"
+    about = "a JobSet for Kubernetes, jobset.x-k8s.io/v1alpha2: each process a pod, also parameter servers"
+    files = ("jobset.yaml",)
     # Not `kubectl apply`, which starts nothing if an old job has the name.
-    submit = "kubectl create -f {}/mpijob.yaml"
-    no_hosts = "Kubernetes chooses the hosts: set cluster.ranks_per_worker instead"
+    submit = "kubectl create -f {}/jobset.yaml"
+    no_elastic = "a JobSet keeps its size: leave it out or use cluster=mpijob"
+    no_hosts = "Kubernetes chooses the hosts: give -np alone"
+    starts_servers = True
 
     image: str | None = setting(None, "the image that the cluster pulls; required")
     name: str = setting("hvtrain", "name of the job; taken until kubectl deletes the job")
     namespace: str | None = setting(None, "namespace; null: the one that kubectl is set to")
-    ranks_per_worker: int = setting(1, "ranks, and slots, of one worker pod", low=1)
+    queue: str | None = setting(None, "Kueue's local queue, which starts all pods of the job or none")
     gpus_per_rank: int = setting(1, "GPUs of one rank; 0: none", low=0)
     cpus_per_rank: int = setting(4, "CPU cores of one rank", low=1)
     memory_per_rank: str = setting("16Gi", "memory of one rank, shared memory included")
@@ -190,6 +205,10 @@ class MpiJob(ClusterKind):
     runs_claim: str | None = setting(
         None, "volume claim for results, mounted at /home/hvtrain/runs; null: lost with the pods"
     )
+    pod: dict[str, Any] | None = setting(  # noqa: RUF009
+        None, "more fields of each pod: {nodeSelector: {pool: gpu}, imagePullSecrets: [{name: registry}]}"
+    )
+    grace_seconds: int = setting(120, "seconds that a drained pod has, in which the run is saved", low=1)
     retries: int = setting(3, "times a failed run is started again, from its newest checkpoint", low=0)
     keep_seconds: int = setting(86400, "seconds for which the finished job and its logs stay", low=0)
 
@@ -198,14 +217,14 @@ class MpiJob(ClusterKind):
             raise ConfigError(
                 "cluster.image is not set; give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
             )
-        # A worker's name has to fit a DNS label of 63 letters with what the operators add to it.
+        # A pod's name has to fit a DNS label of 63 letters with what the operators add to it.
         self.check_texts(
             ("name",),
             r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",
             "a name for Kubernetes; use up to 40 of a-z, 0-9 and -, a letter first",
         )
         self.check_texts(
-            ("namespace", "data_claim", "runs_claim"),
+            ("namespace", "queue", "data_claim", "runs_claim"),
             r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
             "a name for Kubernetes; use a-z, 0-9, - and dots",
         )
@@ -214,12 +233,33 @@ class MpiJob(ClusterKind):
             r"[1-9]\d*([KMGT]i|[kMGT])?",
             "an amount of memory; write 16Gi or 512Mi",
         )
-        self.check_texts(
-            ("data_path",),
-            r"/[^:]*",
-            "a place to mount data; give an absolute path without a colon",
-        )
+        self.check_texts(("data_path",), r"/[^:]*", "a place to mount data; give an absolute path without a colon")
+        for name in self.pod or ():
+            if name not in POD_FIELDS:
+                raise ConfigError(f"unknown setting 'cluster.pod.{name}'; {nearest(name, list(POD_FIELDS))}")
+        return {"worker_memory": self.memory_per_rank}
 
+
+@dataclass
+class MpiJob(JobSet):
+    """Settings of equal workers, each of them a pod with some ranks.
+
+    The pods have user 10001, whose own sshd starts with the argument `worker`. The operator mounts an
+    ssh key pair and gives the launcher's pod, which has no rank, the list of hosts.
+    """
+
+    kind = "mpijob"
+    about = "an MPIJob for Kubernetes with Kubeflow's MPI operator, kubeflow.org/v2beta1"
+    files = ("mpijob.yaml",)
+    submit = "kubectl create -f {}/mpijob.yaml"
+    no_elastic = ""
+    no_hosts = "Kubernetes chooses the hosts: set cluster.ranks_per_worker instead"
+    starts_servers = False
+
+    ranks_per_worker: int = setting(1, "ranks, and slots, of one worker pod", low=1)
+
+    def values(self, job: Job) -> dict[str, Any]:
+        super().values(job)
         # An elastic job gets as many pods as it may ever use, each for the same number of ranks.
         max_ranks = max(job.num_ranks, job.max_ranks or 0)
         ranks = self.ranks_per_worker
@@ -300,6 +340,7 @@ class Spark(ClusterKind):
     program = "spark-submit"
     no_elastic = "its ranks are fixed: leave --min-np out"
     no_hosts = "Spark chooses the hosts: give -np alone"
+    starts_servers = True
 
     master: str = setting("yarn", "yarn, or spark://HOST:7077 for a standalone cluster")
     deploy_mode: str = setting(
@@ -338,11 +379,11 @@ class Spark(ClusterKind):
             raise ConfigError(f"cluster.gpus_per_rank={self.gpus_per_rank}: a rank uses one GPU; give 0 or 1")
 
         # All executors of an application are alike.
-        executors = self.executors or job.num_ranks
-        ranks_per_executor, remainder = divmod(job.num_ranks, executors)
+        executors = self.executors or job.num_processes
+        ranks_per_executor, remainder = divmod(job.num_processes, executors)
         if remainder:
             raise ConfigError(
-                f"cluster.executors={executors} does not divide {job.num_ranks} ranks; all executors take as many"
+                f"cluster.executors={executors} does not divide {job.num_processes} ranks; all executors take as many"
             )
         # Ranks run outside the executor's Java heap, so their memory is its overhead.
         overhead = int(self.memory_per_rank[:-1]) * ranks_per_executor
@@ -355,4 +396,4 @@ class Spark(ClusterKind):
         }
 
 
-KINDS: dict[str, type[ClusterKind]] = {kind.kind: kind for kind in (Slurm, MpiJob, TrainJob, Docker, Spark)}
+KINDS: dict[str, type[ClusterKind]] = {kind.kind: kind for kind in (Slurm, MpiJob, TrainJob, JobSet, Docker, Spark)}

@@ -24,12 +24,13 @@ from hvtrain.launch.job import (
     SECONDS_TO_BEGIN,
     Host,
     Job,
+    given,
     launcher_command,
     parse_hostfile,
     parse_hosts,
     place_ranks,
 )
-from hvtrain.launch.options import check, given, parser
+from hvtrain.launch.options import check, parser
 from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system import secrets
 
@@ -38,9 +39,9 @@ def main() -> int:
     """Makes the job of the command line, then starts it, or writes and submits its files."""
     line = sys.argv[1:]
     end = [*line, "--"].index("--")
+    names = given(line[:end])
     # Intermixed, because cluster=KIND may stand before, between and after the options.
-    line_parser = parser()
-    options = line_parser.parse_intermixed_args(line[:end])
+    options = parser().parse_intermixed_args(line[:end])
     if end == len(line):
         raise ConfigError("the settings of the run are missing; write them after --, for example: -- model=cnn")
 
@@ -48,7 +49,7 @@ def main() -> int:
     folders = own_folders(run_arguments)
     cluster = cluster_files.choose(options.settings, folders)
     run = _run(run_arguments, options, cluster)
-    # Hydra has printed what was asked for, such as its help.
+    # The composed run was printed, as --cfg asks.
     if run is None:
         return 0
 
@@ -57,11 +58,11 @@ def main() -> int:
     if num_training is None:
         num_training = sum(host.slots for host in hosts) or 1
     roles = roles_of(run.strategy, num_training)
-    check(given(line_parser, options), cluster, roles)
+    check(names, cluster, roles)
 
     if cluster:
-        # Slurm's file starts this launcher again, which then adds what the strategy needs.
-        job = _job(options, cluster, run.command, hosts, Roles(num_training))
+        # Slurm's file starts this launcher again, which then starts one process for all replicas.
+        job = _job(options, cluster, run.command, hosts, Roles(num_training, roles.num_ps))
         return _by_files(options, cluster, job, folders)
 
     if roles.num_replicas and (hosts or options.np):
@@ -69,16 +70,20 @@ def main() -> int:
         run = replace(run, command=(*run.command, f"strategy.num_replicas={num_training}"))
     if options.job_name:
         return _by_hand(options, run.command, roles)
-    return _by_ssh(options, _job(options, cluster, run.command, hosts, roles), run.folder)
+    return _by_ssh(options, _job(options, cluster, run.command, hosts, roles), run)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The command of each rank, its run folder if it is known here, and the settings of its strategy."""
+    """The command of each rank, its run folder if it is known here, and the settings of its strategy.
+
+    is_new: the folder is the default one of this launch.
+    """
 
     command: tuple[str, ...]
     folder: str | None
     strategy: Mapping[str, Any]
+    is_new: bool = False
 
 
 def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind | None) -> _Run | None:
@@ -93,7 +98,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
     if first and "=" not in first and not first.startswith("-"):
         raise ConfigError(f"{first!r} is not a run setting; a command of your own begins with python")
 
-    # Before any rank starts, so that an error is printed once and here. Empty after --help or --cfg.
+    # Before any rank starts, so that an error is printed once and here. Empty after --cfg.
     trees = compose(arguments)
     if not trees:
         return None
@@ -115,7 +120,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
             )
         config.strategy["num_ps"] = options.num_ps
         arguments = [*arguments, f"strategy.num_ps={options.num_ps}"]
-    return _Run(("python", "-m", "hvtrain", *arguments), run_dir, config.strategy)
+    return _Run(("python", "-m", "hvtrain", *arguments), run_dir, config.strategy, run_dir != config.run.dir)
 
 
 def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> list[str]:
@@ -212,7 +217,7 @@ def _by_hand(options: argparse.Namespace, command: tuple[str, ...], roles: Roles
     )
 
 
-def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
+def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
     """Starts the job, or writes the command that would. Returns its exit code."""
     if not job.discovery_script:
         place_ranks(job)  # Raises ConfigError if the hosts have too few slots.
@@ -228,13 +233,13 @@ def _by_ssh(options: argparse.Namespace, job: Job, run_dir: str | None) -> int:
         return 0
 
     logs = Path("launch") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if run_dir:
-        logs = Path(run_dir) / "launch"
+    if run.folder:
+        logs = Path(run.folder) / "launch"
     if options.logs:
         logs = Path(options.logs)
     else:
         refuse_link(logs, ConfigError, "give a place with --logs")
-    return restart.run(job, logs, run_dir, options.max_restarts, options.min_np)
+    return restart.run(job, logs, run.folder, options.max_restarts, options.min_np, run.is_new)
 
 
 def _by_files(options: argparse.Namespace, cluster: ClusterKind, job: Job, folders: list[Path]) -> int:

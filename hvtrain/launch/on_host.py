@@ -39,8 +39,8 @@ def look(address: str) -> dict[str, Any]:
     }
 
 
-def ask(mark: str, number: int = signal.SIGUSR1) -> dict[str, int]:
-    """Sends a signal to the launch's ranks on this host, and counts them."""
+def ask(mark: str | None, number: int = signal.SIGUSR1) -> dict[str, int]:
+    """Sends a signal to the launch's ranks on this host, and counts them; None: to those of all launches."""
     parents = {process: parent for process, parent in _processes() if _is_rank(process, mark)}
     # A process that a rank started has its variables too, and is not asked.
     ranks = [process for process, parent in parents.items() if parent not in parents]
@@ -48,6 +48,13 @@ def ask(mark: str, number: int = signal.SIGUSR1) -> dict[str, int]:
         with suppress(ProcessLookupError):
             os.kill(process, number)
     return {"count": len(ranks)}
+
+
+def drain() -> None:
+    """Has all ranks on this host save and stop, and waits for their end: the last act of a pod that is drained."""
+    ask(None)
+    while ask(None, 0)["count"]:  # Signal 0 only asks whether the process is there.
+        time.sleep(0.5)
 
 
 def begun(mark: str) -> dict[str, int]:
@@ -128,7 +135,7 @@ def _read(process: int, name: str) -> bytes:
     return b""
 
 
-def _is_rank(process: int, mark: str) -> bool:
+def _is_rank(process: int, mark: str | None) -> bool:
     """A Python process with both marks: shells between the launcher and the rank may carry them too."""
     with suppress(OSError):
         program = Path(f"/proc/{process}/exe").resolve().name
@@ -136,7 +143,8 @@ def _is_rank(process: int, mark: str) -> bool:
     return False
 
 
-def _has_marks(process: int, mark: str) -> bool:
-    """True for a process with the launch's mark and a rank's."""
+def _has_marks(process: int, mark: str | None) -> bool:
+    """True for a process with the launch's mark, if any is given, and a rank's."""
     variables = _variables(process)
-    return f"{MARK}={mark}".encode() in variables and any(name.startswith(_RANK_MARKS) for name in variables)
+    is_of_launch = mark is None or f"{MARK}={mark}".encode() in variables
+    return is_of_launch and any(name.startswith(_RANK_MARKS) for name in variables)

@@ -1,6 +1,5 @@
 """The launcher's options: their help, and which of them exclude each other."""
 
-import argparse
 from collections.abc import Iterable
 
 from hvtrain.config.compose import setting_lines
@@ -163,18 +162,6 @@ def _clusters_help() -> str:
     return "\n".join([*lines, ""])
 
 
-def given(parser: Parser, options: argparse.Namespace) -> set[str]:
-    """The names of the options that the command line gave."""
-    names: set[str] = set()
-    # argparse does not keep what the line gave, so an option counts if it differs from its default.
-    # Those that share a destination, such as --mpi and --gloo, differ in their constant.
-    for action in parser._actions:
-        value = getattr(options, action.dest, action.default)
-        if value != action.default and action.const in (None, value):
-            names.update(action.option_strings)
-    return names
-
-
 def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
     """Raises ConfigError for options that exclude each other, and for processes that the cluster cannot start."""
     if "--job-name" in names:
@@ -203,10 +190,11 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
     # A scheduler starts these ranks, in places that this launcher does not know yet.
     not_in_files = (*OVER_SSH, "--start-timeout", "--network-interfaces", "--host-discovery-script")
     _refuse(names, not_in_files, f"cluster={cluster.kind}, which cannot use it")
-    if roles.reason and not cluster.starts_roles:
+    starts_roles = cluster.starts_servers if roles.num_ps else cluster.starts_replicas
+    if roles.reason and not starts_roles:
         raise ConfigError(
-            f"cluster={cluster.kind} starts equal ranks, and this strategy {roles.reason}; "
-            "use cluster=slurm or hosts with ssh, or start each process by hand (--job-name)"
+            f"cluster={cluster.kind} starts equal ranks, and this strategy {roles.reason}; use cluster=slurm (for "
+            "parameter servers also jobset or spark) or hosts with ssh, or start each process by hand (--job-name)"
         )
 
 

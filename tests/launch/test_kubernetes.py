@@ -1,4 +1,4 @@
-"""MPIJob and TrainJob: the files hold to the operators' schemas and to Kubernetes' own, and say what was asked for."""
+"""MPIJob, TrainJob, JobSet: files hold to the operators' schemas and to Kubernetes' own, and say what was asked."""
 
 import copy
 import re
@@ -14,26 +14,46 @@ import yaml
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
 from hvtrain.launch.cluster_files import submission, texts
-from hvtrain.launch.cluster_kinds import MpiJob, TrainJob
+from hvtrain.launch.cluster_kinds import JobSet, MpiJob, TrainJob
 from hvtrain.launch.job import Job, parse_hosts
 
 SCHEMA = yaml.safe_load((Path(__file__).parent / "mpijob.schema.yaml").read_text())
 WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]", '+x=it\'s $(HOME) $HOME $$ "q"', "a: b #c")
 JOB = Job(WORDS, 8, environment={"TF_FLAGS": "a 'b' $(TF_FLAGS) $c \"d\": {e}\nf"})
+OF_PODS = {
+    "nodeSelector": {"pool": "gpu"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "imagePullSecrets": [{"name": "registry"}],
+}
 FULL = MpiJob(
-    image="registry.example/hvtrain:1", ranks_per_worker=2, data_claim="data", runs_claim="runs", namespace="team"
+    image="registry.example/hvtrain:1",
+    ranks_per_worker=2,
+    data_claim="data",
+    runs_claim="runs",
+    namespace="team",
+    queue="team-queue",
+    pod=OF_PODS,
 )
 KINDS = {"mpijob": MpiJob, "trainjob": TrainJob}
+# Each process of a JobSet is a pod.
+SERVERS = Job(WORDS, 3, num_ps=2, environment=JOB.environment)
 
 
 def documents(kind, job=JOB, settings=FULL):
-    (text,) = texts(KINDS[kind](**vars(settings)), job).values()
+    if kind == "jobset":
+        values = {name: value for name, value in vars(settings).items() if name != "ranks_per_worker"}
+        cluster = JobSet(**values)
+    else:
+        cluster = KINDS[kind](**vars(settings))
+    (text,) = texts(cluster, job).values()
     return list(yaml.safe_load_all(text))
 
 
 def pods(kind, job=JOB, settings=FULL):
-    """The pods of launcher and worker."""
+    """The pods of launcher and worker, or of a JobSet's jobs."""
     tree = documents(kind, job, settings)[0]["spec"]
+    if kind == "jobset":
+        return [entry["template"]["spec"]["template"]["spec"] for entry in tree["replicatedJobs"]]
     if kind == "mpijob":
         roles = tree["mpiReplicaSpecs"]
         return [roles[role]["template"]["spec"] for role in ("Launcher", "Worker")]
@@ -108,10 +128,20 @@ def test_trainer_knows_every_field_of_runtime_and_trainjob(settings):
 
 
 @pytest.mark.parametrize("settings", [FULL, CPU], ids=["full", "cpu"])
-@pytest.mark.parametrize("kind", KINDS)
+def test_jobset_knows_every_field_of_the_jobset(settings):
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    (tree,) = documents("jobset", SERVERS, settings)
+    assert models.JobsetV1alpha2JobSet.from_dict(copy.deepcopy(tree)).to_dict() == tree
+    wrong = copy.deepcopy(tree)
+    wrong["spec"]["failurePolicy"]["maxRestart"] = 2
+    assert models.JobsetV1alpha2JobSet.from_dict(copy.deepcopy(wrong)).to_dict() != wrong
+
+
+@pytest.mark.parametrize("settings", [FULL, CPU], ids=["full", "cpu"])
+@pytest.mark.parametrize("kind", [*KINDS, "jobset"])
 def test_kubernetes_takes_the_pods(kind, settings):
     validate = pytest.importorskip("kubernetes_validate")
-    for pod in pods(kind, JOB, settings):
+    for pod in pods(kind, SERVERS if kind == "jobset" else JOB, settings):
         whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod}
         validate.validate(whole, validate.latest_version(), strict=True)
         with pytest.raises(validate.ValidationError):
@@ -148,7 +178,34 @@ def test_workers_get_their_ranks_gpus_memory_and_volumes(kind):
     assert (count or first["spec"]["mlPolicy"]["numNodes"]) == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "jobset"])
+def test_a_site_says_where_pods_run_what_they_pull_and_who_admits_them(kind):
+    trees = documents(kind)
+    assert trees[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-queue"
+    for pod in pods(kind):
+        assert {name: pod[name] for name in OF_PODS} == OF_PODS
+        assert pod["terminationGracePeriodSeconds"] == 120
+
+
+@pytest.mark.parametrize("job", [SERVERS, Job(WORDS, 3)], ids=["servers", "ranks"])
+def test_each_process_of_a_jobset_is_named_by_role_and_index(job):
+    """That they find each other and train is in strategies/test_parameter_servers.py."""
+    (tree,) = documents("jobset", job)
+    jobs = {entry["name"]: entry["template"]["spec"] for entry in tree["spec"]["replicatedJobs"]}
+    assert {role: entry["completions"] for role, entry in jobs.items()} == job.roles.counts
+    first = next(iter(jobs))
+    for role, entry in jobs.items():
+        assert (entry["completionMode"], entry["parallelism"]) == ("Indexed", entry["completions"])
+        (container,) = entry["template"]["spec"]["containers"]
+        line = [as_kubernetes_reads(argument) for argument in container["args"]]
+        assert line[3] == f"hvtrain-{first}-0-0.hvtrain"
+        assert line[line.index("--coordinator") + 1] == f"{line[3]}:2222"
+        assert (line[line.index("--job-name") + 1], line[line.index("--task-index") + 1]) == (role, "REPLACED")
+        assert tuple(line[line.index("python") :]) == WORDS
+        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (role == "worker")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "jobset"])
 def test_pods_write_to_volumes_alone_and_gain_no_rights(kind):
     """That a worker trains so is in test_kubernetes_root.py."""
     for pod in pods(kind):
@@ -220,6 +277,9 @@ def test_kubectl_gets_the_file(kind):
         (JOB, {"image": "i", "runs_claim": "my claim"}, "cluster.runs_claim=my claim is not a name"),
         (JOB, {"image": "i", "memory_per_rank": "lots"}, "not an amount of memory"),
         (JOB, {"image": "i", "data_path": "data"}, "cluster.data_path=data"),
+        (JOB, {"image": "i", "queue": "my queue"}, "cluster.queue=my queue is not a name"),
+        (JOB, {"image": "i", "pod": {"nodeselector": {}}}, "'cluster.pod.nodeselector'; did you mean 'nodeSelector'?"),
+        (JOB, {"image": "i", "pod": {"volumes": []}}, "unknown setting 'cluster.pod.volumes'; known: affinity"),
     ],
 )
 def test_what_cannot_start_is_refused_in_one_line(kind, job, settings, message):
@@ -228,6 +288,7 @@ def test_what_cannot_start_is_refused_in_one_line(kind, job, settings, message):
     assert "\n" not in str(error.value)
 
 
-def test_an_elastic_trainjob_is_refused():
-    with pytest.raises(ConfigError, match="a TrainJob keeps its size"):
-        documents("trainjob", ELASTIC)
+@pytest.mark.parametrize(("kind", "name"), [("trainjob", "TrainJob"), ("jobset", "JobSet")])
+def test_an_elastic_job_of_fixed_size_is_refused(kind, name):
+    with pytest.raises(ConfigError, match=f"a {name} keeps its size"):
+        documents(kind, ELASTIC)

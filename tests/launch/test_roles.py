@@ -113,7 +113,8 @@ def test_a_restart_has_as_many_processes():
         ("-np 4 -H s1:2,s2:2", ["strategy=replicas"], "-np 4 needs as many slots on one host and s1 has 2; lower -np"),
         ("-np 5 -H s1:2,s2:2", ["strategy=servers"], "-np 5 needs as many slots and -H s1:2,s2:2 has 4"),
         ("-np 2 cluster=mpijob", ["strategy=servers"], "cluster=mpijob starts equal ranks, and this strategy needs a"),
-        ("-np 2 cluster=docker", ["strategy=replicas"], "cluster=docker starts equal ranks, .* use cluster=slurm or"),
+        ("-np 2 cluster=docker", ["strategy=replicas"], "cluster=docker starts equal ranks, .* use cluster=slurm \\("),
+        ("-np 2 cluster=spark", ["strategy=replicas"], "cluster=spark starts equal ranks, and this strategy trains"),
         ("-np 2 cluster=slurm --num-ps 1", ["python", "x.py"], "cluster=slurm takes --num-ps with settings of a run"),
         ("", ["strategy=servers", "strategy.num_ps=0"], "strategy.num_ps=0 is out of range; it must be a whole number"),
         ("--task-index 0", ["strategy=horovod"], "--task-index came without --job-name; give the job of this process"),
@@ -121,7 +122,7 @@ def test_a_restart_has_as_many_processes():
         ("-np 3 -H s1:1,s2:1", [], "-np 3 needs as many slots and -H s1:1,s2:1 has 2; lower -np or add hosts"),
         ("-np 2 -H s1,s2x:", [], "-H s1,s2x:: 's2x:' is not a host and a number of ranks; write -H s1:4,s2:4"),
         ("-H s1 --env NONE", [], "--env NONE: no such variable is set here; set it, or write --env NONE=VALUE"),
-        ("-H s1 cluster=slum", [], "cluster=slum is not one of ssh, slurm, mpijob, trainjob, docker, spark; did you"),
+        ("-H s1 cluster=slum", [], "cluster=slum is not one of ssh, slurm, mpijob, trainjob, jobset, docker, spark; d"),
         ("--port 2", [], "unrecognized arguments: --port"),
         ("-np 0 -H s1", [], "argument -np: 0 came where a whole number of at least 1 was needed"),
         ("-np 2 cluster=slurm cluster.time=60 -p 22", [], "-p came with cluster=slurm, which cannot use it"),
@@ -148,6 +149,13 @@ def test_slurms_file_asks_for_those_that_train_and_starts_this_launcher(would_ru
     assert "#SBATCH --ntasks=4\n" in text and " strategy.num_ps=2 " in text
     text = would_run("--dry-run -np 4 cluster=slurm cluster.time=1:00:00", "strategy=replicas")
     assert "#SBATCH --ntasks=4\n" in text and "num_replicas" not in text
+
+
+def test_files_of_jobset_and_spark_start_the_servers_too(would_run):
+    text = would_run("--dry-run -np 4 cluster=jobset cluster.image=i --num-ps 2", "strategy=servers")
+    assert re.findall("- name: (coordinator|ps|worker)\n      replicas", text) == ["coordinator", "ps", "worker"]
+    text = would_run("--dry-run -np 4 cluster=spark --num-ps 2", "strategy=servers")
+    assert " --np 7 " in text and "spark.executor.instances=7 " in text and " strategy.num_ps=2" in text
 
 
 def test_ranks_by_job_and_index():
