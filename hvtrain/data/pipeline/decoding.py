@@ -307,7 +307,7 @@ def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = N
     """
     channels = sizing.image_shape[2]
     are_for_pillow = _are_for_pillow(encoded, channels, sizing.exif)
-    elements = (encoded, are_for_pillow)
+    elements: tuple[Any, ...] = (encoded, are_for_pillow)
     decode_one: Callable[..., tf.Tensor] = partial(_decode_central, sizing)
     if draws is not None:
         crop = sizing.crop or RandomResizedCrop()
