@@ -305,7 +305,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     if left_out > MOST_LEFT_OUT * plan.num_examples:
         share = percent(left_out / plan.num_examples)
         text = f"{left_out:,} of {plan.num_examples:,} examples ({share}), others in each epoch"
-        lines["left out"] = f"{text} (data.uneven=trim; pad trains on all)"
+        lines["left out"] = f"{text} (data.uneven=trim)"
     if config.data.one_batch:
         lines["trained on"] = "the first batch in every step (data.one_batch)"
     if config.train.evaluation_steps:
