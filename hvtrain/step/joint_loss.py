@@ -20,7 +20,7 @@ from tensorflow.python.eager.record import could_possibly_record as is_taking_gr
 def joint_loss(
     loss: keras.losses.Loss,
     mean_over_ranks: Callable[[tf.Tensor], tf.Tensor],
-    num_ranks: Callable[[], int],
+    num_ranks: Callable[[], float],
 ) -> keras.losses.Loss:
     """Changes a loss so that the mean over ranks of its gradients is that of the joint batch.
 
@@ -29,7 +29,8 @@ def joint_loss(
     Args:
         loss: any keras.losses.Loss.
         mean_over_ranks: a function that returns the mean of a float32 scalar over all ranks.
-        num_ranks: a function that returns the number of ranks, called when a step is traced.
+        num_ranks: a function that returns the number of ranks, called when a step is traced; or the
+            joint batch's size over this one's, where means over ranks weigh batches by their size.
 
     Returns:
         A copy with two more attributes. `denominator` is what its last value was divided by, or

@@ -21,12 +21,8 @@ from hvtrain.system import host_facts
 from hvtrain.watchdog.starting import LOOPBACK, agree
 
 NAME = "multi_worker_mirrored"
-_IMPLEMENTATIONS = tf.distribute.experimental.CommunicationImplementation
-COMMUNICATION = {
-    "auto": _IMPLEMENTATIONS.AUTO,
-    "ring": _IMPLEMENTATIONS.RING,
-    "nccl": _IMPLEMENTATIONS.NCCL,
-}
+# As TensorFlow calls its implementations, in small letters.
+COMMUNICATION = ("auto", "ring", "nccl")
 
 # TensorFlow raises these on a process when another process of its cluster is gone.
 LOST_PROCESS_ERRORS = (
@@ -98,7 +94,7 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
     if size > 1:
         cluster = {"worker": cluster_addresses(rank, NAME)}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
-    options = tf.distribute.experimental.CommunicationOptions(implementation=COMMUNICATION[communication])
+    options = tf.distribute.experimental.CommunicationOptions(implementation=communication)
     try:
         with initializing_devices(NAME):
             return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)

@@ -7,14 +7,14 @@ import tensorflow as tf
 
 import hvtrain.keras as hvd
 from hvtrain.core.step_plan import StepPlan
-from hvtrain.core.topology import Topology
+from hvtrain.core.topology import Topology, reduced
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy, exclude
 from hvtrain.strategies.loop import CallSteps, Steps, build_metrics
 from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
-from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve
+from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve, worker_ranks
 from hvtrain.strategies.worker_step import Computed, ServerState, Workers, compute, packed, reader
 from hvtrain.watchdog.progress import EXCHANGE
 
@@ -34,6 +34,10 @@ class ParameterServerStrategy(Strategy):
     mode = "asynchronous"
     # Set by start.
     cluster: Cluster
+    # Examples of each part of a step's batch; a synchronous step has one for each worker. Set by check_plan.
+    part_sizes: list[int]
+    # What a sum over a part is multiplied by, so that the mean of the parts is the sum over the batch; for tracing.
+    batch_over_part: float
     # Set by make_steps, with the state of the steps.
     steps_by_worker: list[int]
 
@@ -56,7 +60,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def num_computing(self) -> int:
-        return self.cluster.num_workers
+        return self.cluster.roles.num_workers
 
     def start(self) -> Topology:
         """Joins the cluster. Only the coordinator returns; the others serve until it ends."""
@@ -101,11 +105,9 @@ class ParameterServerStrategy(Strategy):
                 exclude(self.name, setting)
 
     def check_plan(self, plan: StepPlan) -> None:
-        if not plan.is_full or plan.global_batch % self.num_replicas or len(set(plan.batch_sizes)) > 1:
-            raise ConfigError(
-                f"strategy={self.name} needs batches of one size in all steps; choose "
-                "data.uneven=trim and one number as train.batch_size"
-            )
+        if not plan.is_full:
+            raise ConfigError(f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim")
+        self.part_sizes = plan.on(self.num_replicas).batch_sizes
 
     def make_steps(
         self,
@@ -115,20 +117,22 @@ class ParameterServerStrategy(Strategy):
         call_steps: CallSteps,
     ) -> Steps:
         assert self.cluster.replicas
-        self.steps_by_worker = [0] * self.cluster.num_workers
+        self.steps_by_worker = [0] * self.num_computing
         # The servers hold the state of the metrics too, so it must exist before they take over.
         build_metrics(model, batches.element_spec)
         self.model = model
         self.state = ServerState(model, self.cluster.replicas)
-        self.workers = Workers(self.cluster.worker_ranks)
+        self.workers = Workers(worker_ranks(self.cluster.roles))
         self.step = start_step
         self._is_due = call_steps.is_boundary
         self._is_settled = True
         self._latest: Any = None
-        self._read, spec = reader(iter(batches), self.marks, self.num_replicas)
+        self._read, specs = reader(iter(batches), self.marks, self.part_sizes)
         self._ended = tf.function(lambda: self.marks.ended([]), autograph=False)
         scalar = tf.TensorSpec([], tf.int64)
-        self._function = tf.function(self.on_worker, autograph=False).get_concrete_function(spec, scalar, scalar)
+        function = tf.function(self.on_worker, autograph=False)
+        # Parts of one size share a trace.
+        self._functions = [function.get_concrete_function(spec, scalar, scalar) for spec in specs]
         return self.do_steps
 
     def do_steps(self, number: int) -> dict[str, Any]:
@@ -158,6 +162,7 @@ class ParameterServerStrategy(Strategy):
     @tf.autograph.experimental.do_not_convert
     def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
         """Computes on a batch, where a worker calls it; returns the numbers of the result."""
+        self.batch_over_part = sum(self.part_sizes) / tf.nest.flatten(batch)[0].shape[0]
         with self.state.traced():
             computed = compute(self.model, batch, number, self.check_finite)
             self.store(computed, worker)
@@ -174,16 +179,16 @@ class ParameterServerStrategy(Strategy):
         for variable, value in computed.statistics:
             variable.assign(value)
 
-    def begin(self, worker: int, part: Any, number: int) -> None:
+    def begin(self, worker: int, parts: list[Any], index: int, number: int) -> None:
         """Gives a part of the batch to a free worker; the number seeds its dropout."""
         scalars = tf.constant(number, tf.int64), tf.constant(worker, tf.int64)
-        self.workers.call(worker, self.step, self._function, part, *scalars)
+        self.workers.call(worker, self.step, self._functions[index], parts[index], *scalars)
 
     def do_step(self, parts: list[Any]) -> None:
         """Gives the batch, which has only one part, to a worker once one is free."""
         if not self.workers.free:
             self.record(self.workers.finished())
-        self.begin(self.workers.free[0], parts[0], self.step)
+        self.begin(self.workers.free[0], parts, 0, self.step)
 
     def record(self, results: list[tuple[int, int, Any]]) -> None:
         """Counts finished calls, and keeps what the last one returned for the logs."""
@@ -217,7 +222,7 @@ class ParameterServerStrategy(Strategy):
         hvd.shutdown()  # In case of a failure before the processes have left Horovod.
 
     def description(self) -> str:
-        num_workers = self.cluster.num_workers
+        num_workers = self.num_computing
         return (
             f"coordinator of {self.num_ps} ps and {num_workers} worker{'s' * (num_workers > 1)}, "
             f"{self.mode}; started by Horovod on {self.cluster.launcher}"
@@ -229,6 +234,8 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     With backup workers, a step waits for the first gradients only, and drops late ones (Chen et al.
     2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981).
+
+    A worker whose batch is larger counts for as much more in the mean.
 
     Each worker writes its results into a row of its own beside each variable. So a step uses the
     same workers for all variables, adds in the order of the workers, and has no late gradient in
@@ -288,7 +295,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         self.num_dropped = 0
         self._rows: dict[int, tf.Variable] = {}
         do_steps = super().make_steps(*arguments)
-        arrived = tf.TensorSpec([self.num_replicas], tf.bool)
+        arrived = tf.TensorSpec([self.num_replicas], tf.int32)
         self._apply = tf.function(self.on_servers, autograph=False).get_concrete_function(arrived)
         return do_steps
 
@@ -312,27 +319,28 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     @tf.autograph.experimental.do_not_convert
     def on_servers(self, arrived: tf.Tensor) -> None:
-        """Does one step with the results of the workers that arrived, bool [workers]."""
+        """Does one step with the results of the workers that arrived, 1 or 0 [workers]."""
+        weights = arrived * tf.constant(reduced(self.part_sizes))
         with self.state.traced():
             trained = [variable for variable, _ in self._computed.gradients]
-            self.model.optimizer.apply([self._mean(variable, arrived) for variable in trained], trained)
+            self.model.optimizer.apply([self._mean(variable, weights) for variable in trained], trained)
             for variable, _ in self._computed.counts:
                 variable.value.assign_add(self._sum(variable, arrived))
             for variable, _ in self._computed.statistics:
-                variable.assign(self._mean(variable, arrived))
+                variable.assign(self._mean(variable, weights))
 
-    def _sum(self, variable: keras.Variable, arrived: tf.Tensor) -> tf.Tensor:
+    def _sum(self, variable: keras.Variable, weights: tf.Tensor) -> tf.Tensor:
         rows = self._rows_of(variable)
         with tf.device(rows.device):
             values = rows.read_value()
-            # A late worker may be writing its row, which must not count.
-            mask = tf.reshape(arrived, [-1, *[1] * (values.shape.rank - 1)])
-            return tf.reduce_sum(tf.where(mask, values, tf.zeros([], values.dtype)), axis=0)
+            factors = tf.reshape(tf.cast(weights, values.dtype), [-1, *[1] * (values.shape.rank - 1)])
+            # A late worker may be writing its row, which must not count, even if it is not finite.
+            return tf.reduce_sum(tf.where(factors > 0, values * factors, tf.zeros([], values.dtype)), axis=0)
 
-    def _mean(self, variable: keras.Variable, arrived: tf.Tensor) -> tf.Tensor:
-        total = self._sum(variable, arrived)
+    def _mean(self, variable: keras.Variable, weights: tf.Tensor) -> tf.Tensor:
+        total = self._sum(variable, weights)
         with tf.device(self._rows_of(variable).device):
-            number = tf.reduce_sum(tf.cast(arrived, tf.float64))
+            number = tf.reduce_sum(tf.cast(weights, tf.float64))
             # In float64, which holds each integer of 32 bits.
             if total.dtype.is_integer:
                 return tf.cast(tf.cast(total, tf.float64) / number, total.dtype)
@@ -345,7 +353,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         def begin(worker: int) -> None:
             # The number differs between steps and between workers, so that each draws its own
             # dropout.
-            self.begin(worker, parts[worker], self.step * self.num_replicas + worker)
+            self.begin(worker, parts, worker, self.step * self.num_replicas + worker)
 
         for worker in self.workers.free:
             begin(worker)
@@ -361,7 +369,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                         # A backup worker: its row belongs to an earlier step.
                         self.num_dropped += 1
                         begin(worker)
-            mask = tf.constant([worker in arrived for worker in range(self.num_replicas)])
+            mask = tf.constant([int(worker in arrived) for worker in range(self.num_replicas)])
             # Called on a server: operations without a device of their own run there, not here.
             with tf.device("/job:ps/replica:0/task:0"):
                 self._apply(mask)
@@ -370,7 +378,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         """Returns at once: late workers go on, and change only their own rows."""
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        return joint_loss(loss, self._refuse_denominator, lambda: self.num_replicas)
+        return joint_loss(loss, self._refuse_denominator, lambda: self.batch_over_part)
 
     def _refuse_denominator(self, number: tf.Tensor) -> tf.Tensor:
         """Stands in for the denominator's mean over the workers, which have no collective."""

@@ -51,14 +51,6 @@ class Cluster:
     replicas: tf.distribute.ParameterServerStrategy | None = None
     watchdog: Watchdog | None = None
 
-    @property
-    def num_workers(self) -> int:
-        return self.roles.num_workers
-
-    @property
-    def worker_ranks(self) -> list[int]:
-        return worker_ranks(self.roles)
-
     def watch(self, abort_seconds: float, marks: StepMarks | None) -> Watchdog:
         """Returns the watchdog over all processes (every process).
 
@@ -148,7 +140,7 @@ def join_cluster(
         check_workers(roles.num_workers)
         _cluster = _join(roles, strategy, share_gpus)
     else:
-        check_workers(_cluster.num_workers)
+        check_workers(_cluster.roles.num_workers)
     return _cluster
 
 

@@ -4,7 +4,7 @@
 `ServerState` holds the variables on the servers. `Workers` keeps track of the workers' calls.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -99,15 +99,15 @@ def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
 def reader(
     batches: Any,
     marks: StepMarks,
-    num_parts: int = 1,
+    sizes: Sequence[int],
 ) -> tuple[Callable[[], list[Any]], Any]:
-    """Makes a function that takes the next batch, cut into equal parts.
+    """Makes a function that takes the next batch, cut into parts of these sizes.
 
-    It marks that a step begins. Returns it and the spec of a part.
+    It marks that a step begins. Returns it and the specs of the parts.
     """
 
     def cut(batch: Any) -> list[Any]:
-        arrays = [tf.split(array, num_parts) for array in tf.nest.flatten(batch)]
+        arrays = [tf.split(array, sizes) for array in tf.nest.flatten(batch)]
         return [tf.nest.pack_sequence_as(batch, list(part)) for part in zip(*arrays)]
 
     @tf.function(autograph=False)
@@ -119,7 +119,7 @@ def reader(
         return cut(marks.arrived(data, began))
 
     traced = take.get_concrete_function(batches)
-    return lambda: traced(batches), traced.structured_outputs[0]
+    return lambda: traced(batches), traced.structured_outputs
 
 
 class Workers:

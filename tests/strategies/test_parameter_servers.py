@@ -10,8 +10,12 @@ import time
 import numpy as np
 import psutil
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
+from hvtrain.launch.cluster_files import texts
+from hvtrain.launch.cluster_kinds import JobSet
+from hvtrain.launch.job import Job
 from lab import Lab, needs_lab
 from launching import WORKERS, finish, kill, run, start
 from tiers import with_nightly
@@ -27,6 +31,7 @@ STEPS = [
     "optimizer=momentum",
     "optimizer.learning_rate=0.05",
 ]
+SUM = "+task.loss.reduction=sum"
 RUNS = {
     "exact": [SYNC, *STEPS],
     "joint": ["strategy=single", *STEPS],
@@ -41,6 +46,10 @@ NIGHTLY_RUNS = {
     "no/float16": [ASYNC, *STEPS, "train.precision=mixed_float16"],
     "no/xla": [ASYNC, *STEPS, "train.jit_compile=true"],
     "exact/on": [SYNC, *STEPS, "train.steps=30"],
+    "unlike": [SYNC, *STEPS, "train.batch_size=[12,4]"],
+    "joint unlike": ["strategy=single", *STEPS, "train.batch_size=[12,4]"],
+    "sum": [SYNC, *STEPS, "train.batch_size=[12,4]", SUM],
+    "joint sum": ["strategy=single", *STEPS, "train.batch_size=[12,4]", SUM],
     "to servers": ["strategy=single", *STEPS, "train.steps=10"],
     "to servers/on": [SYNC, *STEPS],
     "from servers": [SYNC, *STEPS, "train.steps=10"],
@@ -84,6 +93,14 @@ def test_synchronous_steps_equal_one_process_on_the_joint_batch(runs):
     assert any("an embedding's row are summed" in line for line in results["exact"]["record"]["differences"])
     ours, expected = (results[name]["record"]["metrics"] for name in ("exact", "joint"))
     assert ours == pytest.approx(expected, abs=1e-5)
+
+
+@nightly
+@pytest.mark.parametrize("name", ["unlike", "sum"])
+def test_workers_with_unlike_batches_equal_one_process_on_the_joint_batch(runs, name):
+    folder, results = runs
+    assert results[name]["parts"] == [12, 4], results[name]
+    assert difference(folder, name, f"joint {name}") < 1e-5
 
 
 def test_asynchronous_steps_are_all_counted(runs):
@@ -255,13 +272,38 @@ def test_a_late_gradient_is_dropped(tmp_path):
     assert any(line.startswith("dropped ") for line in record["differences"]), record["differences"]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(SYNC, marks=nightly), pytest.param(ASYNC, marks=release)])
-def test_digits(tmp_path, strategy):
-    code, output = run("gloo", 4, "python", "-m", "hvtrain", strategy, f"run.dir={tmp_path}/run", cwd=tmp_path)
+@release
+def test_digits(tmp_path):
+    code, output = run("gloo", 4, "python", "-m", "hvtrain", ASYNC, f"run.dir={tmp_path}/run", cwd=tmp_path)
     assert code == 0, output
-    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert_learned(tmp_path)
+
+
+@nightly
+def test_the_pods_of_a_jobset_learn_the_digits(tmp_path):
+    """Each process as its pod starts it, by its name and index, from the file for Kubernetes."""
+    job = Job(("python", "-m", "hvtrain", SYNC, f"run.dir={tmp_path}/run"), 2, num_ps=1)
+    (text,) = texts(JobSet(image="hvtrain"), job).values()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # What differs between pods and processes of one host: the name of rank 0's, and its port.
+    text = text.replace("hvtrain-coordinator-0-0.hvtrain:2222", f"localhost:{port}")
+    text = text.replace("hvtrain-coordinator-0-0.hvtrain", "localhost").replace("$$", "$")
+    processes = []
+    for entry in yaml.safe_load(text)["spec"]["replicatedJobs"]:
+        (container,) = entry["template"]["spec"]["template"]["spec"]["containers"]
+        for index in range(entry["template"]["spec"]["completions"]):
+            line = [argument.replace("$(JOB_COMPLETION_INDEX)", str(index)) for argument in container["args"]]
+            processes.append(start(None, 1, *line, cwd=tmp_path))
+    outputs = [finish(process) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outputs
+    assert_learned(tmp_path)
+
+
+def assert_learned(folder):
+    record = json.loads((folder / "run" / "result.json").read_text())
     assert record["test_accuracy"] > 0.95
-    assert (tmp_path / "run" / "model.keras").exists() and (tmp_path / "run" / "history.csv").exists()
+    assert (folder / "run" / "model.keras").exists() and (folder / "run" / "history.csv").exists()
 
 
 @release

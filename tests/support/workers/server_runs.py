@@ -66,7 +66,7 @@ def main():
             strategy.num_replicas = 2
         else:
             last = strategy
-        results[name] = one_run(strategy, config)
+        results[name] = {**one_run(strategy, config), "parts": getattr(strategy, "part_sizes", None)}
         Path(sys.argv[2]).write_text(json.dumps(results, default=str))
     last.comm.watchdog.stop()
 
