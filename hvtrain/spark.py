@@ -1,15 +1,21 @@
 """`python -m hvtrain spark`, or this file given to spark-submit: trains with one rank in each Spark task.
 
 The driver composes and checks the run before Spark starts. Horovod's launcher for Spark then starts a process beside
-each task, which trains as `python -m hvtrain` would there.
+each task, which trains as `python -m hvtrain` would there. `fit` does the same for a DataFrame of a program's own Spark
+session, and `SparkModel` predicts with a finished run on the executors.
 """
 
 import argparse
+import functools
+import itertools
 import os
 import re
 import sys
+import tempfile
 import threading
 import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,9 +23,10 @@ if __name__ == "__main__":
     # Started as a file, its folder is hvtrain's own, in which `keras` would be hvtrain.keras.
     sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
 
+import hvtrain
 from hvtrain.config.compose import compose, run_settings
 from hvtrain.config.schema import RunConfig, default_run_dir, from_dict
-from hvtrain.errors import ConfigError, RankError
+from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.launch import environment
 from hvtrain.launch.first_failure import failed_rank
 from hvtrain.launch.output import MARK
@@ -30,6 +37,7 @@ EXAMPLES = """\
 examples:
   python -m hvtrain spark --np 4 model=mlp
   spark-submit --master yarn --num-executors 4 ... hvtrain/spark.py --np 4 model=mlp run.dir=/shared/first
+  python -m hvtrain spark --np 4 strategy=parameter_server strategy.num_ps=1 model=mlp    (2 workers)
 """
 
 
@@ -91,13 +99,13 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
             "(Java 17 is needed: apt-get install openjdk-17-jre-headless)"
         ) from error
     try:
-        return run_ranks(session.sparkContext, config, options)
+        return run_ranks(session.sparkContext, config, options.overrides, options.np, options.mpi)
     finally:
         session.sparkContext.setLogLevel("OFF")  # no tracebacks from executors that end
         session.stop()
 
 
-def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> int:
+def run_ranks(context: Any, config: RunConfig, overrides: list[str], num_ranks: int | None, mpi: bool = False) -> int:
     """Runs one rank in each of N tasks of a SparkContext.
 
     Returns the exit code of the first rank that failed, or 0. Raises UserError.
@@ -105,7 +113,7 @@ def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> i
     import horovod.spark
 
     # A cluster's own number of tasks grows while it starts, so only the user's counts.
-    num_ranks = options.np or int(context.getConf().get("spark.default.parallelism", "0"))
+    num_ranks = num_ranks or int(context.getConf().get("spark.default.parallelism", "0"))
     if not num_ranks and not re.fullmatch(r"local(\[[^,]*\])?", context.master):
         raise ConfigError(
             "the number of ranks is not set; give --np N (tasks that run at once) or set spark.default.parallelism"
@@ -115,11 +123,11 @@ def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> i
     try:
         horovod.spark.run(
             train_rank,
-            (config, options.overrides, str(Path.cwd())),
+            (config, overrides, str(Path.cwd())),
             num_proc=num_ranks,
-            use_gloo=not options.mpi,
-            use_mpi=options.mpi,
-            env=rank_environment(options.mpi),
+            use_gloo=not mpi,
+            use_mpi=mpi,
+            env=rank_environment(mpi),
             stdout=RankLines(sys.stdout),
             stderr=RankLines(sys.stderr),
             verbose=0,
@@ -137,6 +145,106 @@ def run_ranks(context: Any, config: RunConfig, options: argparse.Namespace) -> i
             raise RankError(f"Spark did not run {num_ranks} tasks at once: {text}") from error
         raise
     return 0
+
+
+@dataclass(frozen=True)
+class SparkModel:
+    """A finished run that predicts on Spark's executors.
+
+    Args:
+        run: the run folder, which the driver and all executors see.
+        trust: its settings may name code that is neither hvtrain's nor Keras's, which is executed.
+    """
+
+    run: str
+    trust: bool = False
+
+    def transform(self, frame: Any) -> Any:
+        """Returns a Spark DataFrame with one more column, `prediction`: a struct of what predict writes for a row.
+
+        Dots in the names of its fields become `_`. The first rows are predicted at once, because they tell the types.
+
+        Raises DataError if there are no rows, or the model cannot take the first ones.
+        """
+        from pyspark.sql import Row
+        from pyspark.sql.types import StructType
+
+        predicted = frame.rdd.mapPartitions(functools.partial(predict_rows, self))
+        try:
+            *_, prediction = predicted.first()
+        except Exception as error:  # An executor's comes with the stacks of Python and of Java.
+            cause = re.search(r"hvtrain\.errors\.\w+: (.*)", str(error))
+            raise DataError(f"the rows cannot be predicted: {cause[1] if cause else error}") from error
+
+        session = frame.sparkSession
+        added = session.createDataFrame([Row(prediction=Row(**prediction))]).schema
+        return session.createDataFrame(predicted, StructType([*frame.schema, *added]))
+
+
+def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> SparkModel:
+    """Trains on the rows of a Spark DataFrame, in tasks of its session, as `dataset=table` does on a file.
+
+    The rows are written as Parquet to rows/ in the run folder, where the ranks read them. The same
+    call with the same rows resumes a run.
+
+    Args:
+        frame: features and a target, in columns as dataset=table takes them.
+        overrides: settings of the run, such as "dataset.target=label", "model=mlp" and "run.dir=/shared/first".
+        num_ranks: tasks, which must run at once; None: spark.default.parallelism, or N of local[N].
+
+    Raises:
+        UserError: a setting is wrong, or the training has failed.
+    """
+    config = hvtrain.compose(["dataset=table", *overrides])
+    run_dir = Path(config.run.dir or default_run_dir(config)).absolute()
+    rows = run_dir / "rows"
+    # With its scheme: a cluster's own file system, such as HDFS, is not the one that ranks read.
+    frame.write.mode("overwrite").parquet(rows.as_uri())
+
+    config.run.dir = str(run_dir)
+    config.dataset["file"] = str(rows)
+    code = run_ranks(frame.sparkSession.sparkContext, config, list(overrides), num_ranks)
+    if code:
+        raise RankError(f"the training in {run_dir} ended with exit code {code}; the lines above say why")
+    return SparkModel(config.run.dir, trust=True)
+
+
+def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
+    """Yields the rows of a partition, each with the dict of its predictions (in an executor)."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    run = _open_run(model)
+    from hvtrain.finished.inputs import of_input
+    from hvtrain.finished.outputs import rows_of
+
+    batch_size = run.config.train.evaluation_batch_size
+    for part in iter(lambda: list(itertools.islice(rows, batch_size)), []):
+        # By way of a file, so that columns are read and checked as predict does it.
+        with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
+            pa.parquet.write_table(pa.Table.from_pylist([row.asDict(recursive=True) for row in part]), file.name)
+            # No more rows than are one batch.
+            ((inputs, _),) = of_input(run, Path(file.name)).batches()
+
+        columns = rows_of(run, (inputs, {}), run.model.predict_on_batch)
+        # Spark takes a dot for a field of a struct.
+        lists = {name.replace(".", "_"): column.tolist() for name, column in columns.items()}
+        for row, *values in zip(part, *lists.values()):
+            yield (*row, dict(zip(lists, values)))
+
+
+@functools.cache
+def _open_run(model: SparkModel) -> Any:
+    """Opens a run once in each of Spark's Python processes, which predicts many partitions."""
+    with console.quiet_import(verbose=False):
+        from hvtrain.finished.arguments import finished_config
+        from hvtrain.finished.finished_run import open_run
+        from hvtrain.strategies.base import Strategy
+
+    strategy = Strategy()
+    strategy.start()
+    # hvtrain.load would read the run's data in each executor, to see that they are the same.
+    return open_run(finished_config([f"run={model.run}"], trust=model.trust), strategy, uses_split=False)
 
 
 class RankLines:

@@ -50,6 +50,32 @@ spark.stop()
 """
 
 
+# A program with a session of its own: parameter servers train on its rows, and executors predict others.
+FIT = """
+import json
+from pyspark.sql import SparkSession
+from sklearn.datasets import load_digits
+import hvtrain.spark
+
+pixels, labels = load_digits(return_X_y=True)
+rows = [(row.tolist(), int(label)) for row, label in zip(pixels, labels)]
+spark = SparkSession.builder.master("local-cluster[2,2,1024]").getOrCreate()
+parts = [row for index, row in enumerate(rows) if index % 5], rows[::5]
+train, others = (spark.createDataFrame(part, "pixels array<float>, digit int").coalesce(1) for part in parts)
+settings = ["strategy=parameter_server_sync", "model=mlp", "train.epochs=12", "run.report=false", "run.dir=run"]
+model = hvtrain.spark.fit(train, [*settings, "dataset.target=digit", "dataset.num_test=0"], num_ranks=4)
+predicted = model.transform(others).select("digit", "prediction.*").collect()
+right = sum(row.digit == row["class"] == int(row.name) for row in predicted)
+first = predicted[0].asDict()
+try:
+    model.transform(others.drop("pixels"))
+except hvtrain.errors.DataError as error:
+    refused = str(error)
+print("found " + json.dumps([right / len(predicted), sorted(first), refused]))
+spark.stop()
+"""
+
+
 @pytest.fixture(scope="module")
 def spark_conf(tmp_path_factory):
     """The folder of spark-defaults.conf; afterwards the workers' folders, inside pyspark, go."""
@@ -85,6 +111,21 @@ def test_two_executors_train_together(tmp_path, spark_conf):
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["num_ranks"] == 2 and result["reductions"] == result["num_steps"] > 0
     assert len(list((tmp_path / "run" / "logs").glob("rank-000?.log"))) == 2
+
+
+@on_spark
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_servers_learn_a_data_frame_and_executors_predict_another(tmp_path, spark_conf):
+    code, output = run(sys.executable, "-c", FIT, cwd=tmp_path, conf=spark_conf)
+    assert code == 0, output
+    (found,) = re.findall(r"^found (.*)", output, re.MULTILINE)
+    accuracy, columns, refused = json.loads(found)
+    assert accuracy > 0.95
+    assert columns == ["class", "digit", "name", *(f"p_{name}" for name in range(10)), "probability"]
+    assert refused.startswith("the rows cannot be predicted: input=/") and "pixels" in refused and "\n" not in refused
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert len(record["proof"]["steps_by_worker"]) == 2 and min(record["proof"]["steps_by_worker"]) > 0
 
 
 @on_spark
