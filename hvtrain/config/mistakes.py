@@ -56,7 +56,7 @@ def explain(error: Exception, line: list[str]) -> str:
         return _unknown_setting(unknown[1], line)
     choice = re.search(r"Could not (?:find|load) '([^'/]+)/([^']*)'", text)
     if choice:
-        return _unknown_choice(*choice.groups(), line)
+        return _unknown_choice(choice[1], choice[2], line)
     if "Config group override" in text or isinstance(error, OSError):
         # Of a value that is no text, such as null, Hydra names only the type; and a long one is no name of a file.
         for group, _, name in (argument.lstrip("+~").partition("=") for argument in line):
@@ -85,7 +85,9 @@ def explain(error: Exception, line: list[str]) -> str:
 def _unknown_choice(group: str, name: str, line: list[str]) -> str:
     names = _names(group, line)
     match = closest(name, names)
-    advice = f"did you mean {group}={match}?" if match else "--help describes them"
+    advice = "--help describes them"
+    if match:
+        advice = f"did you mean {group}={match}?"
     # As Keras writes its classes.
     if group == "model" and name[:1].isupper():
         advice += f" Networks of keras.applications: model=application model.name={name}"
@@ -126,13 +128,17 @@ def _meaning(name: str, known: list[str]) -> str | None:
     if name.rpartition(".")[2] in _NUMBERS_OF_RANKS:
         return _START
     match = closest(name, known)
-    return f"did you mean '{match}'?" if match else None
+    if match is None:
+        return None
+    return f"did you mean '{match}'?"
 
 
 def _at(tree: Any, name: str) -> Any:
     """The part of a tree of settings that has this dotted name; None if it has none."""
     for part in name.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
+        if not isinstance(tree, dict):
+            return None
+        tree = tree.get(part)
     return tree
 
 

@@ -96,7 +96,7 @@ def main() -> None:
 
 def _prepare() -> argparse.Namespace:
     """Horovod's parse_args, followed by the check of the hosts."""
-    argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign]
+    argparse.ArgumentParser.error = _refuse  # type: ignore[assignment, method-assign]
     args = _parse_args()
     given(sys.argv[: len(sys.argv) - len(args.command or ())])
     if args.num_proc is not None and args.num_proc < 1:
