@@ -322,11 +322,6 @@ class Reducer:
         flag = self.flag if groups and not self.compressed else None
         for number, group in enumerate(groups):
             tensors = [gradients[i] for i in group]
-            if self.gathers_weights and number:
-                # Each rank has another graph, and would begin its messages in another order: two or
-                # more groups of tensors then wait for each other for ever (seen with 2 ranks).
-                with tf.control_dependencies(values):
-                    tensors = [tf.identity(tensor) for tensor in tensors]
             name = f"{self.name}_{number}"
             if self.noise:
                 own_norms.append(self.noise.squared_norm(tensors, self.count))

@@ -48,6 +48,10 @@ def shard_slots(optimizer: keras.optimizers.Optimizer, reducer: reduction.Reduce
         ValueError: the optimizer is built, or steps in a way that cannot be divided.
     """
     kind = type(optimizer)
+    # Each rank has another graph. With several groups of gradients each waited for another one, and
+    # the ranks for each other (seen with two ranks, Gloo; the cause is not known).
+    if reducer.groups or reducer.bucket_bytes:
+        raise ValueError("shard=True reduces all gradients in one group; leave out bucket_bytes, num_groups and groups")
     overridden = overridden_steps(kind)
     if overridden:
         raise ValueError(
@@ -87,8 +91,8 @@ class Part(NamedTuple):
         """Returns this part of the variable's value or gradient."""
         if self.own is self.variable:
             return tensor
-        if not isinstance(tensor, tf.IndexedSlices):
-            flat = tf.reshape(tensor, [-1])
+        if not self.size or not isinstance(tensor, tf.IndexedSlices):
+            flat = tf.reshape(tf.convert_to_tensor(tensor), [-1])
             return tf.reshape(flat[self.begin : self.begin + self.size], self.own.shape)
         # Rows become slices of one element each, for a part may begin within a row. Their sum would
         # be another gradient: Keras's Adam squares each of the rows that have the same index.
@@ -166,6 +170,8 @@ class Sharded:
 
     def build(self, variables: Any) -> None:
         process_set = self._hvtrain_reducer.process_set
+        if len({variable.dtype for variable in variables}) > 1:
+            raise ValueError("shard=True reduces all gradients in one group, so all variables must have one type")
         if self.built or self._hvtrain_reducer.is_alone:
             super().build(variables)  # type: ignore[misc]
             return
@@ -181,7 +187,7 @@ class Sharded:
             self._trainable_variables_indices[self._var_key(variable)] = position  # type: ignore[attr-defined]
         for slot in self.variables:
             # Adafactor's rows and columns are made without a reference.
-            if slot.shape and not hasattr(slot, "rank_part") and not slot.name.endswith(_WHOLE_SLOTS):
+            if len(slot.shape) and not hasattr(slot, "rank_part") and not slot.name.endswith(_WHOLE_SLOTS):
                 slot.rank_part = Part(slot, slot, 0)
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
@@ -200,7 +206,7 @@ class Sharded:
             return
         positions = map(self._get_variable_index, trainable_variables)  # type: ignore[attr-defined]
         parts = [self._hvtrain_parts[position] for position in positions]
-        pairs = [(part, gradient) for part, gradient in zip(parts, grads)]
+        pairs = list(zip(parts, grads))
         # A rank without a part of them takes an empty one: its optimizer counts steps too.
         own = [pair for pair in pairs if pair[0].size] or pairs[:1]
         for part, _ in own:
@@ -246,7 +252,7 @@ def scatter_slots(optimizer: Any, slots: dict[int, np.ndarray]) -> None:
         slots: on rank 0; those of other ranks are not read.
     """
     for position, slot, process_set in _rank_slots(optimizer):
-        own = np.ravel(slots[position]) if process_set.rank() == 0 else []
+        own: Any = np.ravel(slots[position]) if process_set.rank() == 0 else []
         flat = hvd.allgather(tf.constant(own, slot.dtype), name="hvtrain.slots", process_set=process_set)
         begin = slot.rank_part.begin
         slot.assign(tf.reshape(flat[begin : begin + math.prod(slot.shape)], slot.shape))
