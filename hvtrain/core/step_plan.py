@@ -13,7 +13,6 @@ from hvtrain.config.schema import TrainConfig
 from hvtrain.core.topology import reduced
 from hvtrain.errors import CheckpointError, ConfigError
 
-
 MOST_LEFT_OUT = 0.01
 """Above this share of the examples that an epoch leaves out, a run says so."""
 
