@@ -230,8 +230,7 @@ class Reducer:
         for i in sparse:
             reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
 
-        # Indices too: a rank that updates none of these rows would leave out their message.
-        done += tf.nest.flatten([reduced[i] for i in shared], expand_composites=True)
+        done += [reduced[i].values if i in sparse else reduced[i] for i in shared]
         # Not counted before the values are there, so that the counter tells what ran.
         if shared:
             with tf.control_dependencies(done):

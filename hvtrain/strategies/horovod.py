@@ -166,7 +166,7 @@ class HorovodStrategy(Strategy):
                 optimizer,
                 compression=self.compression,
                 check_finite=check_finite,
-                bucket_bytes=0 if self.shard_optimizer else self.bucket_bytes,
+                bucket_bytes=self.bucket_bytes,
                 shard=self.shard_optimizer,
             )
         except ValueError as error:
