@@ -61,7 +61,6 @@ from hvtrain.keras.callbacks import (
     WeightCheckCallback,
 )
 from hvtrain.keras.collectives import (
-    DistributedLoss,
     allgather,
     allreduce,
     broadcast,
@@ -74,13 +73,12 @@ from hvtrain.keras.collectives import (
     grouped_allreduce,
     grouped_reducescatter,
     join,
-    joint_batch,
-    joint_mean,
     reducescatter,
     steps_per_epoch,
 )
 from hvtrain.keras.compression import Compression
 from hvtrain.keras.devices import pin_gpu
+from hvtrain.keras.joint_losses import DistributedLoss, joint_batch, joint_mean
 from hvtrain.keras.local_steps import DiLoCo, LocalSGD, synchronize
 from hvtrain.keras.noise_scale import NoiseScale
 from hvtrain.keras.optimizer import (

@@ -177,6 +177,11 @@ def contrastive(gather):
     return max(float(np.abs(a - b).max()) for a, b in zip(together, alone))
 
 
+def with_the_mean_gradient(rows):
+    """As Horovod's allgather, whose gradient is the mean over the ranks."""
+    return hvd.joint_batch(rows / SIZE + tf.stop_gradient(rows - rows / SIZE))
+
+
 def shards():
     """Which of 37 training and 11 test images this rank reads; each image holds its number."""
     x, x_test = (np.arange(count, dtype="uint8").reshape(-1, 1, 1, 1) for count in (37, 11))
@@ -204,7 +209,7 @@ results = {
     "unreduced": unreduced_training_stops(),
     "callbacks": callbacks(),
     "contrastive": contrastive(hvd.joint_batch),
-    "contrastive by allgather": contrastive(hvd.allgather),
+    "contrastive by the mean": contrastive(with_the_mean_gradient),
 }
 everything = hvd.allgather_object(results)
 if RANK == 0:
