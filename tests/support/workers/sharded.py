@@ -14,13 +14,14 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 import hvtrain.keras as hvd
+from hvtrain.keras.process import launched_size
 from hvtrain.keras.sharded_optimizer import Sharded
 
 STEPS = 6
 
-# Two of three ranks, to resume what three ranks have saved.
-PAIR = hvd.ProcessSet([0, 1])
-hvd.init(process_sets=[PAIR])
+# Two of three ranks, to resume what three ranks have saved. Two ranks are all, and no set of their own.
+PAIR = hvd.ProcessSet([0, 1]) if launched_size() > 2 else hvd.global_process_set
+hvd.init(process_sets=[PAIR] if launched_size() > 2 else None)
 rank, size = hvd.rank(), hvd.size()
 
 
