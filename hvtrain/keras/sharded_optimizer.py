@@ -4,7 +4,7 @@ Gradients are reduced and clipped as without it. Each rank then updates its part
 which alone it keeps slots, and the ranks gather the parts. So a step has the bits of the step
 without it, with any compression and any number of ranks.
 
-Reduce-scatter would send a third less, and was slower over Gloo (docs/networks.md).
+Reduce-scatter in place of the all-reduce would send a third less, and took longer (docs/networks.md).
 """
 
 import logging
