@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 import typing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -152,8 +153,13 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def own_folders(arguments: list[str]) -> list[Path]:
     """Returns the folder given with --config-dir, if any."""
-    folder = parsed(arguments)[0].config_dir
-    return [Path(folder)] if folder else []
+    # Not by parsed(): the arguments may be those of any program, whose -c is not ours.
+    for option, value in pairwise([*arguments, ""]):
+        if option in ("--config-dir", "-cd") and value:
+            return [Path(value)]
+        if option.startswith("--config-dir="):
+            return [Path(option.partition("=")[2])]
+    return []
 
 
 def folder_of_a_run(arguments: list[str]) -> Path | None:
