@@ -213,8 +213,14 @@ def test_a_run_that_stops_or_fails_is_ended_as_such(tmp_path, monkeypatch):
         assert mlflow._client.get_run(known["mlflow"]).info.status == status
     # By the second in their names: wandb's own process may write to a file of an earlier run last.
     paths = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    records = [list(wandb_records(path)) for path in paths]
-    codes = [record.exit.exit_code for each in records for record in each if record.HasField("exit")]
+    deadline = time.monotonic() + 60
+    while True:
+        records = [list(wandb_records(path)) for path in paths]
+        codes = [record.exit.exit_code for each in records for record in each if record.HasField("exit")]
+        # That process may write the last record after finish() has returned.
+        if len(codes) == 3 or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
     assert codes == [1, 1, 0]
     assert [any(record.HasField("preempting") for record in each) for each in records] == [True, False, False]
     mlflow._client.delete_run(known["mlflow"])
