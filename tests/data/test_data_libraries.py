@@ -184,7 +184,7 @@ def test_unlike_rows_and_gaps_are_named(tmp_path):
 
 
 def test_wrong_settings_of_huggingface_are_refused(saved, tmp_path):
-    with pytest.raises(DataError, match=r"nowhere cannot be read: .*; set dataset.dir to what save_to_disk"):
+    with pytest.raises(DataError, match=r"^dataset.dir=.*nowhere is not there on \S+; give a folder"):
         HuggingFace(str(tmp_path / "nowhere"), "image", "label")
     with pytest.raises(ConfigError, match=r"name leaf; .* has image, label, sides, grid, size"):
         HuggingFace(str(saved), "leaf", "label")
@@ -217,7 +217,7 @@ def test_wrong_settings_of_tfds_are_refused(prepared, tmp_path):
 
 
 @pytest.mark.parametrize(("package", "kind"), [("datasets", HuggingFace), ("tensorflow_datasets", PreparedDataset)])
-def test_a_missing_library_is_named_with_its_lock(package, kind, monkeypatch):
+def test_a_missing_library_is_named_with_its_lock(package, kind, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=r"needs the package .*; install scripts/lock/data.txt"):
-        kind("leaves", "image", "label")
+        kind(str(tmp_path), "image", "label")
