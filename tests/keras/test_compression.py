@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from launching import WORKERS, run
+from launching import WORKERS, run, run_worker
 
 pytestmark = pytest.mark.distributed
 
@@ -18,12 +18,7 @@ pytestmark = pytest.mark.distributed
 )
 def ranks(request, tmp_path_factory):
     launcher, num_ranks = request.param
-    folder = tmp_path_factory.mktemp(launcher)
-    code, output = run(
-        launcher, num_ranks, "python", str(WORKERS / "compression.py"), str(folder / "results.json"), cwd=folder
-    )
-    assert code == 0, output
-    results = json.loads((folder / "results.json").read_text())
+    results = run_worker(launcher, num_ranks, "compression.py", tmp_path_factory.mktemp(launcher))
     assert [rank["size"] for rank in results] == [num_ranks] * num_ranks
     return results
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import WORKERS, run
+from launching import WORKERS, run, run_worker
 
 pytestmark = pytest.mark.distributed
 
@@ -23,14 +23,7 @@ pytestmark = pytest.mark.distributed
 )
 def ranks(request, tmp_path_factory):
     launcher, num_ranks = request.param
-    folder = tmp_path_factory.mktemp(launcher)
-    code, output = run(
-        launcher, num_ranks, "python", str(WORKERS / "drop_in.py"), str(folder / "found.json"), cwd=folder
-    )
-    assert code == 0, output
-    results = json.loads((folder / "found.json").read_text())
-    assert len(results) == num_ranks
-    return results
+    return run_worker(launcher, num_ranks, "drop_in.py", tmp_path_factory.mktemp(launcher))
 
 
 def mean(size):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launching import WORKERS, run
+from launching import WORKERS, run, run_worker
 from tiers import with_nightly
 
 pytestmark = pytest.mark.distributed
@@ -51,11 +51,7 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
 )
 def library(request, tmp_path_factory):
     launcher, num_ranks = request.param
-    folder = tmp_path_factory.mktemp(launcher)
-    script = str(WORKERS / "library.py")
-    code, output = run(launcher, num_ranks, "python", script, str(folder / "found.json"), cwd=folder)
-    assert code == 0, output
-    ranks = json.loads((folder / "found.json").read_text())
+    ranks = run_worker(launcher, num_ranks, "library.py", tmp_path_factory.mktemp(launcher))
     assert [results["size"] for results in ranks] == [num_ranks] * num_ranks
     return ranks
 

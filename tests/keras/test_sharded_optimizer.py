@@ -1,10 +1,8 @@
 """DistributedOptimizer(shard=True) against the same without it, on real ranks."""
 
-import json
-
 import pytest
 
-from launching import WORKERS, run
+from launching import run_worker
 
 pytestmark = pytest.mark.distributed
 
@@ -24,12 +22,7 @@ TOLERANCE = {"muon": 1e-5}
 )
 def ranks(request, tmp_path_factory):
     launcher, num_ranks = request.param
-    folder = tmp_path_factory.mktemp(launcher)
-    code, output = run(
-        launcher, num_ranks, "python", str(WORKERS / "sharded.py"), str(folder / "results.json"), cwd=folder
-    )
-    assert code == 0, output
-    results = json.loads((folder / "results.json").read_text())
+    results = run_worker(launcher, num_ranks, "sharded.py", tmp_path_factory.mktemp(launcher))
     assert [rank["size"] for rank in results] == [num_ranks] * num_ranks
     return results
 

@@ -152,6 +152,16 @@ def run(
     return process.returncode, output
 
 
+def run_worker(launcher: str, num_ranks: int, name: str, folder: Path) -> list[Any]:
+    """What each rank has to say in the JSON that rank 0 of a script in WORKERS writes to its argument."""
+    file = folder / "results.json"
+    code, output = run(launcher, num_ranks, "python", str(WORKERS / name), str(file), cwd=folder)
+    assert code == 0, output
+    results = json.loads(file.read_text())
+    assert len(results) == num_ranks
+    return results
+
+
 def train(launcher: str | None, num_ranks: int, *settings: str, cwd: Path, **extra: Any) -> tuple[int, str]:
     """`python -m hvtrain` with these words, without the report, which takes a second, unless they ask for it."""
     more = () if any(setting.startswith("run.report=") for setting in settings) else ("run.report=false",)
