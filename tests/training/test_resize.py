@@ -1,7 +1,7 @@
 """A run that was begun on two ranks goes on with one, or three: same samples, same joint batches, same weights.
 
 Three starts of ranks carry many runs: two ranks make uninterrupted ones, whose checkpoints are cut off in mid-epoch;
-one rank, and three, go on from there.
+one rank, and three, go on from there. Each start also records the images that its ranks read.
 """
 
 import json
@@ -9,9 +9,11 @@ import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 from launching import many_runs
+from tiny_data import joined
 
 pytestmark = pytest.mark.distributed
 
@@ -29,6 +31,7 @@ RUNS = {
     "other": (PLAIN, 28),
 }
 CHANGED = {"other": ["train.batch_size=16"]}
+CROPS = ["dataset=image_folder", "dataset.image_shape=[8,8,3]", "augment=random_resized_crop", "train.batch_size=4"]
 
 
 def saved(run_dir, step=None):
@@ -61,11 +64,29 @@ def history(run_dir):
     return [{name: row[name] for name in row if name not in ("seconds", "examples_per_second")} for row in rows]
 
 
+def cropped(images):
+    """Runs that record the images read from a folder, with random crops: of one seed, and of another."""
+    settings = [*CROPS, f"dataset.dir={images}"]
+    return {"read": settings, "read other crops": [*settings, "seed=7"]}
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def images(tmp_path_factory):
+    """A folder of 26 JPEGs of unlike sizes: three steps an epoch on two ranks."""
+    folder = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    for number in range(26):
+        path = folder / "train" / f"class_{number % 2}" / f"{number:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (20 + number, 40, 3), np.uint8)).save(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(images, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     made = {name: settings for name, (settings, _) in RUNS.items() if name not in ("ends", "other")}
-    results, _ = many_runs("mpirun", 2, made, folder)
+    results, _ = many_runs("mpirun", 2, {**made, **cropped(images)}, folder)
     assert not [name for rank in results for name in rank if "error" in rank[name]], results
     shutil.copytree(folder / "middle", folder / "ends")
     shutil.copytree(folder / "plain", folder / "other")
@@ -77,14 +98,14 @@ THREE = pytest.param(("gloo", 3), id="three", marks=pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module", params=[ONE, THREE])
-def others(two, request, tmp_path_factory):
+def others(two, images, request, tmp_path_factory):
     """(folder, number of ranks, what they saw, output) of the ranks that go on."""
     launcher, num_ranks = request.param
     folder = tmp_path_factory.mktemp(f"on-{num_ranks}")
     for name, (_, step) in RUNS.items():
         cut_off(two / name, folder / name, step)
     runs = {name: [*settings, *CHANGED.get(name, [])] for name, (settings, _) in RUNS.items()}
-    results, output = many_runs(launcher, num_ranks, runs, folder)
+    results, output = many_runs(launcher, num_ranks, {**runs, **cropped(images)}, folder)
     return folder, num_ranks, results, output
 
 
@@ -114,6 +135,21 @@ def test_each_sample_is_seen_once_and_the_epoch_begun_has_its_metrics(two, other
     on_two = json.loads((two / name / "result.json").read_text())
     assert record["test_loss"] == pytest.approx(on_two["test_loss"], rel=1e-5)
     assert record["test_accuracy"] == pytest.approx(on_two["test_accuracy"], rel=1e-5)
+
+
+def test_the_ranks_read_the_random_crops_that_two_ranks_read(two, others):
+    def joint(ranks, name):
+        """The images of each step, of all ranks in turn."""
+        return [joined(images) for images in zip(*(rank[name] for rank in ranks), strict=True)]
+
+    on_two = json.loads((two / "found.json").read_text())
+    _, num_ranks, results, _ = others
+    assert len(results) == num_ranks and len(on_two) == 2
+    steps = joint(on_two, "read")
+    assert [len(images) for images in steps] == [8] * 6
+    assert len({image for images in steps for image in images}) == 48, "crops differ between images and epochs"
+    assert joint(results, "read") == steps
+    assert joint(results, "read other crops") == joint(on_two, "read other crops") != steps
 
 
 @pytest.mark.parametrize("name", ["middle", "ends"])

@@ -3,10 +3,12 @@
 argv[1]: a JSON file with {name: [override, ...]}; each run's folder is that name beside it, without what follows a
 slash, unless it has a run.dir of its own. "{rank}" in an override is the rank.
 argv[2]: where rank 0 writes what each rank saw: the record, or the error.
-A name that begins with "joint" is trained against one process on the joint batches instead.
+A name that begins with "joint" is trained against one process on the joint batches instead. One that begins with "read"
+is not trained: what each rank reads is recorded.
 """
 
 import contextlib
+import hashlib
 import json
 import sys
 import time
@@ -28,6 +30,7 @@ from hvtrain.checks.joint_batch import largest_difference
 from hvtrain.config.compose import CONFIGS, quoted, resolved, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
+from hvtrain.core.step_plan import make_plan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError, in_one_line, place_of
 from hvtrain.keras.process import keep_mpi_initialized
@@ -72,6 +75,17 @@ def one_run(config):
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{in_one_line(error)} ({place_of(error)})"}
+
+
+def images_read(config):
+    """Digests of the images that this rank reads in each step of two epochs, of a plan for two ranks."""
+    ingredients = Ingredients(config, hvd.rank())
+    ingredients.combine(config, is_resized=hvd.size() != 2)
+    source = ingredients.source
+    plan = make_plan(config.train, 0.1, source.shard_sizes("train", 2), source.name, [config.train.batch_size] * 2)
+    stream = training_batches(source, plan.on(hvd.size()), Topology(hvd.rank(), hvd.size()), config.seed, 0)
+    steps = stream.take(2 * plan.steps_per_epoch).as_numpy_iterator()
+    return [[hashlib.sha256(image).hexdigest() for image in images] for images, _ in steps]
 
 
 def against_the_joint_batches(config):
@@ -141,7 +155,8 @@ def main():
     for name, settings in runs.items():
         began = time.monotonic()
         config = composed(name, settings)
-        results[name] = against_the_joint_batches(config) if name.startswith("joint") else one_run(config)
+        kinds = {"joint": against_the_joint_batches, "read": images_read}
+        results[name] = kinds.get(name.split()[0], one_run)(config)
         if hvd.rank() == 0:
             print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
     everyone = hvd.allgather_object(results)
