@@ -190,17 +190,21 @@ def _read_regular(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def unchecked_meta(path: Path) -> dict[str, Any]:
+    """Returns the meta of a checkpoint without checking the checksums; empty if it cannot be read."""
+    try:
+        meta = {} if path.is_symlink() else json.loads(_read_regular(path / META))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return meta if isinstance(meta, dict) else {}
+
+
 def run_id(path: Path) -> str | None:
     """Returns the run identifier in a checkpoint; None if it cannot be read.
 
     Does not check the checksums.
     """
-    try:
-        if path.is_symlink():
-            return None
-        return checked_run_id(json.loads(_read_regular(path / META)).get("run_id"))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
+    return checked_run_id(unchecked_meta(path).get("run_id"))
 
 
 def set_aside(path: Path, reason: str, taken_step: int) -> str:

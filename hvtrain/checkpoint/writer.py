@@ -13,7 +13,9 @@ import os
 import re
 import shutil
 import threading
+import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, step_of
+from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, step_of, unchecked_meta
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.core.files import TEMPORARY, flush, read_file, remove, write_json, writing
 from hvtrain.errors import CheckpointError, UserError
@@ -53,7 +55,8 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
     # safetensors has no bfloat16 for NumPy: meta lists such arrays, which are stored as their bits.
     halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
     storable = {**arrays, **{key: arrays[key].view(np.uint16) for key in halves}}
-    text = json.dumps({**meta, "step": step, "bfloat16": halves}, indent=1).encode()
+    content = {"unix_seconds": time.time(), **meta, "step": step, "bfloat16": halves}
+    text = json.dumps(content, indent=1).encode()
     needed_bytes = sum(array.nbytes for array in arrays.values()) + len(text)
 
     target = folder / folder_name(step)
@@ -129,17 +132,29 @@ def read_best(folder: Path) -> dict[str, Any] | None:
     return best if "host" in best or (folder / name).is_dir() else None
 
 
-def prune(folder: Path, keep: int, written_step: int) -> None:
-    """Deletes all but the `keep` newest checkpoints and the best one.
+def prune(
+    folder: Path,
+    keep: int,
+    written_step: int,
+    every_epochs: int | None = None,
+    every_hours: float | None = None,
+) -> None:
+    """Deletes all but the `keep` newest checkpoints, the best one, and those that are kept for good.
 
     Those after written_step are left alone and do not count: they were damaged and could not be set
     aside.
+
+    Args:
+        every_epochs, every_hours: the last checkpoint of each span of so many epochs of training, or
+            hours of the clock (UTC), is kept for good.
     """
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= written_step]
     kept = {path.name for path in paths[-keep:]}
     best = read_best(folder)
     if best:
         kept.add(folder_name(best["step"]))
+    if every_epochs or every_hours:
+        kept |= _last_of_spans(paths, every_epochs or math.inf, every_hours or math.inf)
     for path in paths:
         if path.name not in kept:
             # Renamed first: nothing that is deleted in part has the name of a checkpoint.
@@ -148,6 +163,24 @@ def prune(folder: Path, keep: int, written_step: int) -> None:
                 remove(gone)
                 path.rename(gone)
                 remove(gone)
+
+
+def _last_of_spans(paths: list[Path], every_epochs: float, every_hours: float) -> set[str]:
+    """Names the checkpoints after which another span of epochs or of hours began.
+
+    They tell from what the checkpoints say of themselves, so that a restart keeps the same ones. A
+    checkpoint that was kept stays the last of its span, whatever was deleted after it.
+    """
+    spans: list[tuple[str, float, float]] = []
+    for path in paths:
+        meta = unchecked_meta(path)
+        # A damaged checkpoint says nothing, and is not kept for good.
+        with suppress(LookupError, TypeError, ValueError, OverflowError):
+            # Epoch 10 ends the first span of ten, and its middle is in that span too.
+            num_epochs = meta["epoch"] + (meta["step_in_epoch"] > 0)
+            hours = meta["unix_seconds"] / 3600
+            spans.append((path.name, math.ceil(num_epochs / every_epochs), hours // every_hours))
+    return {name for (name, *span), (_, *next_span) in pairwise(spans) if span != next_span}
 
 
 def sweep(folder: Path) -> None:
@@ -250,7 +283,8 @@ class Writer:
             # After the write, so that the record of the best names a complete checkpoint.
             if math.isfinite(value) and self._is_best(value):
                 mark_best(self._folder, step, self._best, value)
-            prune(self._folder, self._config.keep, step)
+            config = self._config
+            prune(self._folder, config.keep, step, config.keep_every_epochs, config.keep_every_hours)
             self._unsaved = ""
             self.whole_step = step
         except UserError as error:

@@ -109,6 +109,8 @@ class CheckpointConfig:
     every_steps: int | None = setting(None, "after every N steps too", low=1)
     every_minutes: float | None = setting(None, "after every N minutes of training too", low=0.001)
     keep: int = setting(2, "number of newest checkpoints kept, besides the best one", low=1)
+    keep_every_epochs: int | None = setting(None, "keep the last one of every N epochs for good", low=1)
+    keep_every_hours: float | None = setting(None, "keep the last one of every N hours for good (UTC)", low=0.001)
     best: str | None = setting(None, "metric whose best checkpoint is kept; null: the task's, in validation")
     on_error: str = setting("stop", "if one cannot be written: stop, or warn and continue", choices=("stop", "warn"))
 

@@ -75,8 +75,10 @@ def run_lines(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int)
     rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
     # The schedule itself is asked, so the lines show what the run will do.
     rates = (f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast))
-    # The newest ones, and the best one.
+    # The newest ones, the best one, and those that epochs keep for good; the hours are not known.
     num_checkpoints = config.checkpoint.keep + 1
+    if config.checkpoint.keep_every_epochs:
+        num_checkpoints += plan.num_epochs // config.checkpoint.keep_every_epochs
     checkpoint_bytes = forecast.footprint.checkpoint_bytes
 
     lines = [

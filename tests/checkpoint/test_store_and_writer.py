@@ -277,6 +277,41 @@ def test_keep_and_best(tmp_path):
     assert writer.read_best(tmp_path) == {"step": 10, "metric": "val_accuracy", "value": 0.9}
 
 
+EMPTY = {"model/0000/kernel": np.zeros(3, np.float32)}
+
+
+def kept_steps(folder):
+    return [store.step_of(path) for path in store.list_checkpoints(folder)]
+
+
+def test_the_last_checkpoint_of_each_span_of_epochs_is_kept_for_good(tmp_path):
+    """Each write is one of a new writer, as after a restart: only what is on the disk says what is kept."""
+    for step in range(5, 81, 5):
+        # Epochs of 10 steps, each with a checkpoint in its middle.
+        meta = {**MEASURED, "epoch": step // 10, "step_in_epoch": step % 10, "metrics": {}}
+        with writer.Writer(tmp_path, CheckpointConfig(keep=1, keep_every_epochs=3)) as writing:
+            writing.submit(step, EMPTY, meta)
+            writing.finish()
+    assert kept_steps(tmp_path) == [30, 60, 80], "after epochs 3 and 6, and the newest"
+
+
+def test_the_last_checkpoint_of_each_day_is_kept_for_good(tmp_path):
+    hours = [1, 9, 23, 26, 30, 73, 74]
+    for step, hour in enumerate(hours, 1):
+        writer.write(tmp_path, step, EMPTY, {**META, "unix_seconds": hour * 3600})
+        writer.prune(tmp_path, keep=1, written_step=step, every_hours=24)
+    assert [hours[step - 1] for step in kept_steps(tmp_path)] == [23, 30, 74], "none on the third day"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"epoch": "1", "step_in_epoch": 0, "unix_seconds": 0}', "{}"])
+def test_a_checkpoint_that_does_not_tell_its_span_is_not_kept_for_good(text, tmp_path):
+    for step in (10, 20, 30):
+        writer.write(tmp_path, step, EMPTY, {**META, "epoch": step // 10})
+    (tmp_path / "step-00000020" / "meta.json").write_text(text)
+    writer.prune(tmp_path, keep=1, written_step=30, every_epochs=1)
+    assert kept_steps(tmp_path) == [10, 30]
+
+
 def test_a_damaged_newer_checkpoint_does_not_cost_the_new_one(tmp_path):
     """It could not be set aside, on a disk that refuses renames for example."""
     net = written(tmp_path, 10, 99)

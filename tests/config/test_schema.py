@@ -102,6 +102,7 @@ def test_whole_learning_rate_becomes_a_float():
         ({"train": {"precision": "float8"}}, "train.precision=float8 is not one of float32, mixed_bfloat16, mixed"),
         ({"train": 3}, "train=3 is not a group of settings"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0 is out of range; it must be at least 1"),
+        ({"checkpoint": {"keep_every_epochs": 0}}, "checkpoint.keep_every_epochs=0 is out of range"),
         ({"checkpoint": {"every_minutes": float("nan")}}, "checkpoint.every_minutes=nan is out of range"),
         ({"resume": "perhaps"}, "resume=perhaps is not one of auto, available, never"),
         ({"model": {"units": 3}}, "model._target_=None names nothing to call"),
