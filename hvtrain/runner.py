@@ -256,7 +256,9 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
         run.state.notice.stopped(message)
     else:
         record = write_results(run, model, record)
-        run.strategy.comm.on_chief(lambda: write_review(run, model))
+        comm = run.strategy.comm
+        with comm.whole_tables(model, run.folder):
+            comm.on_chief(lambda: write_review(run, model))
         if report.split:
             log.info("%s", report.split.in_words(run.topology.size))
     run.strategy.stop()

@@ -31,7 +31,11 @@ MEMORY = "memory/"
 """Begins the names of a rank's arrays that rank_memory returned."""
 SAME = f"{MEMORY}same/"
 """Begins the names of those that are equal on all ranks."""
+TABLES = "tables.safetensors"
+"""Embedding tables and their slots, if they are sharded over the ranks."""
 SUMS = "SHA256SUMS"
+# Of tables, as safetensors calls them.
+_TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _NAME = re.compile(r"step-([0-9]{8,})")
 
 # Attributes that Keras's EarlyStopping, ReduceLROnPlateau and the like count with, and reset
@@ -94,7 +98,7 @@ def snapshot(
     model: "keras.Model",
     rank_states: list[dict[str, np.ndarray]],
     callback_arrays: dict[str, np.ndarray] | None = None,
-    slots: dict[int, np.ndarray] | None = None,
+    parts: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns copies of the arrays of a checkpoint, which further training does not change.
 
@@ -102,12 +106,14 @@ def snapshot(
         model: the model whose weights and optimizer are saved.
         rank_states: results of rank_state(), by rank.
         callback_arrays: best weights of callbacks, by key.
-        slots: those that are sharded over the ranks, whole, by their positions among the
-            optimizer's variables.
+        parts: the values of sharded_variables, whole.
     """
-    arrays = {key: variable.numpy() for key, variable in _variables(model).items()}
-    slot_keys = sharded_slots(model)
-    arrays.update({slot_keys[position]: array for position, array in (slots or {}).items()})
+    variables = _variables(model)
+    # In one order, whatever is sharded.
+    arrays = {
+        key: (parts or {})[key] if hasattr(variable, "rank_part") else variable.numpy()
+        for key, variable in variables.items()
+    }
     arrays.update({key: np.array(array) for key, array in (callback_arrays or {}).items()})
     for rank, state in enumerate(rank_states):
         arrays.update({f"rank/{rank}/{name}": array for name, array in state.items()})
@@ -168,8 +174,10 @@ def _read(path: Path) -> Checkpoint:
     listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     # All at once: what is parsed are the bytes that were checked.
     files = {name: _read_regular(path / name) for name in (ARRAYS, META)}
-    for name, data in files.items():
-        digest = hashlib.sha256(data).hexdigest()
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    if TABLES in listed:
+        digests[TABLES] = digest_of(path / TABLES)
+    for name, digest in digests.items():
         if digest != listed.get(name):
             expected = f"{listed[name][:12]}..." if listed.get(name) else "nothing"
             raise ValueError(f"{name} has SHA-256 {digest[:12]}..., and {SUMS} lists {expected}")
@@ -178,6 +186,8 @@ def _read(path: Path) -> Checkpoint:
     arrays = load(files[ARRAYS])
     for key in meta.pop("bfloat16"):
         arrays[key] = arrays[key].view(ml_dtypes.bfloat16)
+    if TABLES in listed:
+        arrays.update(_map_tables(path / TABLES))
     if path.name != folder_name(meta["step"]):
         raise ValueError(f"it is of step {meta['step']}")
     return Checkpoint(path, meta["step"], meta, arrays)
@@ -197,6 +207,28 @@ def unchecked_meta(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return meta if isinstance(meta, dict) else {}
+
+
+def digest_of(path: Path) -> str:
+    """Returns the SHA-256 of a file, which is read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _map_tables(path: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of a safetensors file, which may be larger than the memory, where they are."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+    begin = 8 + header_bytes
+    return {
+        key: np.memmap(path, _TYPES[entry["dtype"]], "r", begin + entry["data_offsets"][0], tuple(entry["shape"]))
+        for key, entry in header.items()
+        if key != "__metadata__"
+    }
 
 
 def run_id(path: Path) -> str | None:
@@ -231,7 +263,7 @@ def set_aside(path: Path, reason: str, taken_step: int) -> str:
 
 
 def restore(checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...] = ("model", "optimizer")) -> None:
-    """Sets weights and optimizer, which must be built, but not slots that are sharded over the ranks.
+    """Sets weights and optimizer, which must be built. What is sharded over the ranks is set by a broadcast.
 
     Raises:
         CheckpointError: names the first difference, if it is of another model or optimizer. Nothing
@@ -239,8 +271,8 @@ def restore(checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...]
     """
     prefixes = tuple(f"{part}/" for part in parts)
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
-    sharded = set(sharded_slots(model).values())
-    # This process knows the shape of its part alone, so the checkpoint's stands in for the whole.
+    sharded = sharded_variables(model)
+    # This process may know the shape of its part alone, so the checkpoint's stands in for the whole.
     variables = {
         key: checkpoint.arrays.get(key, variable) if key in sharded else variable
         for key, variable in _variables(model).items()
@@ -254,15 +286,16 @@ def restore(checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...]
             own_item,
         )
     for (key, variable), (_, array) in zip(own, saved):
-        if key not in sharded:
+        if key in sharded:
+            # broadcast_model gives each rank its part.
+            sharded[key].whole = array
+        else:
             variable.assign(array)
 
 
-def sharded_slots(model: "keras.Model") -> dict[int, str]:
-    """Returns the keys of slots that are sharded over the ranks, by their positions among the optimizer's variables."""
-    variables = model.optimizer.variables
-    positions = [position for position, variable in enumerate(variables) if hasattr(variable, "rank_part")]
-    return {position: f"optimizer/{position:04d}/{variables[position].path}" for position in positions}
+def sharded_variables(model: "keras.Model") -> dict[str, Any]:
+    """Returns weights and slots of which each rank has a part, by key."""
+    return {key: variable for key, variable in _variables(model).items() if hasattr(variable, "rank_part")}
 
 
 def rank_state(model: "keras.Model") -> dict[str, np.ndarray]:

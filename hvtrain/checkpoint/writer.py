@@ -5,7 +5,6 @@ appear by a rename; old ones are renamed before they are deleted. So step-NNNNNN
 any moment, and `sweep` finds what a killed process left by its name.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -24,7 +23,17 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from hvtrain.checkpoint.store import ARRAYS, META, SUMS, folder_name, list_checkpoints, step_of, unchecked_meta
+from hvtrain.checkpoint.store import (
+    ARRAYS,
+    META,
+    SUMS,
+    TABLES,
+    digest_of,
+    folder_name,
+    list_checkpoints,
+    step_of,
+    unchecked_meta,
+)
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.core.files import TEMPORARY, flush, read_file, remove, write_json, writing
 from hvtrain.errors import CheckpointError, UserError
@@ -64,10 +73,16 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
     with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
         (temporary / META).write_bytes(text)
-        _write_arrays(temporary / ARRAYS, storable)
-        # safetensors makes a file that its owner alone can read.
-        shutil.copymode(temporary / META, temporary / ARRAYS)
-        sums = [_flush_and_sum(temporary / name) for name in (ARRAYS, META)]
+        # Those in files may be larger than the memory, so they are read from files too.
+        tables = {key: array for key, array in storable.items() if isinstance(array, np.memmap)}
+        files: dict[str, Any] = {ARRAYS: {key: array for key, array in storable.items() if key not in tables}}
+        if tables:
+            files[TABLES] = tables
+        for name, content in files.items():
+            _write_arrays(temporary / name, content)
+            # safetensors makes a file that its owner alone can read.
+            shutil.copymode(temporary / META, temporary / name)
+        sums = [_flush_and_sum(temporary / name) for name in (*files, META)]
         (temporary / SUMS).write_text("".join(sums), encoding="utf-8")
         flush(temporary / SUMS)
         # The folder too, or a power cut might lose the names of its files.
@@ -98,11 +113,7 @@ def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
 def _flush_and_sum(path: Path) -> str:
     """Waits until a file is on the disk; returns its line for SHA256SUMS."""
     flush(path)
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-    return f"{digest.hexdigest()}  {path.name}\n"
+    return f"{digest_of(path)}  {path.name}\n"
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:

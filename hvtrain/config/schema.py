@@ -146,6 +146,9 @@ class ModelOptions:
     freeze: str | list[str] | None = setting(  # noqa: RUF009
         None, "layers or variables that do not train, by name or path: [conv*,*/bias]"
     )
+    shard_embeddings: str | list[str] | None = setting(  # noqa: RUF009
+        None, "embedding layers whose rows are spread over the ranks, by name: [user*,item*]"
+    )
     lora_rank: int | None = setting(
         None, "train the head, and two matrices of this rank for each dense or embedding kernel, alone", low=1
     )
@@ -200,7 +203,7 @@ class RunConfig:
         """The settings of any model, from the group `model`. Raises ConfigError if one of them is wrong."""
         values = {name: self.model[name] for name in MODEL_OPTIONS if name in self.model}
         options: ModelOptions = typed(ModelOptions, values, "model.")
-        for name in ("freeze", "weights_except"):
+        for name in ("freeze", "weights_except", "shard_embeddings"):
             patterns = getattr(options, name)
             if isinstance(patterns, str):
                 setattr(options, name, [patterns])

@@ -12,6 +12,7 @@ from hvtrain.data.kinds import warn_of_lost_classes
 from hvtrain.errors import ConfigError
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.inputs import Batch, Examples
+from hvtrain.strategies.loop import batched, blank_batch, forward_of
 from hvtrain.training.run import evaluation_batches
 
 SECONDS_BETWEEN = 10.0
@@ -120,13 +121,14 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
     """
     comm = run.strategy.comm
     batches = examples.batches()
-    # Batches of other sizes, such as the last one, then share a graph.
-    forward = tf.function(lambda inputs: run.model(inputs, training=False), reduce_retracing=True)
+    forward = forward_of(run.model)
+    calls_together = run.strategy.calls_together(run.model)
+    blank = blank_batch(batched(run.source.element_spec[0]), 0)
     progress = ProgressLines("predicted", examples.total, run.is_chief)
 
     num_done = 0
 
-    def next_rows() -> Rows | None:
+    def next_batch() -> Batch | None:
         try:
             batch = next(batches, None)
         except Exception as error:
@@ -134,11 +136,14 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         if batch and not num_done:
             inputs = keras.tree.map_structure(np.asarray, batch[0])
             run.check_kind(examples.name, inputs)
-        return batch and rows_of(run, batch, forward)
+        return batch
 
     while True:
         # A rank whose batches have ended goes on with the others until all have.
-        by_rank = comm.gather(comm.all_or_raise(next_rows))
+        batch = comm.all_or_raise(next_batch)
+        if batch is None and calls_together:
+            forward(blank)
+        by_rank = comm.gather(comm.all_or_raise(lambda batch=batch: batch and rows_of(run, batch, forward)))  # type: ignore[misc]
         blocks = [rows for rows in by_rank if rows is not None]
         if not blocks:
             return

@@ -90,6 +90,7 @@ from hvtrain.keras.optimizer import (
     ranks_at_fault,
 )
 from hvtrain.keras.process import init, is_elastic
+from hvtrain.keras.sharded_embedding import ShardedEmbedding, sharding_embeddings, whole_tables
 from hvtrain.keras.sharded_optimizer import gather_slots, scatter_slots
 from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 from hvtrain.keras.tape import (
@@ -120,6 +121,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ReductionCheckCallback",
+    "ShardedEmbedding",
     "StopTogetherCallback",
     "Sum",
     "SyncBatchNormalization",
@@ -182,6 +184,7 @@ __all__ = [
     "remove_process_set",
     "rocm_built",
     "scatter_slots",
+    "sharding_embeddings",
     "shutdown",
     "size",
     "size_op",
@@ -189,4 +192,5 @@ __all__ = [
     "steps_per_epoch",
     "stop_timeline",
     "synchronize",
+    "whole_tables",
 ]

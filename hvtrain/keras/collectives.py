@@ -19,6 +19,7 @@ from hvtrain.errors import RankError
 from hvtrain.keras import reduction
 from hvtrain.keras.gradients import compare_structure, weights_made_equal
 from hvtrain.keras.in_graph import positional_name, tf_variable
+from hvtrain.keras.table_rows import distribute_whole
 
 # Size of a message of broadcast_variables.
 CHUNK_BYTES = 64 << 20
@@ -243,9 +244,9 @@ def _broadcast_packed(variables: list[Any], root_rank: int) -> list[Any]:
 def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
     """Sets weights, optimizer slots, iterations and learning rate to those of root_rank.
 
-    Builds the optimizer first, so that its slots exist. Each rank keeps its own seeds of dropout
-    and the like: with the same masks on all ranks, training would be less random than in one
-    process on the joint batch.
+    Builds the optimizer first, so that its slots exist. Each rank keeps its rows of sharded tables,
+    and its own seeds of dropout and the like: with the same masks on all ranks, training would be
+    less random than in one process on the joint batch.
     """
     optimizer = built_optimizer(model)
     broadcast_variables(model.weights, root_rank)
@@ -253,6 +254,7 @@ def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
         broadcast_variables(optimizer.variables, root_rank)
         if hasattr(optimizer, "_hvtrain"):
             optimizer._hvtrain.weights_were_set()
+    distribute_whole([*model.weights, *(optimizer.variables if optimizer else ())])
 
 
 def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:

@@ -40,13 +40,15 @@ class WeightCheck:
         enabled: bool = True,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._trained = list(model.trainable_variables)
+        trained = list(model.trainable_variables)
+        own = set()
         if model.optimizer:
             own = {id(variable) for variable in getattr(model.optimizer, "rank_variables", {}).values()}
-            shared = [variable for variable in model.optimizer.variables if not hasattr(variable, "rank_part")]
-            self._trained += [variable for variable in shared if id(variable) not in own]
-        trained_ids = {id(variable) for variable in self._trained}
-        self._untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
+            trained += model.optimizer.variables
+        trained_ids = {id(variable) for variable in trained}
+        untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
+        self._trained = [item for item in trained if id(item) not in own and not hasattr(item, "rank_part")]
+        self._untrained = [item for item in untrained if not hasattr(item, "rank_part")]
         self._fingerprint = tf.function(_fingerprints)
         self.enabled = enabled
         self.waiting = waiting

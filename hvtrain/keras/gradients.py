@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from hvtrain.errors import RankError
 from hvtrain.keras.in_graph import tf_variable
+from hvtrain.keras.table_rows import rows_of
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,8 @@ def weights_digest(variables: Sequence[Any]) -> str | None:
     digest = hashlib.sha256()
     for variable in variables:
         value = tf_variable(variable)
+        if rows_of(variable):
+            continue  # Each rank has other rows.
         if not isinstance(value, tf.Variable):
             return None
         try:

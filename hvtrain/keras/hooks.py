@@ -23,6 +23,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
 from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.table_steps import take_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 
@@ -98,6 +99,7 @@ class Distributed:
         super().build(variables)  # type: ignore[misc]
         if self._hvtrain.reducer.compressed:
             self._hvtrain.reducer.compressed.prepare(list(variables))
+        take_tables(self, variables)
 
     def __reduce__(self) -> Any:
         """Pickles and copies as the plain class, as Keras does; the copy reduces too."""

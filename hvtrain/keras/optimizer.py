@@ -30,6 +30,7 @@ from hvtrain.keras.hooks import (
 )
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.sharded_optimizer import shard_slots
+from hvtrain.keras.table_steps import clip_tables, take_tables
 from hvtrain.step.joint_loss import overridden_steps
 
 
@@ -166,15 +167,17 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     if shard:
         shard_slots(inner, reducer)
+    clip_tables(inner)
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
-    if not accumulates:
-        make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
-        return optimizer
-    # The inner optimizer accumulates, so it reduces. A loss scale around it sees each micro-step.
-    make_distributed(inner, DistributedAccumulation, hook, wrap)
-    if is_scaled:
-        make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
+    if accumulates:
+        # The inner optimizer accumulates, so it reduces. A loss scale around it sees each micro-step.
+        make_distributed(inner, DistributedAccumulation, hook, wrap)
+    if is_scaled or not accumulates:
+        mixin = DistributedLossScale if is_scaled else Distributed
+        make_distributed(optimizer, DistributedLossScaleAccumulation if accumulates else mixin, hook, wrap)
+    if inner.built:
+        take_tables(optimizer, inner._trainable_variables)
     return optimizer
 
 

@@ -80,7 +80,7 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
             return
         super().build(variables)
         self._sums = [
-            self.add_variable(variable.shape[:1], dtype=variable.dtype, name=f"{variable.name}_sum")
+            self.add_variable(variable.shape[:1], dtype=variable.dtype, name=f"{_path(variable)}_sum")
             for variable in variables
         ]
 
@@ -113,3 +113,8 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
 def _mean_squares(values: tf.Tensor) -> tf.Tensor:
     """Returns the mean of squares of each row, [rows]; of a vector the squares."""
     return tf.reduce_mean(tf.square(values), axis=list(range(1, len(values.shape))))
+
+
+def _path(variable: Any) -> str:
+    """Returns the variable's path as Keras begins the names of its slots."""
+    return getattr(variable, "path", variable.name).replace("/", "_").replace(":", "_")

@@ -19,6 +19,7 @@ from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
 from hvtrain.keras.compression import CompressedReduction, Compression, WireFormat, sent_bytes
 from hvtrain.keras.gradients import (
+    are_finite,
     compare_structure,
     map_values,
     overwrites,
@@ -27,6 +28,7 @@ from hvtrain.keras.gradients import (
 )
 from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
 from hvtrain.keras.process import check_adasum
+from hvtrain.keras.table_rows import rows_of, whole_spec
 from hvtrain.step.step_timing import StepMarks
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ class Reducer:
 
     Dense gradients travel in groups, which are fused into few messages. IndexedSlices are gathered
     by rows. None stays None, at the same position. Gradients of local variables are not exchanged,
-    only divided by the number of ranks if scale_local_gradients is true (horovod#3695).
+    only divided by the number of ranks if scale_local_gradients is true (horovod#3695). Those of
+    sharded tables have come from all ranks already.
 
     Args:
         groups: number of groups for each type, or lists of variables whose gradients travel
@@ -208,19 +211,27 @@ class Reducer:
         is_local = [variable_id(variable) in self._local for variable in variables]
         if self.compressed:
             self.compressed.prepare(variables)
+        tables = [i for i, variable in enumerate(variables) if rows_of(variable) and reduced[i] is not None]
         for i, gradient in enumerate(reduced):
-            if is_local[i] and gradient is not None:
+            if i in tables:
+                reduced[i] = self._scale_table(gradient)
+            elif is_local[i] and gradient is not None:
                 reduced[i] = self._scale_local(gradient)
-            if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
+            elif self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 reduced[i] = tf.convert_to_tensor(reduced[i])
         exchanged = [i for i in range(len(reduced)) if not is_local[i]]
-        self._compare([reduced[i] for i in exchanged], [variables[i] for i in exchanged])
+        compared = [whole_spec(variables[i]) if i in tables else reduced[i] for i in exchanged]
+        self._compare(compared, [variables[i] for i in exchanged])
 
-        shared = [i for i in exchanged if reduced[i] is not None]
+        shared = [i for i in exchanged if reduced[i] is not None and i not in tables]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         overwriting = [i for i in shared if overwrites(variables[i])]
         dense = [i for i in shared if i not in [*sparse, *overwriting]]
         groups = self._in_groups(dense, reduced, variables)
+        if tables and dense:
+            # All ranks have to see it, so it travels with the last message.
+            poison = tf.where(are_finite([reduced[i] for i in tables]), 0.0, float("nan"))
+            reduced[dense[0]] += tf.cast(poison, reduced[dense[0]].dtype)
         self.sent_bytes = sent_bytes([reduced[i] for i in dense], self.compression, self.process_set.size())
 
         ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
@@ -230,9 +241,9 @@ class Reducer:
         for i in sparse:
             reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
 
-        done += [reduced[i].values if i in sparse else reduced[i] for i in shared]
+        done += tf.nest.flatten([reduced[i] for i in [*shared, *tables]], expand_composites=True)
         # Not counted before the values are there, so that the counter tells what ran.
-        if shared:
+        if done:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
         if self.marks and ready is not None:
@@ -386,6 +397,20 @@ class Reducer:
         if self.op == hvd.Average:
             factor /= self.process_set.size()
         return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
+
+    def _scale_table(self, gradient: Any) -> Any:
+        """Takes the mean of what all ranks have sent for this rank's rows, each row once."""
+        global gathers_rows
+        gathers_rows = True
+        if self.op == hvd.Adasum:
+            raise ValueError("Adasum needs whole gradients, and a table is sharded; use op=Average")
+        factor = self.scale
+        if self.op == hvd.Average:
+            factor /= self.process_set.size()
+        if isinstance(gradient, tf.IndexedSlices):
+            values, rows = sum_duplicates(gradient.values, gradient.indices)
+            gradient = tf.IndexedSlices(values, rows, gradient.dense_shape)
+        return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
     def _scale_local(self, gradient: Any) -> Any:
         factor = self.scale

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -78,6 +79,8 @@ class Part(NamedTuple):
     """The variable itself, or a copy of some of its elements, which may be none."""
     begin: int
     """The first of them."""
+    process_set: Any = None
+    """The ranks that have the other parts."""
 
     @property
     def size(self) -> int:
@@ -99,17 +102,32 @@ class Part(NamedTuple):
         values = tf.boolean_mask(tf.reshape(tensor.values, [-1, *self.own.shape[1:]]), is_own)
         return tf.IndexedSlices(values, tf.boolean_mask(indices, is_own), tf.constant(list(self.own.shape)))
 
+    def gather(self, slot: Any, folder: Path | None = None) -> np.ndarray | None:
+        """Returns a slot of the variable whole, on the first rank, and None elsewhere (every rank)."""
+        own = tf.reshape(tf.convert_to_tensor(slot), [-1])
+        flat = hvd.allgather(own, name="hvtrain.slots", process_set=self.process_set)
+        # Of a slot that was made without a reference the other ranks have none, or each a copy.
+        shape = max(hvd.allgather_object(tuple(self.variable.shape), process_set=self.process_set))
+        return flat.numpy()[: math.prod(shape)].reshape(shape) if self.process_set.rank() == 0 else None
 
-def make_parts(variables: Sequence[Any], rank: int, num_ranks: int, cuts_anywhere: bool) -> list[Part]:
-    """Returns the rank's part of each variable; the ranks' parts follow each other in the variables' order."""
+    def scatter(self, slot: Any, whole: np.ndarray | None) -> None:
+        """Sets this rank's part of a slot to that of the first rank's whole (every rank)."""
+        own: Any = [] if whole is None or self.process_set.rank() else np.ravel(whole)
+        flat = hvd.allgather(tf.constant(own, slot.dtype), name="hvtrain.slots", process_set=self.process_set)
+        slot.assign(tf.reshape(flat[self.begin : self.begin + math.prod(slot.shape)], slot.shape))
+
+
+def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) -> list[Part]:
+    """Returns this rank's part of each variable; the ranks' parts follow each other in the variables' order."""
+    rank = process_set.rank()
     sizes = [math.prod(variable.shape) for variable in variables]
-    borders = part_borders(sizes, num_ranks, cuts_anywhere)
+    borders = part_borders(sizes, process_set.size(), cuts_anywhere)
     parts = []
     offset = 0
     for variable, size in zip(variables, sizes):
         begin, end = (min(max(border - offset, 0), size) for border in borders[rank : rank + 2])
         own = variable if end - begin == size else _copy(variable, end - begin)
-        parts.append(Part(variable, own, begin))
+        parts.append(Part(variable, own, begin, process_set))
         offset += size
     return parts
 
@@ -170,7 +188,7 @@ class Sharded:
         if self.built or self._hvtrain_reducer.is_alone:
             super().build(variables)  # type: ignore[misc]
             return
-        parts = make_parts(variables, process_set.rank(), process_set.size(), self._cuts_anywhere)
+        parts = make_parts(variables, process_set, self._cuts_anywhere)
         object.__setattr__(self, "_hvtrain_parts", parts)
         with tf.init_scope(), tf.device("/CPU:0"):
             object.__setattr__(self, "_hvtrain_received", tf.Variable(0.0, trainable=False, name="received"))
@@ -185,7 +203,7 @@ class Sharded:
         for slot in self.variables:
             # Adafactor's rows and columns are made without a reference.
             if len(slot.shape) and not hasattr(slot, "rank_part") and not slot.name.endswith(_WHOLE_SLOTS):
-                slot.rank_part = Part(slot, slot, 0)
+                slot.rank_part = Part(slot, slot, 0, self._hvtrain_reducer.process_set)
 
     def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
         add = super().add_variable_from_reference  # type: ignore[misc]
@@ -237,13 +255,10 @@ def gather_slots(optimizer: Any) -> dict[int, np.ndarray]:
     for an optimizer that is not sharded.
     """
     slots = {}
-    for position, slot, process_set in _rank_slots(optimizer):
-        own = tf.reshape(tf.convert_to_tensor(slot), [-1])
-        flat = hvd.allgather(own, name="hvtrain.slots", process_set=process_set)
-        # Of a slot that was made without a reference the other ranks have none, or each a copy.
-        shape = max(hvd.allgather_object(tuple(slot.rank_part.variable.shape), process_set=process_set))
-        if process_set.rank() == 0:
-            slots[position] = flat.numpy()[: math.prod(shape)].reshape(shape)
+    for position, slot in _rank_slots(optimizer):
+        whole = slot.rank_part.gather(slot)
+        if whole is not None:
+            slots[position] = whole
     return slots
 
 
@@ -254,16 +269,12 @@ def scatter_slots(optimizer: Any, slots: dict[int, np.ndarray]) -> None:
         optimizer: a built optimizer.
         slots: on rank 0; those of other ranks are not read.
     """
-    for position, slot, process_set in _rank_slots(optimizer):
-        own: Any = np.ravel(slots[position]) if process_set.rank() == 0 else []
-        flat = hvd.allgather(tf.constant(own, slot.dtype), name="hvtrain.slots", process_set=process_set)
-        begin = slot.rank_part.begin
-        slot.assign(tf.reshape(flat[begin : begin + math.prod(slot.shape)], slot.shape))
+    for position, slot in _rank_slots(optimizer):
+        slot.rank_part.scatter(slot, slots.get(position))
 
 
-def _rank_slots(optimizer: Any) -> Iterator[tuple[int, Any, Any]]:
-    """Yields the slots of which this rank has a part: position, variable, and the ranks that share it."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+def _rank_slots(optimizer: Any) -> Iterator[tuple[int, Any]]:
+    """Yields the slots of which this rank has a part, with their positions."""
     for position, slot in enumerate(optimizer.variables):
         if hasattr(slot, "rank_part"):
-            yield position, slot, inner._hvtrain_reducer.process_set
+            yield position, slot

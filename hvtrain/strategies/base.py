@@ -56,12 +56,16 @@ class Comm:
         """Returns element-wise sums over the ranks, as float64."""
         return [np.asarray(array, np.float64) for array in arrays]
 
-    def broadcast_model(self, model: keras.Model, slots: dict[int, np.ndarray] | None = None) -> None:
-        """Sets weights and optimizer state on all ranks to the chief's, and sharded slots to parts of these."""
+    def broadcast_model(self, model: keras.Model) -> None:
+        """Sets weights and optimizer state on all ranks to the chief's; of what is sharded each takes its part."""
 
-    def gather_slots(self, model: keras.Model) -> dict[int, np.ndarray]:
-        """Returns the slots that are sharded over the ranks, whole, on the chief: see hvtrain.keras.gather_slots."""
+    def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
+        """Returns variables that are sharded over the ranks, whole, on the chief; tables in files of the folder."""
         return {}
+
+    def whole_tables(self, model: keras.Model, folder: Path) -> AbstractContextManager[None]:
+        """Returns a context in which the chief can use the model alone: see hvtrain.keras.whole_tables."""
+        return nullcontext()
 
     def on_chief(self, action: Callable[[], T]) -> T:
         """Runs the action on the chief; all ranks return its result, or raise its UserError."""
@@ -299,10 +303,17 @@ class Strategy:
             names = loop.build_metrics(model, dataset.element_spec)
         else:
             names = loop.evaluate_shard(model, dataset, callbacks, self.watchdog)
+        if self.calls_together(model):
+            num_calls = max(1, int(dataset.cardinality()))
+            loop.call_blank(model, dataset.element_spec[0], max(self.comm.gather(num_calls)) - num_calls)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training_state)
         # Without metrics that only the train step computes.
         return {name: value for name, value in results.items() if name in names}
+
+    def calls_together(self, model: keras.Model) -> bool:
+        """Returns True if a call of the model needs all ranks, as a look-up in a sharded table does. Not collective."""
+        return False
 
     def guards(self) -> list[keras.callbacks.Callback]:
         """Returns callbacks, to put first, that check that ranks train together. Not collective."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hvtrain.keras.elastic import Resets
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import divide_losses
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
+from hvtrain.keras.sharded_embedding import sharded_layers
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline, exclude
 from hvtrain.watchdog.processes import resume_advice
@@ -48,15 +50,17 @@ class HorovodComm(Comm):
         with self.watchdog.phase(EXCHANGE):
             return sum_arrays(arrays)
 
-    def broadcast_model(self, model: keras.Model, slots: dict[int, np.ndarray] | None = None) -> None:
+    def broadcast_model(self, model: keras.Model) -> None:
         with self.watchdog.phase(EXCHANGE):
             hvd.broadcast_model(model)
-            if slots is not None:
-                hvd.scatter_slots(model.optimizer, slots)
 
-    def gather_slots(self, model: keras.Model) -> dict[int, np.ndarray]:
+    def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
         with self.watchdog.phase(EXCHANGE):
-            return hvd.gather_slots(model.optimizer)
+            wholes = {key: variable.rank_part.gather(variable, folder) for key, variable in variables.items()}
+        return {key: whole for key, whole in wholes.items() if whole is not None}
+
+    def whole_tables(self, model: keras.Model, folder: Path) -> AbstractContextManager[None]:
+        return hvd.whole_tables(model, folder)
 
 
 class HorovodTimeline(Timeline):
@@ -184,6 +188,9 @@ class HorovodStrategy(Strategy):
         # Keras's own step passes its loss through the optimizer's scale_loss; a user's may not.
         if type(model).train_step is keras.Model.train_step:
             divide_losses(model.optimizer)
+
+    def calls_together(self, model: keras.Model) -> bool:
+        return bool(sharded_layers(model))
 
     def guards(self) -> list[keras.callbacks.Callback]:
         return [hvd.ReductionCheckCallback()]

@@ -173,17 +173,34 @@ def batched(spec: Any) -> Any:
     return tf.nest.map_structure(lambda part: tf.TensorSpec([None, *part.shape], part.dtype), spec)
 
 
+def blank_batch(batch_spec: Any, num_examples: int) -> Any:
+    """Returns a batch of zeros."""
+
+    def blank(part: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([num_examples, *(extent or 1 for extent in part.shape[1:])], part.dtype)
+
+    return tf.nest.map_structure(blank, batch_spec)
+
+
+def forward_of(model: keras.Model) -> Callable[[Any], Any]:
+    """Returns a function from a batch of inputs to the model's outputs; batches of any size share a graph."""
+    return tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
+
+
+def call_blank(model: keras.Model, input_spec: Any, times: int) -> None:
+    """Calls the model on batches of no examples, in a graph, as its own steps do."""
+    forward = forward_of(model)
+    for _ in range(times):
+        forward(blank_batch(input_spec, 0))
+
+
 def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
     """Creates the state of the model's metrics, which Keras defers to the first batch.
 
     Returns the names of an evaluation's metrics.
     """
-
-    def blank(part: tf.TensorSpec) -> tf.Tensor:
-        return tf.zeros([1, *(extent or 1 for extent in part.shape[1:])], part.dtype)
-
-    batch = tf.nest.map_structure(blank, batch_spec)
-    names = model.evaluate(tf.data.Dataset.from_tensors(batch), verbose=0, return_dict=True)
+    batch = tf.data.Dataset.from_tensors(blank_batch(batch_spec, 1))
+    names = model.evaluate(batch, verbose=0, return_dict=True)
     model.reset_metrics()
     return names
 

@@ -119,7 +119,8 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
         write_result(folder, complete)
         return complete
 
-    record = comm.on_chief(write)
+    with comm.whole_tables(model, folder):
+        record = comm.on_chief(write)
     _log_results(record, folder)
     return record
 
@@ -178,7 +179,8 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
             return None
         comm.broadcast_model(model)
         metrics = test_metrics(run, model)
-    comm.on_chief(lambda: save(model, run.task, run.source.preprocessing(), run.folder / BEST_FILE))
+    with comm.whole_tables(model, run.folder):
+        comm.on_chief(lambda: save(model, run.task, run.source.preprocessing(), run.folder / BEST_FILE))
 
     if last_weights is not None:
         model.set_weights(last_weights)

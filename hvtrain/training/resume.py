@@ -43,6 +43,7 @@ _IRRELEVANT = (
     "train.steps_per_execution",
     "train.remat",
     "model.weights",
+    "model.shard_embeddings",
     "tracker.",
     "notify",
 )
@@ -84,11 +85,7 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
     start, rank_states, has_memory = comm.on_chief(restore)
     start = replace(start, rank_state=rank_states[comm.topology.rank])
     store.restore_rank(start.rank_state, model)
-    slots = None
-    if start.name:
-        arrays = saved.checkpoint.arrays if saved and saved.checkpoint else {}
-        slots = {position: arrays[key] for position, key in store.sharded_slots(model).items() if key in arrays}
-    comm.broadcast_model(model, slots)
+    comm.broadcast_model(model)
     # After the broadcast, which gives all ranks the chief's slots.
     if has_memory:
         store.restore_memory(scatter_arrays(memories, comm), model)

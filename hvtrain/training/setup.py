@@ -1,7 +1,9 @@
 """Setup of a run: its seeds, data, plan and model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import keras
@@ -185,10 +187,38 @@ def _refuse_uncompilable(model: keras.Model) -> None:
 def build_network(config: RunConfig, source: Source, task: Task, size: int) -> keras.Model:
     """Builds the model for so many ranks, changed as the settings say, and not yet compiled."""
     facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
-    model: keras.Model = build(config, "model", keras.Model, facts, source.name)
+    with _sharding(config):
+        model: keras.Model = build(config, "model", keras.Model, facts, source.name)
     check_model(model, f"model._target_={config.model['_target_']}", source, task)
     change_parts(model, config, size)
     return model
+
+
+@contextmanager
+def _sharding(config: RunConfig) -> Iterator[None]:
+    """Shards the embedding layers that model.shard_embeddings names, as the model is built."""
+    patterns = config.model_options.shard_embeddings
+    if not patterns:
+        yield
+        return
+    # It imports Horovod, which hvtrain.plan works without.
+    from hvtrain.keras.sharded_embedding import sharding_embeddings
+
+    names: list[str] = []
+    used: set[str] = set()
+
+    def is_chosen(layer: keras.layers.Layer) -> bool:
+        names.append(layer.name)
+        matching = {pattern for pattern in patterns if fnmatchcase(layer.name, pattern)}
+        used.update(matching)
+        return bool(matching)
+
+    with sharding_embeddings(is_chosen, config.seed):
+        yield
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if unused:
+        known = ", ".join(names) or "none"
+        raise ConfigError(f"model.shard_embeddings={unused[0]} matches no embedding layer; the model's are {known}")
 
 
 def check_model(model: keras.Model, name: str, source: Source, task: Task) -> None:

@@ -154,9 +154,9 @@ class _Saving(RunCallback):
         self.validation = validation
 
     def checkpoint(
-        self, rank_states: list[dict[str, np.ndarray]], slots: dict[int, np.ndarray] | None = None, **meta: Any
+        self, rank_states: list[dict[str, np.ndarray]], parts: dict[str, np.ndarray] | None = None, **meta: Any
     ) -> store.Checkpoint:
-        """Copies the state of this moment, with that of each rank, and slots that are sharded over them."""
+        """Copies the state of this moment, with that of each rank, and what is sharded over them."""
         step = self.position.step
         epoch, step_in_epoch = self.position.plan.position(step)
         return store.Checkpoint(
@@ -170,7 +170,7 @@ class _Saving(RunCallback):
                 "unlogged": self.validation.unlogged,
                 **meta,
             },
-            arrays=store.snapshot(self.model, rank_states, self.callback_state.arrays(), slots),
+            arrays=store.snapshot(self.model, rank_states, self.callback_state.arrays(), parts),
         )
 
 
@@ -264,12 +264,12 @@ class Checkpointing(_Saving):
             memory = store.rank_memory(self.model, self.comm.topology.is_chief)
             memories = gather_arrays(memory, self.comm)
             states = [{**state, **arrays} for state, arrays in zip(states, memories)]
-        slots = self.comm.gather_slots(self.model)
+        parts = self.comm.gather_parts(store.sharded_variables(self.model), self.run.folder)
 
         if self.comm.topology.is_chief:
             # An interrupted run goes on later; one that a callback has stopped has ended.
             ended = self.model.stop_training and not self.report.stopped_by
-            saved = self.checkpoint(states, slots, metrics=metrics, ended=ended)
+            saved = self.checkpoint(states, parts, metrics=metrics, ended=ended)
             self.writer.submit(saved.step, saved.arrays, saved.meta)
         self._last_saved_at = time.monotonic()
 

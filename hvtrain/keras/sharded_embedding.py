@@ -1,0 +1,286 @@
+"""Embedding tables whose rows are spread over the ranks, for tables larger than one machine's memory.
+
+A look-up sends each id of a rank's batch once to the rank that has its row, which sends the row
+back. Gradients go the same way, and their owner sums them in the order of the ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvtrain.keras.in_graph import is_compiled_by_xla, positional_name, tf_variable
+from hvtrain.keras.process import is_elastic
+from hvtrain.keras.table_rows import Rows, check_size, make_rows, rows_of
+from hvtrain.step.joint_loss import subclass_under_its_name
+
+
+class ShardedRows:
+    """Mixin before keras.layers.Embedding. On one rank it is that layer, but for its first rows."""
+
+    _hvtrain_seed = 0
+    # The whole table, on rank 0 within whole_tables().
+    _hvtrain_whole: Any = None
+    name: str
+    input_dim: int
+    output_dim: int
+    built: bool
+
+    def build(self, input_shape: Any = None) -> None:
+        if self.built:
+            return
+        layer: Any = self
+        for option in ("embeddings_regularizer", "embeddings_constraint", "lora_rank", "quantization_mode"):
+            if getattr(layer, option, None) is not None:
+                raise ValueError(f"table {self.name} has {option}, which needs the whole table; leave it out")
+        is_joined = hvd.is_initialized() and hvd.size() > 1
+        if is_joined and is_elastic():
+            raise ValueError(f"table {self.name} is sharded, and ranks of an elastic job may leave with their rows")
+        rows = Rows(self.name, self.input_dim, hvd.rank() if is_joined else 0, hvd.size() if is_joined else 1)
+        check_size(rows, self.output_dim * tf.as_dtype(layer.variable_dtype).size)
+
+        def first_rows(shape: Any, dtype: Any) -> tf.Tensor:
+            return make_rows(rows, self.output_dim, layer.embeddings_initializer, self._hvtrain_seed, dtype)
+
+        layer._embeddings = layer.add_weight(
+            shape=(rows.num_own, self.output_dim), initializer=first_rows, name="embeddings"
+        )
+        # One rank may broadcast and save as with any other weight.
+        if rows.num_ranks > 1:
+            layer._embeddings.rank_part = rows
+            layer.supports_jit = False
+        self.built = True
+
+    @property
+    def embeddings(self) -> Any:
+        """The table, on one rank, or within whole_tables() on rank 0.
+
+        Raises:
+            ValueError: the table is sharded, so other layers cannot share it.
+        """
+        if self._hvtrain_whole is not None:
+            return self._hvtrain_whole
+        rows = rows_of(self._embeddings)  # type: ignore[attr-defined]
+        if rows is not None:
+            raise ValueError(
+                f"table {self.name} is sharded over {rows.num_ranks} ranks, so no other layer can use its weights; do "
+                "not shard a table with tied weights"
+            )
+        return self._embeddings  # type: ignore[attr-defined]
+
+    def call(self, inputs: Any) -> Any:
+        """Returns rows [..., output_dim] for ids of an integer type (every rank)."""
+        ids = tf.convert_to_tensor(inputs)
+        if not ids.dtype.is_integer:
+            raise ValueError(f"table {self.name} got ids of type {ids.dtype.name}; it needs int32 or int64")
+        variable = self._embeddings  # type: ignore[attr-defined]
+        flat = tf.reshape(tf.cast(ids, tf.int64), [-1])
+        in_range = tf.reduce_all((flat >= 0) & (flat < self.input_dim))
+        message = f"table {self.name} has rows 0 to {self.input_dim - 1}, and the smallest and largest id are"
+        extremes = [tf.reduce_min(flat), tf.reduce_max(flat)]
+        with tf.control_dependencies([tf.debugging.Assert(in_range, [message, *extremes])]):
+            flat = tf.identity(flat)
+
+        if self._hvtrain_whole is not None:
+            rows = tf.numpy_function(self._hvtrain_whole.__getitem__, [flat], tf_variable(variable).dtype)
+        elif rows_of(variable) is None:
+            rows = tf.gather(tf_variable(variable), flat)
+        else:
+            rows = look_up(variable, flat)
+        rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.output_dim]], axis=0))
+        rows.set_shape([*ids.shape, self.output_dim])
+        return tf.cast(rows, self.compute_dtype)  # type: ignore[attr-defined]
+
+    def save_own_variables(self, store: Any) -> None:
+        variable = self._embeddings  # type: ignore[attr-defined]
+        if rows_of(variable) and self._hvtrain_whole is None:
+            raise ValueError(
+                f"table {self.name} is sharded over the ranks; save the model inside hvd.whole_tables(model), which "
+                "every rank has to enter"
+            )
+        store["0"] = variable.numpy() if self._hvtrain_whole is None else self._hvtrain_whole
+
+    def load_own_variables(self, store: Any) -> None:
+        variable = self._embeddings  # type: ignore[attr-defined]
+        saved = store["0"]
+        if saved.shape != (self.input_dim, self.output_dim):
+            raise ValueError(f"table {self.name} has {self.input_dim} rows, and the file has {saved.shape[0]}")
+        rows = rows_of(variable)
+        variable.assign(saved[rows.rank :: rows.num_ranks] if rows else saved[:])
+
+
+def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of a sharded table for ids [n], with their gradient: [n, ...] (every rank).
+
+    The numbers of ids may differ between the ranks, and be 0.
+    """
+    if is_compiled_by_xla():
+        raise ValueError("a look-up in a sharded table is an exchange, which XLA cannot compile; leave out jit_compile")
+    name = positional_name("table")
+    num_ranks = rows_of(variable).num_ranks  # type: ignore[union-attr]
+    options = {"ignore_name_scope": True}
+
+    # TensorFlow finds unique ids on the CPU only.
+    with tf.device("/CPU:0"):
+        unique, positions = tf.unique(ids)
+        owners = tf.cast(unique % num_ranks, tf.int32)
+        order = tf.argsort(owners, stable=True)
+        counts = tf.math.bincount(owners, minlength=num_ranks, maxlength=num_ranks)
+        # Where each id is among those that are sent.
+        positions = tf.gather(tf.math.invert_permutation(order), positions)
+        wanted, wanted_counts = hvd.alltoall(tf.gather(unique, order), counts, name=f"{name}_ids", **options)
+    own = tf.gather(tf_variable(variable), wanted // num_ranks)
+
+    @tf.custom_gradient
+    def exchange(own: tf.Tensor) -> Any:
+        received, _ = hvd.alltoall(own, wanted_counts, name=name, **options)
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))
+            return hvd.alltoall(summed, counts, name=f"{name}_gradient", **options)[0]
+
+        return tf.gather(received, positions), gradient
+
+    return exchange(own)
+
+
+@keras.saving.register_keras_serializable(package="hvtrain")
+class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
+    """An Embedding whose rows are spread over the ranks of a job.
+
+    Use it as keras.layers.Embedding, in any model that all ranks build and call alike: its
+    look-ups are collective, in training, evaluation and prediction. The gradients of its rows
+    come from the joint batch of all ranks, with DistributedOptimizer or DistributedGradientTape,
+    which send nothing more for it. Broadcasts and checks of equal weights leave it out. Row r
+    starts with the same values on any number of ranks, which depend on the seed, the layer's name
+    and r alone.
+
+    Several features share the messages of one layer if their ids are joined: shift the ids of the
+    second by the number of rows of the first, and so on.
+
+    Args:
+        input_dim: number of rows; ids are 0 to input_dim - 1.
+        output_dim: values of a row.
+        embeddings_initializer: "uniform", "normal", "truncated_normal", "zeros", "ones", or such an
+            object of Keras.
+        combiner: "sum" or "mean" over the last axis of the ids; None: a row for each id.
+        mask_zero: id 0 is padding; with a combiner it adds nothing.
+        seed: of the first rows.
+        options: those of keras.layers.Embedding.
+
+    Call arguments:
+        inputs: integer ids, [..., ids] with a combiner.
+        weights: of the ids, in the shape of `inputs`; needs a combiner. A mean is divided by their sum.
+
+    Raises:
+        ValueError: a regularizer, a constraint or LoRA, which need the whole table; ids that are
+            not integers; more rows than fit into memory.
+        tf.errors.InvalidArgumentError: ids that are out of range.
+
+    Example:
+        users = hvd.ShardedEmbedding(100_000_000, 64, name="users")(user_ids)
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
+        combiner: str | None = None,
+        mask_zero: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **options)
+        if combiner not in (None, "sum", "mean"):
+            raise ValueError(f'combiner={combiner!r} is not "sum", "mean" or None')
+        self.combiner = combiner
+        self._hvtrain_seed = seed
+
+    def call(self, inputs: Any, weights: Any = None) -> Any:
+        rows = super().call(inputs)
+        if self.combiner is None:
+            if weights is not None:
+                raise ValueError(f'table {self.name} got weights and has no combiner; pass combiner="sum" or "mean"')
+            return rows
+        weights = tf.ones_like(inputs, rows.dtype) if weights is None else tf.cast(weights, rows.dtype)
+        if self.mask_zero:
+            weights *= tf.cast(tf.not_equal(inputs, 0), rows.dtype)
+        combined = tf.reduce_sum(rows * weights[..., tf.newaxis], axis=-2)
+        if self.combiner == "sum":
+            return combined
+        return tf.math.divide_no_nan(combined, tf.reduce_sum(weights, axis=-1, keepdims=True))
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        return None if self.combiner else super().compute_mask(inputs, mask)
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        leading = input_shape[:-1] if self.combiner else input_shape
+        return (*leading, self.output_dim)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "combiner": self.combiner, "seed": self._hvtrain_seed}
+
+
+@contextmanager
+def sharding_embeddings(is_chosen: Callable[[Any], bool], seed: int = 0) -> Iterator[None]:
+    """Shards the keras.layers.Embedding layers that are built inside this context, if they are chosen.
+
+    They stay Embeddings for Keras, which saves them as such.
+
+    Raises:
+        ValueError: a chosen layer is of a subclass, such as ReversibleEmbedding, which shares its
+            weights.
+    """
+    kind = keras.layers.Embedding
+    build = kind.build
+
+    def build_sharded(layer: Any, input_shape: Any = None) -> None:
+        if layer.built or isinstance(layer, ShardedRows) or not is_chosen(layer):
+            build(layer, input_shape)
+            return
+        if type(layer) is not kind:
+            raise ValueError(
+                f"layer {layer.name} is a {type(layer).__name__}, which may share its weights; leave it out of the "
+                "tables that are sharded"
+            )
+        layer.__class__ = subclass_under_its_name(kind, ShardedRows, _hvtrain_seed=seed)
+        ShardedRows.build(layer, input_shape)
+
+    kind.build = build_sharded
+    try:
+        yield
+    finally:
+        kind.build = build
+
+
+@contextmanager
+def whole_tables(model: keras.Model, folder: Path | None = None) -> Iterator[None]:
+    """Gives rank 0 the whole tables while the context lasts (every rank).
+
+    Rank 0 can then save the model, and call it without the others. The tables are in files, so they
+    need disk space, and not memory.
+
+    Args:
+        model: a built model.
+        folder: where rank 0 has space for the files; None: the system's own place.
+    """
+    layers = sharded_layers(model)
+    try:
+        for layer in layers:
+            variable = layer._embeddings
+            layer._hvtrain_whole = variable.rank_part.gather(variable, folder)
+        yield
+    finally:
+        for layer in layers:
+            layer._hvtrain_whole = None
+
+
+def sharded_layers(model: keras.Model) -> list[Any]:
+    """Returns the layers of a built model whose tables are sharded over several ranks."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, ShardedRows)]
+    return [layer for layer in layers if layer.built and rows_of(layer._embeddings)]  # type: ignore[attr-defined]

@@ -1,0 +1,166 @@
+"""Which rows of a table a rank has: made there, gathered for a checkpoint, and distributed from one.
+
+Row r is on rank r mod the number of ranks, so the frequent ids at a vocabulary's beginning are on
+different ranks. No process holds a whole table: rows are made from their numbers, and pass through
+rank 0 in pieces on their way to and from a file.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import psutil
+import tensorflow as tf
+from scipy.special import ndtr, ndtri
+
+from hvtrain.keras.in_graph import tf_variable
+
+# Rows are made, saved and restored in pieces of that size, whatever the size of the table.
+PIECE_BYTES = 64 << 20
+
+
+class Rows(NamedTuple):
+    """This rank's rows of a table, or of an optimizer's slot for it: every `num_ranks`th, from `rank` on."""
+
+    table: str
+    num_rows: int
+    """Of the whole table."""
+    rank: int
+    num_ranks: int
+
+    @property
+    def num_own(self) -> int:
+        return len(range(self.rank, self.num_rows, self.num_ranks))
+
+    def pieces(self, row_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yields the first and last own row of each piece; all ranks yield as many."""
+        step = max(1, PIECE_BYTES // (row_bytes * self.num_ranks))
+        for begin in range(0, math.ceil(self.num_rows / self.num_ranks), step):
+            yield begin, begin + step
+
+    def gather(self, variable: Any, folder: Path | None = None) -> np.ndarray | None:
+        """Returns the whole table on rank 0, and None elsewhere (every rank).
+
+        Its memory is a file without a name, which goes with the array.
+
+        Args:
+            variable: this rank's rows, [own, ...].
+            folder: where rank 0 has space for the file; None: the system's own place.
+        """
+        value = tf_variable(variable)
+        shape = (self.num_rows, *value.shape[1:])
+        whole = None
+        if self.rank == 0:
+            with TemporaryFile(dir=folder) as file:
+                whole = np.memmap(file, value.dtype.as_numpy_dtype, "w+", shape=shape)
+
+        for begin, end in self.pieces(math.prod(shape[1:]) * value.dtype.size):
+            own = value[begin:end]
+            # All to rank 0.
+            splits = tf.one_hot(0, self.num_ranks, tf.shape(own)[0], 0, dtype=tf.int32)
+            received, counts = hvd.alltoall(own, splits, name="hvtrain.table_rows")
+            if whole is not None:
+                piece = whole[begin * self.num_ranks : end * self.num_ranks]
+                for rank, rows in enumerate(np.split(received.numpy(), np.cumsum(counts)[:-1])):
+                    piece[rank :: self.num_ranks] = rows
+        return whole
+
+    def scatter(self, variable: Any, whole: np.ndarray | None) -> None:
+        """Sets this rank's rows to those of rank 0's table (every rank)."""
+        value = tf_variable(variable)
+        row_shape = value.shape[1:]
+        for begin, end in self.pieces(math.prod(row_shape) * value.dtype.size):
+            sent = [np.empty((0, *row_shape), value.dtype.as_numpy_dtype)] * self.num_ranks
+            if whole is not None and self.rank == 0:
+                piece = np.asarray(whole[begin * self.num_ranks : end * self.num_ranks])
+                sent = [piece[rank :: self.num_ranks] for rank in range(self.num_ranks)]
+            splits = tf.constant([len(rows) for rows in sent], tf.int32)
+            received, _ = hvd.alltoall(tf.constant(np.concatenate(sent)), splits, name="hvtrain.table_rows")
+            value[begin:end].assign(received)
+
+
+def rows_of(variable: Any) -> Rows | None:
+    """Returns which rows of a sharded table a variable or slot has; None if it is no part of one."""
+    part = getattr(variable, "rank_part", None)
+    return part if isinstance(part, Rows) else None
+
+
+def distribute_whole(variables: Sequence[Any]) -> None:
+    """Gives each rank its parts of variables whose attribute `whole` rank 0 has set (every rank)."""
+    parts = [variable for variable in variables if hasattr(variable, "rank_part")]
+    if parts and hvd.broadcast_object(any(hasattr(part, "whole") for part in parts), 0, name="hvtrain.has_whole"):
+        for part in parts:
+            part.rank_part.scatter(part, vars(part).pop("whole", None))
+
+
+def whole_spec(variable: Any) -> tf.TensorSpec:
+    """Returns the shape and type of the table of which a variable has rows."""
+    return tf.TensorSpec([rows_of(variable).num_rows, *variable.shape[1:]], variable.dtype)  # type: ignore[union-attr]
+
+
+def make_rows(rows: Rows, row_size: int, initializer: Any, seed: int, dtype: Any = "float32") -> tf.Tensor:
+    """Returns a rank's first rows [own, row_size], each a function of seed, table and row number.
+
+    Raises:
+        ValueError: an initializer whose values depend on more.
+    """
+    draw = _draw_function(initializer)
+    digest = hashlib.sha256(f"{seed}/{rows.table}".encode()).digest()
+    key = np.uint64(int.from_bytes(digest[:8], "little"))
+    values = np.empty((rows.num_own, row_size), np.dtype(dtype))
+    step = max(1, PIECE_BYTES // (8 * row_size))
+    for begin in range(0, rows.num_own, step):
+        piece = values[begin : begin + step]
+        numbers = np.arange(begin, begin + len(piece), dtype=np.uint64) * np.uint64(rows.num_ranks)
+        numbers += np.uint64(rows.rank)
+        counters = numbers[:, None] * np.uint64(row_size) + np.arange(row_size, dtype=np.uint64)
+        piece[:] = draw(_uniform(counters, key))
+    return tf.constant(values)
+
+
+def _uniform(counters: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Returns a number between 0 and 1 for each counter: SplitMix64 (Steele, Lea and Flood 2014)."""
+    bits = counters * np.uint64(0x9E3779B97F4A7C15) + key
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+    # Never 0 or 1, whose normal quantiles are infinite.
+    return ((bits >> np.uint64(40)).astype(np.float64) + 0.5) / 2**24
+
+
+def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function from uniform numbers to an initializer's values."""
+    kinds = keras.initializers
+    initializer = kinds.get(initializer)
+    if isinstance(initializer, kinds.RandomUniform):
+        return lambda uniform: initializer.minval + uniform * (initializer.maxval - initializer.minval)
+    if isinstance(initializer, kinds.RandomNormal):
+        return lambda uniform: initializer.mean + initializer.stddev * ndtri(uniform)
+    if isinstance(initializer, kinds.TruncatedNormal):
+        # Two standard deviations at most, as Keras does.
+        low = ndtr(-2.0)
+        return lambda uniform: initializer.mean + initializer.stddev * ndtri(low + uniform * (1 - 2 * low))
+    if isinstance(initializer, (kinds.Zeros, kinds.Ones, kinds.Constant)):
+        constant = float(initializer((1,))[0])
+        return lambda uniform: np.full_like(uniform, constant)
+    raise ValueError(
+        f"a sharded table cannot begin with {type(initializer).__name__}; choose uniform, normal, truncated_normal, "
+        "zeros or ones"
+    )
+
+
+def check_size(rows: Rows, row_bytes: int) -> None:
+    """Raises ValueError if this rank's rows are more than the memory that is free."""
+    free_bytes = psutil.virtual_memory().available
+    num_bytes = rows.num_own * row_bytes
+    if num_bytes > free_bytes and not tf.config.list_logical_devices("GPU"):
+        raise ValueError(
+            f"table {rows.table} needs {num_bytes / 2**30:,.0f} GiB on each of {rows.num_ranks} rank(s), and "
+            f"{free_bytes / 2**30:,.0f} GiB are free here; use more hosts, or fewer rows"
+        )

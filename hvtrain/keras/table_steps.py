@@ -1,0 +1,90 @@
+"""How an optimizer steps on this rank's rows of tables that are sharded over the ranks."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from keras.src.optimizers.base_optimizer import global_norm
+
+from hvtrain.keras.gradients import map_values
+from hvtrain.keras.optimizers import RowwiseAdagrad
+from hvtrain.keras.sharded_optimizer import ELEMENTWISE
+from hvtrain.keras.table_rows import rows_of
+from hvtrain.step.joint_loss import subclass_under_its_name
+
+
+def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Prepares a built optimizer for the sharded tables among its variables; nothing for none.
+
+    Raises:
+        ValueError: its step is not that of each row by itself, as one process would take it.
+    """
+    tables = [variable for variable in variables if rows_of(variable)]
+    if not tables:
+        return
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    hook = optimizer._hvtrain
+    problem = ""
+    if not isinstance(inner, (*ELEMENTWISE, RowwiseAdagrad)):
+        problem = (
+            f"{type(inner).__name__} needs whole weights; choose SGD, Adam, hvd.optimizers.LazyAdam or RowwiseAdagrad"
+        )
+    if hook.reducer.gathers_weights:
+        problem = "shard=True divides what is divided already; leave it out"
+    if hook.every > 1:
+        problem = "LocalSGD and DiLoCo average weights, which are not the same rows; use DistributedOptimizer"
+    if hook.reducer.process_set.process_set_id:
+        problem = "the table is on all ranks, and the optimizer on some; leave process_set out"
+    if problem:
+        raise ValueError(f"table {rows_of(tables[0]).table} is sharded over the ranks: {problem}")  # type: ignore[union-attr]
+
+    for table in tables:
+        prefix = table.path.replace("/", "_")
+        for slot in inner.variables:
+            # Keras names a slot after its variable.
+            if slot.name.startswith(f"{prefix}_") and slot.shape[:1] == table.shape[:1]:
+                slot.rank_part = table.rank_part
+
+
+class ClipsTables:
+    """Mixin before an optimizer that clips by norm: the norm of a table is that of all ranks' rows."""
+
+    clipnorm: float | None
+    global_clipnorm: float | None
+    _hvtrain_stepped: Sequence[Any] = ()
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        object.__setattr__(self, "_hvtrain_stepped", list(trainable_variables))
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        clip = super()._clip_gradients  # type: ignore[misc]
+        tables = [i for i, variable in enumerate(self._hvtrain_stepped) if rows_of(variable)]
+        if not tables:
+            return clip(grads)
+
+        own = [tf.reduce_sum(tf.square(getattr(grads[i], "values", grads[i]))) for i in tables]
+        squares = hvd.allreduce(tf.stack(own), op=hvd.Sum, name="hvtrain_table_norms", ignore_name_scope=True)
+        others = [gradient for i, gradient in enumerate(grads) if i not in tables]
+        if self.global_clipnorm:
+            norm = tf.sqrt(tf.reduce_sum(squares) + tf.square(global_norm(others) if others else 0.0))
+            # As Keras does, which lets a norm that is not finite through.
+            scale = self.global_clipnorm / tf.maximum(norm, self.global_clipnorm) + (norm - norm)
+            return [map_values(partial(tf.multiply, scale), gradient) for gradient in grads]
+
+        clipped = list(grads)
+        scales = self.clipnorm / tf.maximum(tf.sqrt(squares), self.clipnorm)
+        for i, scale in zip(tables, tf.unstack(scales)):
+            clipped[i] = map_values(partial(tf.multiply, scale), grads[i])
+        for i, gradient in zip([i for i in range(len(grads)) if i not in tables], clip(others)):
+            clipped[i] = gradient
+        return clipped
+
+
+def clip_tables(optimizer: Any) -> None:
+    """Makes an optimizer that clips by norm do so for sharded tables too, in place."""
+    clips = optimizer.clipnorm or optimizer.global_clipnorm
+    if clips and not isinstance(optimizer, ClipsTables):
+        optimizer.__class__ = subclass_under_its_name(type(optimizer), ClipsTables)

@@ -1,0 +1,210 @@
+"""Runs on each rank: sharded embedding tables against a plain Embedding on the joint batch in one process.
+
+argv[1]: where rank 0 writes JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import fast_keras  # noqa: F401
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, optimizers
+
+import hvtrain.keras as hvd
+from hvtrain.keras.table_rows import rows_of
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+
+ROWS, WIDTH, STEPS, JOINT = 23, 3, 5, 24
+RANDOM = np.random.default_rng(0)
+# Frequent ids, repeated ones, and ids that only one rank looks up.
+IDS = np.minimum(RANDOM.zipf(1.3, (STEPS, JOINT, 2)) - 1, ROWS - 1).astype("int32")
+TARGETS = RANDOM.normal(size=(STEPS, JOINT, 1)).astype("float32")
+TABLE = RANDOM.normal(size=(ROWS, WIDTH)).astype("float32")
+
+
+OWN = np.array_split(np.arange(JOINT), size)[rank]
+
+
+def new_model(layer):
+    ids = keras.Input((2,), dtype="int32")
+    kernel = keras.initializers.RandomNormal(seed=3)
+    return keras.Model(ids, layers.Dense(1, kernel_initializer=kernel, name="out")(layers.Flatten()(layer(ids))))
+
+
+def whole(variable):
+    """The variable on rank 0, whole if it is sharded; None elsewhere."""
+    rows = rows_of(variable)
+    return rows.gather(variable) if rows else variable.numpy()
+
+
+def trained(optimizer, layer, ids, targets, tape=False):
+    """The table and the dense kernel after a step for each batch of ids and targets."""
+    model = new_model(layer)
+    layer.load_own_variables({"0": TABLE})
+    hvd.broadcast_model(model)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(reduce_retracing=True)
+    def step(batch, values):
+        with tf.GradientTape() as record:
+            loss = tf.reduce_mean((model(batch) - values) ** 2)
+            scaled = loss if tape else optimizer.scale_loss(loss)
+        if tape:
+            record = hvd.DistributedGradientTape(record)
+        optimizer.apply(record.gradient(scaled, model.trainable_variables), model.trainable_variables)
+
+    for batch, values in zip(ids, targets):
+        step(tf.constant(batch), tf.constant(values))
+    return whole(layer._embeddings), model.layers[-1].kernel.numpy()
+
+
+def gap(first, second):
+    return max(float(np.max(np.abs(a - b))) for a, b in zip(first, second, strict=True))
+
+
+class Summed(layers.Embedding):
+    """Has the gradient of the whole table. Keras squares rows of the same id one by one, in slots and norms."""
+
+    def call(self, inputs):
+        return tf.one_hot(inputs, ROWS) @ self._embeddings
+
+
+def compared(make, ids=IDS, tape=False, reference=layers.Embedding, wrapped=True, **options):
+    """Largest difference on rank 0 from one process with the joint batch; 0.0 on other ranks."""
+    plain = trained(make(), reference(ROWS, WIDTH), ids, TARGETS)
+    optimizer = hvd.DistributedOptimizer(make(), **options) if wrapped else make()
+    sharded = trained(optimizer, hvd.ShardedEmbedding(ROWS, WIDTH), ids[:, OWN], TARGETS[:, OWN], tape)
+    return gap(plain, sharded) if rank == 0 else 0.0
+
+
+def looked_up(ids, **options):
+    layer = hvd.ShardedEmbedding(ROWS, WIDTH, **options)
+    layer.build()
+    layer.load_own_variables({"0": TABLE})
+    return layer(tf.constant(ids)).numpy()
+
+
+def empty_batch():
+    """The last rank looks up nothing, the others all rows."""
+    ids = np.arange(ROWS) if rank < size - 1 else np.zeros(0, int)
+    return bool(np.array_equal(looked_up(ids), TABLE[ids]))
+
+
+def fitted(policy):
+    """How far the weights that all ranks have are apart after fit, the last loss, and the reductions."""
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(rank)
+    model = new_model(hvd.ShardedEmbedding(ROWS, WIDTH))
+    model.compile(hvd.DistributedOptimizer(hvd.optimizers.LazyAdam(0.05)), "mse", jit_compile=False)
+    callbacks = [hvd.BroadcastGlobalVariablesCallback(0), hvd.ReductionCheckCallback(), hvd.WeightCheckCallback()]
+    ids, targets = IDS[:, OWN].reshape(-1, 2), TARGETS[:, OWN].reshape(-1, 1)
+    history = model.fit(ids, targets, batch_size=len(OWN), epochs=4, verbose=0, callbacks=callbacks)
+    keras.config.set_dtype_policy("float32")
+    kernels = hvd.allgather_object(model.layers[-1].kernel.numpy())
+    return {"apart": max(gap([kernels[0]], [other]) for other in kernels), "loss": history.history["loss"]}
+
+
+def not_finite():
+    """The error of a step in which the last rank's rows alone have a gradient that is not finite."""
+    model = new_model(hvd.ShardedEmbedding(ROWS, WIDTH))
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1), check_finite=True)
+    kernel = model.layers[-1].kernel.numpy()
+    value = float("nan") if rank == size - 1 else 1.0
+    rows = tf.IndexedSlices(tf.fill([1, WIDTH], value), [0], tf.constant([ROWS, WIDTH]))
+    gradients = [rows, *(tf.ones_like(variable) for variable in model.trainable_variables[1:])]
+    message = refusal(lambda: optimizer.apply(gradients, model.trainable_variables))
+    return {"message": message, "moved": gap([kernel], [model.layers[-1].kernel.numpy()])}
+
+
+def saved(folder):
+    """Differences of a saved model that a process without ranks loads, from the rows on all ranks."""
+    with hvd.sharding_embeddings(lambda layer: layer.name == "users", seed=4):
+        model = new_model(layers.Embedding(ROWS, WIDTH, name="users"))
+    ids = tf.constant(IDS[0])
+    expected = model(ids).numpy()
+    file = folder / "model.keras"
+    message = refusal(lambda: model.save(file)) if rank == 0 else ""
+    with hvd.whole_tables(model):
+        if rank == 0:
+            alone = model(ids).numpy()
+            model.save(file)
+    loaded = None
+    if rank == 0:
+        plain = keras.models.load_model(file)
+        assert type(plain.get_layer("users")) is layers.Embedding
+        loaded = gap([alone, plain(ids).numpy()], [expected, expected])
+    hvd.allgather_object(None)
+    model.load_weights(file)
+    return {"gap": loaded, "alone": message, "reloaded": gap([model(ids).numpy()], [expected])}
+
+
+def refusal(action):
+    try:
+        action()
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        return str(error)
+    return ""
+
+
+def stepped(optimizer):
+    trained(optimizer, hvd.ShardedEmbedding(ROWS, WIDTH, name="t"), IDS, TARGETS)
+
+
+def built(rows=ROWS, **options):
+    layer = hvd.ShardedEmbedding(rows, WIDTH, name="t", **options)
+    layer.build()
+    return layer
+
+
+FEW = np.array([[5, 5, 0], [22, 1, 5]])
+MEANS = [TABLE[5], (TABLE[22] + TABLE[1] + TABLE[5]) / 3]
+results = {
+    "size": size,
+    "first rows": built(embeddings_initializer="normal", seed=1)._embeddings.numpy().tolist(),
+    "equal": {
+        "sgd": compared(lambda: optimizers.SGD(0.2)),
+        "momentum": compared(lambda: optimizers.SGD(0.1, momentum=0.9)),
+        "adagrad": compared(lambda: optimizers.Adagrad(0.1), reference=Summed),
+        "adam": compared(lambda: optimizers.Adam(0.01), reference=Summed),
+        "lazy adam": compared(lambda: hvd.optimizers.LazyAdam(0.01)),
+        "rowwise adagrad": compared(lambda: hvd.optimizers.RowwiseAdagrad(0.1)),
+        "averages": compared(lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)),
+        "accumulation": compared(lambda: optimizers.SGD(0.2, gradient_accumulation_steps=2)),
+        "loss scale": compared(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.2))),
+        "tape": compared(lambda: optimizers.SGD(0.2), tape=True, wrapped=False),
+        "all on one rank": compared(lambda: optimizers.SGD(0.2), ids=IDS // size * size),
+        "clipnorm": compared(lambda: optimizers.SGD(0.2, clipnorm=0.05), reference=Summed),
+        "global_clipnorm": compared(lambda: optimizers.SGD(0.2, global_clipnorm=0.05), reference=Summed),
+    },
+    # The controls: nothing divides the sums of the ranks' gradients; bf16 rounds those of the dense layer.
+    "unwrapped": compared(lambda: optimizers.SGD(0.2), wrapped=False),
+    "bf16": compared(lambda: optimizers.SGD(0.2), compression=hvd.Compression.bf16),
+    "empty batch": empty_batch(),
+    "sum": bool(np.allclose(looked_up(FEW, combiner="sum"), TABLE[FEW].sum(axis=1))),
+    "mean without padding": bool(np.allclose(looked_up(FEW, combiner="mean", mask_zero=True), MEANS, atol=1e-6)),
+    "fitted": fitted("float32"),
+    "fitted in mixed precision": fitted("mixed_float16"),
+    "not finite": not_finite(),
+    "saved": saved(Path(sys.argv[1]).parent),
+    "refused": {
+        "out of range": refusal(lambda: looked_up(np.array([[4, ROWS]]))),
+        "negative": refusal(lambda: looked_up(np.array([[-1, 2]]))),
+        "floats": refusal(lambda: looked_up(np.array([[1.0]]))),
+        "regularizer": refusal(lambda: built(embeddings_regularizer="l2")),
+        "tied": refusal(lambda: built().embeddings),
+        "initializer": refusal(lambda: built(embeddings_initializer="orthogonal")),
+        "too large": refusal(lambda: built(rows=10**13)),
+        "lamb": refusal(lambda: stepped(hvd.DistributedOptimizer(optimizers.Lamb()))),
+        "shard": refusal(lambda: stepped(hvd.DistributedOptimizer(optimizers.SGD(), shard=True))),
+        "local": refusal(lambda: stepped(hvd.LocalSGD(optimizers.SGD(), 2))),
+    },
+}
+everybody = hvd.allgather_object(results)
+if rank == 0:
+    Path(sys.argv[1]).write_text(json.dumps(everybody))
+hvd.shutdown()
