@@ -76,9 +76,7 @@ def scope(findings: Findings) -> str:
     """The examples that were read, in a sentence."""
     if all(facts.num_read == facts.num_examples for facts in findings.splits):
         return "All examples were read."
-    parts = []
-    for facts in findings.splits:
-        parts.append(f"{facts.num_read:,} of {facts.num_examples:,} {facts.name}")
+    parts = (f"{facts.num_read:,} of {facts.num_examples:,} {facts.name}" for facts in findings.splits)
     return f"Read: {', '.join(parts)} examples."
 
 

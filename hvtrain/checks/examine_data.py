@@ -165,9 +165,8 @@ class SplitFacts:
             if values.num_gaps
         ]
         if self.num_outside:
-            classes = f"0 ... {len(class_names) - 1}"
-            problem = f"{self.num_outside:,} labels are outside {classes}"
-            lines.append(f"{self.name}: {problem}; fix the targets")
+            last = len(class_names) - 1
+            lines.append(f"{self.name}: {self.num_outside:,} labels are outside 0 ... {last}; fix the targets")
         return lines
 
     def oddities(self, class_names: list[str], train: "SplitFacts") -> list[str]:
@@ -183,21 +182,21 @@ class SplitFacts:
         repeats = [(number, earlier) for number, earlier in self.equals(self) if earlier < number]
         if repeats:
             number, earlier = repeats[0]
-            count = f"{len(repeats):,} of {self.num_read:,} examples"
             # The second digest is the target's: the same image in two classes cannot be learned.
-            targets = [[self.digests[index][1] for index in pair] for pair in repeats]
-            num_others = sum(target != earlier_target for target, earlier_target in targets)
-            if num_others:
-                count += f", with another target {num_others:,}"
-            pair = f"{self.example(number)} is {self.example(earlier)}"
-            lines.append(f"{self.name}: repeated {count}; {pair}")
+            num_others = sum(self.digests[index][1] != self.digests[first][1] for index, first in repeats)
+            others = f", with another target {num_others:,}" if num_others else ""
+            lines.append(
+                f"{self.name}: repeated {len(repeats):,} of {self.num_read:,} examples{others}; "
+                f"{self.example(number)} is {self.example(earlier)}"
+            )
 
         shared = self.equals(train)
         if shared and self is not train:
             number, earlier = shared[0]
-            count = f"{len(shared):,} of {self.num_read:,} examples"
-            pair = f"{self.example(number)} is {train.example(earlier)} of train"
-            lines.append(f"{self.name}: also in train {count}; {pair}")
+            lines.append(
+                f"{self.name}: also in train {len(shared):,} of {self.num_read:,} examples; "
+                f"{self.example(number)} is {train.example(earlier)} of train"
+            )
         return lines
 
 

@@ -105,7 +105,6 @@ class Comparison:
 def compare(
     case: Case,
     steps: int = STEPS,
-    batch: int = BATCH,
     wrap: Callable[[Any], Any] = hvd.DistributedOptimizer,
 ) -> Comparison:
     """Trains the case on all ranks, on one process, and on one rank alone (every rank).
@@ -115,14 +114,13 @@ def compare(
     Args:
         case: The model and its optimizer.
         steps: Steps of the training loop.
-        batch: Examples of one rank's batch.
         wrap: Makes the case's optimizer distributed.
     """
     rank = hvd.rank()
     size = hvd.size()
     # Every rank draws the data of all ranks, and takes its part.
-    data = _data(case.kind, steps, size, batch)
-    order = np.arange(steps * size * batch).reshape(steps, size, batch)
+    data = _data(case.kind, steps, size)
+    order = np.arange(steps * size * BATCH).reshape(steps, size, BATCH)
 
     def batches(rows: Any) -> list[Any]:
         return [keras.tree.map_structure(partial(np.take, indices=step.ravel(), axis=0), data) for step in rows]
@@ -215,15 +213,15 @@ def largest_difference(actual: Arrays, expected: Arrays) -> float:
     return largest
 
 
-def _data(kind: str, steps: int, size: int, batch: int) -> tuple[Any, ...]:
+def _data(kind: str, steps: int, size: int) -> tuple[Any, ...]:
     """Inputs, targets and, if the kind has them, weights of all examples.
 
     They are ordered by step, rank and position in the batch.
     """
     generator = np.random.default_rng(7)
-    count = steps * size * batch
+    count = steps * size * BATCH
     # What counts grows with the rank.
-    share = np.tile(np.repeat((np.arange(size) + 1) / (size + 1), batch), steps)
+    share = np.tile(np.repeat((np.arange(size) + 1) / (size + 1), BATCH), steps)
     x = generator.normal(size=(count, 12)).astype("float32")
     y = generator.integers(0, 3, count)
     counts = generator.random(count) < share
@@ -246,20 +244,14 @@ def _model(case: Case, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
     # The loss is computed in float32 under a policy of half precision too.
     last = keras.layers.Dense(3, name="o", dtype="float32")
-    if case.kind == "embedding":
-        layers = [
-            keras.Input((6,)),
-            keras.layers.Embedding(50, 8, name="e"),
-            keras.layers.Flatten(name="f"),
-        ]
-    elif case.kind == "masked":
-        layers = [keras.Input((6,)), keras.layers.Embedding(50, 8, mask_zero=True, name="e")]
+    if case.kind in ("embedding", "masked"):
+        is_masked = case.kind == "masked"
+        layers = [keras.Input((6,)), keras.layers.Embedding(50, 8, mask_zero=is_masked, name="e")]
+        if not is_masked:
+            layers.append(keras.layers.Flatten(name="f"))
     else:
         policy = case.kind if case.kind.startswith("mixed") else "float32"
-        layers = [
-            keras.Input((12,)),
-            keras.layers.Dense(24, activation="tanh", name="d", dtype=policy),
-        ]
+        layers = [keras.Input((12,)), keras.layers.Dense(24, activation="tanh", name="d", dtype=policy)]
 
     model = keras.Sequential([*layers, *case.more_layers(), last], name="m")
     if case.kind != "two losses":

@@ -105,15 +105,10 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
         # TensorFlow has two names.
         if not versions["tensorflow"] and not versions["tensorflow-cpu"]:
             missing.insert(0, "tensorflow")
-        findings = []
-        if missing:
-            findings.append(f"has no {', '.join(missing)}")
-        different = differences(versions, first, here)
-        if different:
-            findings.append(f"has {different}")
-        if not findings:
+        parts = {"has no": ", ".join(missing), "has": differences(versions, first, here)}
+        finding = "; ".join(f"{verb} {names}" for verb, names in parts.items() if names)
+        if not finding:
             return None
-        finding = "; ".join(findings)
         if host == first:
             return finding, "scripts/run recreates it"
         return finding, copy_to(environment(facts), first, host)
@@ -149,8 +144,8 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
         if not facts["horovod"]["library"]:
             return "has no library of Horovod for TensorFlow", f"on {host}: scripts/run"
         if facts["gpus"]["names"] and "NCCL" not in parts[host]:
-            finding = f"has GPUs, and its Horovod has {parts[host]} but not NCCL"
-            return finding, f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
+            fix = f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
+            return f"has GPUs, and its Horovod has {parts[host]} but not NCCL", fix
         if parts[host] == parts[first]:
             return None
         built_with = parts[host] or "nothing"
@@ -180,8 +175,8 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
         difference = unlike(here["entries"], data["entries"])
         if nothing_here or here["too_large"] or not difference:
             return None
-        on_host = f"on {host} ({data['num_files']:,} files)"
-        return f"{difference} {on_host} and on {first} ({here['num_files']:,} files)", fix
+        on_host = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
+        return f"{difference} {on_host}", fix
 
     too_large = {host: facts["dataset"]["too_large"] for host, facts in cluster.items()}
     read = {host: facts for host, facts in cluster.items() if not too_large[host]}
@@ -236,22 +231,19 @@ def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
 
 
 def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    # A container may have no /dev/shm at all.
-    nothing = {"free": 0, "total": 0}
-    rooms = {host: facts["shared_memory"] or nothing for host, facts in cluster.items()}
+    rooms = {host: facts["shared_memory"] for host, facts in cluster.items()}
 
     def problem(host: str, room: Mapping[str, int]) -> Problem:
         free = room["free"]
         needed = slots[host] * SHARED_MEMORY_BYTES
         if free >= needed:
             return None
-        finding = f"/dev/shm has {human_bytes(free)} free of {human_bytes(room['total'])}"
         # The new size holds what is used now and what is needed, in whole MiB.
         size = -(-(needed + room["total"] - free) // 2**20)
-        fix = f"on {host}: mount -o remount,size={size}m /dev/shm"
         return (
-            f"{finding}; {slots[host]} slots need {human_bytes(needed)}",
-            f"{fix} (a container: --shm-size={size}m or --ipc=host)",
+            f"/dev/shm has {human_bytes(free)} free of {human_bytes(room['total'])}; "
+            f"{slots[host]} slots need {human_bytes(needed)}",
+            f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)",
         )
 
     least = min(room["free"] for room in rooms.values())
@@ -274,10 +266,10 @@ def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
     def problem(host: str, limit: int) -> Problem:
         if limit >= needed or limit == -1:  # No limit.
             return None
-        fix = f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again"
         return (
             f"a process may open {limit}; {num_ranks} ranks need {needed}",
-            f"{fix} (or ulimit -n 65536 before sshd starts)",
+            f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again "
+            "(or ulimit -n 65536 before sshd starts)",
         )
 
     least = min((limit for limit in limits.values() if limit > -1), default=None)
@@ -291,8 +283,7 @@ def _disk(cluster: Cluster, host: str) -> Row:
     folder = disk["folder"]
     free = f"{human_bytes(disk['free'])} free for {folder}"
     if not disk["writable"]:
-        fix = "run.dir=PATH names another folder"
-        return fail("run folder", host, f"{folder} cannot be written", fix)
+        return fail("run folder", host, f"{folder} cannot be written", "run.dir=PATH names another folder")
     if disk["free"] < DISK_BYTES:
         finding = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
         return fail("run folder", host, finding, "free some there, or run.dir=PATH on another disk")
@@ -314,9 +305,7 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
             fix = f"on {host}: install the driver again, or load it: modprobe nvidia"
             return f"nvidia-smi fails: {gpus['error']}", fix
         if count < slots[host]:
-            fix = f"leave {host} out of -H, or install its driver"
-            if count:
-                fix = f"-H {host}:{count}"
+            fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
             return f"{count} GPUs for {slots[host]} slots", fix
         different = differences(software[host], first, software[first])
         # Without a driver on the first host, its own row says so.

@@ -31,10 +31,8 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
     for host, facts in cluster.items():
         owner = owners.setdefault(facts["hostname"], host)
         if owner != host:
-            finding = f"has the hostname {facts['hostname']}, as {owner} does"
-            effect = "Horovod would treat them as one host"
-            fix = f"on {host}: hostnamectl set-hostname {host}"
-            rows.append(fail("names", host, f"{finding}; {effect}", fix))
+            finding = f"has the hostname {facts['hostname']}, as {owner} does; Horovod would treat them as one host"
+            rows.append(fail("names", host, finding, f"on {host}: hostnamectl set-hostname {host}"))
 
     addresses = {name: _address(cluster, name) for name in cluster}
 
@@ -86,8 +84,7 @@ def _name_problems(
         finding = f"resolves {name} to {address}"
         fix = f"on {host}: in /etc/hosts or DNS give {name}"
         if address is None:
-            addition = f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS"
-            yield f"has no address for {name}", addition
+            yield f"has no address for {name}", f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS"
         elif _is_loopback(address):
             finding += ", where no other host reaches it"
             yield finding, f"on {host}: in /etc/hosts replace '{address} {name}' with '{line}'"
@@ -123,8 +120,7 @@ def judge_interfaces(
         finding = f"no interface has its address {_address(cluster, first)}"
         if interface_names:
             finding = f"has no interface {interface_names}"
-        finding += f"; it has {_listed(cluster[first])}"
-        return [fail("interface", first, finding, _INTERFACE_FIX)], {}
+        return [fail("interface", first, f"{finding}; it has {_listed(cluster[first])}", _INTERFACE_FIX)], {}
 
     # Hosts join the first one: rank 0 is there, and all ranks connect to it.
     network = ipaddress.ip_network(start["network"])
@@ -138,20 +134,18 @@ def judge_interfaces(
         ]
         if not inside:
             noun = f"interface {interface_names or ''}".rstrip()
-            finding = f"no {noun} in {first}'s network {network}"
-            findings[host] = f"{finding}; it has {_listed(cluster[host])}"
+            findings[host] = f"no {noun} in {first}'s network {network}; it has {_listed(cluster[host])}"
             continue
         # The address to which its name resolves comes before others.
         own_address = _address(cluster, host)
         best = min(inside, key=lambda item: item["address"] != own_address)
-        name = best["name"]
         address = best["address"]
         # Bridges such as docker0 have the same address on every host.
         twin = next((other for other, end in endpoints.items() if end.address == address), None)
         if twin:
-            findings[host] = f"{name} has {address} here and on {twin}, so it cannot join the hosts"
+            findings[host] = f"{best['name']} has {address} here and on {twin}, so it cannot join the hosts"
         else:
-            endpoints[host] = Endpoint(name, address, cluster[host]["port"])
+            endpoints[host] = Endpoint(best["name"], address, cluster[host]["port"])
 
     rows = [fail("interface", host, finding, _INTERFACE_FIX) for host, finding in findings.items()]
     shown = ", ".join(sorted({endpoint.interface for endpoint in endpoints.values()}))
@@ -216,8 +210,7 @@ def judge_ports(
         reasons = [reason for pair, reason in missing.items() if host in pair]
         others = dict.fromkeys([*callers, *listeners])
         addresses = ",".join(endpoints[other].address for other in others)
-        command = f"iptables -I INPUT -p tcp -s {addresses} -j ACCEPT"
-        fix = f"on {host}: open TCP ports 1024-65535 to these: {command}"
+        fix = f"on {host}: open TCP ports 1024-65535 to these: iptables -I INPUT -p tcp -s {addresses} -j ACCEPT"
         rows.append(fail("ports", host, f"{'; '.join(findings)} ({reasons[0]})", fix))
         missing = {pair: reason for pair, reason in missing.items() if host not in pair}
 

@@ -6,9 +6,7 @@ size, and that of one of 4 KiB.
 """
 
 import json
-import os
 import sys
-import threading
 import time
 from itertools import combinations
 from typing import Any
@@ -18,6 +16,7 @@ import tensorflow as tf
 import hvtrain.keras as hvd
 from hvtrain.checks.measure_links import MARK, most_seconds
 from hvtrain.keras.process import launched_size
+from hvtrain.system.command import end_within
 
 ALL_BYTES = 64 << 20
 # Smaller, since there are many pairs: over a link of 50 Mbit/s even this takes more than a second.
@@ -68,9 +67,7 @@ def measure(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
 def main() -> None:
     """Measures all hosts together, then pair by pair while the other ranks wait."""
     # If the launcher is killed, nobody else ends this rank.
-    last_resort = threading.Timer(most_seconds(launched_size() or 1), os._exit, [1])
-    last_resort.daemon = True
-    last_resort.start()
+    end_within(most_seconds(launched_size() or 1), 1)
     hvd.init()
     hvd.pin_gpu()
 

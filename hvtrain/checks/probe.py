@@ -100,13 +100,12 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _shared_memory() -> dict[str, int] | None:
-    """Free and total bytes of /dev/shm; None if it does not exist."""
-    try:
+def _shared_memory() -> dict[str, int]:
+    """Free and total bytes of /dev/shm; 0 without one, as in some containers."""
+    with contextlib.suppress(OSError):
         usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return None
-    return {"free": usage.free, "total": usage.total}
+        return {"free": usage.free, "total": usage.total}
+    return {"free": 0, "total": 0}
 
 
 def _disk(folder: Path) -> dict[str, Any]:
@@ -153,14 +152,8 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         too_large: A message if `seconds` were not enough; None otherwise.
     """
     deadline = time.monotonic() + seconds
-    description = {
-        "path": str(path),
-        "num_files": 0,
-        "num_bytes": 0,
-        "entries": {},
-        "error": None,
-        "too_large": None,
-    }
+    nothing = {"num_files": 0, "num_bytes": 0, "entries": {}, "error": None, "too_large": None}
+    description = {"path": str(path), **nothing}
     try:
         sizes = _sizes(path, deadline)
         names = sorted(sizes)

@@ -68,8 +68,7 @@ def _controller(strategy: Strategy) -> str:
         raise CheckError("two ranks have the same local rank on one host; give each host a name of its own")
 
     hosts = dict.fromkeys(host for host, _ in ranks)
-    places = f"{len(ranks)} rank(s) on {len(hosts)} host(s)"
-    return f"{strategy.description()}, {places}: {', '.join(hosts)}"
+    return f"{strategy.description()}, {len(ranks)} rank(s) on {len(hosts)} host(s): {', '.join(hosts)}"
 
 
 def _devices(strategy: Strategy) -> str:
@@ -127,8 +126,7 @@ def _overflow() -> str:
     # Weights as they were, and half the loss scale.
     states = hvd.allgather_object((variable.numpy().tolist(), float(optimizer.dynamic_scale)))
     if states != [([1.0, 2.0], scale / 2)] * hvd.size():
-        finding = f"ranks did not skip an overflow together: {states}"
-        raise CheckError(f"{finding}; look at the build of Horovod")
+        raise CheckError(f"ranks did not skip an overflow together: {states}; look at the build of Horovod")
     return "one rank's infinite gradient: all ranks skip the step and halve the loss scale"
 
 
@@ -161,8 +159,8 @@ def _shards(strategy: Strategy) -> str:
     read = [int(number) for images, _ in batches for number in images.numpy().ravel()]
     everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]
     if sorted(everyone) != list(range(count)):
-        finding = f"{len(set(everyone))} of {count} samples were read, {len(everyone)} times"
-        raise CheckError(f"{finding}; look at data/")
+        num_read = len(set(everyone))
+        raise CheckError(f"{num_read} of {count} samples were read, {len(everyone)} times; look at data/")
     return f"{count} samples over {hvd.size()} rank(s): each read once, by one rank"
 
 
@@ -188,8 +186,7 @@ def _metrics(strategy: Strategy) -> str:
     own_gap = max(abs(together[name] - alone[name]) for name in together)
     gap = max(strategy.comm.gather(own_gap))
     if gap > 1e-5:
-        finding = f"metrics over ranks differ from one process by {gap:.2g}"
-        raise CheckError(f"{finding}; they are not weighted by examples")
+        raise CheckError(f"metrics over ranks differ from one process by {gap:.2g}; they are not weighted by examples")
     return f"uneven shards give one process's loss and accuracy to {gap:.1g}"
 
 
@@ -235,8 +232,7 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
         raise CheckError(
             "variables differ after a checkpoint was written and restored; check the file system of /tmp",
         )
-    steps = f"{len(variables)} variables written, lost, restored and broadcast"
-    return f"{steps}: the same bits on all ranks"
+    return f"{len(variables)} variables written, lost, restored and broadcast: the same bits on all ranks"
 
 
 class OwnRun:
@@ -284,8 +280,7 @@ def _data(run: OwnRun) -> str:
     sizes = run.source.shard_sizes("train", run.plan.size, run.topology.weights)
     total = run.source.num_examples("train")
     if sum(sizes) != total:
-        finding = f"shards of {sizes} examples are not the {total} of the data set"
-        raise CheckError(f"{finding}; look at shard_sizes")
+        raise CheckError(f"shards of {sizes} examples are not the {total} of the data set; look at shard_sizes")
     if num_shared > MAX_SHARED_FRACTION * len(num_readers) and not run.source.same_on_all_ranks:
         raise CheckError(
             f"{num_shared} of {len(num_readers)} samples looked at are read by more than one rank; give each rank its "
@@ -334,10 +329,10 @@ def _step(run: OwnRun) -> str:
             "the step reduced no gradient; wrap the optimizer in hvtrain.keras.DistributedOptimizer",
         )
     if gap > 1e-3:
-        finding = f"the step differs from a plain one on the mean gradient by {gap:.2g}"
-        raise CheckError(f"{finding}; look at strategy.distribute")
-    equality = f"equals a plain step on all ranks' mean gradient to {gap:.1g}"
-    return f"{equality}; own gradients differ from it by {apart:.1g}"
+        raise CheckError(
+            f"the step differs from a plain one on the mean gradient by {gap:.2g}; look at strategy.distribute"
+        )
+    return f"equals a plain step on all ranks' mean gradient to {gap:.1g}; own gradients differ from it by {apart:.1g}"
 
 
 def _mean(gradients: tuple[Any, ...]) -> Any:

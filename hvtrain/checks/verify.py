@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hvtrain.checks.table import Checks, CheckTable, fail, passed
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
-from hvtrain.errors import RankError, UserError
+from hvtrain.errors import RankError, UserError, in_one_line
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser
 
@@ -42,10 +42,8 @@ Exits with 1 when a check fails.""",
     if not console.is_launched():
         # One rank has no other to train with.
         horovodrun = f"{sys.prefix}/bin/horovodrun"
-        os.execv(
-            horovodrun,
-            [horovodrun, "-np", "2", sys.executable, "-m", "hvtrain", "verify", *arguments],
-        )
+        command = [horovodrun, "-np", "2", sys.executable, "-m", "hvtrain", "verify", *arguments]
+        os.execv(horovodrun, command)
 
     trees = compose()
     if not trees:
@@ -115,7 +113,7 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
             own_error = str(error)
         # Any error fails this check alone; the next ones still run.
         except Exception as error:
-            own_error = " ".join(f"{type(error).__name__}: {error}".split())
+            own_error = in_one_line(error)
         finally:
             deadline.cancel()
 

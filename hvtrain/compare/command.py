@@ -1,7 +1,6 @@
 """`python -m hvtrain compare`: runs the same training under several strategies and draws conclusions."""
 
 import argparse
-import json
 import math
 import os
 import shlex
@@ -15,7 +14,7 @@ from hvtrain.compare.conclusion import on_more_ranks, plan_arguments
 from hvtrain.compare.contest import JOINT, RANK, Contest, Launcher, contestants
 from hvtrain.compare.measure import exit_at_signals
 from hvtrain.compare.results import html, summary, table, write_png
-from hvtrain.core.files import write_atomic
+from hvtrain.core.files import write_atomic, write_json
 from hvtrain.errors import INTERRUPTED, ConfigError
 from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, make_output
 from hvtrain.system.host_facts import processor, versions
@@ -36,16 +35,14 @@ docs/compare.md has the method, and measured comparisons.
 
 def main() -> int:
     """Checks all runs, then starts them one after another. Returns 1 if one of them failed."""
-    parser = _parser()
-    options = parser.parse_with_overrides(sys.argv[1:])
+    options = _parser().parse_with_overrides(sys.argv[1:])
     target = parse_target(options.target) if options.target else None
     strategies = contestants(options.overrides, options.np, options.single_batch)
     if not strategies:
         return 0
 
     folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
-    hosts = tuple(parser.host_options(options))
-    launcher = Launcher(options.np, hosts, options.num_ps, options.single_cores)
+    launcher = Launcher(options.np, tuple(options.hosts), options.num_ps, options.single_cores)
     contest = Contest(strategies, launcher, folder, options.rounds, options.speed_steps, options.speed_only)
     # Only now: a mistake on the command line leaves no folder behind.
     make_output(folder)
@@ -97,8 +94,7 @@ def write(comparison: dict[str, Any], folder: Path) -> None:
     strategies = comparison["strategies"]
     # The page shows no settings; the JSON does, and may be shared like the page.
     public = [{**entry, "words": without_secrets(entry["words"])} for entry in strategies]
-    text = json.dumps({**comparison, "strategies": public}, indent=1)
-    write_atomic(folder / "compare.json", text + "\n")
+    write_json(folder / "compare.json", {**comparison, "strategies": public})
     write_atomic(folder / "compare.html", html(comparison))
     if any(entry["rounds"] or entry["curve"] for entry in strategies):
         write_png(comparison, folder / "compare.png")

@@ -244,17 +244,12 @@ def table(comparison: Mapping[str, Any]) -> list[list[str]]:
     goal = "target"
     if target:
         goal = f"{target['metric']} {target['value']:.4g}"
-    header = ["strategy", "examples/s", "against single", f"s to {goal}", *tests, "memory MB"]
-    if has_gpus:
-        header.append("GPU MB")
-
-    return [
-        [*header, "CPU s", "s in all"],
-        *(_table_row(entry, tests, has_gpus) for entry in strategies),
-    ]
+    rows = [_table_row(entry, goal, tests, has_gpus) for entry in strategies]
+    return [list(rows[0]), *(list(row.values()) for row in rows)]
 
 
-def _table_row(entry: Mapping[str, Any], tests: Sequence[str], has_gpus: bool) -> list[str]:
+def _table_row(entry: Mapping[str, Any], goal: str, tests: Sequence[str], has_gpus: bool) -> dict[str, str]:
+    """The cells of a strategy by column."""
     against_single = "-"
     if entry["against_single"]:
         ratio = Ratio(**entry["against_single"])
@@ -264,23 +259,19 @@ def _table_row(entry: Mapping[str, Any], tests: Sequence[str], has_gpus: bool) -
     if entry["target_epoch"]:
         target = f"{entry['target_seconds']:.1f} (epoch {entry['target_epoch']})"
 
-    row = [
-        entry["name"],
-        format_known(entry["examples_per_second"], ",.0f"),
-        against_single,
-        target,
-    ]
-    row += [format_known(entry["tests"].get(name), ".4f") for name in tests]
-    row.append(_megabytes(entry["peak_bytes"]))
-    if has_gpus:
-        row.append(_megabytes(entry["gpu_bytes"]))
-    row.append(format_known(entry["cpu_seconds"], ",.0f"))
-    row.append(format_known(entry["seconds"], ",.0f"))
-    # In the last column, so that what was measured before stays in its place.
-    if entry["error"]:
-        row[-1] = "failed"
-
-    return row
+    gpus = {"GPU MB": _megabytes(entry["gpu_bytes"])} if has_gpus else {}
+    return {
+        "strategy": entry["name"],
+        "examples/s": format_known(entry["examples_per_second"], ",.0f"),
+        "against single": against_single,
+        f"s to {goal}": target,
+        **{name: format_known(entry["tests"].get(name), ".4f") for name in tests},
+        "memory MB": _megabytes(entry["peak_bytes"]),
+        **gpus,
+        "CPU s": format_known(entry["cpu_seconds"], ",.0f"),
+        # In the last column, so that what was measured before stays in its place.
+        "s in all": "failed" if entry["error"] else format_known(entry["seconds"], ",.0f"),
+    }
 
 
 def _megabytes(num_bytes: int | None) -> str:

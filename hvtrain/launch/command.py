@@ -69,7 +69,15 @@ def main() -> int:
         hosts = _one_host(hosts, num_training)
         run = replace(run, command=(*run.command, f"strategy.num_replicas={num_training}"))
     if options.job_name:
-        return _by_hand(options, run.command, roles)
+        return by_hand.start(
+            roles,
+            roles.rank_of(options.job_name, options.task_index),
+            options.coordinator,
+            run.command,
+            environment.asked_for(os.environ, options.env),
+            options.start_timeout or by_hand.START_SECONDS,
+            options.network_interfaces,
+        )
     return _by_ssh(options, _job(options, cluster, run.command, hosts, roles), run)
 
 
@@ -201,19 +209,6 @@ def _job(
         interfaces=options.network_interfaces,
         discovery_script=options.host_discovery_script,
         seconds_to_begin=options.start_timeout or SECONDS_TO_BEGIN,
-    )
-
-
-def _by_hand(options: argparse.Namespace, command: tuple[str, ...], roles: Roles) -> int:
-    """Starts the one process that the options name. Returns its exit code."""
-    return by_hand.start(
-        roles,
-        roles.rank_of(options.job_name, options.task_index),
-        options.coordinator,
-        command,
-        environment.asked_for(os.environ, options.env),
-        options.start_timeout or by_hand.START_SECONDS,
-        options.network_interfaces,
     )
 
 

@@ -137,11 +137,6 @@ def with_suffix(text: str, suffix: str) -> str:
     return text + suffix
 
 
-def unresolved(literals: Literals) -> list[cst.Call]:
-    """Calls that write weights to a file whose name is not in the script."""
-    return [call for call, path, suffix in literals.written if suffix == WEIGHTS and not literals.literals(path)]
-
-
 def outdated(literals: Literals) -> list[cst.Call]:
     """Calls that read weights under an old suffix, though the script writes files of such a name with the new one."""
     written = {

@@ -8,7 +8,7 @@ import libcst as cst
 import libcst.matchers as m
 from libcst.metadata import MetadataWrapper
 
-from hvtrain.migrate.file_names import WEIGHTS, Literals, outdated, unresolved
+from hvtrain.migrate.file_names import WEIGHTS, Literals, outdated
 from hvtrain.migrate.parsing import HVTRAIN, argument, code_of, dotted, is_number, method_of, names_used
 from hvtrain.migrate.tables import (
     REMOVED_ARGUMENTS,
@@ -268,9 +268,9 @@ class _Undecided(Literals):
                 self._written_by_all(call, "use this callback on rank 0 only")
         for call in outdated(self):
             self.report(call, f"this script now writes such files as NAME{WEIGHTS}; load them under that name")
-        for call in unresolved(self):
-            self.report(
-                call,
-                f"Keras 3 needs a file name that ends in {WEIGHTS}, and the name is not in the script",
-            )
+        for call, path, suffix in self.written:
+            if suffix == WEIGHTS and not self.literals(path):
+                self.report(
+                    call, f"Keras 3 needs a file name that ends in {WEIGHTS}, and the name is not in the script"
+                )
         return updated_node

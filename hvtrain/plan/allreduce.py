@@ -15,13 +15,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
 from hvtrain.compare.measure import in_turns, progress
+from hvtrain.core.files import write_json
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import end, ends_within, failure, started
 from hvtrain.plan.algorithms import FACTOR_BYTES
@@ -32,19 +33,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 # This module: a rank of the command is a process of its own.
 WORKER = "hvtrain.plan.allreduce"
-SIZES = (
-    4,
-    256,
-    4 * KIB,
-    64 * KIB,
-    256 * KIB,
-    MIB,
-    4 * MIB,
-    16 * MIB,
-    64 * MIB,
-    128 * MIB,
-    256 * MIB,
-)
+SIZES = (4, 256, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB, 256 * MIB)
 # A hung launcher would keep the command for ever.
 SECONDS_FOR_A_RUN = 900.0
 # They limit a process to so many threads for computing.
@@ -143,12 +132,8 @@ class Collectives:
 
     def write(self) -> None:
         """Writes allreduce.json in the folder."""
-        summary = {
-            "num_ranks": self.num_ranks,
-            "transport": self.transport,
-            "seconds": self.seconds,
-        }
-        (self.folder / "allreduce.json").write_text(json.dumps(summary, indent=1))
+        summary = {"num_ranks": self.num_ranks, "transport": self.transport, "seconds": self.seconds}
+        write_json(self.folder / "allreduce.json", summary)
 
 
 def main(kind: type[Collectives] = Collectives) -> int:
@@ -219,18 +204,17 @@ def rank_main() -> None:
 
 def seconds_by_size(method: Method, sizes: Sequence[str]) -> dict[str, float]:
     """Seconds of one tensor of float32, by its bytes."""
-    return {size: median_seconds(method, [int(size) // 4], int(size)) for size in sizes}
+    return {size: median_seconds(method, method.make([int(size) // 4]), int(size)) for size in sizes}
 
 
-def median_seconds(method: Method, lengths: list[int], num_bytes: int) -> float:
+def median_seconds(method: Method, action: Action, num_bytes: int) -> float:
     """Median duration of an action after a warm-up; ranks wait for each other every 20 repetitions.
 
     Args:
-        method: The way to reduce.
-        lengths: Numbers of floats of the tensors.
+        method: The way to reduce, which has the barrier.
+        action: It is timed.
         num_bytes: Decides how often the action is repeated.
     """
-    action = method.make(lengths)
     repetitions = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
 
     times = []
@@ -265,33 +249,22 @@ def hvtrain_method() -> Method:
     return Method(hvd.rank(), lambda: hvd.allreduce(0.0, name="bench_wait"), make)
 
 
-def gather(lengths: list[int]) -> Action:
-    """An allgather in which a rank sends as many bytes as in an all-reduce of these floats."""
-    import tensorflow as tf
-
-    import hvtrain.keras as hvd
-
-    part = tf.ones([8 * lengths[0] // hvd.size()], tf.uint8)
-    return tf.function(lambda: hvd.allgather(part, name="bench_gather"))
-
-
-def halves(lengths: list[int]) -> Action:
-    """An all-reduce of as many bytes, in half precision."""
-    import tensorflow as tf
-
-    import hvtrain.keras as hvd
-
-    tensor = tf.ones([2 * lengths[0]], tf.float16)
-    return tf.function(lambda: hvd.allreduce(tensor, op=hvd.Sum, name="bench_half"))
-
-
 def seconds_by_kind(method: Method) -> dict[str, float]:
-    """Seconds of what compression exchanges, for Machine.factors."""
-    kinds = {"gather": gather, "half": halves}
-    return {
-        kind: median_seconds(replace(method, make=make), [FACTOR_BYTES // 4], FACTOR_BYTES)
-        for kind, make in kinds.items()
+    """Seconds of what compression exchanges, for Machine.factors: an allgather of bytes, and sums of half precision.
+
+    A rank sends as many bytes as in an all-reduce of FACTOR_BYTES.
+    """
+    import tensorflow as tf
+
+    import hvtrain.keras as hvd
+
+    part = tf.ones([2 * FACTOR_BYTES // hvd.size()], tf.uint8)
+    halves = tf.ones([FACTOR_BYTES // 2], tf.float16)
+    exchanges = {
+        "gather": tf.function(lambda: hvd.allgather(part, name="bench_gather")),
+        "half": tf.function(lambda: hvd.allreduce(halves, op=hvd.Sum, name="bench_half")),
     }
+    return {kind: median_seconds(method, exchange, FACTOR_BYTES) for kind, exchange in exchanges.items()}
 
 
 if __name__ == "__main__":

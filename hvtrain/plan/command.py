@@ -1,7 +1,6 @@
 """`python -m hvtrain plan`: what a run on many ranks will be, without them: batch, steps, memory and speed."""
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING
 from hvtrain.compare.measure import train
 from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import from_dict
+from hvtrain.core.files import write_json
 from hvtrain.errors import ConfigError
 from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
 from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
 from hvtrain.plan.step_cost import Cost, Rules, Work, rank_counts
 from hvtrain.system import console
-from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, not_negative, positive
+from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, make_output, not_negative, positive
 
 if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
@@ -63,11 +63,7 @@ def main() -> int:
     run = forecast(config, options.np, options.ranks_per_host, options.examples, options.classes)
     folder = Path(options.output or f"plan/{datetime.now():%Y-%m-%d_%H-%M-%S}-np{options.np}-{run.model_name}")
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be made: {error.strerror}; choose another folder") from error
-
+    make_output(folder, may_hold_files=True)
     print("\n".join(report.run_lines(run, options.overrides, options.ranks_per_host)), flush=True)
 
     # The lines above are printed by now: measuring takes a while, and may fail.
@@ -99,7 +95,7 @@ def main() -> int:
         print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
 
     content = report.as_json(run, options, rules, costs, method_costs, machine)
-    (folder / "plan.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write_json(folder / "plan.json", content)
     print(f"results in {folder}")
     return 0
 

@@ -105,13 +105,8 @@ def corrected(machine: Machine, measurements: Sequence[Measured], algorithms: Se
 
     corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
     name = machine.slowest(measurements[0].num_ranks)
-    link = replace(getattr(machine, name), corrections=corrections)
-    return _with_link(machine, name, link)
-
-
-def _with_link(machine: Machine, name: str, link: Link) -> Machine:
-    changes: dict[str, Any] = {name: link}
-    return replace(machine, **changes)
+    link: Any = replace(getattr(machine, name), corrections=corrections)
+    return replace(machine, **{name: link})
 
 
 def machine_of(
@@ -192,9 +187,10 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
         f"{best.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * start_seconds:,.0f} us to start; "
         f"measured on {ranks} ranks, the fit is {best.error:.0%} off, and corrected by size"
     )
-    machine = _with_link(machine, name, Link(latency_seconds, best.bytes_per_second))
     # Of two links that were measured, the slower start counts.
-    return replace(machine, start_seconds=max(machine.start_seconds, start_seconds)), description
+    start_seconds = max(machine.start_seconds, start_seconds)
+    link: Any = Link(latency_seconds, best.bytes_per_second)
+    return replace(machine, start_seconds=start_seconds, **{name: link}), description
 
 
 def read(path: Path) -> list[Measured]:

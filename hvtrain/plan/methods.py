@@ -83,15 +83,9 @@ METHODS = (
 
 def method_of(strategy: Mapping[str, Any]) -> Method:
     """Returns the method that a run's settings choose."""
-    return Method(
-        "as set",
-        compression=strategy.get("compression", "none"),
-        rank=strategy.get("rank", 4),
-        every=strategy.get("every", 1),
-        within_hosts=strategy.get("within_hosts", False),
-        shard_optimizer=strategy.get("shard_optimizer", False),
-        has_outer="outer_rate" in strategy,
-    )
+    names = ("compression", "rank", "every", "within_hosts", "shard_optimizer")
+    settings = {name: strategy[name] for name in names if name in strategy}
+    return Method("as set", has_outer="outer_rate" in strategy, **settings)
 
 
 @dataclass(frozen=True)

@@ -171,9 +171,10 @@ def step_lines(
         f"{'ranks':>6}{'step ms':>11}{'reducing ms':>13}{'exposed ms':>12}{'examples/s':>13}{'efficiency':>12}  by",
     ]
     for cost in costs:
+        examples_per_second = forecast.batch_size * cost.num_ranks / cost.step_seconds
         lines.append(
             f"{cost.num_ranks:>6}{1000 * cost.step_seconds:>11,.1f}{1000 * cost.communication_seconds:>13,.1f}"
-            f"{1000 * cost.exposed_seconds:>12,.1f}{_examples_per_second(forecast, cost):>13,.0f}"
+            f"{1000 * cost.exposed_seconds:>12,.1f}{examples_per_second:>13,.0f}"
             f"{cost.efficiency:>12.1%}  {cost.algorithm}"
         )
 
@@ -216,10 +217,6 @@ def progress_line(forecast: Forecast, cost: Cost, noise_scale: float) -> str:
         f"{'progress':<15}{num_ranks} ranks: {cost.efficiency:.0%} of the machines' efficiency, {share:.0%} of the "
         f"examples' (noise scale {noise_scale:,.0f}): {num_ranks * cost.efficiency * share:.1f} times that of one rank"
     )
-
-
-def _examples_per_second(forecast: Forecast, cost: Cost) -> float:
-    return forecast.batch_size * cost.num_ranks / cost.step_seconds
 
 
 def as_json(

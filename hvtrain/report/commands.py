@@ -8,7 +8,7 @@ are needed.
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ Cell = tuple[Any, str]
 COMPARISON_FILE = "comparison.html"
 # They differ between any two runs, or say nothing about the training.
 _NOT_COMPARED = ("run.dir", "run.name", "run.report")
-_LAST_COLUMNS = ("ranks", "examples/s", "of each rank", "efficiency", "time", "began")
 
 DEFAULT_FOLDER = "runs"
 # Levels of folders below DIR that are searched.
@@ -94,16 +93,17 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
     """Returns the page that compares runs."""
     labels = folder_labels(runs)
     # Runs of different tasks have different ones; each has a column.
-    metrics = list(dict.fromkeys(name for run in runs for name in run.result.get("metrics", {})))
-    bests = [run.result["best"] for run in runs if run.result.get("best")]
-    best_columns = list(dict.fromkeys(f"best {best['metric']}" for best in bests))
+    metrics = dict.fromkeys(name for run in runs for name in run.result.get("metrics", {}))
+    # The metric of the best checkpoint is a setting, so runs may have different ones, each in a column.
+    bests = dict.fromkeys(run.result["best"]["metric"] for run in runs if run.result.get("best"))
+    rows = [_row(run, label, metrics, bests) for run, label in zip(runs, labels)]
     charts = charts_of_several(runs, labels)
 
     return render(
         "comparison.html.j2",
         title=f"{len(runs)} runs",
-        columns=["run", "state", *metrics, *best_columns, *_LAST_COLUMNS],
-        rows=[_row(run, label, metrics, best_columns) for run, label in zip(runs, labels)],
+        columns=list(rows[0]),
+        rows=[row.values() for row in rows],
         labels=labels,
         num_colors=len(SERIES),
         drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts],
@@ -141,12 +141,12 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in _NOT_COMPARED]
 
 
-def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequence[str]) -> list[Cell]:
+def _row(run: RunFiles, label: str, metrics: Iterable[str], bests: Iterable[str]) -> dict[str, Cell]:
+    """The cells of a run by column."""
     result = run.result
     values = result.get("metrics", {})
-    # The metric of the best checkpoint is a setting, so runs may have different ones, each in a column.
     best = result.get("best") or {}
-    bests = {f"best {best.get('metric')}": best.get("value")}
+    best_values = {best.get("metric"): best.get("value")}
 
     # A run that is going has a speed, but neither a time nor an efficiency.
     rate = run.examples_per_second
@@ -156,18 +156,18 @@ def _row(run: RunFiles, label: str, metrics: Sequence[str], best_columns: Sequen
     split = result.get("split") or {}
     seconds = result.get("seconds")
 
-    return [
-        (label, label),
-        (run.state, state_text(run)),
-        *(_cell(values.get(name), ".4g") for name in metrics),
-        *(_cell(bests.get(name), ".4g") for name in best_columns),
-        (ranks, str(ranks or "")),
-        _cell(rate, ",.0f"),
-        _cell(rate_of_each, ",.0f"),
-        _cell(split.get("efficiency"), ".0%"),
-        (seconds, "" if seconds is None else duration(seconds)),
-        (run.began, run.began),
-    ]
+    return {
+        "run": (label, label),
+        "state": (run.state, state_text(run)),
+        **{name: _cell(values.get(name), ".4g") for name in metrics},
+        **{f"best {name}": _cell(best_values.get(name), ".4g") for name in bests},
+        "ranks": (ranks, str(ranks or "")),
+        "examples/s": _cell(rate, ",.0f"),
+        "of each rank": _cell(rate_of_each, ",.0f"),
+        "efficiency": _cell(split.get("efficiency"), ".0%"),
+        "time": (seconds, "" if seconds is None else duration(seconds)),
+        "began": (run.began, run.began),
+    }
 
 
 def _cell(value: float | None, form: str) -> Cell:
@@ -254,15 +254,8 @@ def run_row(path: Path, folder: Path) -> Row:
         row["error"] = str(error)
         return row
 
-    row.update(
-        state=run.state,
-        resumable=run.is_resumable,
-        sign=run.sign,
-        examples_per_second=run.examples_per_second,
-        num_ranks=run.num_ranks,
-        progress=run.progress,
-        began=run.began,
-    )
+    known = ("state", "sign", "examples_per_second", "num_ranks", "progress", "began")
+    row.update({column: getattr(run, column) for column in known}, resumable=run.is_resumable)
     if run.score and math.isfinite(run.score[1]):  # Another one can be neither sorted nor written as JSON.
         row["metric"], row["score"] = run.score
 
@@ -280,20 +273,13 @@ def table(rows: list[Row]) -> list[str]:
     name_width = min(widths[6], max(MIN_NAME_WIDTH, left - metric_width))
 
     lines = []
-    for began, state, ranks, rate, score, metric, name in cells:
+    for began, state, *numbers, metric, name in cells:
         if len(metric) > metric_width:
             metric = f"{metric[: metric_width - 1]}…"
         if len(name) > name_width:
             name = f"…{name[1 - name_width :]}"
-        columns = [
-            began.ljust(widths[0]),
-            state.ljust(widths[1]),
-            ranks.rjust(widths[2]),
-            rate.rjust(widths[3]),
-            score.rjust(widths[4]),
-            metric.ljust(metric_width),
-            name,
-        ]
+        numbers = [number.rjust(width) for number, width in zip(numbers, widths[2:])]
+        columns = [began.ljust(widths[0]), state.ljust(widths[1]), *numbers, metric.ljust(metric_width), name]
         lines.append("  ".join(columns).rstrip())
 
     if any(row["resumable"] for row in rows):

@@ -35,25 +35,16 @@ def find_lr() -> int:
     # Refused before TensorFlow is imported, which takes seconds.
     if options.lowest >= options.highest:
         raise ConfigError(f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range")
+    # Any schedule of the user's is replaced: its warm-up would hold the rate down.
+    schedule = {"_target_": "hvtrain.core.schedule.RangeTest", "lowest": options.lowest, "highest": options.highest}
     for tree in compose([*options.overrides, *options.output]):
         config = from_dict(tree)
         with console.quiet_import(config.verbose):
             from hvtrain import runner
             from hvtrain.search.range_test import try_rates
-        runner.on_all_ranks(as_range_test(config, options.steps, options.lowest, options.highest), try_rates)
+        runner.on_all_ranks(as_trial(config, options.steps, schedule=schedule), try_rates)
 
     return 0
-
-
-def as_range_test(config: RunConfig, num_steps: int, lowest: float, highest: float) -> RunConfig:
-    """Returns the run as a trial whose rate grows from the lowest to the highest."""
-    # Any schedule of the user's is replaced: its warm-up would hold the rate down.
-    schedule = {
-        "_target_": "hvtrain.core.schedule.RangeTest",
-        "lowest": lowest,
-        "highest": highest,
-    }
-    return as_trial(config, num_steps, schedule=schedule)
 
 
 def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
@@ -202,8 +193,8 @@ A size that would exceed the memory of the host or of its container is not begun
     option = parser.add_argument
     option("--first", type=at_least(1), default=1, metavar="N", help="first size, of a rank; default: 1")
     option("--largest", type=at_least(1), metavar="N", help="largest size to try; default: as many as fit")
-    steps_help = f"steps of a call; a size takes {CALLS} calls; default: 5"
-    option("--steps", type=at_least(1), default=5, metavar="N", help=steps_help)
+    about_steps = f"steps of a call; a size takes {CALLS} calls; default: 5"
+    option("--steps", type=at_least(1), default=5, metavar="N", help=about_steps)
     option("--memory", type=positive, metavar="GIB", help="memory of all ranks of a host; default: what is free")
 
     return parser

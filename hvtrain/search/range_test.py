@@ -152,20 +152,13 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
             "take more --steps, or another range"
         )
 
-    _log_suggestion(suggestion, run.plan.learning_rate_factor, run.folder)
-
-    return suggestion
-
-
-def _log_suggestion(suggestion: Suggestion, factor: float, folder: Path) -> None:
-    """Logs the rate as the setting, which the run multiplies by the factor of its ranks."""
+    # As the setting, which the run multiplies by the factor of its ranks.
+    factor = run.plan.learning_rate_factor
     note = "" if factor == 1 else f" (x {factor:g} = {suggestion.rate:.3g} for all ranks together)"
-    log.info(
-        "the loss fell fastest, and is suggested, at optimizer.learning_rate=%.2g%s",
-        suggestion.rate / factor,
-        note,
-    )
-    log.info("it was lowest at %.2g; picture and losses in %s", suggestion.lowest_at / factor, folder)
+    rate = suggestion.rate / factor
+    log.info("the loss fell fastest, and is suggested, at optimizer.learning_rate=%.2g%s", rate, note)
+    log.info("it was lowest at %.2g; picture and losses in %s", suggestion.lowest_at / factor, run.folder)
+    return suggestion
 
 
 def write(folder: Path, rates: Sequence[float], losses: Sequence[float], suggestion: Suggestion | None) -> None:

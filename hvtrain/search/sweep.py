@@ -37,8 +37,7 @@ def main() -> int:
     """Checks everything, then runs one trial after the other; 1 if none of them finished."""
     # Composing may change sys.argv, and the record of the sweep has the command as it was given.
     arguments = sys.argv[1:]
-    parser = _parser()
-    options = parser.parse_with_overrides(arguments)
+    options = _parser().parse_with_overrides(arguments)
     request = parse_request(options.overrides)
     # Not part of the environment, since no run needs it.
     if not find_spec("optuna"):
@@ -66,7 +65,7 @@ def main() -> int:
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         **facts,
     }
-    launcher = ("-np", str(options.np), *parser.host_options(options))
+    launcher = ("-np", str(options.np), *options.hosts)
     # The same name for the same sweep, so that the same command goes on with it.
     folder = Path(options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}").absolute()
     prune_after = None if options.no_pruning else options.prune_after
@@ -75,16 +74,8 @@ def main() -> int:
     with RunLock() as lock:
         _take(lock, folder)
         study = Study(folder, space, facts, options.seed, prune_after)
-        trials = Trials(
-            study,
-            goal,
-            launcher,
-            tuple(request.overrides),
-            folder,
-            request.num_trials,
-            results,
-        )
-        return trials.run()
+        overrides = tuple(request.overrides)
+        return Trials(study, goal, launcher, overrides, folder, request.num_trials, results).run()
 
 
 class Request(NamedTuple):

@@ -46,25 +46,29 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {command} --help")
 
     def add_hosts(self) -> None:
-        """Adds -H and --hostfile, for commands that hand them on to hvtrain launch."""
-        # As hvtrain launch has them.
+        """Adds -H and --hostfile: `hosts` of the options has the words for a command line of hvtrain launch."""
         hosts = self.add_mutually_exclusive_group()
-        hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots, as for hvtrain launch")
-        hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file")
+        hosts.add_argument(
+            "-H",
+            dest="hosts",
+            type=lambda text: ["-H", text],
+            default=[],
+            metavar="s1:4,s2:4",
+            help="hosts and their slots, as for hvtrain launch",
+        )
+        hosts.add_argument(
+            "--hostfile",
+            dest="hosts",
+            type=lambda path: ["--hostfile", path],
+            metavar="FILE",
+            help="the same from a file",
+        )
 
     def add_ssh(self) -> None:
         """Adds -H, -p and -i, for commands that ask the hosts themselves."""
         self.add_argument("-H", dest="hosts", default="localhost", metavar="s1:4,s2:4", help="hosts; default: this one")
         self.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; the rest goes in ~/.ssh/config")
         self.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
-
-    def host_options(self, options: argparse.Namespace) -> list[str]:
-        """Returns -H or --hostfile as it was given, for a command line of hvtrain launch."""
-        if options.hosts:
-            return ["-H", options.hosts]
-        if options.hostfile:
-            return ["--hostfile", options.hostfile]
-        return []
 
     def parse_with_overrides(self, arguments: list[str]) -> argparse.Namespace:
         """Parses its options.
@@ -111,10 +115,10 @@ def positive(text: str) -> float:
     return number
 
 
-def make_output(folder: Path) -> None:
+def make_output(folder: Path, may_hold_files: bool = False) -> None:
     """Makes the folder of --output.
 
-    Raises ConfigError if that is impossible, or if something is in it already.
+    Raises ConfigError if that is impossible, or if something that it may not hold is in it already.
     """
     try:
         # An empty folder may be there already, made for this output.
@@ -124,7 +128,7 @@ def make_output(folder: Path) -> None:
         raise ConfigError(f"--output {folder} is not a folder; choose another name") from None
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be written: {error.strerror}; choose another folder") from error
-    if is_used:
+    if is_used and not may_hold_files:
         raise ConfigError(f"--output {folder} is not empty; choose another folder")
 
 
@@ -146,11 +150,11 @@ def enter(work: Callable[[], int]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        _end_within(SECONDS_TO_EXIT, code)
+        end_within(SECONDS_TO_EXIT, code)
         atexit.register(_end_without_python, code)  # Registered last, so called first.
         sys.exit(code)
     # Registered last, so called first when Python ends, if it does: whoever calls this in a process that goes on may.
-    atexit.register(_end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
+    atexit.register(end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
     # Python gives signals up as it ends, and one that came then would be the exit code of work that is done.
     atexit.register(console.take_signals, signal.SIG_IGN)
 
@@ -178,7 +182,7 @@ def _end_without_python(code: int) -> None:
     os._exit(code)
 
 
-def _end_within(seconds: float, code: int) -> None:
+def end_within(seconds: float, code: int) -> None:
     """Ends the process after that time, if it has not ended by itself.
 
     At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. The

@@ -28,6 +28,7 @@ from hvtrain.watchdog.progress import (
 log = logging.getLogger(__name__)
 
 SECONDS_FOR_A_WOKEN_RANK = 3.0
+SECONDS_FOR_A_CAUSE = 3.0
 # Open MPI notices a cut by itself, later than we do (launch/remote_hosts.py). But mpirun waits for
 # a host that it cannot reach once a rank has left it.
 SECONDS_FOR_THE_LAUNCHER = 15.0
@@ -59,7 +60,7 @@ class Watchdog:
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks why this one leaves them."""
 
-    def cause(self, seconds: float = 3.0) -> StopReason | None:
+    def cause(self) -> StopReason | None:
         """Returns why the others are gone; None if nobody knows. The main thread then ends the process itself."""
         return None
 
@@ -174,11 +175,11 @@ class Member(Watchdog):
             # Rank 0 may be gone, and then nobody answers.
             self._heard.wait(1.0)
 
-    def cause(self, seconds: float = 3.0) -> StopReason | None:
+    def cause(self) -> StopReason | None:
         self._is_asked = True
         self._send(Kind.ASK)
         if not self._closed.is_set():
-            self._decided.wait(seconds)
+            self._decided.wait(SECONDS_FOR_A_CAUSE)
         while self._is_ending:
             time.sleep(1)  # The watchdog ends this process, and says why.
         self._is_leaving = self._reason is not None
