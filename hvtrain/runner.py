@@ -20,7 +20,8 @@ from hvtrain.errors import Stopped
 from hvtrain.models.first_weights import begin_with
 from hvtrain.models.rates import take_averages
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
-from hvtrain.strategies.base import Comm, Strategy, report_failures
+from hvtrain.strategies.base import Strategy, report_failures
+from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import batched, build_metrics
 from hvtrain.system import console, secrets
 from hvtrain.system.text import duration

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
-from hvtrain.keras import reduction
+from hvtrain.keras import gradients
 from hvtrain.keras.gradients import compare_structure, weights_made_equal
 from hvtrain.keras.in_graph import positional_name, tf_variable
 from hvtrain.keras.table_rows import distribute_whole
@@ -280,7 +280,7 @@ def join(*args: Any, **kwargs: Any) -> Any:
         ValueError: after sparse gradients, or with sharded slots: zeros cannot stand in for what is
             gathered.
     """
-    if reduction.gathers_rows and hvd.size() > 1:
+    if gradients.exchanges_rows and hvd.size() > 1:
         raise ValueError(
             "join cannot stand in for this rank's sparse gradients or its part of the weights, which the others will "
             "gather; pass sparse_as_dense=True, leave out shard=True, or take the same number of steps on every rank"

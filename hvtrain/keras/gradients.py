@@ -35,6 +35,9 @@ NOT_FINITE = "hvtrain: the gradient is not finite"
 STEPS_WITHOUT_BROADCAST = 3
 SECONDS_BETWEEN_LOOKS = 0.5
 
+# True once this process has exchanged rows of embeddings, which hvd.join cannot stand in for.
+exchanges_rows = False
+
 # Each ends a watch for a broadcast.
 _watches: list[threading.Event] = []
 # Names of reductions, and digests of the structures that all ranks were found to share.
@@ -283,6 +286,32 @@ def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf
     with tf.device("/CPU:0"):
         unique, positions = tf.unique(indices)
         return tf.math.unsorted_segment_sum(values, positions, tf.size(unique)), unique
+
+
+def expect_rows(op: int) -> None:
+    """Notes that rows are exchanged. Raises ValueError for an op that cannot reduce them."""
+    global exchanges_rows
+    exchanges_rows = True
+    if op not in (hvd.Average, hvd.Sum):
+        raise ValueError(
+            "only Average and Sum reduce IndexedSlices; pass sparse_as_dense=True for other ops, and shard no table"
+        )
+
+
+def gather_rows(slices: tf.IndexedSlices, name: str, process_set: Any) -> tf.IndexedSlices:
+    """Returns the rows of all ranks, in their order (every rank)."""
+    options = {"process_set": process_set, "ignore_name_scope": True}
+    values = hvd.allgather(slices.values, name=f"{name}_values", **options)
+    indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def merge_rows(gradient: Any) -> Any:
+    """Returns each row once, with the sum of its values; a dense gradient as it is."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    values, rows = sum_duplicates(gradient.values, gradient.indices)
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
 def map_values(function: Callable[[Any], Any], gradient: Any) -> Any:

@@ -21,9 +21,11 @@ from hvtrain.keras.compression import CompressedReduction, Compression, WireForm
 from hvtrain.keras.gradients import (
     are_finite,
     compare_structure,
+    expect_rows,
+    gather_rows,
     map_values,
+    merge_rows,
     overwrites,
-    sum_duplicates,
     variable_id,
 )
 from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
@@ -43,9 +45,6 @@ _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 # built more models than another; the order in which a program's optimizers take their first steps
 # does not. Each process set has its own numbers, since ranks outside of it do not step.
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
-
-# True once this process has reduced sparse gradients, which hvd.join cannot stand in for.
-gathers_rows = False
 
 
 def restart_numbering() -> None:
@@ -214,9 +213,11 @@ class Reducer:
         tables = [i for i, variable in enumerate(variables) if rows_of(variable) and reduced[i] is not None]
         for i, gradient in enumerate(reduced):
             if i in tables:
-                reduced[i] = self._scale_table(gradient)
+                # All ranks have sent what they have for this rank's rows.
+                expect_rows(self.op)
+                reduced[i] = self._scaled(merge_rows(gradient), averages=self.op == hvd.Average)
             elif is_local[i] and gradient is not None:
-                reduced[i] = self._scale_local(gradient)
+                reduced[i] = self._scaled(gradient, averages=self.scale_local_gradients)
             elif self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 reduced[i] = tf.convert_to_tensor(reduced[i])
         exchanged = [i for i in range(len(reduced)) if not is_local[i]]
@@ -239,7 +240,13 @@ class Reducer:
         if overwriting:
             reduced = self.maxima(reduced, variables)
         for i in sparse:
-            reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")
+            expect_rows(self.op)
+            with tf.device(self.device_sparse):
+                reduced[i] = gather_rows(reduced[i], f"{self.name}_sparse_{i}", self.process_set)
+            if self.sums_duplicates:
+                reduced[i] = merge_rows(reduced[i])
+            # The optimizer adds the rows of all ranks to the weights, so the mean is taken of each row.
+            reduced[i] = self._scaled(reduced[i], averages=self.op == hvd.Average)
 
         done += tf.nest.flatten([reduced[i] for i in [*shared, *tables]], expand_composites=True)
         # Not counted before the values are there, so that the counter tells what ran.
@@ -381,39 +388,9 @@ class Reducer:
             values = hvd.grouped_allreduce(tensors, name=name, **options)
         return [tf.cast(value, dtype) for value in values]
 
-    def _reduce_sparse(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
-        global gathers_rows
-        gathers_rows = True
-        if self.op not in (hvd.Average, hvd.Sum):
-            raise ValueError("only Average and Sum reduce IndexedSlices; pass sparse_as_dense=True for other ops")
-        options = {"process_set": self.process_set, "ignore_name_scope": True}
-        with tf.device(self.device_sparse):
-            values = hvd.allgather(slices.values, name=f"{name}_values", **options)
-            indices = hvd.allgather(slices.indices, name=f"{name}_indices", **options)
-        if self.sums_duplicates:
-            values, indices = sum_duplicates(values, indices)
-        # The optimizer adds the rows of all ranks to the weights, so the mean is taken of each row.
+    def _scaled(self, gradient: Any, averages: bool) -> Any:
+        """Multiplies a gradient by the scale; divides it by the number of ranks if it is to be averaged."""
         factor = self.scale
-        if self.op == hvd.Average:
-            factor /= self.process_set.size()
-        return tf.IndexedSlices(values * factor, indices, slices.dense_shape)
-
-    def _scale_table(self, gradient: Any) -> Any:
-        """Takes the mean of what all ranks have sent for this rank's rows, each row once."""
-        global gathers_rows
-        gathers_rows = True
-        if self.op == hvd.Adasum:
-            raise ValueError("Adasum needs whole gradients, and a table is sharded; use op=Average")
-        factor = self.scale
-        if self.op == hvd.Average:
-            factor /= self.process_set.size()
-        if isinstance(gradient, tf.IndexedSlices):
-            values, rows = sum_duplicates(gradient.values, gradient.indices)
-            gradient = tf.IndexedSlices(values, rows, gradient.dense_shape)
-        return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
-
-    def _scale_local(self, gradient: Any) -> Any:
-        factor = self.scale
-        if self.scale_local_gradients:
+        if averages:
             factor /= self.process_set.size()
         return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)

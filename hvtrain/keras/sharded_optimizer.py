@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.keras import reduction
+from hvtrain.keras import gradients, reduction
 from hvtrain.keras.compression import ring_bytes
 from hvtrain.keras.gradients import overwrites
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
@@ -193,7 +193,7 @@ class Sharded:
         with tf.init_scope(), tf.device("/CPU:0"):
             object.__setattr__(self, "_hvtrain_received", tf.Variable(0.0, trainable=False, name="received"))
         # Zeros of a rank that has joined stand in for no weights.
-        reduction.gathers_rows = True
+        gradients.exchanges_rows = True
         super().build([part.own for part in parts])  # type: ignore[misc]
 
         # To everyone else it is an optimizer of whole variables.

@@ -1,7 +1,7 @@
 """Interface of strategies, and the single process, which is its null object.
 
-So nobody asks which strategy a run has. A strategy has parts: comm (collectives), timeline,
-membership (ranks that leave and join) and watchdog. The base class of each part does for one
+So nobody asks which strategy a run has. A strategy has parts: comm (collectives, see comm.py),
+timeline, membership (ranks that leave and join) and watchdog. The base class of each part does for one
 process what the others do for many.
 """
 
@@ -21,94 +21,17 @@ from hvtrain.errors import ConfigError, FailedRankError, LostRankError, UserErro
 from hvtrain.step.joint_loss import joint_loss
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies import loop
+from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import CallSteps, Steps
 from hvtrain.system import console
 from hvtrain.system.resources import physical_gpus
 from hvtrain.watchdog import Watchdog
-from hvtrain.watchdog.progress import CHECKPOINT, StopReason
+from hvtrain.watchdog.progress import StopReason
 
 T = TypeVar("T")
 
 # Leaving Horovod may block after a failure, and the process has to end all the same.
 STOP_SECONDS = 2.0
-
-
-class Comm:
-    """`strategy.comm`: collectives on Python values, arrays and models; every rank enters each.
-
-    The watchdog is told while this rank waits in one, so that it does not blame the rank for the
-    wait.
-    """
-
-    def __init__(self, topology: Topology | None = None) -> None:
-        self.topology = topology or Topology()
-        self.watchdog = Watchdog()
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Returns the root's value on every rank."""
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        """Returns all ranks' values, by rank, on every rank."""
-        return [value]
-
-    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Returns element-wise sums over the ranks, as float64."""
-        return [np.asarray(array, np.float64) for array in arrays]
-
-    def broadcast_model(self, model: keras.Model) -> None:
-        """Sets weights and optimizer state on all ranks to the chief's; of what is sharded each takes its part."""
-
-    def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
-        """Returns variables that are sharded over the ranks, whole, on the chief; tables in files of the folder."""
-        return {}
-
-    def whole_tables(self, model: keras.Model, folder: Path) -> AbstractContextManager[None]:
-        """Returns a context in which the chief can use the model alone: see hvtrain.keras.whole_tables."""
-        return nullcontext()
-
-    def on_chief(self, action: Callable[[], T]) -> T:
-        """Runs the action on the chief; all ranks return its result, or raise its UserError."""
-        return self.on_rank(0, action)
-
-    def on_rank(self, root: int, action: Callable[[], T]) -> T:
-        """Like on_chief, but on rank `root`; the error names a root other than the chief."""
-        outcome: tuple[Any, UserError | None] = (None, None)
-        if self.topology.rank == root:
-            with self.watchdog.phase(CHECKPOINT):
-                outcome = _attempt(action)
-
-        # The error travels as a value: a root that raised before the broadcast would leave the
-        # others waiting in it.
-        value, error, host = self.broadcast((*outcome, self.topology.host), root)
-        if error is None:
-            return value
-        if root:
-            error = type(error)(f"rank {root} on {host}: {error}")
-        error.culprit = root  # All ranks raise it, and the disk or file at fault is the root's.
-        raise error
-
-    def all_or_raise(self, action: Callable[[], T]) -> T:
-        """Runs the action on every rank; if one raises a UserError, all ranks raise it."""
-        value, error = _attempt(action)
-        failures = self.gather((error, self.topology.host) if error else None)
-        first = next((rank for rank, failure in enumerate(failures) if failure), None)
-        if first is None:
-            return value
-
-        # All ranks raise the error of the lowest one. If all failed, it is no one rank's and names
-        # none.
-        first_error, host = failures[first]
-        if all(failures):
-            raise type(first_error)(str(first_error)) from error
-        raise type(first_error)(f"rank {first} on {host}: {first_error}") from error
-
-
-def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:
-    try:
-        return action(), None
-    except UserError as error:
-        return None, error
 
 
 class Timeline:

@@ -20,7 +20,8 @@ from hvtrain.keras.optimizer import divide_losses
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.keras.sharded_embedding import sharded_layers
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Comm, Membership, Strategy, Timeline, exclude
+from hvtrain.strategies.base import Membership, Strategy, Timeline, exclude
+from hvtrain.strategies.comm import Comm
 from hvtrain.watchdog.processes import resume_advice
 from hvtrain.watchdog.progress import EXCHANGE
 

@@ -13,7 +13,7 @@ from hvtrain.data.description import array_digest, listed
 from hvtrain.data.manifest import differences, digest_of, refuse_or_warn
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.system import host_facts
 from hvtrain.training.run import Run
 

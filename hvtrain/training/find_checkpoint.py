@@ -23,7 +23,7 @@ from hvtrain.core.checkpoint_notes import Note, NoteKeeper, checked_run_id
 from hvtrain.core.files import is_own_file, read_bytes, read_file, write_atomic
 from hvtrain.core.run_files import HISTORY_FILE, RANKS_FILE, STARTS_FILE, TRACKERS_FILE
 from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import LOCK_FILE
 from hvtrain.training.resume import send_arrays
 from hvtrain.training.run import ResumePoint, RunState

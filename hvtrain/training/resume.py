@@ -17,7 +17,7 @@ from hvtrain.config.validate import flatten
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.training.run import Arrays, ResumePoint, Start, versions
 
 # A message is in memory several times while it is packed; and MPI counts its bytes in 31 bits.

@@ -2,7 +2,7 @@
 
 import logging
 
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.run import RunState
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hvtrain.errors import ConfigError
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.horovod import ElasticStrategy
 from hvtrain.training import comm_tuning
 from launching import train

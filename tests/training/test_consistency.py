@@ -8,7 +8,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.core.topology import Topology
 from hvtrain.errors import RankError
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.training.consistency import check_same_run, software
 
 

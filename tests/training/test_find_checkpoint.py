@@ -25,7 +25,7 @@ from hvtrain.core.run_files import (
 )
 from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.resume import send_arrays

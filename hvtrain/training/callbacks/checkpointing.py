@@ -14,7 +14,7 @@ from hvtrain.checkpoint import store
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.validate import seconds
 from hvtrain.errors import INTERRUPTED, RESTART_HELPS
-from hvtrain.strategies.base import Comm
+from hvtrain.strategies.comm import Comm
 from hvtrain.system import console
 from hvtrain.training.callbacks.epochs import Validation
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext

@@ -13,7 +13,7 @@ import tensorflow as tf
 from refusals import refused
 
 import hvtrain.keras as hvd
-from hvtrain.keras import gradients, reduction
+from hvtrain.keras import gradients
 from hvtrain.keras.hooks import hook_of
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -274,9 +274,9 @@ def counters_of_old_graphs():
 
 
 def joined_after_rows():
-    before, reduction.gathers_rows = reduction.gathers_rows, True
+    before, gradients.exchanges_rows = gradients.exchanges_rows, True
     message = refused(hvd.join)
-    reduction.gathers_rows = before
+    gradients.exchanges_rows = before
     return [before, message]
 
 

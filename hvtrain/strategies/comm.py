@@ -1,0 +1,94 @@
+"""Collectives on values, arrays and models, and those of a single process, which are their null object."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+
+from hvtrain.core.topology import Topology
+from hvtrain.errors import UserError
+from hvtrain.watchdog import Watchdog
+from hvtrain.watchdog.progress import CHECKPOINT
+
+T = TypeVar("T")
+
+
+class Comm:
+    """`strategy.comm`: collectives on Python values, arrays and models; every rank enters each.
+
+    The watchdog is told while this rank waits in one, so that it does not blame the rank for the
+    wait.
+    """
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology or Topology()
+        self.watchdog = Watchdog()
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Returns the root's value on every rank."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns all ranks' values, by rank, on every rank."""
+        return [value]
+
+    def sum_arrays(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns element-wise sums over the ranks, as float64."""
+        return [np.asarray(array, np.float64) for array in arrays]
+
+    def broadcast_model(self, model: keras.Model) -> None:
+        """Sets weights and optimizer state on all ranks to the chief's; of what is sharded each takes its part."""
+
+    def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
+        """Returns variables that are sharded over the ranks, whole, on the chief; tables in files of the folder."""
+        return {}
+
+    def whole_tables(self, model: keras.Model, folder: Path) -> AbstractContextManager[None]:
+        """Returns a context in which the chief can use the model alone: see hvtrain.keras.whole_tables."""
+        return nullcontext()
+
+    def on_chief(self, action: Callable[[], T]) -> T:
+        """Runs the action on the chief; all ranks return its result, or raise its UserError."""
+        return self.on_rank(0, action)
+
+    def on_rank(self, root: int, action: Callable[[], T]) -> T:
+        """Like on_chief, but on rank `root`; the error names a root other than the chief."""
+        outcome: tuple[Any, UserError | None] = (None, None)
+        if self.topology.rank == root:
+            with self.watchdog.phase(CHECKPOINT):
+                outcome = _attempt(action)
+
+        # The error travels as a value: a root that raised before the broadcast would leave the
+        # others waiting in it.
+        value, error, host = self.broadcast((*outcome, self.topology.host), root)
+        if error is None:
+            return value
+        if root:
+            error = type(error)(f"rank {root} on {host}: {error}")
+        error.culprit = root  # All ranks raise it, and the disk or file at fault is the root's.
+        raise error
+
+    def all_or_raise(self, action: Callable[[], T]) -> T:
+        """Runs the action on every rank; if one raises a UserError, all ranks raise it."""
+        value, error = _attempt(action)
+        failures = self.gather((error, self.topology.host) if error else None)
+        first = next((rank for rank, failure in enumerate(failures) if failure), None)
+        if first is None:
+            return value
+
+        # All ranks raise the error of the lowest one. If all failed, it is no one rank's and names
+        # none.
+        first_error, host = failures[first]
+        if all(failures):
+            raise type(first_error)(str(first_error)) from error
+        raise type(first_error)(f"rank {first} on {host}: {first_error}") from error
+
+
+def _attempt(action: Callable[[], T]) -> tuple[Any, UserError | None]:
+    try:
+        return action(), None
+    except UserError as error:
+        return None, error
