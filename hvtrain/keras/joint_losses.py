@@ -17,7 +17,8 @@ def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802
     weights with reduction="mean_with_sample_weight"; reduction="sum" sums over all ranks. Other
     losses stay as they are, and cost nothing. It acts only where a gradient is taken, which has to
     be on every rank: in evaluation it is the plain loss. Keras saves it as the plain loss. Use it
-    with an optimizer or a tape that averages.
+    with an optimizer or a tape that averages. A loss that calls an attribute `joint_batch`, such as
+    hvtrain.tasks.InBatchSoftmax, gets the function of that name.
 
     Args:
         loss: any keras.losses.Loss.
@@ -29,7 +30,10 @@ def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802
         loss = hvd.DistributedLoss(keras.losses.SparseCategoricalCrossentropy(ignore_class=0))
         model.compile(hvd.DistributedOptimizer(optimizer), loss, jit_compile=False)
     """
-    return joint_loss(loss, mean_over_ranks, hvd.size)
+    joint: Any = joint_loss(loss, mean_over_ranks, hvd.size)
+    if hasattr(joint, "joint_batch"):
+        joint.joint_batch = joint_batch
+    return joint
 
 
 def joint_mean(values: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor:

@@ -14,6 +14,18 @@ its own options from YAML. All builders keep these rules:
 
 from hvtrain.models.deeplab import deeplabv3plus
 from hvtrain.models.networks import application, cnn, mlp, resnet20, resnet50_v1_5, separable_cnn
+from hvtrain.models.recommenders import dlrm, two_tower
 from hvtrain.models.transformers import transformer
 
-__all__ = ["application", "cnn", "deeplabv3plus", "mlp", "resnet20", "resnet50_v1_5", "separable_cnn", "transformer"]
+__all__ = [
+    "application",
+    "cnn",
+    "deeplabv3plus",
+    "dlrm",
+    "mlp",
+    "resnet20",
+    "resnet50_v1_5",
+    "separable_cnn",
+    "transformer",
+    "two_tower",
+]

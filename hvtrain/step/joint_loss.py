@@ -16,6 +16,8 @@ from keras.src.backend import get_keras_mask
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 from tensorflow.python.eager.record import could_possibly_record as is_taking_gradients
 
+from hvtrain.errors import ConfigError
+
 
 def joint_loss(
     loss: keras.losses.Loss,
@@ -73,6 +75,15 @@ def joint_loss(
     joint: Any = object.__new__(subclass_under_its_name(base, __call__=__call__, call=call))
     vars(joint).update(vars(loss), _elements=None, denominator=None, batch_weight=1.0)
     return joint
+
+
+def refuse_joint_batch(loss: Any, strategy: str) -> None:
+    """Raises ConfigError for a loss that compares all ranks' examples, under a strategy that does not gather them."""
+    if hasattr(loss, "joint_batch"):
+        raise ConfigError(
+            f"strategy={strategy} gives a loss one replica's examples, and {type(loss).__name__} compares those of "
+            "all; choose strategy=horovod"
+        )
 
 
 def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:

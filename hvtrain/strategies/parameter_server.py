@@ -9,7 +9,7 @@ import hvtrain.keras as hvd
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.errors import ConfigError
-from hvtrain.step.joint_loss import joint_loss
+from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch
 from hvtrain.step.step_timing import StepMarks
 from hvtrain.strategies.base import Strategy, exclude
 from hvtrain.strategies.loop import CallSteps, Steps, build_metrics
@@ -378,6 +378,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         """Returns at once: late workers go on, and change only their own rows."""
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
+        refuse_joint_batch(loss, self.name)
         return joint_loss(loss, self._refuse_denominator, lambda: self.batch_over_part)
 
     def _refuse_denominator(self, number: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,7 @@ from hvtrain.keras.gradients import compare_structure, overwrites, sum_duplicate
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
-from hvtrain.step.joint_loss import joint_loss, subclass_under_its_name
+from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch, subclass_under_its_name
 from hvtrain.strategies.base import Strategy, exclude
 
 # Variables, by name, that are neither weights nor slots: see plain_variables.
@@ -196,6 +196,7 @@ class ReplicaStrategy(Strategy):
         return distributed
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
+        refuse_joint_batch(loss, self.name)
         return replica_loss(loss, self.num_computing, self.mean)
 
     def prepare(self, model: keras.Model) -> None:

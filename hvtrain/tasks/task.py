@@ -1,7 +1,7 @@
 """The contract of a task."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -271,6 +271,9 @@ class Task(ABC):
         if self.loss_weights is not None:
             loss_weights = {output: self.loss_weights.get(output, 1.0) for output in loss}
 
+        # Copies, since a model's metrics hold its state, and a task compiles several models.
+        metrics = _fresh_all(self.metrics)
+        self.bind(model, [*keras.tree.flatten(loss), *keras.tree.flatten(metrics)])
         # Keras passes sample weights only to weighted_metrics.
         metrics_argument = "weighted_metrics" if weighted else "metrics"
         model.compile(
@@ -278,8 +281,7 @@ class Task(ABC):
             loss=loss,
             loss_weights=loss_weights,
             jit_compile=jit_compile,
-            # Copies, since a model's metrics hold its state, and a task compiles several models.
-            **{metrics_argument: _fresh_all(self.metrics) or None},
+            **{metrics_argument: metrics or None},
         )
         if distribute_loss and isinstance(loss, keras.losses.Loss):
             # Keras's own tracker weights each batch by its number of examples, which is wrong for
@@ -289,6 +291,9 @@ class Task(ABC):
         # Slots have to exist before they are restored and broadcast. The model's own optimizer:
         # compile wraps it for mixed precision.
         model.optimizer.build(model.trainable_variables)
+
+    def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:  # noqa: B027  (most tasks bind nothing)
+        """Gives losses and metrics what they need of the model that they are compiled with."""
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
         """Raises ConfigError if the model's symbolic outputs do not fit the task.

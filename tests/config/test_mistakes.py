@@ -65,7 +65,7 @@ CHOICES = {
         "model=application model.name=ResNet50"
     ),
     "model=EfficientNetB0": "model=EfficientNetB0 is ... model=application model.name=EfficientNetB0",
-    "model=resnext": "model=resnext is not one of application, cnn, deeplabv3plus, keras_hub, mlp, ...",
+    "model=resnext": "model=resnext is not one of application, cnn, deeplabv3plus, dlrm, keras_hub, mlp, ...",
     "dataset=MNIST": "dataset=MNIST is not one of cifar10, ...; did you mean dataset=mnist?",
     "dataset=cifar": "dataset=cifar is not one of cifar10, ...; did you mean dataset=cifar10?",
     "schedule=cosin": "schedule=cosin is not one of constant, ...; did you mean schedule=cosine?",

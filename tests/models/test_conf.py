@@ -14,6 +14,10 @@ from hvtrain.config.instantiate import declared
 
 CONF = Path(__file__).parents[2] / "conf"
 VIT = {"patch_size": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
+IDS = {
+    "dlrm": {"numbers": tf.TensorSpec((3,)), "categories": tf.TensorSpec((2,), tf.int32)},
+    "two_tower": {"query": tf.TensorSpec((1,), tf.int32), "item": tf.TensorSpec((2,), tf.int32)},
+}
 MODELS = sorted((CONF / "model").glob("*.yaml"))
 OPTIMIZERS = sorted((CONF / "optimizer").glob("*.yaml"))
 
@@ -32,12 +36,17 @@ def test_a_model_file_builds(path):
         config.name = "MobileNet"
     facts = {"image_shape": (32, 32, 3), "input_shape": (32, 32, 3), "num_outputs": 10}
     facts |= {"input_spec": tf.TensorSpec((6,), tf.int32), "vocabulary_size": 10}
+    if path.stem in IDS:
+        facts |= {"input_spec": IDS[path.stem], "category_sizes": (4, 3), "query_sizes": (5,), "item_sizes": (4, 3)}
+        config.width = 10  # Of two towers it is what they give.
     if path.stem == "keras_hub":
         pytest.importorskip("keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it")
         config.name, config.backbone = "ViTBackbone", VIT
         del config.weights  # A setting of all models, which builders do not get.
         facts |= {"input_spec": tf.TensorSpec((32, 32, 3)), "output_shape": (10,)}
-    model = instantiate(config, **declared(get_object(config._target_), config, facts, path.stem, "a data set"))
+    # Hydra makes configurations of arguments that are dicts.
+    builder = instantiate(config, _partial_=True)
+    model = builder(**declared(get_object(config._target_), config, facts, path.stem, "a data set"))
     assert isinstance(model, keras.Model)
     assert (model.output.shape[0], model.output.shape[-1]) == (None, 10)
 

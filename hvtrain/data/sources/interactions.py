@@ -1,0 +1,93 @@
+"""Drawn clicks and purchases for recommenders, whose best reachable results are known."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.data.sources.memory import MemorySource
+
+ZIPF = 1.3
+"""Exponent of the frequencies of ids, which are as uneven as in logs: most ids are rare."""
+LOYALTY = 0.8
+"""Share of purchases that are within the user's cluster for sure."""
+
+
+def clicks(
+    num_train: int = 200_000,
+    num_test: int = 20_000,
+    category_sizes: Sequence[int] = (1000, 300, 100, 20, 5),
+    seed: int = 0,
+) -> MemorySource:
+    """Makes a source of clicks in the shape of Criteo's: numbers, categories of unlike sizes, and 0 or 1.
+
+    The inputs are {"numbers": float32 [4], "categories": int32 [features]}. The ids of all features
+    are in one space: those of a feature begin where those of the one before end. A click has the
+    probability sigmoid(logit). The logit is linear in the numbers, has an effect for each id, and
+    the product of hidden vectors of the first two features' ids. The fact best_auc is the AUC of
+    these logits in the test part, which no model exceeds but by chance.
+
+    Args:
+        num_train, num_test: examples of each split.
+        category_sizes: ids of each categorical feature, two features at least.
+        seed: of the drawing, the same in every run.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    random = np.random.default_rng(seed)
+    number = num_train + num_test
+    effects = random.normal(0, 0.6, sum(category_sizes))
+    hidden = random.normal(0, 0.8, (sum(category_sizes), 4))
+
+    numbers = random.normal(size=(number, 4))
+    ids = random.zipf(ZIPF, (number, len(category_sizes))) % category_sizes
+    categories = ids + np.cumsum([0, *category_sizes])[:-1]
+    first, second = categories[:, :2].T
+    logits = 0.4 * numbers.sum(axis=1) + effects[categories].sum(axis=1)
+    logits += (hidden[first] * hidden[second]).sum(axis=1) - 1
+    is_click = (random.logistic(size=number) < logits).astype(np.int32)
+
+    inputs = {"numbers": numbers, "categories": categories}
+    best_auc = roc_auc_score(is_click[num_train:], logits[num_train:])
+    return _source("clicks", inputs, is_click, num_train, category_sizes=tuple(category_sizes), best_auc=best_auc)
+
+
+def purchases(
+    num_train: int = 50_000,
+    num_test: int = 10_000,
+    num_users: int = 2000,
+    num_items: int = 200,
+    num_clusters: int = 20,
+    seed: int = 0,
+) -> MemorySource:
+    """Makes a source of purchases: which user bought which item, for retrieval.
+
+    The inputs are {"query": int32 [1], the user, "item": int32 [1], the item}; the target is the
+    item's row of the catalogue. User and item n belong to cluster n % num_clusters. A user buys any
+    item of the own cluster with the probability LOYALTY, and else any of all. So the best recall of
+    a cluster's number of items is LOYALTY + (1 - LOYALTY) / num_clusters.
+
+    Args:
+        num_train, num_test: examples of each split.
+        num_users, num_items, num_clusters: the items must be a multiple of the clusters.
+        seed: of the drawing, the same in every run.
+    """
+    random = np.random.default_rng(seed)
+    number = num_train + num_test
+    users = random.integers(num_users, size=number)
+    items = random.integers(num_items, size=number)
+    is_loyal = random.random(number) < LOYALTY
+    own = items - items % num_clusters + users % num_clusters
+    items = np.where(is_loyal, own, items)
+
+    inputs = {"query": users[:, None], "item": items[:, None]}
+    facts = {"query_sizes": [num_users], "item_sizes": [num_items], "catalogue": np.arange(num_items)[:, None]}
+    return _source("purchases", inputs, items, num_train, **facts)
+
+
+def _source(name: str, inputs: Any, targets: np.ndarray, num_train: int, **facts: Any) -> MemorySource:
+    examples = (inputs, targets)
+    train = tf.nest.map_structure(lambda array: array[:num_train], examples)
+    test = tf.nest.map_structure(lambda array: array[num_train:], examples)
+    return MemorySource(name, lambda: {"train": train, "test": test}, "drawn at random", more_facts=facts)

@@ -1,0 +1,137 @@
+"""The task of finding a query's item in a catalogue.
+
+Training compares a query with the items of the batch, evaluation with the whole catalogue.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.data.source import Source
+from hvtrain.errors import ConfigError
+from hvtrain.step.joint_loss import is_taking_gradients
+from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
+
+
+class InBatchSoftmax(keras.losses.Loss):
+    """Cross-entropy of each query's item among the items of the joint batch of all ranks.
+
+    Other queries for the same item are no negatives. An item is a negative as often as it is
+    bought, which holds popular items down; no correction is made for that (Yi et al. 2019,
+    doi:10.1145/3298689.3346996, have one). In evaluation the items are the whole catalogue, so that
+    the loss depends neither on batches nor on the number of ranks.
+
+    Args:
+        temperature: the scores are divided by it.
+
+    Raises:
+        ConfigError: the temperature is not above 0.
+    """
+
+    joint_batch = staticmethod(lambda rows: rows)
+    """Returns the rows of all ranks. DistributedLoss sets it."""
+    item_vectors: Callable[[], Any]
+    """Returns the vectors of the catalogue, [items, width]. Retrieval sets it."""
+
+    def __init__(self, temperature: float = 0.1) -> None:
+        super().__init__(name="in_batch_softmax")
+        if not temperature > 0:
+            raise ConfigError(f"task.loss.temperature={temperature} is out of range; it must be above 0")
+        self.temperature = temperature
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        """Returns losses [batch], from items [batch] and vectors [batch, 2, width]."""
+        # Keras has made floats of them, which are exact up to 2**24.
+        targets = tf.cast(y_true, tf.int32)
+        queries = y_pred[:, 0] / self.temperature
+        if not is_taking_gradients():
+            scores = queries @ tf.transpose(self.item_vectors())
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(targets, scores)
+
+        items = self.joint_batch(targets)
+        vectors = self.joint_batch(y_pred[:, 1])
+        scores = queries @ tf.transpose(vectors)
+        own = tf.reduce_sum(queries * y_pred[:, 1], axis=1)
+        # The query's own item stands in the first column, and in no other.
+        others = tf.where(targets[:, None] == items, scores.dtype.min, scores)
+        return tf.reduce_logsumexp(tf.concat([own[:, None], others], axis=1), axis=1) - own
+
+
+class RecallAtK(keras.metrics.SparseTopKCategoricalAccuracy):
+    """Share of the queries whose item is among the k best of the whole catalogue.
+
+    It depends neither on batches nor on the number of ranks. Each update takes the vectors of all
+    items, in training too.
+
+    Args:
+        k, name: those of the Keras metric.
+    """
+
+    item_vectors: Callable[[], Any]
+    """Returns the vectors of the catalogue, [items, width]. Retrieval sets it."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        scores = y_pred[:, 0] @ tf.transpose(self.item_vectors())
+        super().update_state(y_true, scores, sample_weight)
+
+
+class Retrieval(Task):
+    """Finding a query's item: the model outputs the vectors of the query and of the item, [2, width].
+
+    Targets are rows of the catalogue. That is a fact of the data set: the model's input "item" of
+    all items, [items, ...]. The vector of an item may depend on the input "item" alone.
+
+    Args:
+        loss: Default: InBatchSoftmax.
+        metrics: Default: recall at 10.
+    """
+
+    name = "retrieval"
+    target = "one whole number, the item's row of the catalogue"
+    output = "the vectors of the query and of the item, whose product is the score"
+    best = "recall_at_10"
+
+    def default_loss(self) -> Losses:
+        return InBatchSoftmax()
+
+    def default_metrics(self) -> Metrics:
+        return {"recall_at_10": RecallAtK(10)}
+
+    def output_shape(self, source: Source) -> None:
+        return None
+
+    def takes(self, target: Any) -> bool:
+        return is_integer(target, rank=0)
+
+    def prepare(self, source: Source) -> None:
+        self._catalogue = np.asarray(source.fact("catalogue", f"task={self.name}"))
+        super().prepare(source)
+
+    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+        number = len(self._catalogue)
+        is_wrong = (targets < 0) | (targets >= number)
+        return first_fault(is_wrong, lambda row: f"names item {targets[row]} of a catalogue of {number}")
+
+    def check_metrics(self, targets: Any, outputs: Any) -> None:
+        """Checks nothing: metrics take the catalogue's vectors, which only a model has."""
+
+    def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
+        shape: Any = getattr(outputs, "shape", ())
+        if len(shape) != 3 or shape[1] != 2:
+            raise ConfigError(f"{name} gives {shape}, and task={self.name} needs (None, 2, width); use model=two_tower")
+
+    def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:
+        def item_vectors() -> tf.Tensor:
+            query = model.input["query"]
+            blank = tf.zeros([len(self._catalogue), *query.shape[1:]], query.dtype)
+            return model({"query": blank, "item": tf.constant(self._catalogue)}, training=False)[:, 1]
+
+        for part in parts:
+            part.item_vectors = item_vectors
+
+    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+        """The score of each pair of query and item."""
+        return {"score": np.prod(outputs, axis=1).sum(axis=1)}
