@@ -158,8 +158,12 @@ def check_preprocessing(
     except (OSError, tf.errors.OpError):
         return None  # A finished run does not fail for files that it no longer needs.
 
-    for number, (batch, expected) in enumerate(zip(batches, streamed)):
-        actual = keras.ops.convert_to_numpy(preprocessing(batch))[0]
+    pairs = [
+        (number, keras.ops.convert_to_numpy(part)[0], expected[number])
+        for number, batch in enumerate(batches)
+        for part, expected in zip(tf.nest.flatten(preprocessing(batch)), tf.nest.flatten(streamed))
+    ]
+    for number, actual, expected in pairs:
         if actual.shape != expected.shape:
             return f"preprocessing() of {source.name} gives {actual.shape}, the model was trained on {expected.shape}"
         gap = float(np.max(np.abs(actual - expected), initial=0.0))

@@ -21,6 +21,7 @@ from hvtrain.errors import ConfigError, DataError
 KINDS = {
     "float": "number",
     "float_normalized": "number",
+    "float_log": "number",
     "float_discretized": "number",
     "integer_categorical": "integer",
     "string_categorical": "name",
@@ -58,6 +59,9 @@ class Settings:
     dates: str = "number"
     decimal: str | None = None
     thousands: str | None = None
+    log_numbers: bool = False
+    category_ids: bool = False
+    hash_buckets: int = 1000
 
     def __post_init__(self) -> None:
         by_column = self.missing if isinstance(self.missing, Mapping) else {"": self.missing}
@@ -70,6 +74,10 @@ class Settings:
         for name, value, allowed in choices:
             if value not in allowed:
                 raise ConfigError(f"dataset.{name}={value} is not one of {', '.join(allowed)}")
+        if self.hash_buckets < 1:
+            raise ConfigError(f"dataset.hash_buckets={self.hash_buckets} is out of range; it must be at least 1")
+        if self.crosses and self.category_ids:
+            raise ConfigError("dataset.crosses and dataset.category_ids exclude each other; leave one of them out")
         for name, value, signs in (("decimal", self.decimal, ".,"), ("thousands", self.thousands, ",. '")):
             if value is not None and value not in signs:
                 raise ConfigError(f"dataset.{name}={value!r} is not one of {' '.join(map(repr, signs))}")
@@ -100,6 +108,9 @@ class Schema:
     id: str | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Columns that are no features, and why."""
+    has_ids: bool = False
+    """True if categories are ids, beside the numbers; otherwise they are one-hot."""
+    hash_buckets: int = 1000
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
@@ -158,7 +169,9 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
     for column in itertools.chain(*settings.crosses):
         if column not in categories:
             raise ConfigError(f"dataset.crosses names {column}, which is no categorical feature; make it one")
-    return Schema(columns, target, classes, [list(pair) for pair in settings.crosses], settings.id, left_out)
+    crosses = [list(pair) for pair in settings.crosses]
+    ids = (settings.category_ids, settings.hash_buckets)
+    return Schema(columns, target, classes, crosses, settings.id, left_out, *ids)
 
 
 def _check_names(names: Collection[str], settings: Settings, table: str) -> None:
@@ -200,7 +213,8 @@ def _by_default(inferred: Column | str, name: str, values: pa.Array, settings: S
     if inferred.kind == "date" and settings.dates == "drop":
         return "a date"
 
-    column = replace(inferred, feature="float_normalized")
+    is_log = settings.log_numbers and inferred.kind == "number"
+    column = replace(inferred, feature="float_log" if is_log else "float_normalized")
     is_name = inferred.kind == "name"
     if not is_name and not (inferred.kind == "number" and ID_NAME.fullmatch(name)):
         return column

@@ -21,7 +21,7 @@ from scipy import stats
 from hvtrain.data.formats.columns import Cells, Column, with_progress
 from hvtrain.data.formats.schema import Schema
 from hvtrain.data.formats.table_phrases import odd_texts
-from hvtrain.errors import DataError
+from hvtrain.errors import ConfigError, DataError
 
 FILLING = ("median", "most_frequent", "indicator")
 """Treatments of gaps that put something in their place."""
@@ -29,7 +29,6 @@ NUM_BINS = 32
 """Of float_discretized, as in FeatureSpace."""
 CROSS_BINS = 32
 """Of crosses, as in FeatureSpace."""
-HASH_BINS = 1000
 WIDE_RATIO = 64
 """Numbers that are so many standard deviations large lose more than six bits in float32."""
 MAX_INPUTS = 200
@@ -150,7 +149,10 @@ class TableFeatures:
             pair: self._layer(keras.layers.HashedCrossing, num_bins=CROSS_BINS)
             for pair in sorted(map(tuple, schema.crosses), key="_X_".join)
         }
-        sizes: dict[Any, int] = {column.name: _num_features(column) for column in self.columns}
+        sizes: dict[Any, int] = {column.name: self._num_features(column) for column in self.columns}
+        self.category_sizes = [sizes[name] for name in self._lookups]
+        if schema.has_ids and not (self._numbers and self._lookups):
+            raise ConfigError("dataset.category_ids needs columns of numbers and of names; leave it out")
         sizes |= dict.fromkeys(self._crosses, CROSS_BINS)
         self.size = sum(sizes.values())
         # Which features are those of a column, by its name, or of a cross.
@@ -167,12 +169,28 @@ class TableFeatures:
         if column.bins:
             return self._layer(keras.layers.Discretization, bin_boundaries=list(column.bins))
         if column.feature == "string_hashed":
-            return self._layer(keras.layers.Hashing, num_bins=HASH_BINS)
+            # An id of its own for gaps; one-hot features have none.
+            mask = "" if self.schema.has_ids else None
+            return self._layer(keras.layers.Hashing, num_bins=self._num_features(column), mask_value=mask)
         if column.kind == "name":
             return self._layer(keras.layers.StringLookup, vocabulary=list(column.names), oov_token=UNKNOWN)
         # Keras takes -1 for unknown integers, which may be a category.
         unknown = min(column.names, default=0) - 1
         return self._layer(keras.layers.IntegerLookup, vocabulary=list(column.names), oov_token=unknown)
+
+    def _num_features(self, column: Column) -> int:
+        if column.bins:
+            return len(column.bins) + 1
+        if column.feature == "string_hashed":
+            return self.schema.hash_buckets + self.schema.has_ids
+        if column.is_category:
+            # Those that training did not have share the first number.
+            return len(column.names) + 1
+        return column.length * (2 if column.missing == "indicator" else 1)
+
+    def _first_ids(self) -> np.ndarray:
+        """Where each column's ids begin in the space of all."""
+        return np.cumsum([0, *self.category_sizes])[:-1]
 
     def _named_inputs(self) -> Iterator[tuple[str, Sequence[Column]]]:
         """Names of the model's inputs, with their columns. Keras takes no / in them."""
@@ -212,8 +230,13 @@ class TableFeatures:
                 raw[name] = np.concatenate(numbers, axis=1, dtype=self._types[columns[0].name])
         return raw
 
-    def encode(self, values: Mapping[str, Any], rows: np.ndarray, where: str) -> np.ndarray:
+    def encode(self, values: Mapping[str, Any], rows: np.ndarray, where: str) -> Any:
         """Returns the features of some rows; see raw(). `where` is the table, for lines of progress."""
+        if self.schema.has_ids:
+            numbers = [self._encoded(column, values, rows) for column in self._numbers]
+            codes = [self._codes(column, values, rows) for column in self.columns if column.is_looked_up]
+            ids = np.concatenate(codes, axis=1) + self._first_ids()
+            return {"numbers": np.concatenate(numbers, axis=1, dtype=np.float32), "categories": ids.astype(np.int32)}
         features = np.empty((len(rows), self.size), np.float32)
         columns = with_progress(self.columns, f"{where}: features")
         for _, group in itertools.groupby(columns, lambda column: self._spans[column.name].start // LINE_FEATURES):
@@ -237,6 +260,8 @@ class TableFeatures:
         is_gap = np.isnan(numbers)
         if column.fill:
             numbers = np.where(is_gap, np.asarray(column.fill, dtype), numbers)
+        if column.feature == "float_log":
+            numbers = np.log1p(np.maximum(numbers, 0))
         # The layer's configuration is in float32, whatever its type.
         mean, variance = _statistics(column).astype(np.float32).astype(dtype)
         numbers = (numbers - mean) / np.maximum(np.sqrt(variance), keras.config.epsilon())
@@ -281,6 +306,7 @@ class TableFeatures:
                 pieces += self._normalized(inputs[name], columns)
         for pair, crossing in self._crosses.items():
             codes[pair] = crossing([codes[name] for name in pair])
+        ids = [] if not self.schema.has_ids else [codes.pop(name) for name in self._lookups]
         for name, numbers in codes.items():
             span = self._spans[name]
             one_hot = {"output_mode": "multi_hot", "dtype": "float32"}
@@ -292,10 +318,13 @@ class TableFeatures:
         if len(pieces) > 1:
             features = self._layer(keras.layers.Concatenate)([piece for piece, _ in pieces])
         places = [index for _, indices in pieces for index in indices]
-        if places == sorted(places):
+        if places != sorted(places):
+            # Columns of other kinds stand between those of a single input.
+            features = keras.ops.take(features, np.argsort(places), axis=-1)
+        if not ids:
             return features
-        # Columns of other kinds stand between those of a single input.
-        return keras.ops.take(features, np.argsort(places), axis=-1)
+        categories = keras.ops.concatenate(ids, axis=1) + self._first_ids()
+        return {"numbers": features, "categories": keras.ops.cast(categories, "int32")}
 
     def _normalized(self, numbers: Any, columns: Sequence[Column]) -> Iterator[tuple[Any, Sequence[int]]]:
         """Yields normalized numbers of columns that are one input, then where they had gaps."""
@@ -308,6 +337,9 @@ class TableFeatures:
         if not np.isnan(fill).all():
             is_gap = ops.isnan(numbers)
             numbers = ops.where(is_gap, np.asarray([fill], dtype), numbers)
+        is_log = np.array([[column.feature == "float_log" for column in owners]])
+        if is_log.any():
+            numbers = ops.where(is_log, ops.log1p(ops.maximum(numbers, 0)), numbers)
         mean, variance = np.concatenate([_statistics(column) for column in columns], axis=1).tolist()
         numbers = self._layer(keras.layers.Normalization, mean=mean, variance=variance, dtype=dtype)(numbers)
         yield ops.cast(numbers, "float32"), places
@@ -329,15 +361,6 @@ def _type(column: Column) -> str:
     if column.is_category:
         return "string" if column.kind == "name" else "int64"
     return "float64" if column.is_wide else "float32"
-
-
-def _num_features(column: Column) -> int:
-    if column.bins:
-        return len(column.bins) + 1
-    if column.is_category:
-        # Those that training did not have share the first number.
-        return HASH_BINS if column.feature == "string_hashed" else len(column.names) + 1
-    return column.length * (2 if column.missing == "indicator" else 1)
 
 
 def _statistics(column: Column) -> np.ndarray:

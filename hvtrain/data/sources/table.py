@@ -78,6 +78,12 @@ class Table(MemorySource):
         id: a column that is no feature, and stands beside each prediction.
         dates: one of DATES: days since 1970-01-01; year, month, day, weekday and hour; or left out.
         delimiter, decimal, thousands, encoding: of CSV files; null: as the file shows them.
+        log_numbers: numbers that `features` does not name are float_log, which is log(1 + x), or 0
+            below 0, instead of normalized.
+        category_ids: categories are ids for embedding tables instead of one-hot. The inputs are
+            then {"numbers": float32 [n], "categories": int32 [m]}, with the ids of all columns in
+            one space; the fact category_sizes has the number of ids of each.
+        hash_buckets: what the names of a column with more than MAX_NAMES are hashed to.
 
     Raises:
         ConfigError: if a setting does not fit the table.
@@ -103,6 +109,9 @@ class Table(MemorySource):
         decimal: str | None = None,
         thousands: str | None = None,
         encoding: str | None = None,
+        log_numbers: bool = False,
+        category_ids: bool = False,
+        hash_buckets: int = 1000,
     ) -> None:
         # Not MemorySource's num_validation, which would divide the rows after the features are
         # fitted to them.
@@ -132,6 +141,9 @@ class Table(MemorySource):
             dates,
             decimal,
             thousands,
+            log_numbers,
+            category_ids,
+            hash_buckets,
         )
         self._known_features: TableFeatures | None = None
         # By split, what raw_examples() needs: all columns, and the split's rows in them.
@@ -148,10 +160,11 @@ class Table(MemorySource):
 
     @property
     def element_spec(self) -> tuple[Any, ...]:
-        return (
-            tf.TensorSpec((self._features.size,), tf.float32),
-            tf.TensorSpec((), tf.int32 if self.class_names else tf.float32),
-        )
+        inputs: Any = tf.TensorSpec((self._features.size,), tf.float32)
+        if self._features.schema.has_ids:
+            encoded = self._features.model().output
+            inputs = {name: tf.TensorSpec(part.shape[1:], part.dtype) for name, part in encoded.items()}
+        return inputs, tf.TensorSpec((), tf.int32 if self.class_names else tf.float32)
 
     def _load_encoded(self) -> Elements:
         """Reads the table, and returns features and targets by split.
@@ -240,6 +253,8 @@ class Table(MemorySource):
 
     def _take_schema(self, schema: Schema) -> None:
         self._known_features = TableFeatures(schema)
+        if schema.has_ids:
+            self._more_facts["category_sizes"] = self._known_features.category_sizes
         if schema.classes:
             self.class_names = list(schema.classes)
             self.num_classes = len(schema.classes)
