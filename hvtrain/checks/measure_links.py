@@ -128,14 +128,14 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
 
     rows = []
     for host in slow_hosts:
-        finding = f"{best[host]:.2f} Gbit/s at best, to any host"
-        fix = f"on {host}: ethtool INTERFACE shows speed and duplex; look at cable and switch"
-        rows.append(fail("links", host, f"{finding}; {needed}", f"{fix}; or leave it out of -H"))
+        finding = f"{best[host]:.2f} Gbit/s at best, to any host; {needed}"
+        fix = f"on {host}: ethtool INTERFACE shows speed and duplex; look at cable and switch; or leave it out of -H"
+        rows.append(fail("links", host, finding, fix))
 
     for (first, second), speed in speeds.items():
         if speed < bound and not {first, second} & set(slow_hosts):
-            fix = f"look at what lies between {first} and {second}: traceroute {second}; "
-            fix += "both are quicker to other hosts"
+            way = f"look at what lies between {first} and {second}: traceroute {second}"
+            fix = f"{way}; both are quicker to other hosts"
             rows.append(fail("links", first, f"{speed:.2f} Gbit/s to {second}; {needed}", fix))
 
     slowest = min(speeds, key=lambda pair: speeds[pair])

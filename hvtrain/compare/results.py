@@ -346,10 +346,9 @@ def _draw_curves(
     for row, (entry, color) in enumerate(zip(strategies, cycle(SERIES))):
         points = [(point[unit], point[metric]) for point in entry["curve"] if metric in point]
         # Widths differ so that curves that coincide stay visible.
-        width = 2.6 - 0.3 * row
-        style = {"color": color, "linewidth": width, "markersize": 3, "alpha": 0.9}
+        style = {"linewidth": 2.6 - 0.3 * row, "markersize": 3, "alpha": 0.9}
         if points:
-            axes.plot(*zip(*points), "o-", label=entry["name"], **style)
+            axes.plot(*zip(*points), "o-", label=entry["name"], color=color, **style)
 
     if goal is not None:
         axes.axhline(goal, color=GREY, linewidth=1, linestyle="--")

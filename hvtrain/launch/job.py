@@ -225,9 +225,7 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
         "-H",
         hosts_option(hosts),
         "--tag-output",
-    ]
-    # As Horovod does: its background thread must not share one core with the rank's others.
-    line += [
+        # As Horovod does: its background thread must not share one core with the rank's others.
         "--bind-to",
         "none",
         "--map-by",

@@ -153,19 +153,18 @@ def plain_style(axes: Any) -> None:
 def _for_a_page(text: str, title: str) -> str:
     """Removes what the page has already or would have twice: XML head, group names, size, fonts."""
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    fonts = r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?"
+    text = re.sub(rf"<metadata>.*?</metadata>|<!--.*?-->|{fonts}", "", text, flags=re.DOTALL)
     # Two charts on a page may not have the same id; nothing refers to these.
     text = re.sub(r'<g id="[\w.-]*"', "<g", text)
-    fonts = r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?"
-    text = re.sub(fonts, "", text)
 
     # A color that is a variable follows the page from light to dark.
     for color, variable in _VARIABLES.items():
         text = text.replace(color, variable)
 
     # Without a size of its own the chart is as wide as its place on the page.
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    for attribute in ("height", "width"):
+        text = re.sub(rf'(<svg[^>]*?) {attribute}="[^"]*"', r"\1", text, count=1)
 
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
 

@@ -116,12 +116,8 @@ def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
     """Names of the run folders, with as many parent folders as it takes to tell them apart."""
     # The same folder may be given twice; no depth tells those apart.
     paths = [run.folder.parts for run in runs]
-    for depth in range(1, max(map(len, paths), default=1) + 1):
-        labels = ["/".join(parts[-depth:]) for parts in paths]
-        if len(set(labels)) == len(set(paths)):
-            return labels
-
-    return [str(run.folder) for run in runs]
+    by_depth = (["/".join(parts[-depth:]) for parts in paths] for depth in range(1, max(map(len, paths)) + 1))
+    return next(labels for labels in by_depth if len(set(labels)) == len(set(paths)))
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:

@@ -260,9 +260,8 @@ def results_table(results: Results) -> list[list[str]]:
         if trial["state"] == PRUNED:
             value += f" ({PRUNED})"
         settings = [in_short(trial["settings"].get(name)) for name in names]
-        epochs = str(_epochs(trial))
-        seconds = f"{trial['seconds'] or 0:.0f}"
-        rows.append([str(trial["number"]), value, epochs, seconds, *settings])
+        numbers = (trial["number"], value, _epochs(trial), f"{trial['seconds'] or 0:.0f}")
+        rows.append([*map(str, numbers), *settings])
 
     return rows
 
@@ -291,9 +290,8 @@ def result_lines(results: Results) -> list[str]:
     best = results["best"]
     if best is None:
         return [*lines, "", "no trial finished, so there is no best one"]
-    value = f"{results['metric']} {best['value']:.5g}"
-
-    return [*lines, "", f"best: trial {best['number']} with {value}; again by", best["line"]]
+    about = f"best: trial {best['number']} with {results['metric']} {best['value']:.5g}; again by"
+    return [*lines, "", about, best["line"]]
 
 
 def write_results(results: Results, folder: Path) -> None:
