@@ -18,6 +18,7 @@ from hvtrain.checks.examine_data import examine
 from hvtrain.data import from_arrays, from_dataset, write_tfrecords
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.commands import evaluate, predict
+from shards import write_shards
 from tiny_data import random_images, write_folder
 
 HERE = Path(__file__).stem
@@ -134,6 +135,10 @@ def write_records(folder):
     write_tfrecords(folder / "records", "train", *random_images(9), num_files=2)
 
 
+def write_tar_files(folder):
+    write_shards(folder / "shards", "train", *random_images(9), num_shards=2)
+
+
 def write_text(folder):
     (folder / "tales.txt").write_text("Once upon a time there was a sentence. " * 300)
 
@@ -145,6 +150,7 @@ def write_pipeline(folder):
 
 SCENES = ["dataset=segmentation_folder", "dataset.dir=scenes", "dataset.image_shape=[8,8,3]", "dataset.num_classes=3"]
 RECORDS = ["dataset=tfrecord", "dataset.dir=records", "dataset.image_shape=[6,6,1]", "dataset.num_classes=3"]
+SHARDS = ["dataset=webdataset", "dataset.dir=shards", "dataset.image_shape=[6,6,1]", "dataset.num_classes=3"]
 TEXT = ["dataset=text", "dataset.file=tales.txt", "dataset.vocabulary_size=300", "dataset.length=16"]
 TABLE = ["dataset=table", "dataset.file=people.csv", "dataset.target=buys", "dataset.num_test=10"]
 OWN = ["--config-dir", "conf", "dataset=own"]
@@ -153,6 +159,7 @@ CASES = {
     "table": (write_table, TABLE, 0, r"people: 30 train, 10 test\n", "Rome"),
     "masks": (write_masks, SCENES, 0, r"train +targets +whole numbers, 8 x 8 +0 +2", "Masks are painted over it"),
     "records": (write_records, RECORDS, 0, r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ", "The first training batch, "),
+    "shards": (write_tar_files, SHARDS, 0, r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ", "The whole image, 3 draws"),
     "text": (write_text, TEXT, 0, r"tales: \d+ train", "Once upon a time"),
     "own function": (write_pipeline, OWN, 2, r"inputs.age +numbers, 1 +0 +11", "note 2"),
     "wrong task": (write_table, [*TABLE, "task=segmentation"], 2, "refused: task=segmentation needs as ", "Rome"),

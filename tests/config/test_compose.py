@@ -27,6 +27,7 @@ REQUIRED = {
     "huggingface": ["dataset.dir=/data"],
     "tfds": ["dataset.dataset=mnist"],
     "tfrecord": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"],
+    "webdataset": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"],
 }
 
 

@@ -125,6 +125,8 @@ TABLE = {
     ],
     "configuration": [*held("tests/test_completion.py", "hvtrain completion"), *runs(STEPS, "task.metrics.top3")],
     "data": [
+        Row("python shards.py"),
+        trains("dataset=webdataset", "test_accuracy", 0.9, 1),
         trains("dataset=waves", "test_accuracy", 0.9, 1),
         *held(INSTALLED, "uv pip install"),
         Row("python prepare.py"),

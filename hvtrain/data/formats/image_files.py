@@ -10,6 +10,7 @@ from typing import TypeVar
 import tensorflow as tf
 from PIL import ExifTags, Image
 
+from hvtrain.data.formats.tar_files import member_bytes
 from hvtrain.errors import DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff")
@@ -62,8 +63,10 @@ def describe_images(
         # Pillow raises errors of many types, SyntaxError among them, for damaged files.
         with suppress(Exception):
             data = content
-            if isinstance(content, str) and _may_be_deep(content):
-                data = Path(content).read_bytes()
+            if isinstance(content, str):
+                data = member_bytes(content) or content
+            if isinstance(data, str) and _may_be_deep(data):
+                data = Path(data).read_bytes()
             with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
                 formats[image.format or "?"] += 1
                 sizes.add(image.size)

@@ -391,8 +391,3 @@ def _resize(image: tf.Tensor, sizing: Sizing, size: tuple[int, int], border: tup
     # Resizing to the same size would change no bit, and take longer than the decoding.
     fits = tf.reduce_all(tf.shape(image)[:2] == size)
     return tf.ensure_shape(tf.cond(fits, lambda: image[kept], resize), sizing.image_shape)
-
-
-def read_files(paths: tf.Tensor) -> tf.Tensor:
-    """Reads the files of paths [batch]."""
-    return tf.map_fn(tf.io.read_file, paths)

@@ -15,7 +15,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import left_out, split_folders, visible, with_labels
 from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
-from hvtrain.data.pipeline.decoding import decode, decode_batch, read_files
+from hvtrain.data.pipeline.decoding import decode, decode_batch
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
 from hvtrain.data.pipeline.transform import Transform
 from hvtrain.data.source import Unreadable
@@ -57,6 +57,7 @@ class ImageFolder(FileSource, IndexedSource):
     """
 
     name = "image_folder"
+    read_file = staticmethod(tf.io.read_file)
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class ImageFolder(FileSource, IndexedSource):
         return files
 
     def _describe_sample(self) -> list[str]:
-        images = [(path, path) for path in sample(self.paths("train"))]
+        images = [(path, path) for path, _ in sample(self._files["train"])]
         return describe_images(images, self.sizing.phrase(), self.sizing.exif)
 
     def description(self) -> dict[str, list[str]]:
@@ -197,7 +198,7 @@ class ImageFolder(FileSource, IndexedSource):
         paths, labels = self._shard(split, topology)
 
         def read(indices, *draws):
-            images = decode_batch(read_files(tf.gather(paths, indices)), self.sizing, *draws)
+            images = decode_batch(tf.map_fn(self.read_file, tf.gather(paths, indices)), self.sizing, *draws)
             return images, tf.gather(labels, indices)
 
         return read
@@ -210,7 +211,7 @@ class ImageFolder(FileSource, IndexedSource):
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         paths, _ = self._shard(split, topology)
-        encoded = map(tf.io.read_file, paths[:number])
+        encoded = map(self.read_file, paths[:number])
         return [self.sizing.whole(image).numpy() for image in encoded]
 
     def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
@@ -231,7 +232,7 @@ class ImageFolder(FileSource, IndexedSource):
         readable_labels = np.full([len(paths)], -1, np.int32)
 
         def read(number, path):
-            return number, decode(tf.io.read_file(path), self.sizing)
+            return number, decode(self.read_file(path), self.sizing)
 
         # With their numbers, since ignore_errors() leaves gaps.
         numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()

@@ -1,5 +1,6 @@
 """Masks of classes as files: which mask belongs to an image, and its pixels as class indices."""
 
+import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
 
 from hvtrain.data.formats.folders import visible
 from hvtrain.data.formats.image_files import MAX_PIXELS, SUFFIXES
+from hvtrain.data.formats.tar_files import member_bytes
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.errors import ConfigError, DataError
@@ -95,6 +97,12 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
     return parsed
 
 
+def _opened(path: str) -> Image.Image:
+    """Opens an image file, or a member of a shard."""
+    data = member_bytes(path)
+    return Image.open(path if data is None else io.BytesIO(data))
+
+
 @dataclass(frozen=True)
 class MaskReader:
     """Reads masks as class indices.
@@ -119,7 +127,7 @@ class MaskReader:
         """
         image, mask = pair
         try:
-            with Image.open(image) as picture, Image.open(mask) as labels:
+            with _opened(image) as picture, _opened(mask) as labels:
                 self._check_size(mask, picture, labels)
                 values = self._values(mask, labels, is_sized=True)
                 is_image = np.asarray(self.sizing.follow(Image.new("L", self._size(labels), 1), padding=0))
@@ -146,7 +154,7 @@ class MaskReader:
         counts: Counter[int] = Counter()
         for mask in masks:
             # The streams name a mask that cannot be read. Pillow raises errors of many types.
-            with suppress(Exception), Image.open(mask) as labels:
+            with suppress(Exception), _opened(mask) as labels:
                 values, numbers = np.unique(self._values(mask, labels), return_counts=True)
                 counts.update(dict(zip(values.tolist(), numbers.tolist())))
         return counts

@@ -15,7 +15,7 @@ from hvtrain.data.description import listed, percent
 from hvtrain.data.formats.folders import left_out, split_folders, visible
 from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
 from hvtrain.data.manifest import data_path, with_files
-from hvtrain.data.pipeline.decoding import Sizing, decode, decode_batch, read_files
+from hvtrain.data.pipeline.decoding import Sizing, decode, decode_batch
 from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
 from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape
 from hvtrain.data.source import Preprocessing, check_class_names, reason
@@ -64,6 +64,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
     """
 
     name = "segmentation_folder"
+    read_file = staticmethod(tf.io.read_file)
     no_random_crop = "has masks, which such a crop does not move"
 
     def __init__(
@@ -86,12 +87,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
 
         self.sizing = Sizing(self.image_shape, **sizing)
 
-        # PASCAL VOC has files that list the images of each split; otherwise each split is a folder.
-        self._warnings: list[str] = []
-        if (self.folder / "ImageSets").is_dir():
-            self._pairs = voc_pairs(self.folder)
-        else:
-            self._pairs, self._warnings = list_pairs(self.folder)
+        self._pairs, self._warnings = self.list_pairs()
         if not self._pairs.get("train"):
             raise DataError(
                 f"{self.folder} holds no training images; files are needed as "
@@ -105,6 +101,13 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         # Many tools paint the foreground white. As an ignored label it would leave one class alone.
         if num_classes == 2 and not colors and IGNORED in values <= {0, IGNORED}:
             self._masks = replace(self._masks, is_binary=True)
+
+    def list_pairs(self) -> tuple[dict[str, Pairs], list[str]]:
+        """Lists the images and masks of each split, and warnings."""
+        # PASCAL VOC has files that list the images of each split; otherwise each split is a folder.
+        if (self.folder / "ImageSets").is_dir():
+            return voc_pairs(self.folder), []
+        return list_pairs(self.folder)
 
     def _count(self, split: str) -> Counter[int]:
         """Counts the pixels of each label in some masks of a split."""
@@ -146,7 +149,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
 
     def reader(self, split: str, topology: Topology) -> Read:
         if self.on_error == "skip":
-            raise ConfigError("dataset=segmentation_folder cannot skip what it cannot read; use data.on_error=stop")
+            raise ConfigError(f"dataset={self.name} cannot skip what it cannot read; use data.on_error=stop")
 
         end_with_python()
         height, width, _ = self.image_shape
@@ -163,7 +166,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
 
         def read(indices):
             masks = tf.numpy_function(read_masks, [indices], tf.uint8)
-            images = decode_batch(read_files(tf.gather(image_paths, indices)), self.sizing)
+            images = decode_batch(tf.map_fn(self.read_file, tf.gather(image_paths, indices)), self.sizing)
             return images, tf.ensure_shape(masks, [None, height, width])
 
         return read
@@ -183,7 +186,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         # Without masks, which are not inputs of the saved model.
         pairs = self._shard(split, topology)[:number]
-        encoded = [tf.io.read_file(image) for image, _ in pairs]
+        encoded = [self.read_file(image) for image, _ in pairs]
         return [self.sizing.whole(image).numpy() for image in encoded]
 
     def explain(self, error: Exception) -> Exception:
@@ -200,7 +203,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         for pairs in self._pairs.values():
             for image, _ in pairs:
                 try:  # TensorFlow does not say which image it could not decode.
-                    decode(tf.io.read_file(image), self.sizing)
+                    decode(self.read_file(image), self.sizing)
                 except tf.errors.OpError as failure:
                     return DataError(f"{image} cannot be read: {reason(failure)}; fix or remove it")
 

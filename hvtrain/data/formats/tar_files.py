@@ -1,0 +1,181 @@
+"""Tar files as shards of a data set: where each member lies, so that it is one ranged read.
+
+The members of a shard are found once, by reading its headers, and kept in .SHARD.index beside it; in
+the user's cache if that folder is read-only. An index is of a shard's size and time of change, and is
+made anew for another. WebDataset reads shards from begin to end instead, and so knows no counts.
+"""
+
+import fcntl
+import hashlib
+import io
+import os
+import re
+import tarfile
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hvtrain.core.files import read_bytes, write_atomic
+from hvtrain.data.manifest import user_path
+from hvtrain.errors import DataError, StorageError
+
+MAX_TEXT_BYTES = 4096
+"""Members up to this size, such as labels, are kept in the index."""
+BLOCK_BYTES = 512
+
+_NUMBERS = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_ADDRESS = re.compile(r"(.+?)@(\d+)\+(\d+)/.*", re.DOTALL)
+# The begins of gzip, bzip2, xz and zstd.
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+
+Member = dict[str, Any]
+"""A regular file in a tar file: its name, offset and size, and its bytes as text if it is small."""
+
+
+def expand_numbers(pattern: str) -> list[str]:
+    """Expands the ranges of numbers in a pattern, as a shell does.
+
+    >>> expand_numbers("train-{08..10}.tar")
+    ['train-08.tar', 'train-09.tar', 'train-10.tar']
+    """
+    match = _NUMBERS.search(pattern)
+    if not match:
+        return [pattern]
+    first, last = match.groups()
+    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return [name for number in numbers for name in expand_numbers(pattern.replace(match[0], number, 1))]
+
+
+def address(shard: Path, member: Member) -> str:
+    """Returns the address of a member, which stands for a path."""
+    return f"{shard}@{member['offset']}+{member['size']}/{member['name']}"
+
+
+def member_bytes(path: str) -> bytes | None:
+    """Reads a member by its address; None for the path of a file.
+
+    Raises:
+        DataError: The shard cannot be read, or ends before.
+    """
+    match = _ADDRESS.fullmatch(path)
+    if not match:
+        return None
+    shard = match[1]
+    offset, size = int(match[2]), int(match[3])
+    try:
+        # Needs no position of its own, so threads share the file.
+        data = os.pread(_opened(shard).fileno(), size, offset)
+    except OSError as error:
+        raise DataError(f"{shard} cannot be read: {error.strerror}") from error
+    if len(data) < size:
+        raise DataError(f"{shard} ends before byte {offset + size:,}: it has changed since it was opened")
+    return data
+
+
+@lru_cache(maxsize=256)
+def _opened(shard: str) -> IO[bytes]:
+    """Opens a shard; it is closed when others have taken its room here, and no thread reads it."""
+    return Path(shard).open("rb")
+
+
+def find_members(shard: Path) -> tuple[list[Member], str | None]:
+    """Finds the members of a shard in its index or, where that is missing, in the shard.
+
+    Of several processes on a host that begin together one reads the shard, and the others wait for
+    its index.
+
+    Returns:
+        The members in their order, and the defect that hides the rest, if there is one.
+    """
+    # The shard may be another one than when it was opened last.
+    _opened.cache_clear()
+    members = _read_index(shard)
+    if members is not None:
+        return members, None
+    try:
+        with shard.open("rb") as file:
+            # Some network file systems lock no file that is only read. Then each process reads it.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            members = _read_index(shard)
+            if members is not None:
+                return members, None
+            members, problem = _scan(shard, file)
+    except OSError as error:
+        return [], f"cannot be read ({error.strerror})"
+    # A damaged shard will be replaced.
+    if not problem:
+        _write_index(shard, members)
+    return members, problem
+
+
+def _scan(shard: Path, file: IO[bytes]) -> tuple[list[Member], str | None]:
+    """Finds the members of a shard by reading its headers; returns what find_members does."""
+    members: list[Member] = []
+    file_bytes = shard.stat().st_size
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for header in tar:
+                offset, size = header.offset_data, header.size
+                end = offset + size
+                if end > file_bytes:
+                    return members, f"has {file_bytes:,} bytes, and {header.name} ends at {end:,}: it is truncated"
+                # The parts of a sparse file lie apart.
+                if not header.isreg() or header.issparse():
+                    continue
+                name = header.name.encode(errors="backslashreplace").decode()
+                text = os.pread(file.fileno(), size, offset) if size <= MAX_TEXT_BYTES else None
+                members.append({"name": name, "offset": offset, "size": size, "text": text})
+            end = tar.offset
+    except tarfile.TarError as error:
+        if not members and os.pread(file.fileno(), BLOCK_BYTES, 0).startswith(_PACKED):
+            return members, "is compressed, so that no part of it can be read alone: unpack it"
+        return members, f"is not a whole tar file ({error}): it is truncated or damaged"
+
+    # tarfile takes a damaged header, or the end of the file, for the end of the members.
+    mark = os.pread(file.fileno(), BLOCK_BYTES, end)
+    is_whole = len(mark) == BLOCK_BYTES and not mark.strip(b"\0")
+    return members, None if is_whole else f"has no header at byte {end:,}: it is truncated or damaged"
+
+
+def _index_paths(shard: Path) -> list[Path]:
+    """The index of a shard: beside it, or in the user's cache."""
+    paths = [shard.with_name(f".{shard.name}.index")]
+    cache = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    # A user of a container may have no home.
+    if cache.is_absolute():
+        paths.append(cache / "hvtrain" / hashlib.sha256(os.fsencode(shard.resolve())).hexdigest())
+    return paths
+
+
+def _state(shard: Path) -> dict[bytes, bytes]:
+    """The size of a shard and the time of its last change, as Parquet keeps them."""
+    stat = shard.stat()
+    return {b"shard": f"{stat.st_size} {stat.st_mtime_ns}".encode()}
+
+
+def _read_index(shard: Path) -> list[Member] | None:
+    """Returns the members of a shard from its index; None if there is none, or if it is of another file."""
+    for path in _index_paths(shard):
+        # What cannot be read as an index is written anew.
+        with suppress(OSError, ValueError, pa.ArrowException):
+            table = pq.read_table(pa.BufferReader(read_bytes(path)))
+            if table.schema.metadata == _state(shard):
+                return table.to_pylist()
+    return None
+
+
+def _write_index(shard: Path, members: list[Member]) -> None:
+    """Writes the index of a shard where that is allowed; nowhere is no error."""
+    types = {"name": pa.string(), "offset": pa.int64(), "size": pa.int64(), "text": pa.binary()}
+    content = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(members, pa.schema(types, _state(shard))), content)
+    for path in _index_paths(shard):
+        with suppress(OSError, StorageError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, content.getvalue())
+            return

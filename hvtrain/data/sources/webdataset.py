@@ -1,0 +1,279 @@
+"""Shards of WebDataset: tar files of images with labels or masks, read as folders of them are."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.data.description import listed
+from hvtrain.data.formats.folders import is_junk
+from hvtrain.data.formats.image_files import SUFFIXES
+from hvtrain.data.formats.tar_files import Member, address, expand_numbers, find_members, member_bytes
+from hvtrain.data.manifest import data_path, with_files
+from hvtrain.data.pipeline.streams import IndexedSource
+from hvtrain.data.pipeline.transform import Transform
+from hvtrain.data.source import LEAVE_OUT, Source, Unreadable, check_class_names
+from hvtrain.data.sources.file_source import FileSource
+from hvtrain.data.sources.image_folder import ImageFolder
+from hvtrain.data.sources.mask_files import Pairs
+from hvtrain.data.sources.memory import SPLIT_SEED
+from hvtrain.data.sources.segmentation_folder import SegmentationFolder
+from hvtrain.errors import ConfigError, DataError
+
+ADVICE = "write or fetch the shard again"
+INDEXED_AT_ONCE = 16
+"""Shards whose headers are read at a time, since each waits for its disk."""
+
+# As WebDataset cuts names: the part of a file's name from its first point on says what it is.
+_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
+
+TargetOf = Callable[[Path, Member], Any]
+Rows = list[tuple[str, Any]]
+"""The address of an image, and its class or the address of its mask."""
+
+
+def web_dataset(
+    dir: str,
+    image_shape: Sequence[int],
+    num_classes: int,
+    train: str | Sequence[str] = ("train*.tar", "train/*.tar"),
+    validation: str | Sequence[str] = ("val*.tar", "val*/*.tar"),
+    test: str | Sequence[str] = ("test*.tar", "test*/*.tar"),
+    image_key: Sequence[str] = ("jpg", "jpeg", "png", "gif", "bmp", "webp", "tif", "tiff"),
+    label_key: str = "cls",
+    class_names: Sequence[str] | None = None,
+    num_validation: int = 0,
+    shift_pixels: int = 0,
+    flip: bool = False,
+    colors: Sequence[Any] | None = None,
+    **sizing: Any,
+) -> Source:
+    """Images with classes or masks in tar files: KEY.jpg beside KEY.cls. Pixels are scaled to 0 ... 1.
+
+    Shards are read by ranges, so examples are counted, shuffled over all shards of a rank, and never
+    read again by a resumed run.
+
+    Args:
+        dir: holds the shards.
+        image_shape: [height, width, channels] to which images are resized.
+        num_classes: with the background, if targets are masks.
+        train, validation, test: shards in dir: paths, globs, and ranges as train-{0000..0012}.tar. A
+            glob of the last two may match none.
+        image_key: what the names of images end with; the first that an example has.
+        label_key: what the names of labels end with, numbers or class names; json.NAME: a field of
+            KEY.json; seg.png, or another image: a mask, as of SegmentationFolder.
+        class_names: by class; needed for labels that are names.
+        num_validation: examples taken out of train at random, with a fixed seed.
+        shift_pixels, flip: augmentation of training images, with their masks; see Transform.
+        colors: of masks in colors; see SegmentationFolder.
+        sizing: resize, fit, crop_fraction and exif; see Sizing.
+
+    Raises:
+        ConfigError: if num_validation does not fit the shards.
+        DataError: if there is no shard, one is damaged or compressed, or an example lacks a part.
+    """
+    shards = Shards(data_path(dir), (train, validation, test), image_key, label_key, num_validation)
+    settings = (image_shape, num_classes, class_names, shift_pixels, flip)
+    if label_key.lower().endswith(SUFFIXES):
+        return ShardedMasks(shards, *settings, colors=colors, **sizing)
+    return ShardedImages(shards, *settings, **sizing)
+
+
+def read_member(path: Any) -> tf.Tensor:
+    """Reads a member of a shard by its address, as tf.io.read_file reads a file by its path."""
+
+    def read(encoded: Any) -> bytes | None:
+        # Bytes in a graph, and an array outside of one.
+        return member_bytes(np.asarray(encoded).item().decode())
+
+    return tf.ensure_shape(tf.numpy_function(read, [path], tf.string), [])
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The examples in some shards; see web_dataset for the attributes."""
+
+    folder: Path
+    names: Sequence[str | Sequence[str]]
+    image_keys: Sequence[str]
+    label_key: str
+    num_validation: int
+
+    @cached_property
+    def by_split(self) -> dict[str, list[Path]]:
+        """The shards of each split. Raises DataError if one is not there."""
+        shards: dict[str, list[Path]] = {}
+        for split, names in zip(Source.SPLITS, self.names):
+            patterns = [names] if isinstance(names, str) else names
+            for name in [name for pattern in patterns for name in expand_numbers(pattern)]:
+                paths = [path for path in sorted(self.folder.glob(name)) if not is_junk(path.name)]
+                if paths:
+                    shards[split] = [*shards.get(split, []), *paths]
+                elif "*" not in name:
+                    raise DataError(f"{self.folder / name} is not there; fetch it, or change dataset.{split}")
+
+        if "train" not in shards:
+            raise DataError(f"{self.folder} has no {listed(self.names[0])}; set dataset.train to its tar files")
+        return shards
+
+    def paths(self, split: str) -> list[str]:
+        """The shards of a split; those of train for examples that were taken out of it."""
+        return [str(path) for path in self.by_split.get(split, self.by_split["train"])]
+
+    def examples(self, target_of: TargetOf, refuse: Callable[[Unreadable], None]) -> dict[str, Rows]:
+        """Lists the examples of each split.
+
+        Args:
+            target_of: Returns the target of a member, or raises DataError.
+            refuse: Raises an error for what cannot be used, or leaves it out.
+        """
+        examples: dict[str, Rows] = {}
+        with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
+            for split, shards in self.by_split.items():
+                parts = list(pool.map(partial(self._examples_of, target_of), shards))
+                examples[split] = [row for rows, _ in parts for row in rows]
+                for problem in [problem for _, problems in parts for problem in problems]:
+                    refuse(problem)
+
+        rows = examples["train"]
+        if not rows:
+            raise DataError(
+                f"{self.folder}: the shards of train hold no example; see image_key and label_key of dataset"
+            )
+        is_left = 0 <= self.num_validation < len(rows)
+        if not is_left or (self.num_validation and "validation" in examples):
+            raise ConfigError(
+                f"dataset.num_validation={self.num_validation} cannot be taken out of {len(rows)} training examples, "
+                "or validation has shards of its own; change it"
+            )
+        if self.num_validation:
+            order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
+            # Sorted, so that the examples of a part keep their order.
+            examples["validation"] = [rows[index] for index in np.sort(order[: self.num_validation])]
+            examples["train"] = [rows[index] for index in np.sort(order[self.num_validation :])]
+        return examples
+
+    @property
+    def label_parts(self) -> tuple[str, list[str]]:
+        """What the names of labels end with, and the path of a field in them."""
+        suffix, *names = self.label_key.split(".")
+        return (suffix, names) if suffix == "json" else (self.label_key, [])
+
+    def _examples_of(self, target_of: TargetOf, shard: Path) -> tuple[Rows, list[Unreadable]]:
+        """Lists the examples of a shard, and what cannot be used."""
+        members, defect = find_members(shard)
+        problems = [Unreadable(str(shard), defect, None)] if defect else []
+        keys: dict[str, dict[str, Member]] = {}
+        for member in members:
+            match = _NAME.fullmatch(member["name"])
+            if match:
+                # The last of several, as when the shard is unpacked.
+                keys.setdefault(match[1], {})[match[2].lower()] = member
+
+        rows = []
+        suffix, _ = self.label_parts
+        for key, parts in keys.items():
+            images = [parts[image_key] for image_key in self.image_keys if image_key in parts]
+            try:
+                if images and suffix in parts:
+                    rows.append((address(shard, images[0]), target_of(shard, parts[suffix])))
+                elif images or suffix in parts:
+                    raise DataError(f"has no {suffix if images else 'image'} (it has {listed(sorted(parts))})")
+            except DataError as error:
+                problems.append(Unreadable(f"{shard}, {key}", str(error)))
+        return rows, problems
+
+
+class ShardedImages(ImageFolder):
+    """Images and classes in shards. See web_dataset."""
+
+    name = "webdataset"
+    ADVICE = ADVICE
+    read_file = staticmethod(read_member)
+
+    def __init__(
+        self,
+        shards: Shards,
+        image_shape: Sequence[int],
+        num_classes: int,
+        class_names: Sequence[str] | None,
+        shift_pixels: int,
+        flip: bool,
+        **sizing: Any,
+    ) -> None:
+        transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
+        FileSource.__init__(self, str(shards.folder), image_shape, transform, **sizing)
+        self.num_classes = num_classes
+        self.class_names = check_class_names(class_names, num_classes)  # type: ignore[assignment]
+        self._numbers = {name: number for number, name in enumerate(class_names or ())}
+        self._shards = shards
+        self._cache = False
+        # Refuses shards that are not there.
+        shards.by_split  # noqa: B018
+
+    @cached_property
+    def _files(self) -> dict[str, Rows]:  # type: ignore[override]
+        """Listed on first use, since on_error, which is set after opening, says what damage does."""
+        return self._shards.examples(self._class_of, self._refuse)
+
+    @cached_property
+    def _look(self) -> list[str]:  # type: ignore[override]
+        return self._describe_sample()
+
+    def _refuse(self, problem: Unreadable) -> None:
+        if not self.skips:
+            raise DataError(f"{problem.location}: {problem.problem}; {ADVICE}, {LEAVE_OUT}")
+        self.leave_out(problem)
+
+    def _class_of(self, shard: Path, member: Member) -> int:
+        content = member["text"] or member_bytes(address(shard, member)) or b""
+        value: Any = content.decode(errors="replace")
+        _, names = self._shards.label_parts
+        label = -1
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            if names:
+                value = json.loads(content)
+            for name in names:
+                value = value[name]
+            text = str(value).strip()
+            label = self._numbers[text] if text in self._numbers else int(text)
+        if not 0 <= label < self.num_classes:
+            raise DataError(
+                f"{self._shards.label_key} is {str(value)[:40]!r}; 0 ... {self.num_classes - 1} is needed, or one of "
+                "dataset.class_names"
+            )
+        return label
+
+    def description(self) -> dict[str, list[str]]:
+        return {**FileSource.description(self), "images": self._look}
+
+    def paths(self, split: str) -> list[str]:
+        return self._shards.paths(split)
+
+
+class ShardedMasks(SegmentationFolder):
+    """Images and masks in shards. See web_dataset."""
+
+    name = "webdataset"
+    read_file = staticmethod(read_member)
+
+    def __init__(self, shards: Shards, *settings: Any, **more: Any) -> None:
+        self._shards = shards
+        super().__init__(str(shards.folder), *settings, **more)
+
+    def list_pairs(self) -> tuple[dict[str, Pairs], list[str]]:
+        return self._shards.examples(address, self._refuse), []
+
+    def _refuse(self, problem: Unreadable) -> None:
+        raise DataError(f"{problem.location}: {problem.problem}; {ADVICE}")
+
+    def manifest(self) -> dict[str, Any]:
+        return with_files(IndexedSource.manifest(self), self.folder, self._shards.paths)
