@@ -13,7 +13,7 @@ from hvtrain.config.schema import from_dict
 from hvtrain.core.files import write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
-from hvtrain.system.command import RUN_SETTINGS, Parser, at_least
+from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least
 from hvtrain.system.text import aligned
 
 if TYPE_CHECKING:
@@ -105,13 +105,7 @@ examples, examples that are in train and in test too, and what a training would 
 images as training and validation give them to the model. With task=CHOICE the targets are checked for that task.""",
         epilog=EPILOG,
     )
-    parser.add_argument(
-        "--limit",
-        type=at_least(1),
-        default=DEFAULT_LIMIT,
-        metavar="NUMBER",
-        help=f"the most examples of a split that are read; default: {DEFAULT_LIMIT}",
-    )
+    add_number(parser, "--limit", at_least(1), "the most examples of a split that are read", DEFAULT_LIMIT, "NUMBER")
     parser.add_argument(
         "--output",
         default=PAGE_FILE,

@@ -16,7 +16,7 @@ from hvtrain.compare.measure import exit_at_signals
 from hvtrain.compare.results import html, summary, table, write_png
 from hvtrain.core.files import write_atomic, write_json
 from hvtrain.errors import INTERRUPTED, ConfigError
-from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, make_output
+from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, make_output
 from hvtrain.system.host_facts import processor, versions
 from hvtrain.system.secrets import without_secrets
 from hvtrain.system.text import aligned
@@ -168,34 +168,12 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
         epilog=EPILOG,
     )
     option = parser.add_argument
-    option(
-        "-np",
-        type=at_least(1),
-        default=2,
-        metavar="N",
-        help="ranks, workers or replicas; default: 2",
-    )
+    add_number(parser, "-np", at_least(1), "ranks, workers or replicas", 2)
     parser.add_hosts()
-    option(
-        "--num-ps",
-        type=at_least(1),
-        metavar="P",
-        help="parameter servers, for strategies that have some",
-    )
-    option(
-        "--rounds",
-        type=at_least(1),
-        default=6,
-        metavar="N",
-        help="rounds of short runs; 6 rounds give intervals of 97%% confidence; default: 6",
-    )
-    option(
-        "--speed-steps",
-        type=at_least(2),
-        default=100,
-        metavar="N",
-        help="steps of a short run; default: 100",
-    )
+    add_number(parser, "--num-ps", at_least(1), "parameter servers, for strategies that have some", metavar="P")
+    about = "rounds of short runs; 6 rounds give intervals of 97%% confidence"
+    add_number(parser, "--rounds", at_least(1), about, 6)
+    add_number(parser, "--speed-steps", at_least(2), "steps of a short run", 100)
     option("--speed-only", action="store_true", help="only the short runs: no losses, no accuracy")
     option(
         "--target",
@@ -208,19 +186,9 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
         default=JOINT,
         help=f"batch of strategy=single: that of all ranks together ({JOINT}, default) or of one rank ({RANK})",
     )
-    option(
-        "--single-cores",
-        type=at_least(1),
-        metavar="N",
-        help="cores that strategy=single may use; default: all",
-    )
-    option(
-        "--plan",
-        type=at_least(0),
-        default=16,
-        metavar="N",
-        help="ranks up to which hvtrain plan extends the result; 0: not at all; default: 16",
-    )
+    add_number(parser, "--single-cores", at_least(1), "cores that strategy=single may use; default: all")
+    about = "ranks up to which hvtrain plan extends the result; 0: not at all"
+    add_number(parser, "--plan", at_least(0), about, 16)
     option("--output", metavar="DIR", help="default: compare/DATE_TIME")
 
     return parser

@@ -6,7 +6,7 @@ from hvtrain.config.compose import setting_lines
 from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError
 from hvtrain.launch.cluster_kinds import KINDS, ClusterKind
-from hvtrain.system.command import Parser, at_least, positive
+from hvtrain.system.command import Parser, add_number, at_least, positive
 
 DESCRIPTION = """\
 Starts a training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank
@@ -52,18 +52,9 @@ def parser() -> Parser:
 
 def _add_ranks(parser: Parser) -> None:
     group = parser.add_argument_group("ranks and hosts")
-    group.add_argument(
-        "-np",
-        type=at_least(1),
-        metavar="N",
-        help="ranks, workers or replicas that train; default: all slots of -H, or 1",
-    )
-    group.add_argument(
-        "--num-ps",
-        type=at_least(1),
-        metavar="P",
-        help="parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots",
-    )
+    add_number(group, "-np", at_least(1), "ranks, workers or replicas that train; default: all slots of -H, or 1")
+    about = "parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots"
+    add_number(group, "--num-ps", at_least(1), about, metavar="P")
 
     # Three sources of hosts, of which a job has one.
     hosts = group.add_mutually_exclusive_group()
@@ -75,20 +66,11 @@ def _add_ranks(parser: Parser) -> None:
         help="script that prints the current hosts of an elastic job",
     )
 
-    group.add_argument(
-        "--min-np",
-        type=at_least(1),
-        metavar="N",
-        help="fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail",
-    )
-    group.add_argument("--max-np", type=at_least(1), metavar="N", help="most ranks of an elastic job")
-    group.add_argument(
-        "--max-restarts",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="restarts from the newest checkpoint, after a lost host or a killed or hanging rank; default: 0",
-    )
+    about = "fewest ranks of an elastic job (Gloo); with --max-restarts: fewest to restart on if hosts fail"
+    add_number(group, "--min-np", at_least(1), about)
+    add_number(group, "--max-np", at_least(1), "most ranks of an elastic job")
+    about = "restarts from the newest checkpoint, after a lost host or a killed or hanging rank"
+    add_number(group, "--max-restarts", at_least(0), about, 0)
 
 
 def _add_starting(parser: Parser) -> None:
@@ -106,12 +88,8 @@ def _add_starting(parser: Parser) -> None:
     group.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; users go in ~/.ssh/config")
     group.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
     group.add_argument("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
-    group.add_argument(
-        "--start-timeout",
-        type=positive,
-        metavar="SECONDS",
-        help="how long to wait for ranks to begin; default: 300, and for processes by hand 120",
-    )
+    about = "how long to wait for ranks to begin; default: 300, and for processes by hand 120"
+    add_number(group, "--start-timeout", positive, about, metavar="SECONDS")
     group.add_argument(
         "--env",
         action="append",
@@ -130,12 +108,7 @@ def _add_by_hand(parser: Parser) -> None:
         metavar="JOB",
         help="worker; with parameter servers also ps, and coordinator or chief",
     )
-    group.add_argument(
-        "--task-index",
-        type=at_least(0),
-        metavar="N",
-        help="number of this process in its job, from 0",
-    )
+    add_number(group, "--task-index", at_least(0), "number of this process in its job, from 0")
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",

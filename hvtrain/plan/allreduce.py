@@ -26,7 +26,7 @@ from hvtrain.core.files import write_json
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import end, ends_within, failure, started
 from hvtrain.plan.algorithms import FACTOR_BYTES
-from hvtrain.system.command import Parser, at_least, make_output
+from hvtrain.system.command import Parser, add_number, at_least, make_output
 from hvtrain.system.text import human_bytes
 
 KIB = 1 << 10
@@ -166,15 +166,9 @@ allreduce.json, which plan --calibrate reads.""",
     option = parser.add_argument
     option("--ranks", "-np", type=at_least(1), default=2, metavar="N", help="default: 2")
     option("--transport", choices=("mpi", "gloo"), default="mpi", help="default: mpi")
-    option("--largest", type=at_least(1), default=256, metavar="MIB", help="largest size; default: 256")
-    option("--rounds", type=at_least(1), default=7, metavar="N", help="default: 7")
-
-    option(
-        "--threads",
-        type=at_least(1),
-        metavar="N",
-        help="TensorFlow's threads of a rank; default: cores / ranks",
-    )
+    add_number(parser, "--largest", at_least(1), "largest size", 256, "MIB")
+    add_number(parser, "--rounds", at_least(1), "times that each size is measured", 7)
+    add_number(parser, "--threads", at_least(1), "TensorFlow's threads of a rank; default: cores / ranks")
     option("--output", metavar="DIR", help="default: allreduce/DATE_TIME-TRANSPORT")
     return parser
 

@@ -19,7 +19,15 @@ from hvtrain.plan.machine import machine_of, read
 from hvtrain.plan.methods import METHODS, encode, method_cost, method_of
 from hvtrain.plan.step_cost import Cost, Rules, Work, rank_counts
 from hvtrain.system import console
-from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, make_output, not_negative, positive
+from hvtrain.system.command import (
+    RUN_SETTINGS,
+    Parser,
+    add_number,
+    at_least,
+    make_output,
+    not_negative,
+    positive,
+)
 
 if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
@@ -168,21 +176,10 @@ Nothing is trained or reduced.""",
     )
     option = parser.add_argument
     option("-np", type=at_least(1), required=True, metavar="N", help="ranks")
-    option("--ranks-per-host", type=at_least(1), default=4, metavar="N", help="default: 4")
-
-    option(
-        "--examples",
-        type=at_least(1),
-        metavar="N",
-        help="training examples of a data set that is not here",
-    )
-    option(
-        "--classes",
-        type=at_least(1),
-        metavar="C",
-        help="its classes, if the settings do not say so; default: 1000",
-    )
-
+    add_number(parser, "--ranks-per-host", at_least(1), "ranks of a host", 4)
+    add_number(parser, "--examples", at_least(1), "training examples of a data set that is not here")
+    classes = "its classes, if the settings do not say so; default: 1000"
+    add_number(parser, "--classes", at_least(1), classes, metavar="C")
     option(
         "--output",
         metavar="DIR",
@@ -191,44 +188,23 @@ Nothing is trained or reduced.""",
 
     group = parser.add_argument_group("time of a step of one rank, of the batch that is set; else no step is predicted")
     step = group.add_mutually_exclusive_group()
-    step.add_argument("--step-seconds", type=positive, metavar="S", help="given")
-
+    add_number(step, "--step-seconds", positive, "given", metavar="S")
     step.add_argument(
         "--measure",
         action="store_true",
         help="measured here, by a short training in its own process",
     )
 
-    def figure(name: str, default: float, letter: str, text: str, may_be_zero: bool = False) -> None:
-        kind = not_negative if may_be_zero else positive
-        group.add_argument(name, type=kind, default=default, metavar=letter, help=f"{text}; default: {default:.4g}")
-
     group = parser.add_argument_group("the machine")
-    figure("--link-gbits", 25.0, "G", "nominal speed between hosts")
-
-    figure(
-        "--latency-us",
-        1e6 * NETWORK_SECONDS,
-        "T",
-        "of one step of a ring between hosts",
-        may_be_zero=True,
-    )
-    figure(
-        "--inside-gbytes",
-        15.75,
-        "G",
-        "between ranks of a host, in one direction; PCIe 3.0 x16 has 15.75",
-    )
-
-    figure(
-        "--inside-latency-us",
-        1e6 * PCIE_SECONDS,
-        "T",
-        "PCIe has 10.8, NVLink about 6.5",
-        may_be_zero=True,
-    )
-    figure("--link-share", LINK_SHARE, "X", "share of the nominal speeds that an allreduce gets")
-
+    add_number(group, "--link-gbits", positive, "nominal speed between hosts", 25.0, "G")
+    latency = 1e6 * NETWORK_SECONDS
+    add_number(group, "--latency-us", not_negative, "of one step of a ring between hosts", latency, "T")
+    about = "between ranks of a host, in one direction; PCIe 3.0 x16 has 15.75"
+    add_number(group, "--inside-gbytes", positive, about, 15.75, "G")
+    latency = 1e6 * PCIE_SECONDS
+    add_number(group, "--inside-latency-us", not_negative, "PCIe has 10.8, NVLink about 6.5", latency, "T")
+    about = "share of the nominal speeds that an allreduce gets"
+    add_number(group, "--link-share", positive, about, LINK_SHARE, "X")
     group.add_argument(
         "--calibrate",
         action="append",
@@ -244,17 +220,13 @@ Nothing is trained or reduced.""",
         action="store_true",
         help="compare what can be set against a slow network; measures compression here, for half a minute or so",
     )
-    group.add_argument(
-        "--noise-scale",
-        type=positive,
-        metavar="B",
-        help="examples, as a run with profile.noise_scale_every=16 tells it: what the ranks' batches are worth",
-    )
+    about = "examples, as a run with profile.noise_scale_every=16 tells it: what the ranks' batches are worth"
+    add_number(group, "--noise-scale", positive, about, metavar="B")
     group.add_argument(
         "--algorithm",
         choices=(*ALGORITHMS, "best"),
         help="best: the best of the others; default: the better of ring and tree, as in NCCL",
     )
-    straggler = "deviation of the ranks' step times from their mean"
-    figure("--straggler", Rules.deviation, "X", straggler, may_be_zero=True)
+    about = "deviation of the ranks' step times from their mean"
+    add_number(group, "--straggler", not_negative, about, Rules.deviation, "X")
     return parser

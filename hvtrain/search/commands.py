@@ -18,7 +18,7 @@ from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import RunConfig, from_dict, round_up_to_accumulation
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
-from hvtrain.system.command import RUN_SETTINGS, Parser, at_least, positive
+from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, positive
 
 FIND_LR_EPILOG = f"""\
 {RUN_SETTINGS}
@@ -96,10 +96,9 @@ prints the optimizer.learning_rate at which the loss fell fastest, for this numb
 A schedule's warm-up and decay are applied to this rate.""",
         FIND_LR_EPILOG,
     )
-    option = parser.add_argument
-    option("--steps", type=at_least(10), default=100, metavar="N", help="steps of the test; default: 100")
-    option("--lowest", type=positive, default=1e-5, metavar="RATE", help="first rate; default: 1e-5")
-    option("--highest", type=positive, default=10.0, metavar="RATE", help="last rate; default: 10")
+    add_number(parser, "--steps", at_least(10), "steps of the test", 100)
+    add_number(parser, "--lowest", positive, "first rate", 1e-5, "RATE")
+    add_number(parser, "--highest", positive, "last rate", 10.0, "RATE")
 
     return parser
 
@@ -190,11 +189,9 @@ that fits, and the fastest: the smallest within 3% of the most examples/s. Write
 A size that would exceed the memory of the host or of its container is not begun.""",
         FIND_BATCH_EPILOG,
     )
-    option = parser.add_argument
-    option("--first", type=at_least(1), default=1, metavar="N", help="first size, of a rank; default: 1")
-    option("--largest", type=at_least(1), metavar="N", help="largest size to try; default: as many as fit")
-    about_steps = f"steps of a call; a size takes {CALLS} calls; default: 5"
-    option("--steps", type=at_least(1), default=5, metavar="N", help=about_steps)
-    option("--memory", type=positive, metavar="GIB", help="memory of all ranks of a host; default: what is free")
+    add_number(parser, "--first", at_least(1), "first size, of a rank", 1)
+    add_number(parser, "--largest", at_least(1), "largest size to try; default: as many as fit")
+    add_number(parser, "--steps", at_least(1), f"steps of a call; a size takes {CALLS} calls", 5)
+    add_number(parser, "--memory", positive, "memory of all ranks of a host; default: what is free", metavar="GIB")
 
     return parser

@@ -14,7 +14,7 @@ from hvtrain.errors import BusyError, ConfigError
 from hvtrain.search.search_space import MAX, MIN, SearchSpace, goal_of, read_space
 from hvtrain.search.study import Study
 from hvtrain.search.trials import Trials
-from hvtrain.system.command import RUN_SETTINGS, Parser, at_least
+from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import without_secrets
 
@@ -163,7 +163,7 @@ with the best settings again. trials: results in all, those that are there inclu
         epilog=EPILOG,
     )
     option = parser.add_argument
-    option("-np", type=at_least(1), default=2, metavar="N", help="ranks of a trial; default: 2")
+    add_number(parser, "-np", at_least(1), "ranks of a trial", 2)
     parser.add_hosts()
     option(
         "--metric",
@@ -175,21 +175,10 @@ with the best settings again. trials: results in all, those that are there inclu
         choices=(MAX, MIN),
         help="which of its values is best; default: by its name",
     )
-    option(
-        "--prune-after",
-        type=at_least(1),
-        default=5,
-        metavar="N",
-        help="finished trials before others are pruned, from epoch 2 on; default: 5",
-    )
+    about = "finished trials before others are pruned, from epoch 2 on"
+    add_number(parser, "--prune-after", at_least(1), about, 5)
     option("--no-pruning", action="store_true", help="each trial trains to its end")
-    option(
-        "--seed",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="of the choice of settings; default: 0",
-    )
+    add_number(parser, "--seed", at_least(0), "of the choice of settings", 0)
     option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")
 
     return parser

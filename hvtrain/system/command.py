@@ -85,6 +85,29 @@ class Parser(argparse.ArgumentParser):
         return options
 
 
+def add_number(
+    options: Any,
+    name: str,
+    kind: Callable[[str], float],
+    about: str,
+    default: float | None = None,
+    metavar: str = "N",
+) -> None:
+    """Adds an option that takes a number; its help ends with the default, if there is one.
+
+    Args:
+        options: a parser, or a group of one.
+        name: with its dashes.
+        kind: at_least(low), not_negative or positive.
+        about: the help.
+        default: of the option.
+        metavar: stands for the number in the help.
+    """
+    if default is not None:
+        about = f"{about}; default: {default:g}"
+    options.add_argument(name, type=kind, default=default, metavar=metavar, help=about)
+
+
 def at_least(low: int) -> Callable[[str], int]:
     """The type of an option that takes a whole number from `low` on."""
 
