@@ -99,7 +99,8 @@ class RandomResizedCrop:
         sides = tf.sqrt(tf.stack([areas / aspects, areas * aspects], axis=-1))
         return tf.concat([sides, draws[..., 2:]], axis=-1)
 
-    def windows(self, sizes: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+    @staticmethod
+    def windows(sizes: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         """Returns the first drawn crop that fits, for each image.
 
         If none does, as in an image more than ten times as wide as high, the first is cut to it.
@@ -206,7 +207,7 @@ class Sizing:
 
     def whole(self, encoded: Any) -> tf.Tensor:
         """Decodes an image as the saved model takes it: in its own size, or resized if that is_fixed."""
-        return decode(encoded, self) if self.is_fixed else decode_whole(encoded, self.image_shape[2], self.exif)
+        return decode(encoded, self) if self.is_fixed else _decode_whole(encoded, _are_for_pillow(encoded, self), self)
 
     def layers(self) -> list[Callable[[Any], Any]]:
         """Layers that resize a decoded image as decode() does, to the last bit; none if the size is_fixed."""
@@ -229,35 +230,27 @@ class Sizing:
         return layers
 
 
-def decode_whole(encoded: Any, channels: int, exif: bool = True) -> tf.Tensor:
-    """Decodes one encoded image in its own size to uint8 [h, w, channels].
+def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, sizing: Sizing) -> tf.Tensor:
+    """Decodes one encoded image in its own size to uint8 [h, w, channels]; of an animation the first frame."""
+    channels = sizing.image_shape[2]
 
-    An animation gives its first frame.
-
-    Args:
-        exif: Turn the image upright, as its EXIF orientation says.
-    """
-    return _decode_whole(encoded, _are_for_pillow(encoded, channels, exif), channels, exif)
-
-
-def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, channels: int, exif: bool) -> tf.Tensor:
     def by_tensorflow() -> tf.Tensor:
         return tf.io.decode_image(encoded, channels=channels, expand_animations=False)
 
     def by_pillow() -> tf.Tensor:
         # NumPy's strings lose the zeros at their end, so another byte follows.
         data = tf.strings.join([encoded, "."])
-        read = partial(decode_by_pillow, channels=channels, exif=exif)
+        read = partial(decode_by_pillow, channels=channels, exif=sizing.exif)
         pixels = tf.numpy_function(read, [data], tf.uint8, stateful=False)
         return tf.ensure_shape(pixels, [None, None, channels])
 
     return tf.cond(is_for_pillow, by_pillow, by_tensorflow)
 
 
-def _are_for_pillow(encoded: Any, channels: int, exif: bool) -> tf.Tensor:
+def _are_for_pillow(encoded: Any, sizing: Sizing) -> tf.Tensor:
     """True where TensorFlow cannot read an image, or would read it wrongly; in the shape of `encoded`."""
     head = tf.strings.substr(encoded, 0, HEAD_BYTES)
-    begins = "|".join(_FOR_PILLOW[channels] + (_TURNED if exif else ()))
+    begins = "|".join(_FOR_PILLOW[sizing.image_shape[2]] + (_TURNED if sizing.exif else ()))
     # A single expression: this costs 0.02 to 0.05 of 0.7 ms for a JPEG of 224x224, and a switch of
     # three cases, with TensorFlow's own operations for the orientation, up to 0.1 ms.
     return tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
@@ -305,18 +298,16 @@ def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = N
     Args:
         draws: Of the random crops, in training; see RandomResizedCrop.draw().
     """
-    channels = sizing.image_shape[2]
-    are_for_pillow = _are_for_pillow(encoded, channels, sizing.exif)
+    are_for_pillow = _are_for_pillow(encoded, sizing)
     elements: tuple[Any, ...] = (encoded, are_for_pillow)
     decode_one: Callable[..., tf.Tensor] = partial(_decode_central, sizing)
     if draws is not None:
-        crop = sizing.crop or RandomResizedCrop()
         are_jpegs = tf.strings.substr(encoded, 0, len(JPEG_BEGIN)) == JPEG_BEGIN
         # TensorFlow gives a JPEG no alpha.
-        are_cropped = are_jpegs & ~are_for_pillow & (channels != 4)
-        windows = crop.windows(_jpeg_sizes(encoded, are_cropped), draws)
+        are_cropped = are_jpegs & ~are_for_pillow & (sizing.image_shape[2] != 4)
+        windows = RandomResizedCrop.windows(_jpeg_sizes(encoded, are_cropped), draws)
         elements += (are_cropped, windows, draws)
-        decode_one = partial(_decode_random, sizing, crop)
+        decode_one = partial(_decode_random, sizing)
     image = tf.TensorSpec(sizing.image_shape, tf.uint8)
     return tf.map_fn(lambda element: decode_one(*element), elements, fn_output_signature=image)
 
@@ -335,7 +326,7 @@ def _decode_central(sizing: Sizing, encoded: tf.Tensor, is_for_pillow: tf.Tensor
     """Decodes an image, and resizes the part that `fit` and `crop_fraction` say."""
     # The whole image, also where a part is used: for the middle decode_and_crop_jpeg() saves
     # nothing, and its outer columns have other colours than the saved model gets.
-    image = _decode_whole(encoded, is_for_pillow, sizing.image_shape[2], sizing.exif)
+    image = _decode_whole(encoded, is_for_pillow, sizing)
     window = sizing.window(*tf.unstack(tf.shape(image)[:2]))
     if sizing.fit == "pad":
         image = tf.pad(image, [[-window[0], -window[0]], [-window[1], -window[1]], [0, 0]])
@@ -346,7 +337,6 @@ def _decode_central(sizing: Sizing, encoded: tf.Tensor, is_for_pillow: tf.Tensor
 
 def _decode_random(
     sizing: Sizing,
-    crop: RandomResizedCrop,
     encoded: tf.Tensor,
     is_for_pillow: tf.Tensor,
     is_cropped: tf.Tensor,
@@ -369,9 +359,9 @@ def _decode_random(
         return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
 
     def of_whole() -> tf.Tensor:
-        image = _decode_whole(encoded, is_for_pillow, channels, sizing.exif)
+        image = _decode_whole(encoded, is_for_pillow, sizing)
         size = tf.shape(image)[:2]
-        top, left, rows, columns = tf.unstack(crop.windows(size[tf.newaxis], draws[tf.newaxis])[0])
+        top, left, rows, columns = tf.unstack(RandomResizedCrop.windows(size[tf.newaxis], draws[tf.newaxis])[0])
         return image[top : top + rows, left : left + columns]
 
     image = tf.ensure_shape(tf.cond(is_cropped, of_jpeg, of_whole), [None, None, channels])
