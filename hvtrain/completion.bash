@@ -7,7 +7,8 @@ declare -gA _hvtrain_values=(
   [checkpoint]='best last'
   [split]='train validation test'
   [input]=''
-  [format]='keras savedmodel onnx tflite'
+  [format]='keras savedmodel onnx tflite hf'
+  [repo]=''
   [prompt]=''
   [trials]=''
 )
@@ -19,6 +20,7 @@ declare -gA _hvtrain_owners=(
   [split]='evaluate predict'
   [input]=predict
   [format]=export
+  [repo]=export
   [prompt]=generate
   [sweep]=sweep
   [trials]=sweep

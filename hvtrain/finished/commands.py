@@ -7,9 +7,11 @@ process.
 import json
 from pathlib import Path
 
-from hvtrain.core.files import write_atomic
+from hvtrain.core.files import read_json, write_atomic
+from hvtrain.core.run_files import RESULT_FILE
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.arguments import SPLITS, parse_command
+from hvtrain.finished.hugging_face import open_hub, upload
 from hvtrain.system import console
 from hvtrain.system.command import at_least, not_negative
 
@@ -121,14 +123,16 @@ def predict() -> int:
     return 0
 
 
-# By format; a SavedModel is a folder.
-SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite"}
+# By format; a SavedModel is a folder, and so is what Hugging Face's hub takes.
+SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite", "hf": ""}
 EXPORT_ABOUT = """\
 Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
-for digits.onnx). The exported model is first compared with the run's own on examples of its data."""
+for digits.onnx). The exported model is first compared with the run's own on examples of its data. format=hf writes a
+folder with a model card, as Hugging Face's hub has them, and repo= uploads it."""
 EXPORT_EXAMPLES = """\
   python -m hvtrain export runs/first format=savedmodel
   python -m hvtrain export runs/first format=onnx checkpoint=last --output digits.onnx
+  python -m hvtrain export runs/first format=hf repo=hf://USER/digits
 """
 
 
@@ -136,15 +140,20 @@ def export() -> int:
     """Opens the run in this process, exports its model, and says how far its outputs differ."""
     options, finished = parse_command(
         "export",
-        f"format={'|'.join(SUFFIXES)} [checkpoint=best|last] [--output PATH]",
+        f"format={'|'.join(SUFFIXES)} [checkpoint=best|last] [repo=hf://USER/NAME] [--output PATH]",
         EXPORT_ABOUT,
         EXPORT_EXAMPLES,
         "format",
+        "repo",
         output={"metavar": "PATH", "help": "the exported model; default: the run's name, in this folder"},
     )
     model_format = finished.choice("format", tuple(SUFFIXES), "")
     _refuse_launcher("export")
     path = output_path(options.output, finished.folder.name, model_format)
+    repo = finished.arguments.get("repo", "")
+    if repo and model_format != "hf":
+        raise ConfigError(f"repo={repo} goes with format=hf; add it, or leave repo out")
+    api = open_hub(repo) if repo else None
 
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.exported import export_checked
@@ -154,7 +163,13 @@ def export() -> int:
     # Another process could only write the same file.
     with on_ranks(finished.config, Strategy()) as strategy:
         run = open_run(finished, strategy, uses_split=False)
-        print(f"{run.checkpoint} in {path}; {export_checked(run, model_format, path)}")
+        result = read_json(finished.folder / RESULT_FILE, dict)
+        verdict = export_checked(run, model_format, path, result, repo or path.name)
+        print(f"{run.checkpoint} in {path}; {verdict}")
+
+    if api:
+        upload(api, path, repo)
+        print(f'uploaded; keras.saving.load_model("{repo}") loads it')
 
     return 0
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvtrain.core.files import TEMPORARY, remove, write_atomic
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
+from hvtrain.finished.hugging_face import CARD_FILE, model_card
 from hvtrain.training.saved_model import checked_split, description, raw_batches, with_preprocessing
 
 NUM_EXAMPLES = 8
@@ -27,13 +28,15 @@ Outputs = list[np.ndarray]
 Runtime = Callable[[Any], Outputs]
 
 
-def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
+def export_checked(run: FinishedRun, model_format: str, path: Path, result: Mapping[str, Any], address: str) -> str:
     """Exports the run's model to a new path, and compares it with the model on examples.
 
     Args:
         run: the finished run.
         model_format: one of FORMATS.
-        path: of the exported model; its description goes beside it.
+        path: of the exported model; its description goes beside it, or into the folder of hf.
+        result: the run's result.json, for the card of format=hf.
+        address: by which Keras will load the model, for that card.
 
     Returns:
         How far the outputs differ, in words.
@@ -53,6 +56,8 @@ def export_checked(run: FinishedRun, model_format: str, path: Path) -> str:
     preprocessing = run.source.preprocessing()
     facts = {**description(run.source, run.task, preprocessing), "checkpoint": run.checkpoint}
     beside = files_beside(path, model_format, json.dumps(facts, indent=2) + "\n", run.source.assets())
+    if model_format == "hf":
+        beside[path / CARD_FILE] = model_card(facts, result, run.task.name, address).encode()
     model = with_preprocessing(run.in_float32(), run.task, preprocessing)
     examples = real_examples(run)
     expected = [as_arrays(model(batch, training=False)) for batch in examples]
@@ -88,10 +93,11 @@ def files_beside(path: Path, model_format: str, facts: str, assets: Mapping[str,
     Exports of the same model to other formats share them. Raises ConfigError if one of them is
     another model's.
     """
-    # The name of a folder, a SavedModel, may have dots that begin no suffix: lr0.1
-    name = path.name if model_format == "savedmodel" else path.stem
-    files = {path.with_name(f"{name}.json"): facts.encode()}
-    files |= {path.with_name(asset): content for asset, content in assets.items()}
+    # The name of a folder may have dots that begin no suffix: lr0.1
+    name = path.name if model_format in ("savedmodel", "hf") else path.stem
+    folder = path if model_format == "hf" else path.parent
+    files = {folder / f"{name}.json": facts.encode()}
+    files |= {folder / asset: content for asset, content in assets.items()}
     for file, content in files.items():
         if file.exists() and file.read_bytes() != content:
             raise ConfigError(f"--output {path} would replace {file}, which is another model's; choose another path")
@@ -148,6 +154,10 @@ def compare_outputs(actual: Sequence[Outputs], expected: Sequence[Outputs], mode
         f"largest difference of its outputs on {len(expected)} examples: {difference:.2g} "
         f"(the largest output: {largest:.2g})"
     )
+
+
+def _write_folder(model: keras.Model, path: Path) -> None:
+    model.save(path, zipped=False)
 
 
 def _write_saved_model(model: keras.Model, path: Path) -> None:
@@ -217,4 +227,5 @@ FORMATS: dict[str, tuple[Callable[[keras.Model, Path], None], Callable[[Path], R
     "savedmodel": (_write_saved_model, _open_saved_model),
     "onnx": (_write_onnx, _open_onnx),
     "tflite": (_write_tflite, _open_tflite),
+    "hf": (_write_folder, _open_keras),
 }

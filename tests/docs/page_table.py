@@ -221,6 +221,7 @@ TABLE = {
         Row("format=savedmodel", makes="digits"),
         Row("format=onnx", makes="digits.onnx"),
         Row("format=tflite", makes="digits.tflite"),
+        Row("format=hf", makes="digits-keras/README.md"),
         script("python use.py", r"(?m)^(0\.\d{4}), and the run says \1$"),
     ],
 }

@@ -2,15 +2,20 @@
 
 import importlib.util
 import json
+import re
+import shutil
 import sys
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import hvtrain
 from hvtrain.data.sources.digits import digits
 from hvtrain.errors import ConfigError
-from hvtrain.finished import commands, exported
+from hvtrain.finished import commands, exported, hugging_face
 from launching import without_hvtrain
 from tiers import mostly_nightly
 
@@ -38,6 +43,10 @@ warnings.simplefilter("ignore")
 import numpy as np, tensorflow as tf
 runner = tf.lite.Interpreter("model.tflite").get_signature_runner()
 outputs, = runner(**{{list(runner.get_input_details())[0]: np.load("raw.npy")}}).values()
+{NUMBERS}"""),
+    "hf": ("digits-keras", f"""
+import numpy as np, keras
+outputs = keras.saving.load_model("digits-keras")(np.load("raw.npy"))
 {NUMBERS}"""),
 }  # fmt: skip
 HAS_ONNX = all(importlib.util.find_spec(name) for name in exported.ONNX_PACKAGES)
@@ -70,10 +79,102 @@ def test_another_program_gets_the_same_outputs(chosen, folder, monkeypatch, caps
     expected = run.model(next(run.source.evaluation("test", run.strategy.topology, 5).as_numpy_iterator())[0])
     assert outputs.dtype == np.float32 and outputs.shape == (5, 10)
     assert outputs == pytest.approx(np.asarray(expected), abs=0.1), "bfloat16 rounds, float32 does not"
-    description = json.loads((folder / name).with_suffix(".json").read_text())
+    beside = folder / name / name if chosen == "hf" else folder / name
+    description = json.loads(beside.with_suffix(".json").read_text())
     assert description["class_names"] == list("0123456789")
     with pytest.raises(ConfigError, match="exists already; choose another path"):
         export_words(monkeypatch, f"run={folder / 'run'}", f"format={chosen}", "--output", folder / name)
+
+
+class Hub:
+    """Stands in for the client of huggingface_hub: a folder has the repositories."""
+
+    root: Path
+    error: Exception | None = None
+
+    def __init__(self, **library):
+        assert library == {"library_name": "keras"}
+
+    def whoami(self):
+        if self.error:
+            raise self.error
+
+    def create_repo(self, name, exist_ok):
+        assert exist_ok
+        (self.root / name).mkdir(parents=True)
+
+    def upload_folder(self, repo_id, folder_path, commit_message):
+        shutil.copytree(folder_path, self.root / repo_id, dirs_exist_ok=True)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    module = types.ModuleType("huggingface_hub")
+    module.HfApi = Hub
+    module.snapshot_download = lambda repo_id, **_: str(tmp_path / "hub" / repo_id)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    monkeypatch.setattr(Hub, "root", tmp_path / "hub", raising=False)
+    # Keras has looked for the package when it was imported.
+    monkeypatch.setattr("keras.src.saving.saving_lib.huggingface_hub", module)
+    return tmp_path / "hub"
+
+
+def test_a_model_on_the_hub_is_loaded_by_the_code_of_its_card(hub, folder, monkeypatch, capsys, tmp_path):
+    """Keras's own hf:// reads what was uploaded; the card's YAML is what the hub understands."""
+    export_words(
+        monkeypatch, f"run={folder / 'run'}", "format=hf", "repo=hf://me/digits", "--output", tmp_path / "exported"
+    )
+    assert 'uploaded; keras.saving.load_model("hf://me/digits") loads it' in capsys.readouterr().out
+    card = (hub / "me" / "digits" / "README.md").read_text()
+    _, head, text = card.split("---\n", 2)
+    facts = yaml.safe_load(head)
+    result = json.loads((folder / "run" / "result.json").read_text())
+    assert (facts["library_name"], facts["metrics"]) == ("keras", ["loss", "accuracy"])
+    (measured,) = facts["model-index"][0]["results"]
+    assert measured["dataset"] == {"name": "digits", "type": "digits"}
+    assert measured["task"] == {"type": "image-classification"} and facts["pipeline_tag"] == "image-classification"
+    assert {metric["name"]: metric["value"] for metric in measured["metrics"]} == result["metrics"]
+    assert "Classes, in their order: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9." in text
+    variables: dict = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], variables)
+    assert variables["outputs"].shape == (1, 10) and variables["inputs"].shape == (1, 8, 8)
+
+
+def test_who_is_not_logged_in_is_told_before_the_export(hub, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(Hub, "error", OSError("Token is required, but no token found.\nMore of it"))
+    with pytest.raises(
+        ConfigError, match=r"repo=hf://me/digits cannot be used: .*no token found.*; log in with: "
+    ):
+        export_words(
+            monkeypatch, f"run={folder / 'run'}", "format=hf", "repo=hf://me/digits", "--output", tmp_path / "exported"
+        )
+    assert not (tmp_path / "exported").exists()
+
+
+def test_an_upload_that_fails_leaves_the_export(hub, folder, monkeypatch, tmp_path):
+    (hub / "me" / "digits").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"exported was written, but not uploaded to hf://me/digits: .*File exists"):
+        export_words(
+            monkeypatch, f"run={folder / 'run'}", "format=hf", "repo=hf://me/digits", "--output", tmp_path / "exported"
+        )
+    assert (tmp_path / "exported" / "README.md").exists()
+
+
+def test_a_card_shows_the_metrics_of_its_checkpoint_alone():
+    best = {"step": 20, "metric": "val_accuracy", "value": 0.9, "metrics": {"test_accuracy": 0.8}}
+    result = {"num_steps": 30, "metrics": {"test_accuracy": 0.7}, "best": best}
+    for step, metrics in ((20, {"test_accuracy": 0.8}), (30, {"test_accuracy": 0.7}), (10, {})):
+        assert hugging_face.metrics_of(result, f"step-{step:08d}") == metrics
+    table = {
+        "input": {"age": {"shape": [1], "dtype": "float32"}, "town": {"shape": [1], "dtype": "string"}},
+        "output": {"values": "logits"},
+        "class_names": None,
+        "dataset": "people",
+        "checkpoint": "step-00000010",
+    }
+    card = hugging_face.model_card(table, result, "classification", "people")
+    assert 'inputs = {"age": tf.zeros([1, 1], "float32"), "town": tf.zeros([1, 1], "string")}' in card
+    assert "It was not tested." in card and "pipeline_tag" not in card
 
 
 def test_a_description_of_another_export_is_not_replaced(folder, monkeypatch):
@@ -126,14 +227,18 @@ def test_missing_packages_are_named(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "format= is missing; give one of keras, savedmodel, onnx, tflite"),
+        ([], "format= is missing; give one of keras, savedmodel, onnx, tflite, hf"),
         (["format=torch"], "format=torch is not one of keras"),
         (["format=onnx", "--output", "model.keras"], "--output model.keras does not fit format=onnx; give PATH.onnx"),
         (["format=savedmodel", "--output", "a.b"], "--output a.b does not fit format=savedmodel; give a folder"),
+        (["format=hf", "repo=digits"], "repo=digits is not hf://USER/NAME"),
+        (["format=hf", "repo=hf://me/digits"], "repo=hf://me/digits needs the package huggingface_hub ("),
+        (["format=keras", "repo=hf://me/digits"], "repo=hf://me/digits goes with format=hf; add it, or leave repo out"),
         (["format=onnx", "--output", "no/m.onnx"], "--output no/m.onnx is in a folder that does not exist"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(folder, monkeypatch, arguments, message):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError) as refused:
         export_words(monkeypatch, f"run={folder / 'run'}", *arguments)
     assert message in str(refused.value)

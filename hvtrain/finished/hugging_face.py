@@ -1,0 +1,139 @@
+"""What Hugging Face's hub wants of a model: a card, README.md with YAML at its head; and the upload.
+
+Keras itself reads the folder that a model is exported to, here and as hf://USER/NAME on the hub.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvtrain.errors import ConfigError, in_one_line
+
+CARD_FILE = "README.md"
+REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)")
+NO_SIZE = 64
+"""A side in the example of use, where the model takes any."""
+# What the hub calls our tasks; of classification only that of images.
+TASKS = {"classification": "image-classification", "segmentation": "image-segmentation", "language": "text-generation"}
+CARD = """\
+---
+{head}---
+
+# {name}
+
+A model of {num_parameters:,} parameters for {task}, trained on {dataset} by hvtrain, as of {checkpoint}.
+
+{metrics}
+
+## Use
+
+```python
+import keras
+import tensorflow as tf
+
+model = keras.saving.load_model("{address}")
+inputs = {example}
+outputs = model(inputs)
+```
+
+Inputs: {values}. Outputs: {outputs}.{classes}
+"""
+
+
+def model_card(facts: Mapping[str, Any], result: Mapping[str, Any], task: str, address: str) -> str:
+    """Writes the card of an exported model.
+
+    Args:
+        facts: As in the description beside the model.
+        result: The run's result.json; metrics are shown if they are of this checkpoint.
+        task: The name of the task.
+        address: The folder of the model, or hf://USER/NAME.
+    """
+    inputs = facts["input"]
+    is_image = len(inputs["shape"]) > 1 if isinstance(inputs.get("dtype"), str) else False
+    name = address.rpartition("/")[2]
+    metrics = metrics_of(result, facts["checkpoint"])
+    pipeline = TASKS.get(task) if is_image or task != "classification" else None
+    head: dict[str, Any] = {"library_name": "keras", "tags": ["keras", "hvtrain", task]}
+    if pipeline:
+        head["pipeline_tag"] = pipeline
+    if metrics:
+        types = [name.partition("_")[2] for name in metrics]
+        values = [{"type": kind, "name": name, "value": metrics[name]} for kind, name in zip(types, metrics)]
+        dataset = {"name": facts["dataset"], "type": facts["dataset"]}
+        results = [{"task": {"type": pipeline or task}, "dataset": dataset, "metrics": values}]
+        head |= {"metrics": types, "model-index": [{"name": name, "results": results}]}
+
+    rows = ["| metric | value |", "|---|---|", *(f"| {key} | {value:.4g} |" for key, value in metrics.items())]
+    class_names = facts["class_names"]
+    return CARD.format(
+        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        name=name,
+        num_parameters=result.get("num_parameters", 0),
+        task=task,
+        dataset=facts["dataset"],
+        checkpoint=facts["checkpoint"],
+        metrics="\n".join(rows) if metrics else "It was not tested.",
+        address=address,
+        example=example_code(inputs),
+        values=inputs.get("values", "named as in the example"),
+        outputs=facts["output"]["values"],
+        classes=f" Classes, in their order: {', '.join(map(str, class_names))}." if class_names else "",
+    )
+
+
+def metrics_of(result: Mapping[str, Any], checkpoint: str) -> dict[str, float]:
+    """Returns the test metrics of a checkpoint; empty if the run tested another one."""
+    step = int(checkpoint.rpartition("-")[2])
+    tested = {result.get("num_steps"): result.get("metrics")}
+    best = result.get("best") or {}
+    tested[best.get("step")] = best.get("metrics")
+    return tested.get(step) or {}
+
+
+def example_code(spec: Any) -> str:
+    """Writes Python code for an example of a model's inputs, of zeros or empty texts.
+
+    >>> example_code({"age": {"shape": [1], "dtype": "float32"}})
+    '{"age": tf.zeros([1, 1], "float32")}'
+    """
+    if not isinstance(spec, dict):
+        return f"[{', '.join(map(example_code, spec))}]"
+    if isinstance(spec.get("dtype"), str):
+        return f'tf.zeros({[1, *(side or NO_SIZE for side in spec["shape"])]}, "{spec["dtype"]}")'
+    parts = [f"{json.dumps(name)}: {example_code(part)}" for name, part in spec.items()]
+    return f"{{{', '.join(parts)}}}"
+
+
+def open_hub(repo: str) -> Any:
+    """Returns the client of the hub, by which one is logged in.
+
+    Raises:
+        ConfigError: Without the package or a login, or for a wrong address.
+    """
+    if not REPO.fullmatch(repo):
+        raise ConfigError(f"repo={repo} is not hf://USER/NAME")
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi(library_name="keras")
+        api.whoami()
+    except ImportError as error:
+        raise ConfigError(f"repo={repo} needs the package huggingface_hub ({error}); install it") from error
+    except Exception as error:  # Errors of the network and of the login are of many types.
+        raise ConfigError(f"repo={repo} cannot be used: {in_one_line(error)}; log in with: hf auth login") from error
+    return api
+
+
+def upload(api: Any, folder: Path, repo: str) -> None:
+    """Uploads an exported folder, and makes its repository if need be. Raises ConfigError."""
+    name = repo.removeprefix("hf://")
+    try:
+        api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Model of hvtrain")
+    except Exception as error:  # As above.
+        raise ConfigError(f"{folder} was written, but not uploaded to {repo}: {in_one_line(error)}") from error
