@@ -11,10 +11,10 @@ from typing import Any
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.system import console
 from hvtrain.system.host_facts import raise_file_limit
-from hvtrain.watchdog import processes, progress
+from hvtrain.watchdog import processes
 from hvtrain.watchdog.connections import Connection, Connections, Kind, Message, loss
 from hvtrain.watchdog.member import Member
-from hvtrain.watchdog.progress import RankState, Status, StopReason, SuspensionClock
+from hvtrain.watchdog.progress import RankState, Standing, Status, StopReason, SuspensionClock
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Hub:
         self._has_warned = False
         self._passes_signal = False
 
-        # Once the run stalls: when, and the ranks as they were then.
-        self._stalled: tuple[float, list[RankState]] | None = None
+        # Once the run stalls: the ranks as they were then.
+        self._stalled: Standing | None = None
         self._stacks: dict[int, str] = {}
         self._process_states: dict[int, str] = {}
         self._woken: set[int] = set()
@@ -137,26 +137,27 @@ class Hub:
 
     def _look_for_silence(self) -> None:
         """Asks for stacks, before the limit, if a rank is silent: another one's main thread is in an error already."""
-        now = time.monotonic()
-        if progress.silent_ranks(self._ranks(), now, self._rules):
-            self._collect_stacks(now)
+        standing = self._standing(time.monotonic())
+        if standing.silent_ranks():
+            self._collect_stacks(standing)
 
-    def _ranks(self) -> list[RankState]:
+    def _standing(self, now: float) -> Standing:
         connections = sorted(self._connections.ranks.items())
-        return [connection.state for _, connection in connections if connection.state]
+        ranks = [connection.state for _, connection in connections if connection.state]
+        return Standing(ranks, now, self._rules)
 
     def _tick(self, now: float) -> None:
         """Decides what follows from the reports so far."""
+        standing = self._standing(now)
         suspended = self._suspension.seconds(now)
-        for state in self._ranks():
+        for state in standing.ranks:
             state.heard += suspended
 
         if self._stalled:
-            began, ranks = self._stalled
             # A rank that is gone by now sends nothing more.
             has_all = self._connections.ranks.keys() <= self._stacks.keys()
-            if has_all or now >= began + SECONDS_FOR_STACKS:
-                self._end_all(began, ranks)
+            if has_all or now >= self._stalled.now + SECONDS_FOR_STACKS:
+                self._end_all(self._stalled)
         elif self._reason:
             pass
         elif self._lost and now - self._lost_at >= SECONDS_TO_SETTLE:
@@ -164,20 +165,19 @@ class Hub:
             text = "; ".join(reason.text for reason in self._lost[:3])
             is_cut = any(reason.is_cut for reason in self._lost)
             self._stop(replace(self._lost[0], text=text, is_cut=is_cut))
-        elif progress.stalled_seconds(self._ranks(), now, self._rules.limit):
-            self._collect_stacks(now)
+        elif standing.stalled_seconds(self._rules.limit):
+            self._collect_stacks(standing)
         else:
-            self._warn(now)
+            self._warn(standing)
 
-    def _warn(self, now: float) -> None:
+    def _warn(self, standing: Standing) -> None:
         """Logs a warning, once, when a tenth of the time without progress has passed."""
-        seconds = progress.stalled_seconds(self._ranks(), now, self._rules.limit / 10)
+        seconds = standing.stalled_seconds(self._rules.limit / 10)
         if seconds and not self._has_warned:
-            culprits = progress.describe(self._ranks(), now, self._rules, {})
             log.warning(
                 "no progress for %.0f s: %s; the run ends after watchdog.abort_seconds of it",
                 seconds,
-                culprits,
+                standing.describe({}),
             )
         # After progress the next standstill is worth a warning again.
         self._has_warned = seconds > 0
@@ -193,16 +193,16 @@ class Hub:
         # Rank 0 too, which is a member like any other.
         self._connections.send_all(Kind.STOP, reason=vars(reason))
 
-    def _collect_stacks(self, now: float) -> None:
+    def _collect_stacks(self, standing: Standing) -> None:
         """Asks every rank for its stacks. A silent one is woken by another rank of its machine."""
         if self._stalled or self._reason:
             return
         # Copies: a rank that is woken reports again.
-        self._stalled = (now, [replace(state) for state in self._ranks()])
+        self._stalled = replace(standing, ranks=list(map(replace, standing.ranks)))
 
         ranks = self._connections.ranks
         processes = {rank: connection.process for rank, connection in ranks.items() if connection.process}
-        silent = {state.rank for state in progress.silent_ranks(self._ranks(), now, self._rules)}
+        silent = {state.rank for state in standing.silent_ranks()}
         wakers: dict[int, list[Any]] = {}
         for rank in sorted(silent):
             process = processes[rank]
@@ -214,20 +214,20 @@ class Hub:
         for rank, connection in ranks.items():
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))
 
-    def _end_all(self, began: float, ranks: list[RankState]) -> None:
+    def _end_all(self, standing: Standing) -> None:
         """Names the culprits, ends all ranks, and ends this one."""
-        rules = self._rules
+        limit = self._rules.limit
         folder = self._member.folder
-        stacks = {state.rank: self._stacks.get(state.rank) or f"{state.name} did not answer\n" for state in ranks}
+        names = {state.rank: state.name for state in standing.ranks}
+        stacks = {rank: self._stacks.get(rank) or f"{name} did not answer\n" for rank, name in names.items()}
         where = processes.write_stacks(folder, stacks)
 
-        description = progress.describe(ranks, began, rules, self._process_states)
-        text = f"{description}; {where}{processes.resume_advice(folder)}"
-        seconds = progress.stalled_seconds(ranks, began, rules.limit)
+        text = f"{standing.describe(self._process_states)}; {where}{processes.resume_advice(folder)}"
+        seconds = standing.stalled_seconds(limit)
         if seconds:
-            text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={rules.limit:g}): {text}"
+            text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={limit:g}): {text}"
         self._member.tell(text)
-        culprit = next((state.rank for state in progress.culprits(ranks, began, rules)), None)
+        culprit = next((state.rank for state in standing.culprits()), None)
         processes.say(text, 0, culprit)
 
         # This process ends last, since it holds the connections.

@@ -1,7 +1,7 @@
 """The progress of ranks: what each of them does, and which one holds the run up.
 
 A rank's main thread reports what it begins, and the watchdog's thread looks from time to time. The
-hub judges by the statuses of all ranks; the functions that judge are pure.
+hub judges by the statuses of all ranks; what judges (Standing) is pure.
 """
 
 import time
@@ -205,12 +205,6 @@ class RankState:
     status: Status
     heard: float
 
-    def silent(self, now: float) -> float:
-        return now - self.heard
-
-    def idle(self, now: float) -> float:
-        return self.status.idle + self.silent(now)
-
     @property
     def name(self) -> str:
         return f"rank {self.rank} on {self.host}"
@@ -235,87 +229,94 @@ class StopReason:
     is_cut: bool = False
 
 
-def stalled_seconds(ranks: Sequence[RankState], now: float, limit: float) -> float:
-    """Seconds for which the run has made no progress, if they are the limit or more; else 0.
+@dataclass(frozen=True)
+class Standing:
+    """All ranks at one moment, judged by the rules. now: time.monotonic()."""
 
-    One rank's progress is the run's, for the others may wait for it. A rank that does not answer
-    makes none.
-    """
-    # Before any rank has joined there is nobody to judge.
-    if not ranks:
-        return 0.0
-    silent = max(state.silent(now) for state in ranks)
-    if silent >= limit:
-        return silent
+    ranks: Sequence[RankState]
+    now: float
+    rules: Rules
 
-    idle = min(state.idle(now) for state in ranks)
-    # Silence is judged above without it: a rank that compiles reports all the same.
-    if not all(state.status.started for state in ranks):
-        limit *= PATIENCE_AT_START
-    return idle if idle >= limit else 0.0
+    def silence(self, state: RankState) -> float:
+        """Seconds since the rank's last report."""
+        return self.now - state.heard
 
+    def stalled_seconds(self, limit: float) -> float:
+        """Seconds for which the run has made no progress, if they are the limit or more; else 0.
 
-def silent_ranks(ranks: Sequence[RankState], now: float, rules: Rules) -> list[RankState]:
-    return [state for state in ranks if state.silent(now) > rules.silent_after]
+        One rank's progress is the run's, for the others may wait for it. A rank that does not answer
+        makes none.
+        """
+        # Before any rank has joined there is nobody to judge.
+        if not self.ranks:
+            return 0.0
+        silence = max(map(self.silence, self.ranks))
+        if silence >= limit:
+            return silence
 
+        idle = min(state.status.idle + self.silence(state) for state in self.ranks)
+        # Silence is judged above without it: a rank that compiles reports all the same.
+        if not all(state.status.started for state in self.ranks):
+            limit *= PATIENCE_AT_START
+        return idle if idle >= limit else 0.0
 
-def culprits(ranks: Sequence[RankState], now: float, rules: Rules) -> list[RankState]:
-    """The silent ranks; else, of the ranks that wait for nobody, those furthest behind; else none."""
-    silent = silent_ranks(ranks, now, rules)
-    if silent:
-        return silent
+    def silent_ranks(self) -> list[RankState]:
+        return [state for state in self.ranks if self.silence(state) > self.rules.silent_after]
 
-    # Within a step data come first; ranks that exchange something in the forward pass wait there
-    # for such a one.
-    order = {DATA: 0, FORWARD: 1}
-    positions = {
-        state.rank: (state.status.step, order.get(state.status.phase, 2))
-        for state in ranks
-        if state.status.phase not in WAITING
-    }
-    last = min(positions.values(), default=None)
-    return [state for state in ranks if state.rank in positions and positions[state.rank] == last]
+    def culprits(self) -> list[RankState]:
+        """The silent ranks; else, of the ranks that wait for nobody, those furthest behind; else none."""
+        silent = self.silent_ranks()
+        if silent:
+            return silent
 
+        # Within a step data come first; ranks that exchange something in the forward pass wait there
+        # for such a one.
+        order = {DATA: 0, FORWARD: 1}
+        positions = {
+            state.rank: (state.status.step, order.get(state.status.phase, 2))
+            for state in self.ranks
+            if state.status.phase not in WAITING
+        }
+        last = min(positions.values(), default=None)
+        return [state for state in self.ranks if state.rank in positions and positions[state.rank] == last]
 
-def describe(ranks: Sequence[RankState], now: float, rules: Rules, processes: Mapping[int, str]) -> str:
-    """Names the culprits, or says what else it looks like. processes: what is known of silent ranks' processes."""
-    guilty = culprits(ranks, now, rules)
-    if guilty:
-        parts = [_describe_one(state, now, rules, processes.get(state.rank, "")) for state in guilty[:3]]
-        text = ", ".join(parts)
-        if len(guilty) > 3:
-            text = f"{text} and {len(guilty) - 3} more"
-        return text
+    def describe(self, processes: Mapping[int, str]) -> str:
+        """Names the culprits, or says what else it looks like. processes: what is known of silent ranks' processes."""
+        guilty = self.culprits()
+        if guilty:
+            text = ", ".join(self._describe_one(state, processes) for state in guilty[:3])
+            if len(guilty) > 3:
+                text = f"{text} and {len(guilty) - 3} more"
+            return text
 
-    # One rank stands for all in the same place; the first of them, so reversed.
-    states = {(state.status.step, state.status.phase): state for state in reversed(ranks)}
-    if len(states) > 1:
-        parts = [_describe_one(state, now, rules, "") for _, state in sorted(states.items())[:3]]
-        return f"ranks wait for each other at different places: {', '.join(parts)}; do all run the same program?"
-    return f"all {len(ranks)} ranks wait in {_since(ranks[0], now)}; is a link between hosts down?"
+        # One rank stands for all in the same place; the first of them, so reversed.
+        states = {(state.status.step, state.status.phase): state for state in reversed(self.ranks)}
+        if len(states) > 1:
+            text = ", ".join(self._describe_one(state, {}) for _, state in sorted(states.items())[:3])
+            return f"ranks wait for each other at different places: {text}; do all run the same program?"
+        return f"all {len(self.ranks)} ranks wait in {self._since(self.ranks[0])}; is a link between hosts down?"
 
+    def _describe_one(self, state: RankState, processes: Mapping[int, str]) -> str:
+        silence = self.silence(state)
+        if silence <= self.rules.silent_after:
+            return f"{state.name} hangs in {self._since(state)}"
 
-def _describe_one(state: RankState, now: float, rules: Rules, process: str) -> str:
-    silent = state.silent(now)
-    if silent <= rules.silent_after:
-        return f"{state.name} hangs in {_since(state, now)}"
+        process = processes.get(state.rank)
+        cause = f", it is {process}" if process else ""
+        return (
+            f"{state.name} has not answered since {wall_clock(silence)}{cause}; "
+            f"last seen in {state.status.phase}, step {_step(state)}"
+        )
 
-    cause = f", it is {process}" if process else ""
-    return (
-        f"{state.name} has not answered since {wall_clock(silent)}{cause}; "
-        f"last seen in {state.status.phase}, step {_step(state)}"
-    )
+    def _since(self, state: RankState) -> str:
+        seconds = state.status.seconds + self.silence(state)
+        return f"{state.status.phase} since step {_step(state)} ({wall_clock(seconds)})"
 
 
 def _step(state: RankState) -> str:
     """The step that it is in, or the last one done."""
     is_in_step = state.status.phase in (DATA, FORWARD, REDUCTION)
     return f"{state.status.step + is_in_step:,}"
-
-
-def _since(state: RankState, now: float) -> str:
-    seconds = state.status.seconds + state.silent(now)
-    return f"{state.status.phase} since step {_step(state)} ({wall_clock(seconds)})"
 
 
 def wall_clock(seconds_ago: float) -> str:
