@@ -4,6 +4,7 @@ A look-up sends each id of a rank's batch once to the rank that has its row, whi
 back. Gradients go the same way, and their owner sums them in the order of the ranks.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +112,12 @@ class ShardedRows:
             raise ValueError(f"table {self.name} has {self.input_dim} rows, and the file has {saved.shape[0]}")
         rows = rows_of(variable)
         variable.assign(saved[rows.rank :: rows.num_ranks] if rows else saved[:])
+
+
+def wrong_ids(error: Exception) -> str | None:
+    """Returns one line for an error about ids that a sharded table does not have; None for others."""
+    match = re.search(r"(table \S+ has rows 0 to \d+), [^\]]*\] \[(-?\d+)\] \[(-?\d+)\]", str(error))
+    return match and f"{match[1]}, and ids from {match[2]} to {match[3]} came; give it more rows, or check the data"
 
 
 def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:

@@ -113,6 +113,27 @@ def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
     return matches
 
 
+def sharded_tables(model: keras.Model) -> list[tuple[Any, int]]:
+    """Returns the rows that this rank has of each sharded table, as keras.table_rows.Rows, and a row's size."""
+    tables = [variable for variable in model.weights if hasattr(variable, "rank_part")]
+    return [(table.rank_part, math.prod(table.shape[1:])) for table in tables]
+
+
+def num_parameters(model: keras.Model) -> int:
+    """Returns the number of weights, with those rows of sharded tables that are on other ranks."""
+    on_others = sum((rows.num_rows - rows.num_own) * size for rows, size in sharded_tables(model))
+    return model.count_params() + on_others
+
+
+def describe_tables(model: keras.Model) -> str:
+    """Describes the sharded tables for the run's summary; empty for none."""
+    tables = [
+        f"{rows.table} {rows.num_rows:,} x {size:,}, row r on rank r mod {rows.num_ranks}"
+        for rows, size in sharded_tables(model)
+    ]
+    return "; ".join(tables)
+
+
 def describe_trainable(model: keras.Model) -> str:
     """Describes the trainable share; empty if every trainable weight trains."""
     # Moving statistics never train, and are no part of the share.

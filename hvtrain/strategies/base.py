@@ -220,15 +220,21 @@ class Strategy:
         The training metrics of an unfinished epoch keep their state.
         """
         training_state = _values(model.metrics_variables)
+        num_more = 0
+        if self.calls_together(model):
+            # Zeros, by the same graph, until the ranks with more batches are done.
+            num_calls = max(1, int(dataset.cardinality()))
+            num_more = max(self.comm.gather(num_calls)) - num_calls
         # A rank without examples still takes part in the sum, for which its metrics must have their
         # variables.
         if int(dataset.cardinality().numpy()) == 0:
             names = loop.build_metrics(model, dataset.element_spec)
         else:
             names = loop.evaluate_shard(model, dataset, callbacks, self.watchdog)
-        if self.calls_together(model):
-            num_calls = max(1, int(dataset.cardinality()))
-            loop.call_blank(model, dataset.element_spec[0], max(self.comm.gather(num_calls)) - num_calls)
+        if num_more:
+            own_state = _values(model.metrics_variables)
+            loop.evaluate_blank(model, dataset.element_spec, num_more)
+            _assign(model.metrics_variables, own_state)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training_state)
         # Without metrics that only the train step computes.

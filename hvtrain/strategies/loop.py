@@ -187,11 +187,10 @@ def forward_of(model: keras.Model) -> Callable[[Any], Any]:
     return tf.function(lambda inputs: model(inputs, training=False), reduce_retracing=True)
 
 
-def call_blank(model: keras.Model, input_spec: Any, times: int) -> None:
-    """Calls the model on batches of no examples, in a graph, as its own steps do."""
-    forward = forward_of(model)
-    for _ in range(times):
-        forward(blank_batch(input_spec, 0))
+def evaluate_blank(model: keras.Model, batch_spec: Any, num_batches: int) -> Collection[str]:
+    """Evaluates batches of one example of zeros; returns the names of the metrics. Not collective."""
+    batches = tf.data.Dataset.from_tensors(blank_batch(batch_spec, 1)).repeat(num_batches)
+    return model.evaluate(batches, verbose=0, return_dict=True)
 
 
 def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
@@ -199,8 +198,7 @@ def build_metrics(model: keras.Model, batch_spec: Any) -> Collection[str]:
 
     Returns the names of an evaluation's metrics.
     """
-    batch = tf.data.Dataset.from_tensors(blank_batch(batch_spec, 1))
-    names = model.evaluate(batch, verbose=0, return_dict=True)
+    names = evaluate_blank(model, batch_spec, 1)
     model.reset_metrics()
     return names
 

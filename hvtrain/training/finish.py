@@ -18,6 +18,7 @@ from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError, in_one_line
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import num_reductions
+from hvtrain.models.parts import num_parameters
 from hvtrain.models.rates import take_averages
 from hvtrain.tasks.examples import ReviewedExamples
 from hvtrain.training.callbacks.run_context import RunContext
@@ -52,7 +53,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         examples_per_second=report.examples_per_second,
         step_seconds=report.step_seconds,
         num_ranks=run.topology.size,
-        num_parameters=context.model.count_params(),
+        num_parameters=num_parameters(context.model),
         num_steps=context.position.step,
         global_batch=run.plan.global_batch,
         # Of this start of the run, restarts of its ranks included.

@@ -21,7 +21,7 @@ from hvtrain.core.version import VERSION
 from hvtrain.data.description import DataDescription, percent
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
-from hvtrain.models.parts import describe_trainable
+from hvtrain.models.parts import describe_tables, describe_trainable, num_parameters
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.run_lock import RunLock
 from hvtrain.tasks import Task
@@ -283,7 +283,8 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         "ranks": f"{plan.size} ({strategy.description()})",
         "differs": "; ".join(strategy.differences),
         "devices": device_map(strategy.devices),
-        "model": f"{config.model['_target_']}, {model.count_params():,} parameters, {config.train.precision}",
+        "model": f"{config.model['_target_']}, {num_parameters(model):,} parameters, {config.train.precision}",
+        "tables": describe_tables(model),
         "trained": describe_trainable(model),
         "dataset": f"{source.name}: {splits}",
         "from": source.origin,

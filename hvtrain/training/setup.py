@@ -17,7 +17,7 @@ from hvtrain.core.topology import Topology, reduced
 from hvtrain.data import fitted
 from hvtrain.data.source import Source, symbolic
 from hvtrain.errors import ConfigError, in_one_line, place_of
-from hvtrain.models.parts import change_parts
+from hvtrain.models.parts import change_parts, sharded_tables
 from hvtrain.models.rates import decay_kernels, factors_of, keep_averages, multiply_rates
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
@@ -154,14 +154,19 @@ def build_model(
             _refuse_uncompilable(model)
 
         optimizer = strategy.distribute(build_optimizer(config, plan), config.guard.finite)
-        task.compile(
-            model,
-            optimizer,
-            config.train.jit_compile,
-            weighted=len(source.element_spec) > 2,
-            distribute_loss=strategy.distribute_loss,
-            soft_targets=bool(task.label_smoothing or (source.augmentation and source.augmentation.mixes)),
-        )
+        try:
+            task.compile(
+                model,
+                optimizer,
+                config.train.jit_compile,
+                weighted=len(source.element_spec) > 2,
+                distribute_loss=strategy.distribute_loss,
+                soft_targets=bool(task.label_smoothing or (source.augmentation and source.augmentation.mixes)),
+            )
+        except ValueError as error:
+            if sharded_tables(model):
+                raise ConfigError(f"model.shard_embeddings: {error}") from error
+            raise
         factors = factors_of(model, config.train.rates)
         multiply_rates(model.optimizer, model.trainable_variables, factors)
     strategy.prepare(model)

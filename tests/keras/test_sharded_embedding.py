@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from hvtrain.keras.sharded_embedding import ShardedEmbedding, wrong_ids
 from hvtrain.keras.table_rows import Rows, make_rows
 from launching import run_worker
 
@@ -86,6 +88,14 @@ def test_the_saved_model_is_a_plain_one_with_the_rows_of_all_ranks(ranks):
     assert ranks[0]["saved"]["gap"] == 0
     assert "save the model inside hvd.whole_tables(model)" in ranks[0]["saved"]["alone"]
     assert [rank["saved"]["reloaded"] for rank in ranks] == [0.0] * len(ranks)
+
+
+def test_an_error_about_ids_becomes_one_line():
+    layer = ShardedEmbedding(5, 2, name="t")
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        tf.function(layer)(tf.constant([3, 7]))
+    line = "table t has rows 0 to 4, and ids from 3 to 7 came; give it more rows, or check the data"
+    assert wrong_ids(caught.value) == line
 
 
 @pytest.mark.parametrize(

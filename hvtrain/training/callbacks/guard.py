@@ -16,6 +16,7 @@ import tensorflow as tf
 from hvtrain.errors import DataError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE
 from hvtrain.keras.optimizer import ranks_at_fault
+from hvtrain.keras.sharded_embedding import wrong_ids
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def explain_errors(
 
     Raises:
         TrainingError: A gradient is not finite.
-        DataError: This rank cannot read its data.
+        DataError: This rank cannot read its data, or they hold ids that a table does not have.
     """
     strategy = context.run.strategy
     steps_before = strategy.marks()[3]
@@ -97,7 +98,7 @@ def explain_errors(
         if "orovod" in str(error):
             # Horovod's errors are OpErrors too; searching all files for damage would find nothing.
             raise
-        cause = context.run.source.explain(error)
+        cause = wrong_ids(error) or context.run.source.explain(error)
         if cause is error:
             raise
         topology = strategy.topology

@@ -1,0 +1,130 @@
+"""model.shard_embeddings: whole runs on real ranks, against the same runs without it."""
+
+import json
+import shutil
+
+import keras
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from launching import many_runs
+
+pytestmark = pytest.mark.distributed
+
+PLAIN = [
+    *("dataset=clicks", "dataset.num_train=600", "dataset.num_test=101", "dataset.category_sizes=[50,7]"),
+    *("model=mlp", "~model.hidden", "~model.activation", "~model.dropout", "model._target_=tables.model"),
+    *("task=binary", "optimizer=rowwise_adagrad", "optimizer.learning_rate=0.1", "train.batch_size=32"),
+    # 51 and 50 test examples: the ranks have different numbers of batches.
+    *("train.epochs=2", "train.evaluation_batch_size=50", "checkpoint.every_steps=4", "checkpoint.keep=9"),
+]
+SHARDED = [*PLAIN, "model.shard_embeddings=[user*]"]
+FAILS = ["+callbacks.fail._target_=tables.Fail", "+callbacks.fail.batch=6"]
+RUNS = {
+    "plain": PLAIN,
+    "sharded": SHARDED,
+    "fails": [*SHARDED, *FAILS, "run.dir={folder}/again"],
+    "again": [*SHARDED, "run.dir={folder}/again"],
+    "no such layer": [*PLAIN, "model.shard_embeddings=[item*]"],
+    "whole weights": [*SHARDED, "optimizer=lamb"],
+}
+REFUSED = {"fails", "no such layer", "whole weights"}
+STEPS = 18
+"""Of two epochs: 600 examples in batches of 2 x 32."""
+TABLE = "user_table/embeddings"
+
+
+def run_all(num_ranks, runs, folder):
+    settings = {name: [word.replace("{folder}", str(folder)) for word in words] for name, words in runs.items()}
+    ranks, output = many_runs("gloo", num_ranks, settings, folder)
+    for results in ranks:
+        errors = {name: result["error"] for name, result in results.items() if "error" in result}
+        assert errors.keys() == {*runs} & REFUSED, errors
+    return ranks, output
+
+
+def state(folder, step=STEPS):
+    """All arrays of a checkpoint but those of one rank, by name without number."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    arrays = {}
+    for file in path.glob("*.safetensors"):
+        arrays |= load_file(file)
+    return {name: array for name, array in arrays.items() if not name.startswith("rank/")}
+
+
+def gap(first, second):
+    assert first.keys() == second.keys()
+    return max(float(np.max(np.abs(array - second[name]), initial=0)) for name, array in first.items())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(folder, what each rank saw of RUNS, output)."""
+    folder = tmp_path_factory.mktemp("tables")
+    return folder, *run_all(2, RUNS, folder)
+
+
+def test_a_run_with_sharded_tables_ends_as_one_without(runs):
+    folder, *_ = runs
+    plain = state(folder / "plain")
+    sharded = state(folder / "sharded")
+    assert any(TABLE in name for name in plain)
+    assert sharded["model/0000/" + TABLE].shape == (57, 4)
+    assert np.abs(sharded["model/0000/" + TABLE]).max() > 0.1, "it has learned"
+    assert gap(plain, sharded) < 1e-5
+    results = [json.loads((folder / name / "result.json").read_text()) for name in ("plain", "sharded")]
+    assert results[0]["metrics"] == pytest.approx(results[1]["metrics"], abs=1e-5)
+
+
+def test_a_run_that_failed_goes_on_to_the_same_bits(runs):
+    folder, ranks, output = runs
+    assert "failed on purpose" in ranks[0]["fails"]["error"]
+    assert "step-00000004: 4 of 18 steps were done" in output
+    assert gap(state(folder / "sharded"), state(folder / "again")) == 0
+
+
+def test_the_summary_names_the_tables(runs):
+    *_, output = runs
+    assert "user_table 57 x 4, row r on rank r mod 2" in " ".join(output.split())
+
+
+def test_the_saved_model_is_plain_and_has_the_rows_of_all_ranks(runs):
+    folder, *_ = runs
+    expected = state(folder / "sharded")["model/0000/" + TABLE]
+    model = keras.models.load_model(folder / "sharded" / "model.keras")
+    (layer,) = [layer for layer in model._flatten_layers() if layer.name == "user_table"]
+    assert type(layer) is keras.layers.Embedding
+    np.testing.assert_array_equal(layer.get_weights()[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("no such layer", "model.shard_embeddings=item* matches no embedding layer; the model's are user_table"),
+        ("whole weights", "table user_table is sharded over the ranks: Lamb needs whole weights"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(runs, case, line):
+    _, ranks, _ = runs
+    for results in ranks:
+        assert line in results[case]["error"]
+
+
+def test_a_run_goes_on_from_the_middle_of_an_epoch_on_one_rank(runs, tmp_path):
+    folder, *_ = runs
+    step = "step-00000004"
+    shutil.copytree(folder / "sharded" / "checkpoints" / step, tmp_path / "alone" / "checkpoints" / step)
+    run_all(1, {"alone": SHARDED}, tmp_path)
+    assert gap(state(folder / "sharded"), state(tmp_path / "alone")) < 1e-5
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_on_other_numbers_of_ranks(tmp_path):
+    """4 ranks, then 3, then 1, each against the run without sharding."""
+    for epoch, num_ranks in enumerate((4, 3, 1), start=1):
+        more = [f"train.epochs={epoch}", "train.batch_size=12"]
+        run_all(num_ranks, {"plain": [*PLAIN, *more], "sharded": [*SHARDED, *more]}, tmp_path)
+    last = max(path.name for path in (tmp_path / "plain" / "checkpoints").glob("step-*"))
+    step = int(last.removeprefix("step-"))
+    assert gap(state(tmp_path / "plain", step), state(tmp_path / "sharded", step)) < 1e-5
