@@ -4,10 +4,9 @@ The metrics and the predictions are the same on any number of ranks; export and 
 process.
 """
 
-import json
 from pathlib import Path
 
-from hvtrain.core.files import read_json, write_atomic
+from hvtrain.core.files import read_json, write_json
 from hvtrain.core.run_files import RESULT_FILE
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.arguments import SPLITS, parse_command
@@ -49,8 +48,7 @@ def evaluate() -> int:
             examples = f"{results['examples']:,} {split} examples of {results['dataset']}"
             print(f"{results['checkpoint']}, {examples}: {metrics}")
             if options.output:
-                text = json.dumps({"run": str(finished.folder), **results}, indent=2)
-                write_atomic(Path(options.output), text + "\n")
+                write_json(Path(options.output), {"run": str(finished.folder), **results}, indent=2)
 
     return 0
 

@@ -26,6 +26,8 @@ class Writer(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # Beside the file: a rename works only within one file system.
+        self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
 
     @abstractmethod
     def add(self, rows: Rows) -> None:
@@ -37,7 +39,7 @@ class Writer(ABC):
 
     def discard(self) -> None:
         """Removes an unfinished output."""
-        remove(self.path.with_name(f"{TEMPORARY}{self.path.name}"))
+        remove(self._temporary)
 
 
 @contextmanager
@@ -56,10 +58,7 @@ class TableWriter(Writer):
     """
 
     def __init__(self, path: Path) -> None:
-        path = path.resolve()  # If it is a link, the file behind it is replaced, and the link stays.
-        super().__init__(path)
-        # Beside the file: a rename works only within one file system.
-        self._temporary = path.with_name(f"{TEMPORARY}{path.name}")
+        super().__init__(path.resolve())  # If it is a link, the file behind it is replaced, and the link stays.
         self._file: Any = None
 
     def close(self) -> None:
