@@ -178,8 +178,8 @@ FAULTS = [
         "rate-unscaled",
         "the learning rate does not grow with the number of ranks",
         "core/step_plan.py",
-        "joint = size * train.accumulate",
-        "joint = train.accumulate",
+        "learning_rate_factor(train, size * train.accumulate)",
+        "learning_rate_factor(train, train.accumulate)",
         ("tests/core/test_step_plan.py::test_learning_rate_scales",),
     ),
     Fault(

@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-import shlex
 import socket
 import sys
 from datetime import datetime
@@ -18,7 +17,7 @@ from hvtrain.core.files import write_atomic, write_json
 from hvtrain.errors import INTERRUPTED, ConfigError
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, make_output
 from hvtrain.system.host_facts import processor, versions
-from hvtrain.system.secrets import without_secrets
+from hvtrain.system.secrets import command_line, without_secrets
 from hvtrain.system.text import aligned
 
 EPILOG = f"""\
@@ -142,7 +141,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     return {
-        "command": shlex.join(["python", "-m", "hvtrain", "compare", *without_secrets(sys.argv[1:])]),
+        "command": command_line("compare", sys.argv[1:]),
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         "machine": {
             "host": socket.gethostname(),

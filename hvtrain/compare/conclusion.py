@@ -1,7 +1,6 @@
 """The conclusions of a comparison as sentences, and those of `hvtrain plan` for more ranks."""
 
 import json
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from hvtrain.compare.contest import SINGLE
 from hvtrain.compare.measure import Ratio, ratio
-from hvtrain.system.secrets import without_secrets
+from hvtrain.system.secrets import command_line
 
 # With fewer than 3 rounds the interval of order statistics says nothing: its coverage is at most this.
 NO_CONFIDENCE = 0.5
@@ -205,8 +204,7 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
         return [f"More ranks: hvtrain plan cannot say ({lines[-1].removeprefix('hvtrain: ')})."]
 
     costs = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["costs"]
-    again = shlex.join(["python", "-m", "hvtrain", "plan", *without_secrets(arguments)])
-
+    again = command_line("plan", arguments)
     return [
         pays_from(costs),
         f"This assumes cores or a GPU for each rank, and the links of this command: {again}",

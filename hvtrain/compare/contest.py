@@ -3,7 +3,6 @@
 Short runs take turns, for the speed; then each strategy has a whole one.
 """
 
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from hvtrain.compare.measure import Training, in_turns, progress, train
 from hvtrain.config.compose import compose, override
 from hvtrain.config.schema import RunConfig, from_dict, round_up_to_accumulation
 from hvtrain.core.files import remove
+from hvtrain.core.step_plan import learning_rate_factor
 from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.system.text import duration
 
@@ -145,7 +145,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
         overrides += joint_overrides(config, num_ranks)
         compose(overrides)  # Raises if the added settings do not fit.
         differences = (ORDER,)
-        if learning_rate_factor(config, num_ranks) != 1 and config.schedule.get("warmup_epochs"):
+        if learning_rate_factor(config.train, num_ranks) != 1 and config.schedule.get("warmup_epochs"):
             differences += ("has no warm-up: its learning rate begins at the peak",)
 
     return Contestant(
@@ -165,7 +165,8 @@ def joint_overrides(config: RunConfig, num_ranks: int) -> list[str]:
     """
     train = config.train
     assert isinstance(train.batch_size, int)
-    peak = config.optimizer["learning_rate"] * learning_rate_factor(config, num_ranks)
+    # For the number of ranks alone: accumulation is the same for one process.
+    peak = config.optimizer["learning_rate"] * learning_rate_factor(train, num_ranks)
     overrides = [
         f"train.batch_size={train.batch_size * num_ranks}",
         f"optimizer.learning_rate={peak!r}",
@@ -175,13 +176,6 @@ def joint_overrides(config: RunConfig, num_ranks: int) -> list[str]:
         overrides.append(f"train.steps={max(1, train.steps // num_ranks)}")
 
     return overrides
-
-
-def learning_rate_factor(config: RunConfig, num_ranks: int) -> float:
-    """Returns the factor by which num_ranks ranks multiply the learning rate of one."""
-    # As core/step_plan.py has it, for the number of ranks alone: accumulation is the same for one process.
-    factors = {"linear": num_ranks, "sqrt": math.sqrt(num_ranks), "none": 1}
-    return factors[config.train.learning_rate_scale]
 
 
 @dataclass(frozen=True)

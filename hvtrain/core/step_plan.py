@@ -267,13 +267,18 @@ def make_plan(
     else:
         num_steps = train.steps
 
-    # Goyal et al., https://arxiv.org/abs/1706.02677: a batch that is n times as large takes n times
-    # the rate. The square root keeps the variance of a step instead,
-    # https://arxiv.org/abs/1404.5997.
-    joint = size * train.accumulate
-    factors = {"linear": float(joint), "sqrt": math.sqrt(joint), "none": 1.0}
-    factor = factors[train.learning_rate_scale]
+    factor = learning_rate_factor(train, size * train.accumulate)
     return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=accumulate)
+
+
+def learning_rate_factor(train: TrainConfig, num_batches: int) -> float:
+    """Returns the factor of the learning rate for a step that takes so many batches.
+
+    Goyal et al., https://arxiv.org/abs/1706.02677: a batch that is n times as large takes n times the
+    rate. The square root keeps the variance of a step instead, https://arxiv.org/abs/1404.5997.
+    """
+    factors = {"linear": float(num_batches), "sqrt": math.sqrt(num_batches), "none": 1.0}
+    return factors[train.learning_rate_scale]
 
 
 def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:

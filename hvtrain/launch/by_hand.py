@@ -7,7 +7,6 @@ ends with its exit code.
 
 import errno
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from hvtrain.launch.job import with_own_python
 from hvtrain.launch.remote_hosts import Ssh, address_towards
 from hvtrain.launch.rendezvous import Rendezvous, claim
 from hvtrain.system import console, host_facts
-from hvtrain.system.secrets import without_secrets
+from hvtrain.system.secrets import command_line
 
 START_SECONDS = 120.0
 
@@ -75,7 +74,7 @@ def start(
             "HOROVOD_GLOO_IFACE": interface,
             "PYTHONUNBUFFERED": "1",
             # For the records: no launcher knows this line.
-            console.BY_HAND: shlex.join(["python", "-m", "hvtrain", "launch", *without_secrets(sys.argv[1:])]),
+            console.BY_HAND: command_line("launch", sys.argv[1:]),
             **horovod_variables(rank, [tuple(rank_host) for rank_host in rank_hosts]),
         }
         return _run(command, {**defaults, **os.environ, **variables, **gloo})

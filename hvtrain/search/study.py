@@ -3,7 +3,6 @@
 The study is a file of the output folder, so that it survives the process.
 """
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -15,7 +14,7 @@ from hvtrain.core.files import csv_text, refuse_link, write_atomic, write_json
 from hvtrain.errors import ConfigError, LostRankError, in_one_line
 from hvtrain.report.charts import BLUE, GREY, ORANGE, Panel, write_panels
 from hvtrain.search.search_space import MAX, SearchSpace, Setting
-from hvtrain.system.secrets import without_secrets
+from hvtrain.system.secrets import command_line
 from hvtrain.system.text import aligned
 
 STUDY_FILE = "sweep.db"
@@ -246,8 +245,7 @@ def train_command(launcher: Sequence[str], overrides: Sequence[str], settings: M
     """Returns the command that trains with these settings again, in a run folder of its own."""
     searched = [override(name, value) for name, value in settings.items()]
     # The line is printed and written, so the user has to fill in what is secret.
-    public = without_secrets([*overrides, *searched])
-    return shlex.join(["python", "-m", "hvtrain", "launch", *launcher, "--", *public])
+    return command_line("launch", [*launcher, "--", *overrides, *searched])
 
 
 def results_table(results: Results) -> list[list[str]]:

@@ -1,6 +1,5 @@
 """`python -m hvtrain sweep`: the settings with which a run learns best, by one run of N ranks for each trial."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -16,7 +15,7 @@ from hvtrain.search.study import Study
 from hvtrain.search.trials import Trials
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least
 from hvtrain.system.run_lock import RunLock
-from hvtrain.system.secrets import without_secrets
+from hvtrain.system.secrets import command_line, without_secrets
 
 EPILOG = f"""\
 {RUN_SETTINGS}
@@ -61,7 +60,7 @@ def main() -> int:
         "space": space.settings,
     }
     results = {
-        "command": shlex.join(["python", "-m", "hvtrain", "sweep", *without_secrets(arguments)]),
+        "command": command_line("sweep", arguments),
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
         **facts,
     }

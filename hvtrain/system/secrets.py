@@ -4,6 +4,7 @@ The addresses of notices, those of notify= and HVTRAIN_NOTIFY, are secrets as a 
 """
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -152,6 +153,15 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
         else:
             shown.append(redacted(name))
     return shown
+
+
+def command_line(command: str, arguments: Sequence[str]) -> str:
+    """Returns the line `python -m hvtrain COMMAND ...` for a record, without secrets.
+
+    >>> command_line("sweep", ["sweep=optimizer", "dataset.api_key=hunter2"])
+    "python -m hvtrain sweep sweep=optimizer 'dataset.api_key=***'"
+    """
+    return shlex.join(["python", "-m", "hvtrain", command, *without_secrets(arguments)])
 
 
 def _without_secrets_in_groups(value: str) -> str:
