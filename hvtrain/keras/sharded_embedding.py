@@ -145,6 +145,8 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def exchange(own: tf.Tensor) -> Any:
         received, _ = hvd.alltoall(own, wanted_counts, name=name, **options)
+        # TensorFlow leaves out what nothing uses, in some graphs and not in others, but never this.
+        tf.debugging.Assert(tf.size(received) >= 0, [name])
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             summed = tf.math.unsorted_segment_sum(upstream, positions, tf.size(unique))

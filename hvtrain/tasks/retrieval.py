@@ -124,10 +124,14 @@ class Retrieval(Task):
             raise ConfigError(f"{name} gives {shape}, and task={self.name} needs (None, 2, width); use model=two_tower")
 
     def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:
+        query = model.input["query"]
+        blank = np.zeros([len(self._catalogue), *query.shape[1:]], query.dtype)
+        # Variables: TensorFlow would look up constants while it builds the graph, which a sharded table cannot do.
+        inputs = {"query": tf.Variable(blank), "item": tf.Variable(self._catalogue)}
+
         def item_vectors() -> tf.Tensor:
-            query = model.input["query"]
-            blank = tf.zeros([len(self._catalogue), *query.shape[1:]], query.dtype)
-            return model({"query": blank, "item": tf.constant(self._catalogue)}, training=False)[:, 1]
+            rows = {name: tf.convert_to_tensor(part) for name, part in inputs.items()}
+            return model(rows, training=False)[:, 1]
 
         for part in parts:
             part.item_vectors = item_vectors

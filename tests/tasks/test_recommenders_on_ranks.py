@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 
+import launching
 from finished_runs import on_two_ranks
 from hvtrain.data.sources.interactions import LOYALTY, clicks
-from launching import many_runs
 
 pytestmark = [pytest.mark.distributed]
 SMALL = ["train.batch_size=16", "dataset.num_train=301", "dataset.num_test=101", "train.epochs=2", "data.uneven=pad"]
@@ -22,6 +22,8 @@ JOINT = {"joint purchases": [*PURCHASES, *SMALL, *MOMENTUM], "joint clicks": [*C
 SIZES = "[100,50,20,5]"
 ROWS = ["dataset=table", "dataset.file=log.csv", "dataset.target=click", "dataset.log_numbers=true"]
 IDS = ["dataset.category_ids=true", "dataset.missing=indicator", "dataset.hash_buckets=64"]
+SHARDED = ["model.shard_embeddings=[*_table]", "dataset.num_train=3000", "train.epochs=1", "dataset.num_test=129",
+           "train.evaluation_batch_size=64"]  # fmt: skip
 TASKS = [
     [*["clicks", "train", "experiment=dlrm", "run.dir=clicks", "run.report=false"],
      *["dataset.num_train=60000", f"dataset.category_sizes={SIZES}"]],
@@ -32,6 +34,9 @@ TASKS = [
     ["table", "train", *ROWS, *IDS, "model=dlrm", "task=binary", "train.epochs=20", "optimizer=lazy_adam",
      "optimizer.learning_rate=0.01", "run.dir=table", "run.report=false"],
     ["new rows", "predict", "run=table", "input=new.csv", "--output", "new_out.csv"],
+    # Rank 0 has two batches to evaluate, rank 1 one. A rank that looks up less than the others would end in a hang.
+    *([f"sharded_{run}", "train", f"experiment={experiment}", "run.report=false", f"run.dir=sharded_{run}", *SHARDED]
+      for run, experiment in (("clicks", "dlrm"), ("purchases", "two_tower"))),
     ["no ids", "train", "dataset=table", "dataset.file=wine", "model=dlrm", "run.dir=wrong"],
     ["no catalogue", "train", "dataset=digits", "model=two_tower", "task=retrieval", "run.dir=wrong"],
     ["no vectors", "train", "dataset=purchases", "model._target_=one_score.model", "task=retrieval", "run.dir=wrong"],
@@ -77,7 +82,7 @@ def metrics(finished, run):
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_ranks_equal_one_process_on_the_joint_batch(num_ranks, tmp_path):
     """Also in the last step, whose batches are unlike. Without joint_batch and the joint loss they do not."""
-    ranks, _ = many_runs("mpirun", num_ranks, JOINT, tmp_path)
+    ranks, _ = launching.many_runs("mpirun", num_ranks, JOINT, tmp_path)
     for rank in ranks:
         for name in JOINT:
             assert rank[name]["exact"] < 1e-6, rank[name]
@@ -107,6 +112,18 @@ def test_items_are_found_nearly_as_often_as_they_can_be(finished):
 def test_an_evaluation_by_one_process_gives_the_same(finished, run):
     alone = json.loads((finished[0] / f"{run}.json").read_text())["metrics"]
     for name, value in alone.items():
+        assert value == pytest.approx(metrics(finished, run)[f"test_{name}"], rel=1e-5), name
+
+
+@pytest.mark.parametrize("run", ["sharded_clicks", "sharded_purchases"])
+def test_so_does_one_of_tables_that_were_sharded(finished, run):
+    """In a process without the other ranks."""
+    folder, results = finished
+    assert not results[run]["error"]
+    words = ["evaluate", f"run={run}", "--output", f"{run}.json"]
+    code, output = launching.run(None, 1, "python", "-m", "hvtrain", *words, cwd=folder)
+    assert code == 0, output
+    for name, value in json.loads((folder / f"{run}.json").read_text())["metrics"].items():
         assert value == pytest.approx(metrics(finished, run)[f"test_{name}"], rel=1e-5), name
 
 
