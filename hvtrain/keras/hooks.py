@@ -7,6 +7,7 @@ gradient too.
 """
 
 import io
+import logging
 import sys
 import threading
 import traceback
@@ -25,6 +26,8 @@ from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.table_steps import take_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -100,6 +103,16 @@ class Distributed:
         if self._hvtrain.reducer.compressed:
             self._hvtrain.reducer.compressed.prepare(list(variables))
         take_tables(self, variables)
+
+    def save_own_variables(self, store: Any) -> None:
+        if not any(hasattr(variable, "rank_part") for variable in self.variables):
+            super().save_own_variables(store)  # type: ignore[misc]
+            return
+        # One rank saves, and the slots are on all of them.
+        log.warning(
+            "the model is saved without the optimizer's state, which is sharded over the ranks; save what "
+            "hvd.gather_slots(optimizer), called on every rank, returns on rank 0"
+        )
 
     def __reduce__(self) -> Any:
         """Pickles and copies as the plain class, as Keras does; the copy reduces too."""

@@ -7,7 +7,6 @@ without it, with any compression and any number of ranks.
 Reduce-scatter in place of the all-reduce would send a third less, and took longer (docs/networks.md).
 """
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -23,8 +22,6 @@ from hvtrain.keras import gradients, reduction
 from hvtrain.keras.compression import ring_bytes
 from hvtrain.keras.gradients import overwrites
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
-
-log = logging.getLogger(__name__)
 
 _optimizers = keras.optimizers
 # Their steps treat each element by itself, so a variable may be cut anywhere. Others, such as LAMB,
@@ -236,16 +233,6 @@ class Sharded:
                 part.own.assign(part.cut(part.variable))
         update([part.cut(gradient) for part, gradient in own], [part.own for part, _ in own], learning_rate)
         gather_weights(parts, self._hvtrain_reducer)
-
-    def save_own_variables(self, store: Any) -> None:
-        if not self._hvtrain_parts:
-            super().save_own_variables(store)  # type: ignore[misc]
-            return
-        # One rank saves, and the slots are on all of them.
-        log.warning(
-            "the model is saved without the optimizer's state, which is sharded over the ranks; save what "
-            "hvd.gather_slots(optimizer), called on every rank, returns on rank 0"
-        )
 
 
 def gather_slots(optimizer: Any) -> dict[int, np.ndarray]:

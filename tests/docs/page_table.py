@@ -155,6 +155,10 @@ TABLE = {
         *held("needs ImageNet and GPUs; tests/training/test_imagenet.py has a small one", "-np 8", "-np 16", "-np 64"),
         *runs("", "hvtrain plan -np 256"),
     ],
+    "embedding-tables": [
+        Row("experiment=dlrm", "dataset.num_train=4096 train.epochs=1"),
+        Row("python train_clicks.py", prints="rank 0 has 500,000 rows"),
+    ],
     "input": runs(IMAGES, "benchmarks input", "--rounds 5"),
     "inspect": [Row("hvtrain inspect", makes="inspect.html")],
     "keras-hub": [*held(INSTALLED, "uv pip install"), trains("model=keras_hub", "test_accuracy", 0.12, 1)],
