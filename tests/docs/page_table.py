@@ -182,6 +182,13 @@ TABLE = {
     "parameter-servers": runs(STEPS, "horovodrun -np 4", "horovodrun -np 5", "--num-ps 1"),
     "plan": runs("", "--link-gbits 25", "--calibrate", "schedule=step"),
     "proof": held("tests/checks/test_verify.py", "hvtrain verify"),
+    "recommenders": [
+        trains("experiment=dlrm", "test_auc", 0.8, 0.85),
+        *held("tests/tasks/test_recommenders_on_ranks.py has a small table", "dataset.file=clicks.tsv"),
+        trains("runs/purchases", "test_recall_at_10", 0.78, 0.83),
+        trains("dataset=shop", "test_recall_at_10", 0.9, 1),
+        script("python recommend.py", r"user 7 may want \[7, 27, 47"),
+    ],
     "report": runs("", "hvtrain report runs/first", "--output comparison.html", "hvtrain runs"),
     "segmentation": [
         # Some epochs of those that take minutes, here and in "text"; the page says what the whole comes to.
