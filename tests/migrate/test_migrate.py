@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hvtrain.migrate.rewriting import migrate
 from in_process import run_command
 from launching import WORKERS, run
 
 pytest.importorskip("libcst", reason="libcst is not installed; ./scripts/run pytest does it")
+
+from hvtrain.migrate.rewriting import migrate
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 THIRD_PARTY = sorted((Path(__file__).parent / "scripts/third_party").glob("*.py"))
