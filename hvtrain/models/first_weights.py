@@ -52,7 +52,7 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
             del own[key]
 
     def fits(key: str) -> bool:
-        return key in arrays and arrays[key].shape == tuple(own[key].shape)
+        return key in arrays and arrays[key].shape == _whole_shape(own[key])
 
     # The head is taken as a whole, or stays new as a whole.
     new_head = [key for key in _keyed(head_of(model)) if key in own]
@@ -73,7 +73,11 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
 
     # Nothing is assigned before everything is known to fit.
     for key in taken:
-        own[key].assign(arrays[key])
+        if hasattr(own[key], "rank_part"):
+            # broadcast_model gives each rank its part.
+            own[key].whole = arrays[key]
+        else:
+            own[key].assign(arrays[key])
     new = [f"{_path(key, own[key])} {tuple(own[key].shape)}" for key in new_head]
     suffix = f"; new: {', '.join([*new, *excepted])}" if new or excepted else ""
     log.info("weights        %s parameters from %s%s", f"{sum(arrays[key].size for key in taken):,}", path, suffix)
@@ -92,6 +96,12 @@ def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
     return variables
 
 
+def _whole_shape(value: Any) -> tuple[int, ...]:
+    """Returns the shape of an array or variable; of a sharded table that of all ranks' rows."""
+    part = getattr(value, "rank_part", None)
+    return (part.num_rows, *value.shape[1:]) if part else tuple(value.shape)
+
+
 def _path(key: str, variable: Any) -> str:
     """Returns the variable's path for messages, LAYER/NAME."""
     return f"{key.rpartition('/')[0]}/{variable.name}".lstrip("/")
@@ -99,7 +109,7 @@ def _path(key: str, variable: Any) -> str:
 
 def _difference(source: str, path: str, array: Any, variable: Any) -> ConfigError:
     def describe(value: Any) -> str:
-        return "nothing" if value is None else f"shape {tuple(value.shape)}"
+        return "nothing" if value is None else f"shape {_whole_shape(value)}"
 
     return ConfigError(
         f"model.weights={source} is of another model: it has {describe(array)} where {path} of "

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 ROWS, WIDTH = 23, 3
 EQUAL = [
     *("sgd", "momentum", "adagrad", "adam", "lazy adam", "rowwise adagrad", "averages", "accumulation"),
-    *("loss scale", "tape", "all on one rank", "clipnorm", "global_clipnorm"),
+    *("loss scale", "tape", "shared by two inputs", "all on one rank", "clipnorm", "global_clipnorm"),
 ]
 
 

@@ -20,12 +20,15 @@ PLAIN = [
     *("train.epochs=2", "train.evaluation_batch_size=50", "checkpoint.every_steps=4", "checkpoint.keep=9"),
 ]
 SHARDED = [*PLAIN, "model.shard_embeddings=[user*]"]
+# At this rate weights stay what they begin as.
+TAKEN = ["train.epochs=1", "optimizer.learning_rate=1e-30"]
 FAILS = ["+callbacks.fail._target_=tables.Fail", "+callbacks.fail.batch=6"]
 RUNS = {
     "plain": PLAIN,
     "sharded": SHARDED,
     "fails": [*SHARDED, *FAILS, "run.dir={folder}/again"],
     "again": [*SHARDED, "run.dir={folder}/again"],
+    "taken": [*SHARDED, *TAKEN, "model.weights={folder}/sharded"],
     "no such layer": [*PLAIN, "model.shard_embeddings=[item*]"],
     "whole weights": [*SHARDED, "optimizer=lamb"],
 }
@@ -82,6 +85,13 @@ def test_a_run_that_failed_goes_on_to_the_same_bits(runs):
     assert "failed on purpose" in ranks[0]["fails"]["error"]
     assert "step-00000004: 4 of 18 steps were done" in output
     assert gap(state(folder / "sharded"), state(folder / "again")) == 0
+
+
+def test_a_run_begins_with_the_tables_of_another(runs):
+    folder, *_ = runs
+    weights = {name: array for name, array in state(folder / "sharded").items() if name.startswith("model/")}
+    taken = {name: array for name, array in state(folder / "taken", STEPS // 2).items() if name.startswith("model/")}
+    assert gap(weights, taken) == 0
 
 
 def test_the_summary_names_the_tables(runs):

@@ -30,10 +30,12 @@ TABLE = RANDOM.normal(size=(ROWS, WIDTH)).astype("float32")
 OWN = np.array_split(np.arange(JOINT), size)[rank]
 
 
-def new_model(layer):
+def new_model(layer, num_calls=1):
     ids = keras.Input((2,), dtype="int32")
     kernel = keras.initializers.RandomNormal(seed=3)
-    return keras.Model(ids, layers.Dense(1, kernel_initializer=kernel, name="out")(layers.Flatten()(layer(ids))))
+    parts = keras.ops.split(ids, num_calls, axis=1)
+    rows = layers.Concatenate(axis=1)([layer(part) for part in parts]) if num_calls > 1 else layer(ids)
+    return keras.Model(ids, layers.Dense(1, kernel_initializer=kernel, name="out")(layers.Flatten()(rows)))
 
 
 def whole(variable):
@@ -42,9 +44,9 @@ def whole(variable):
     return rows.gather(variable) if rows else variable.numpy()
 
 
-def trained(optimizer, layer, ids, targets, tape=False):
+def trained(optimizer, layer, ids, targets, tape=False, num_calls=1):
     """The table and the dense kernel after a step for each batch of ids and targets."""
-    model = new_model(layer)
+    model = new_model(layer, num_calls)
     layer.load_own_variables({"0": TABLE})
     hvd.broadcast_model(model)
     optimizer.build(model.trainable_variables)
@@ -74,11 +76,11 @@ class Summed(layers.Embedding):
         return tf.one_hot(inputs, ROWS) @ self._embeddings
 
 
-def compared(make, ids=IDS, tape=False, reference=layers.Embedding, wrapped=True, **options):
+def compared(make, ids=IDS, tape=False, reference=layers.Embedding, wrapped=True, num_calls=1, **options):
     """Largest difference on rank 0 from one process with the joint batch; 0.0 on other ranks."""
     plain = trained(make(), reference(ROWS, WIDTH), ids, TARGETS)
     optimizer = hvd.DistributedOptimizer(make(), **options) if wrapped else make()
-    sharded = trained(optimizer, hvd.ShardedEmbedding(ROWS, WIDTH), ids[:, OWN], TARGETS[:, OWN], tape)
+    sharded = trained(optimizer, hvd.ShardedEmbedding(ROWS, WIDTH), ids[:, OWN], TARGETS[:, OWN], tape, num_calls)
     return gap(plain, sharded) if rank == 0 else 0.0
 
 
@@ -181,6 +183,7 @@ results = {
         "accumulation": compared(lambda: optimizers.SGD(0.2, gradient_accumulation_steps=2)),
         "loss scale": compared(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.2))),
         "tape": compared(lambda: optimizers.SGD(0.2), tape=True, wrapped=False),
+        "shared by two inputs": compared(lambda: hvd.optimizers.LazyAdam(0.01), num_calls=2),
         "all on one rank": compared(lambda: optimizers.SGD(0.2), ids=IDS // size * size),
         "clipnorm": compared(lambda: optimizers.SGD(0.2, clipnorm=0.05), reference=Summed),
         "global_clipnorm": compared(lambda: optimizers.SGD(0.2, global_clipnorm=0.05), reference=Summed),
