@@ -2,11 +2,14 @@
 
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from PIL import Image
 
+from damage import let_go
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays
 from hvtrain.data.pipeline.decoding import Sizing
@@ -100,8 +103,10 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
         source = SegmentationFolder(str(folder), **OPTIONS)
         try:
             next(iter(source.training(StreamRequest(Topology(), 6, 1, 0, 1))))
-        except Exception as error:
-            raise source.explain(error) from error
+        except tf.errors.OpError as error:
+            explained = source.explain(error)
+        let_go()
+        raise explained
 
     write(mask, np.zeros((16, 20), "uint8"))
     with pytest.raises(
@@ -125,7 +130,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
         first_batch()
     write(mask, np.zeros((16, 24), "uint8"))
     (folder / "train/images/train4.png").write_bytes(b"\x89PNG nothing")
-    with pytest.raises(DataError, match=r"train4.png cannot be read"):
+    with pytest.raises(DataError, match=r"train/images/train4.png: .*; fix or remove it, or leave out what"):
         first_batch()
 
 
@@ -134,10 +139,23 @@ def test_wrong_settings_are_refused(tmp_path):
         SegmentationFolder(str(tmp_path), **OPTIONS)
     with pytest.raises(ConfigError, match=r"class_names has 1 names for 3 classes"):
         SegmentationFolder(str(make(tmp_path)), **OPTIONS, class_names=["a"])
-    source = SegmentationFolder(str(tmp_path), **OPTIONS)
+
+
+def test_images_and_masks_that_cannot_be_read_are_left_out(tmp_path):
+    folder = make(tmp_path)
+    whole = SegmentationFolder(str(folder), **OPTIONS)
+    _, expected = next(whole.evaluation("train", Topology(), 6).as_numpy_iterator())
+    write(folder / "train/masks/train2.png", np.full((16, 24), 7, "uint8"))
+    (folder / "train/images/train4.png").write_bytes(b"\x89PNG nothing")
+    source = SegmentationFolder(str(folder), **OPTIONS)
     source.on_error = "skip"
-    with pytest.raises(ConfigError, match="cannot skip what it cannot read"):
-        source.training(StreamRequest(Topology(), 6, 1, 0, 1))
+    ((images, masks),) = source.evaluation("train", Topology(), 6).as_numpy_iterator()
+    assert len(images) == 4 and np.array_equal(masks, expected[[0, 1, 3, 5]])
+    images, masks = next(source.training(StreamRequest(Topology(), 6, 1, 0, 1)).as_numpy_iterator())
+    assert images.shape == (6, 8, 12, 3) and masks.shape == (6, 8, 12) and set(np.unique(masks)) == {1, 2, IGNORED}
+    left_out = {Path(item.location).name: item.problem for item in source.unreadable()}
+    assert sorted(left_out) == ["train2.png", "train4.png"]
+    assert left_out["train2.png"].endswith("train2.png has the label 7, outside 0 ... 2; fix it or num_classes")
 
 
 def test_masks_in_arrays_move_with_their_images():

@@ -142,9 +142,7 @@ def test_a_model_on_the_hub_is_loaded_by_the_code_of_its_card(hub, folder, monke
 
 def test_who_is_not_logged_in_is_told_before_the_export(hub, folder, monkeypatch, tmp_path):
     monkeypatch.setattr(Hub, "error", OSError("Token is required, but no token found.\nMore of it"))
-    with pytest.raises(
-        ConfigError, match=r"repo=hf://me/digits cannot be used: .*no token found.*; log in with: "
-    ):
+    with pytest.raises(ConfigError, match=r"repo=hf://me/digits cannot be used: .*no token found.*; log in with: "):
         export_words(
             monkeypatch, f"run={folder / 'run'}", "format=hf", "repo=hf://me/digits", "--output", tmp_path / "exported"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,11 @@ from hvtrain.data.formats.record_files import scan_records
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
 from hvtrain.data.sources.tfrecord import TFRecords
+from hvtrain.data.sources.webdataset import web_dataset
+from shards import write_shard
 from tiny_data import SHAPE, random_images, write_folder
 
-FILE_KINDS = ["image_folder", "image_folder_cached", "parquet", "parquet_pixels", "tfrecord"]
+FILE_KINDS = ["image_folder", "image_folder_cached", "parquet", "parquet_pixels", "tfrecord", "webdataset"]
 
 
 def broken(kind: str, folder: Path, num_examples: int, bad: set[int], split: str = "train") -> None:
@@ -26,6 +30,13 @@ def broken(kind: str, folder: Path, num_examples: int, bad: set[int], split: str
         write_folder(folder / split, images, labels)
         for number in bad:
             image_path(folder, number, split).write_bytes(b"no image")
+    elif kind == "webdataset":
+        encoded = [b"no" if number in bad else tf.io.encode_png(image).numpy() for number, image in enumerate(images)]
+        for shard, numbers in enumerate(np.array_split(np.arange(num_examples), 2)):
+            members = []
+            for number in numbers:
+                members += [(f"{number}.png", encoded[number]), (f"{number}.cls", str(labels[number]).encode())]
+            write_shard(folder / f"{split}-{shard}.tar", members)
     elif kind == "tfrecord":
         for path in write_tfrecords(folder, split, images, labels, num_files=2):
             file = int(path.name.split("-")[1])
@@ -55,6 +66,8 @@ def opened(kind: str, folder: Path, on_error: str, **options) -> Source:
     source: Source
     if kind.startswith("image_folder"):
         source = ImageFolder(str(folder), SHAPE, cache=kind.endswith("cached"), **{"flip": False, **options})
+    elif kind == "webdataset":
+        source = web_dataset(str(folder), SHAPE, 3, **options)
     elif kind == "tfrecord":
         source = TFRecords(str(folder), SHAPE, 3, shuffle_buffer=5, **options)
     else:
@@ -65,3 +78,13 @@ def opened(kind: str, folder: Path, on_error: str, **options) -> Source:
 
 def arrays_of(batches: tf.data.Dataset) -> list[tuple[np.ndarray, np.ndarray]]:
     return list(batches.as_numpy_iterator())
+
+
+def let_go():
+    """Ends the stream that failed last, once its own threads are done.
+
+    The error holds it in a cycle. Collected by a thread of the next stream, it would wait for threads that wait for
+    that one.
+    """
+    time.sleep(0.2)
+    gc.collect()

@@ -169,11 +169,11 @@ class _BatchRepair:
         read = source.sure_reader(split, topology)
         self._readers = tf.function(read), read
 
-    def __call__(self, blank: np.ndarray, *batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the images and int32 labels that can be read of a batch.
+    def __call__(self, blanks: Example, *batch: np.ndarray) -> Example:
+        """Returns the images and targets that can be read of a batch.
 
         Args:
-            blank: images of a batch of no examples.
+            blanks: images and targets of a batch of no examples.
             batch: the failed batch, as its reader takes it.
         """
         examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
@@ -185,11 +185,10 @@ class _BatchRepair:
                 raise self._nothing_left(next(reversed(self._skipped.values())), "of its batch")
             good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
 
-        images = np.stack([image for image, _ in good]) if good else blank
-        return images, np.array([label for _, label in good], np.int32)
+        return [np.stack(parts) for parts in zip(*good)] if good else blanks
 
-    def _read(self, example: Example) -> tuple[np.ndarray, int] | None:
-        """Returns an image and its label; None if they are skipped.
+    def _read(self, example: Example) -> tuple[np.ndarray, ...] | None:
+        """Returns an image and its target; None if they are skipped.
 
         Raises:
             DataError: if the source does not skip, or nothing is left of the evaluation.
@@ -199,11 +198,13 @@ class _BatchRepair:
             problem = ""
             try:
                 with tf.device("CPU:0"):
-                    images, labels = read(*map(tf.constant, example))
-                if labels[0] >= 0:
-                    return images[0].numpy(), int(labels[0])
+                    images, targets = read(*map(tf.constant, example))
+                if tf.reduce_all(targets >= 0):
+                    return images[0].numpy(), targets[0].numpy()
             except tf.errors.OpError as error:
                 problem = reason(error)
+            except DataError as error:  # As Python code of a reader raises it outside of a graph.
+                problem = str(error)
 
         # The crop's draws, which come last, are none of the source's parts.
         parts = example[:-1] if self._is_training and source.sizing.crop else example
@@ -240,7 +241,7 @@ def read_batches(
     Args:
         batches: (step, batch) as the reader takes it.
         read: the reader.
-        repair: gives images and labels, in plain Python, for a batch that read() fails on or of
+        repair: gives images and targets, in plain Python, for a batch that read() fails on or of
             which a label is -1; see _BatchRepair.
         postprocess: what is done with each batch that was read.
         topology: tells how many ranks share the cores of this host.
@@ -249,16 +250,15 @@ def read_batches(
     def whole_or_repaired(step, batch):
         single = tf.data.Dataset.from_tensors(batch)
         whole = single.map(read)
-        images, labels = whole.element_spec
-        blank = np.zeros([0, *images.shape[1:]], images.dtype.as_numpy_dtype)
+        specs = whole.element_spec
+        blanks = [np.zeros([0, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in specs]
 
         def repaired(*batch):
-            types = [images.dtype, labels.dtype]
-            pixels, classes = tf.numpy_function(partial(repair, blank), batch, types)
+            tensors = tf.numpy_function(partial(repair, blanks), batch, [spec.dtype for spec in specs])
             # A Python function hides the shapes from the graph.
-            return tf.ensure_shape(pixels, images.shape), tf.ensure_shape(classes, labels.shape)
+            return tuple(tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, specs))
 
-        whole = whole.filter(lambda _, labels: tf.reduce_all(labels >= 0)).ignore_errors()
+        whole = whole.filter(lambda _, targets: tf.reduce_all(targets >= 0)).ignore_errors()
         # The second part is made only if the first is empty.
         either = whole.concatenate(single.map(repaired)).take(1)
         return either.map(lambda *pair: postprocess(step, *pair))

@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -25,11 +25,39 @@ from hvtrain.errors import ConfigError, DataError
 
 CACHE_BATCH = 32  # Images that are decoded at a time, when a shard is cached.
 
-Files = list[tuple[str, int]]
-"""Paths and labels."""
+Files = list[tuple[str, Any]]
+"""Paths of images, each with its class or the path of its mask."""
 
 
-class ImageFolder(FileSource, IndexedSource):
+class ListedImages(FileSource, IndexedSource):
+    """Images by their paths. A subclass lists them in _files, by split, and reads them."""
+
+    _files: dict[str, Files]
+    read_file: Callable[[Any], tf.Tensor] = staticmethod(tf.io.read_file)
+
+    def num_examples(self, split: str) -> int:
+        return len(self._files.get(split, []))
+
+    def shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, list[Any]]:
+        """Returns the paths of this rank's images, as a tensor, and their targets."""
+        files = self._files.get(split, [])
+        local = [files[index] for index in topology.share(len(files))]
+        with tf.device("CPU:0"):
+            return tf.constant([path for path, _ in local], tf.string), [target for _, target in local]
+
+    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
+        files = self._files[split]
+        number = example[0][0]  # Within the rank's shard.
+        path, _ = files[topology.share(len(files))[number]]
+        return Unreadable(path, problem.removeprefix(f"{path}; "))
+
+    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
+        # Without masks, which are not inputs of the saved model.
+        paths, _ = self.shard(split, topology)
+        return [self.sizing.whole(self.read_file(path)).numpy() for path in paths[:number]]
+
+
+class ImageFolder(ListedImages):
     """Images in one folder per class. Pixels are scaled to 0 ... 1.
 
     Class names are the sorted folder names of the training part. Another part may lack some of them.
@@ -57,7 +85,6 @@ class ImageFolder(FileSource, IndexedSource):
     """
 
     name = "image_folder"
-    read_file = staticmethod(tf.io.read_file)
 
     def __init__(
         self,
@@ -174,9 +201,6 @@ class ImageFolder(FileSource, IndexedSource):
     def class_counts(self) -> np.ndarray | None:
         return np.bincount(self.whole_targets()["train"], minlength=self.num_classes)
 
-    def num_examples(self, split: str) -> int:
-        return len(self._files.get(split, []))
-
     def paths(self, split: str) -> list[str]:
         return [path for path, _ in self._files.get(split, [])]
 
@@ -195,7 +219,9 @@ class ImageFolder(FileSource, IndexedSource):
         return read
 
     def sure_reader(self, split: str, topology: Topology) -> Read:
-        paths, labels = self._shard(split, topology)
+        paths, targets = self.shard(split, topology)
+        with tf.device("CPU:0"):
+            labels = tf.constant(targets, tf.int32)
 
         def read(indices, *draws):
             images = decode_batch(tf.map_fn(self.read_file, tf.gather(paths, indices)), self.sizing, *draws)
@@ -203,30 +229,9 @@ class ImageFolder(FileSource, IndexedSource):
 
         return read
 
-    def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
-        files = self._files[split]
-        number = example[0][0]  # Within the rank's shard.
-        path, _ = files[topology.share(len(files))[number]]
-        return Unreadable(path, problem.removeprefix(f"{path}; "))
-
-    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        paths, _ = self._shard(split, topology)
-        encoded = map(self.read_file, paths[:number])
-        return [self.sizing.whole(image).numpy() for image in encoded]
-
-    def _shard(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns this rank's paths and labels."""
-        files = self._files.get(split, [])
-        local = [files[index] for index in topology.share(len(files))]
-        with tf.device("CPU:0"):
-            paths = tf.constant([path for path, _ in local], tf.string)
-            labels = tf.constant([label for _, label in local], tf.int32)
-
-        return paths, labels
-
     def _decode_all(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
         """Decodes this rank's images, uint8 [n, h, w, c], and returns them with their labels."""
-        paths, labels = self._shard(split, topology)
+        paths, labels = self.shard(split, topology)
         pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
         # -1 stays where an image cannot be read: then it is read again, and named, when it is used.
         readable_labels = np.full([len(paths)], -1, np.int32)
@@ -240,7 +245,7 @@ class ImageFolder(FileSource, IndexedSource):
         batches = finish(images.batch(CACHE_BATCH), topology)
         for numbers, batch in batches.as_numpy_iterator():
             pixels[numbers] = batch
-            readable_labels[numbers] = labels.numpy()[numbers]
+            readable_labels[numbers] = np.array(labels)[numbers]
 
         with tf.device("CPU:0"):
             return tf.constant(pixels), tf.constant(readable_labels)

@@ -1,6 +1,5 @@
 """Images and masks as files: folders of both, or the layout of PASCAL VOC."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +13,13 @@ from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed, percent
 from hvtrain.data.formats.folders import left_out, split_folders, visible
 from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
-from hvtrain.data.manifest import data_path, with_files
-from hvtrain.data.pipeline.decoding import Sizing, decode, decode_batch
-from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
-from hvtrain.data.pipeline.transform import IGNORED, Transform, check_image_shape
-from hvtrain.data.source import Preprocessing, check_class_names, reason
-from hvtrain.data.sources.file_source import (
-    NotesFailure,
-    decoded_preprocessing,
-)
-from hvtrain.data.sources.mask_files import MaskReader, Pairs, pair_up, parse_colors
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.data.pipeline.decoding import decode_batch
+from hvtrain.data.pipeline.streams import Read
+from hvtrain.data.pipeline.transform import IGNORED, Transform
+from hvtrain.data.source import check_class_names
+from hvtrain.data.sources.image_folder import Files, ListedImages
+from hvtrain.data.sources.mask_files import MaskReader, pair_up, parse_colors
+from hvtrain.errors import DataError
 
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "gt")
@@ -33,7 +28,7 @@ MAX_COUNTED = 64
 """Masks of a split whose pixels are counted before training."""
 
 
-class SegmentationFolder(NotesFailure, IndexedSource):
+class SegmentationFolder(ListedImages):
     """Images, and a mask of class indices for each.
 
     Images are resized, and scaled to 0 ... 1; masks are resized to the nearest pixel, and padding is
@@ -64,7 +59,6 @@ class SegmentationFolder(NotesFailure, IndexedSource):
     """
 
     name = "segmentation_folder"
-    read_file = staticmethod(tf.io.read_file)
     no_random_crop = "has masks, which such a crop does not move"
 
     def __init__(
@@ -78,23 +72,19 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         colors: Sequence[Any] | None = None,
         **sizing: Any,
     ) -> None:
-        self.folder = data_path(dir)
-        self.origin = str(self.folder)
-        self.image_shape = check_image_shape(image_shape)
+        transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
+        super().__init__(dir, image_shape, transform, **sizing)
         self.num_classes = num_classes
         self.class_names = check_class_names(class_names, num_classes)
-        self.transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
 
-        self.sizing = Sizing(self.image_shape, **sizing)
-
-        self._pairs, self._warnings = self.list_pairs()
-        if not self._pairs.get("train"):
+        self._files, self._warnings = self.list_pairs()
+        if not self._files.get("train"):
             raise DataError(
                 f"{self.folder} holds no training images; files are needed as "
                 "train/images/NAME.jpg and train/masks/NAME.png, or in the layout of PASCAL VOC"
             )
 
-        images = sample([image for image, _ in self._pairs["train"]])
+        images = sample([image for image, _ in self._files["train"]])
         self._look = describe_images(zip(images, images), self.sizing.phrase(), self.sizing.exif)
         self._masks = MaskReader(num_classes, parse_colors(colors, num_classes), self.sizing)
         values = set(self._count("train"))
@@ -102,7 +92,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         if num_classes == 2 and not colors and IGNORED in values <= {0, IGNORED}:
             self._masks = replace(self._masks, is_binary=True)
 
-    def list_pairs(self) -> tuple[dict[str, Pairs], list[str]]:
+    def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
         """Lists the images and masks of each split, and warnings."""
         # PASCAL VOC has files that list the images of each split; otherwise each split is a folder.
         if (self.folder / "ImageSets").is_dir():
@@ -111,7 +101,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
 
     def _count(self, split: str) -> Counter[int]:
         """Counts the pixels of each label in some masks of a split."""
-        return self._masks.count(sample([mask for _, mask in self._pairs[split]], MAX_COUNTED))
+        return self._masks.count(sample([mask for _, mask in self._files[split]], MAX_COUNTED))
 
     def description(self) -> dict[str, list[str]]:
         phrases = []
@@ -119,7 +109,7 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         if self._masks.is_binary:
             phrases.append("0 and 255, read as the classes 0 and 1")
         names = [str(name) for name in self.class_names or range(self.num_classes)]
-        for split, pairs in self._pairs.items():
+        for split, pairs in self._files.items():
             counts = self._count(split)
             if self._masks.is_binary:
                 counts = Counter({0: counts[0], 1: counts[IGNORED]})
@@ -138,79 +128,31 @@ class SegmentationFolder(NotesFailure, IndexedSource):
         mask = tf.TensorSpec(self.image_shape[:2], tf.uint8)
         return image, mask
 
-    def num_examples(self, split: str) -> int:
-        return len(self._pairs.get(split, []))
-
-    def manifest(self) -> dict[str, Any]:
-        def paths(split):
-            return [path for pair in self._pairs.get(split, ()) for path in pair]
-
-        return with_files(super().manifest(), self.folder, paths)
+    def paths(self, split: str) -> list[str]:
+        return [path for pair in self._files.get(split, ()) for path in pair]
 
     def reader(self, split: str, topology: Topology) -> Read:
-        if self.on_error == "skip":
-            raise ConfigError(f"dataset={self.name} cannot skip what it cannot read; use data.on_error=stop")
-
-        end_with_python()
+        paths, masks = self.shard(split, topology)
         height, width, _ = self.image_shape
-        pairs = self._shard(split, topology)
-        with tf.device("CPU:0"):
-            image_paths = tf.constant([image for image, _ in pairs], tf.string)
 
         # By Pillow, since TensorFlow turns the palette of a PNG into colours.
-        def read_masks(indices):
-            try:
-                return np.stack([self._masks.read(pairs[index]) for index in indices])
-            except DataError as error:
-                raise self.fail(str(error)) from error
+        def read_masks(images, indices):
+            return np.stack([self._masks.read((path.decode(), masks[row])) for path, row in zip(images, indices)])
 
         def read(indices):
-            masks = tf.numpy_function(read_masks, [indices], tf.uint8)
-            images = decode_batch(tf.map_fn(self.read_file, tf.gather(image_paths, indices)), self.sizing)
-            return images, tf.ensure_shape(masks, [None, height, width])
+            local = tf.gather(paths, indices)
+            classes = tf.numpy_function(read_masks, [local, indices], tf.uint8)
+            images = decode_batch(tf.map_fn(self.read_file, local), self.sizing)
+            return images, tf.ensure_shape(classes, [None, height, width])
 
         return read
-
-    def _shard(self, split: str, topology: Topology) -> Pairs:
-        """Returns this rank's pairs."""
-        pairs = self._pairs.get(split, [])
-        return [pairs[index] for index in topology.share(len(pairs))]
 
     def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
         images, masks = elements
         return self.transform.augment_with_masks(images, masks, seed)
 
-    def preprocessing(self) -> Preprocessing:
-        return decoded_preprocessing(self.transform, self.sizing)
 
-    def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        # Without masks, which are not inputs of the saved model.
-        pairs = self._shard(split, topology)[:number]
-        encoded = [self.read_file(image) for image, _ in pairs]
-        return [self.sizing.whole(image).numpy() for image in encoded]
-
-    def explain(self, error: Exception) -> Exception:
-        explained = super().explain(error)
-        if explained is not error:
-            return explained
-
-        is_of_a_file = isinstance(
-            error, tf.errors.InvalidArgumentError | tf.errors.NotFoundError | tf.errors.UnknownError
-        )
-        # All images are read below, so not after another error, such as that of a layer.
-        if not is_of_a_file or not re.search("DecodeImage|ReadFile|PyFunc", str(error)):
-            return error
-        for pairs in self._pairs.values():
-            for image, _ in pairs:
-                try:  # TensorFlow does not say which image it could not decode.
-                    decode(self.read_file(image), self.sizing)
-                except tf.errors.OpError as failure:
-                    return DataError(f"{image} cannot be read: {reason(failure)}; fix or remove it")
-
-        return error
-
-
-def list_pairs(folder: Path) -> tuple[dict[str, Pairs], list[str]]:
+def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
     """Lists images and masks by split, and what belongs to neither, as warnings.
 
     The folders are SPLIT/images/ and SPLIT/masks/, or images/SPLIT/ and masks/SPLIT/.
@@ -223,7 +165,7 @@ def list_pairs(folder: Path) -> tuple[dict[str, Pairs], list[str]]:
         parts = split_folders(images).items()
         folders = {split: (path, mask_folders.get(split, masks / path.name)) for split, path in parts}
 
-    pairs: dict[str, Pairs] = {}
+    pairs: dict[str, Files] = {}
     warnings = []
     for split, (image_parent, mask_parent) in folders.items():
         if image_parent == mask_parent:
@@ -249,7 +191,7 @@ def _named(folder: Path, names: Sequence[str]) -> Path | None:
     return matches[0] if matches else None
 
 
-def voc_pairs(folder: Path) -> dict[str, Pairs]:
+def voc_pairs(folder: Path) -> dict[str, Files]:
     """Lists the pairs of the lists of PASCAL VOC, in their order."""
     images = {path.stem: path for path in visible(folder / "JPEGImages")}
     pairs = {}

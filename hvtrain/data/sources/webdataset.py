@@ -17,13 +17,11 @@ from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import is_junk
 from hvtrain.data.formats.image_files import SUFFIXES
 from hvtrain.data.formats.tar_files import Member, address, expand_numbers, find_members, member_bytes
-from hvtrain.data.manifest import data_path, with_files
-from hvtrain.data.pipeline.streams import IndexedSource
+from hvtrain.data.manifest import data_path
 from hvtrain.data.pipeline.transform import Transform
 from hvtrain.data.source import LEAVE_OUT, Source, Unreadable, check_class_names
 from hvtrain.data.sources.file_source import FileSource
-from hvtrain.data.sources.image_folder import ImageFolder
-from hvtrain.data.sources.mask_files import Pairs
+from hvtrain.data.sources.image_folder import Files, ImageFolder
 from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
@@ -36,8 +34,6 @@ INDEXED_AT_ONCE = 16
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 
 TargetOf = Callable[[Path, Member], Any]
-Rows = list[tuple[str, Any]]
-"""The address of an image, and its class or the address of its mask."""
 
 
 def web_dataset(
@@ -128,14 +124,14 @@ class Shards:
         """The shards of a split; those of train for examples that were taken out of it."""
         return [str(path) for path in self.by_split.get(split, self.by_split["train"])]
 
-    def examples(self, target_of: TargetOf, refuse: Callable[[Unreadable], None]) -> dict[str, Rows]:
+    def examples(self, target_of: TargetOf, refuse: Callable[[Unreadable], None]) -> dict[str, Files]:
         """Lists the examples of each split.
 
         Args:
             target_of: Returns the target of a member, or raises DataError.
             refuse: Raises an error for what cannot be used, or leaves it out.
         """
-        examples: dict[str, Rows] = {}
+        examples: dict[str, Files] = {}
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
             for split, shards in self.by_split.items():
                 parts = list(pool.map(partial(self._examples_of, target_of), shards))
@@ -167,7 +163,7 @@ class Shards:
         suffix, *names = self.label_key.split(".")
         return (suffix, names) if suffix == "json" else (self.label_key, [])
 
-    def _examples_of(self, target_of: TargetOf, shard: Path) -> tuple[Rows, list[Unreadable]]:
+    def _examples_of(self, target_of: TargetOf, shard: Path) -> tuple[Files, list[Unreadable]]:
         """Lists the examples of a shard, and what cannot be used."""
         members, defect = find_members(shard)
         problems = [Unreadable(str(shard), defect, None)] if defect else []
@@ -220,7 +216,7 @@ class ShardedImages(ImageFolder):
         shards.by_split  # noqa: B018
 
     @cached_property
-    def _files(self) -> dict[str, Rows]:  # type: ignore[override]
+    def _files(self) -> dict[str, Files]:  # type: ignore[override]
         """Listed on first use, since on_error, which is set after opening, says what damage does."""
         return self._shards.examples(self._class_of, self._refuse)
 
@@ -269,11 +265,11 @@ class ShardedMasks(SegmentationFolder):
         self._shards = shards
         super().__init__(str(shards.folder), *settings, **more)
 
-    def list_pairs(self) -> tuple[dict[str, Pairs], list[str]]:
+    def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
         return self._shards.examples(address, self._refuse), []
 
     def _refuse(self, problem: Unreadable) -> None:
         raise DataError(f"{problem.location}: {problem.problem}; {ADVICE}")
 
-    def manifest(self) -> dict[str, Any]:
-        return with_files(IndexedSource.manifest(self), self.folder, self._shards.paths)
+    def paths(self, split: str) -> list[str]:
+        return self._shards.paths(split)
