@@ -48,9 +48,17 @@ FAULTS = [
         "sparse-unreduced",
         "sparse gradients stay on their rank",
         "keras/reduction.py",
-        'reduced[i] = self._reduce_sparse(reduced[i], f"{self.name}_sparse_{i}")',
+        'reduced[i] = gather_rows(reduced[i], f"{self.name}_sparse_{i}", self.process_set)',
         "reduced[i] = reduced[i]",
         (f"{DROP_IN}::test_tapes_reduce_dense_and_sparse_gradients[mpi-2]",),
+    ),
+    Fault(
+        "table-summed",
+        "rows of sharded tables get the sum over the ranks instead of the mean",
+        "keras/reduction.py",
+        "reduced[i] = self._scaled(merge_rows(gradient), averages=self.op == hvd.Average)",
+        "reduced[i] = self._scaled(merge_rows(gradient), averages=False)",
+        ("tests/keras/test_sharded_embedding.py::test_training_equals_one_process_on_the_joint_batch[gloo-3-sgd]",),
     ),
     Fault(
         "micro-steps-reduced",

@@ -94,8 +94,11 @@ def rows_of(variable: Any) -> Rows | None:
 def distribute_whole(variables: Sequence[Any]) -> None:
     """Gives each rank its parts of variables whose attribute `whole` rank 0 has set (every rank)."""
     parts = [variable for variable in variables if hasattr(variable, "rank_part")]
-    if parts and hvd.broadcast_object(any(hasattr(part, "whole") for part in parts), 0, name="hvtrain.has_whole"):
-        for part in parts:
+    if not parts or hvd.size() == 1:
+        return
+    are_set = hvd.broadcast_object([hasattr(part, "whole") for part in parts], 0, name="hvtrain.whole")
+    for part, is_set in zip(parts, are_set):
+        if is_set:
             part.rank_part.scatter(part, vars(part).pop("whole", None))
 
 
