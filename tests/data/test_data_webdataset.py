@@ -155,6 +155,14 @@ def test_shards_that_are_not_there(names, message, tmp_path):
         opened(tmp_path, train=names)
 
 
+def test_a_shard_is_read_once_and_in_one_split(tmp_path):
+    write_shards(tmp_path, "train", *random_images(6), 2)
+    names = ["train-000001.tar", "train*.tar", "train-{000000..000001}.tar"]
+    assert opened(tmp_path, train=names).num_examples("train") == 6
+    with pytest.raises(DataError, match=r"train-000001.tar is in dataset.train and dataset.test; leave it out of one"):
+        opened(tmp_path, train="train*.tar", test="train-000001.tar")
+
+
 def write_labels(folder, suffix, texts):
     images, _ = random_images(len(texts))
     members = []

@@ -76,7 +76,8 @@ def web_dataset(
         ConfigError: if num_validation does not fit the shards.
         DataError: if there is no shard, one is damaged or compressed, or an example lacks a part.
     """
-    shards = Shards(data_path(dir), (train, validation, test), image_key, label_key, num_validation)
+    names = [[part] if isinstance(part, str) else part for part in (train, validation, test)]
+    shards = Shards(data_path(dir), names, image_key, label_key, num_validation)
     settings = (image_shape, num_classes, class_names, shift_pixels, flip)
     if label_key.lower().endswith(SUFFIXES):
         return ShardedMasks(shards, *settings, colors=colors, **sizing)
@@ -98,24 +99,28 @@ class Shards:
     """The examples in some shards; see web_dataset for the attributes."""
 
     folder: Path
-    names: Sequence[str | Sequence[str]]
+    names: Sequence[Sequence[str]]
     image_keys: Sequence[str]
     label_key: str
     num_validation: int
 
     @cached_property
     def by_split(self) -> dict[str, list[Path]]:
-        """The shards of each split. Raises DataError if one is not there."""
-        shards: dict[str, list[Path]] = {}
-        for split, names in zip(Source.SPLITS, self.names):
-            patterns = [names] if isinstance(names, str) else names
+        """The shards of each split. Raises DataError if one is not there, or in two splits."""
+        splits: dict[Path, str] = {}
+        for split, patterns in zip(Source.SPLITS, self.names):
             for name in [name for pattern in patterns for name in expand_numbers(pattern)]:
                 paths = [path for path in sorted(self.folder.glob(name)) if not is_junk(path.name)]
-                if paths:
-                    shards[split] = [*shards.get(split, []), *paths]
-                elif "*" not in name:
+                if not paths and "*" not in name:
                     raise DataError(f"{self.folder / name} is not there; fetch it, or change dataset.{split}")
+                for path in paths:
+                    # Two patterns of a split may name the same shard.
+                    if splits.setdefault(path, split) != split:
+                        raise DataError(f"{path} is in dataset.{splits[path]} and dataset.{split}; leave it out of one")
 
+        shards: dict[str, list[Path]] = {}
+        for path, split in splits.items():
+            shards.setdefault(split, []).append(path)
         if "train" not in shards:
             raise DataError(f"{self.folder} has no {listed(self.names[0])}; set dataset.train to its tar files")
         return shards
