@@ -105,6 +105,16 @@ def test_clicks_have_a_known_best_auc():
     assert again.manifest() == source.manifest()
 
 
+def test_drawings_that_cannot_be_made_are_refused():
+    with pytest.raises(ConfigError, match=r"dataset.num_items=30 is no multiple of num_clusters=4; give one"):
+        purchases(num_items=30, num_clusters=4)
+    with pytest.raises(ConfigError, match=r"dataset.category_sizes=\[9\] has fewer than two features; give another"):
+        clicks(category_sizes=[9])
+    for name in ("num_train", "num_test", "num_users", "num_clusters"):
+        with pytest.raises(ConfigError, match=rf"^dataset.{name}=0 is out of range; it must be at least 1$"):
+            purchases(**{name: 0})
+
+
 def test_purchases_follow_the_clusters():
     source = purchases(num_train=100, num_test=20_000, num_users=60, num_items=40, num_clusters=4)
     inputs, items = source.parts()["test"].elements

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.data.sources.memory import MemorySource
+from hvtrain.errors import ConfigError
 
 ZIPF = 1.3
 """Exponent of the frequencies of ids, which are as uneven as in logs: most ids are rare."""
@@ -32,7 +33,13 @@ def clicks(
         num_train, num_test: examples of each split.
         category_sizes: ids of each categorical feature, two features at least.
         seed: of the drawing, the same in every run.
+
+    Raises:
+        ConfigError: a number is below 1, or there are fewer features.
     """
+    if len(category_sizes) < 2:
+        raise ConfigError(f"dataset.category_sizes={list(category_sizes)} has fewer than two features; give another")
+    _check_counts(num_train=num_train, num_test=num_test, category_sizes=min(category_sizes))
     from sklearn.metrics import roc_auc_score
 
     random = np.random.default_rng(seed)
@@ -72,7 +79,13 @@ def purchases(
         num_train, num_test: examples of each split.
         num_users, num_items, num_clusters: the items must be a multiple of the clusters.
         seed: of the drawing, the same in every run.
+
+    Raises:
+        ConfigError: a number is below 1, or the items are no such multiple.
     """
+    _check_counts(num_train=num_train, num_test=num_test, num_users=num_users, num_clusters=num_clusters)
+    if num_items % num_clusters:
+        raise ConfigError(f"dataset.num_items={num_items} is no multiple of num_clusters={num_clusters}; give one")
     random = np.random.default_rng(seed)
     number = num_train + num_test
     users = random.integers(num_users, size=number)
@@ -84,6 +97,12 @@ def purchases(
     inputs = {"query": users[:, None], "item": items[:, None]}
     facts = {"query_sizes": [num_users], "item_sizes": [num_items], "catalogue": np.arange(num_items)[:, None]}
     return _source("purchases", inputs, items, num_train, **facts)
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"dataset.{name}={count} is out of range; it must be at least 1")
 
 
 def _source(name: str, inputs: Any, targets: np.ndarray, num_train: int, **facts: Any) -> MemorySource:
