@@ -57,7 +57,8 @@ def export_checked(run: FinishedRun, model_format: str, path: Path, result: Mapp
     facts = {**description(run.source, run.task, preprocessing), "checkpoint": run.checkpoint}
     beside = files_beside(path, model_format, json.dumps(facts, indent=2) + "\n", run.source.assets())
     if model_format == "hf":
-        beside[path / CARD_FILE] = model_card(facts, result, run.task.name, address).encode()
+        is_image = "image_shape" in run.source.facts()
+        beside[path / CARD_FILE] = model_card(facts, result, run.task.name, is_image, address).encode()
     model = with_preprocessing(run.in_float32(), run.task, preprocessing)
     examples = real_examples(run)
     expected = [as_arrays(model(batch, training=False)) for batch in examples]

@@ -44,19 +44,20 @@ Inputs: {values}. Outputs: {outputs}.{classes}
 """
 
 
-def model_card(facts: Mapping[str, Any], result: Mapping[str, Any], task: str, address: str) -> str:
+def model_card(facts: Mapping[str, Any], result: Mapping[str, Any], task: str, is_image: bool, address: str) -> str:
     """Writes the card of an exported model.
 
     Args:
         facts: As in the description beside the model.
         result: The run's result.json; metrics are shown if they are of this checkpoint.
         task: The name of the task.
+        is_image: The inputs are images.
         address: The folder of the model, or hf://USER/NAME.
     """
     inputs = facts["input"]
-    is_image = len(inputs["shape"]) > 1 if isinstance(inputs.get("dtype"), str) else False
     name = address.rpartition("/")[2]
     metrics = metrics_of(result, facts["checkpoint"])
+    unnamed = "as in the example"
     pipeline = TASKS.get(task) if is_image or task != "classification" else None
     head: dict[str, Any] = {"library_name": "keras", "tags": ["keras", "hvtrain", task]}
     if pipeline:
@@ -80,7 +81,7 @@ def model_card(facts: Mapping[str, Any], result: Mapping[str, Any], task: str, a
         metrics="\n".join(rows) if metrics else "It was not tested.",
         address=address,
         example=example_code(inputs),
-        values=inputs.get("values", "named as in the example"),
+        values=inputs.get("values", unnamed) if _is_array(inputs) else unnamed,
         outputs=facts["output"]["values"],
         classes=f" Classes, in their order: {', '.join(map(str, class_names))}." if class_names else "",
     )
@@ -95,6 +96,11 @@ def metrics_of(result: Mapping[str, Any], checkpoint: str) -> dict[str, float]:
     return tested.get(step) or {}
 
 
+def _is_array(spec: Any) -> bool:
+    """True for the description of one array; others are of several inputs, by name or in a row."""
+    return isinstance(spec, dict) and isinstance(spec.get("dtype"), str)
+
+
 def example_code(spec: Any) -> str:
     """Writes Python code for an example of a model's inputs, of zeros or empty texts.
 
@@ -103,7 +109,7 @@ def example_code(spec: Any) -> str:
     """
     if not isinstance(spec, dict):
         return f"[{', '.join(map(example_code, spec))}]"
-    if isinstance(spec.get("dtype"), str):
+    if _is_array(spec):
         return f'tf.zeros({[1, *(side or NO_SIZE for side in spec["shape"])]}, "{spec["dtype"]}")'
     parts = [f"{json.dumps(name)}: {example_code(part)}" for name, part in spec.items()]
     return f"{{{', '.join(parts)}}}"

@@ -170,15 +170,18 @@ def test_a_card_shows_the_metrics_of_its_checkpoint_alone():
         "dataset": "people",
         "checkpoint": "step-00000010",
     }
-    card = hugging_face.model_card(table, result, "classification", "people")
+    card = hugging_face.model_card(table, result, "classification", False, "people")
     assert 'inputs = {"age": tf.zeros([1, 1], "float32"), "town": tf.zeros([1, 1], "string")}' in card
     assert "It was not tested." in card and "pipeline_tag" not in card
+    several = {**table, "input": [table["input"], {"shape": [None, 3], "dtype": "int32"}]}
+    card = hugging_face.model_card(several, result, "regression", False, "people")
+    assert '"string")}, tf.zeros([1, 64, 3], "int32")]' in card and "Inputs: as in the example." in card
 
 
 def test_a_description_of_another_export_is_not_replaced(folder, monkeypatch):
     (folder / "other.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"would replace .*other.json, which is another model's; choose"):
-        export_words(monkeypatch, f"run={folder / 'run'}", "format=onnx", "--output", folder / "other.onnx")
+        export_words(monkeypatch, f"run={folder / 'run'}", "format=keras", "--output", folder / "other.keras")
     assert (folder / "other.json").read_text() == "{}"
 
 
