@@ -14,7 +14,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvtrain.keras.in_graph import is_compiled_by_xla, positional_name, tf_variable
+from hvtrain.keras.in_graph import counter, is_compiled_by_xla, positional_name, tf_variable
 from hvtrain.keras.process import is_elastic
 from hvtrain.keras.table_rows import Rows, check_size, make_rows, rows_of
 from hvtrain.step.joint_loss import subclass_under_its_name
@@ -130,6 +130,9 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
     name = positional_name("table")
     num_ranks = rows_of(variable).num_ranks  # type: ignore[union-attr]
     options = {"ignore_name_scope": True}
+    # A 0 from a variable: look-ups of constants would run while TensorFlow optimizes a graph, on each
+    # rank at another time.
+    ids += counter("constant_ids")
 
     # TensorFlow finds unique ids on the CPU only.
     with tf.device("/CPU:0"):

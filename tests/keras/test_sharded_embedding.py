@@ -66,6 +66,10 @@ def test_a_rank_may_look_up_nothing(ranks):
     assert all(rank["empty batch"] for rank in ranks)
 
 
+def test_ids_may_be_constants_of_a_graph(ranks):
+    assert all(rank["constant ids"] for rank in ranks)
+
+
 @pytest.mark.parametrize("combiner", ["sum", "mean without padding"])
 def test_rows_of_an_example_are_combined(ranks, combiner):
     assert all(rank[combiner] for rank in ranks)

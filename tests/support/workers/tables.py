@@ -27,6 +27,7 @@ TARGETS = RANDOM.normal(size=(STEPS, JOINT, 1)).astype("float32")
 TABLE = RANDOM.normal(size=(ROWS, WIDTH)).astype("float32")
 
 
+FEW = np.array([[5, 5, 0], [22, 1, 5]])
 OWN = np.array_split(np.arange(JOINT), size)[rank]
 
 
@@ -89,6 +90,13 @@ def looked_up(ids, **options):
     layer.build()
     layer.load_own_variables({"0": TABLE})
     return layer(tf.constant(ids)).numpy()
+
+
+def constant_ids():
+    layer = hvd.ShardedEmbedding(ROWS, WIDTH)
+    layer.build()
+    layer.load_own_variables({"0": TABLE})
+    return bool(np.array_equal(tf.function(lambda: layer(tf.constant(FEW)))(), TABLE[FEW]))
 
 
 def empty_batch():
@@ -167,7 +175,6 @@ def built(rows=ROWS, **options):
     return layer
 
 
-FEW = np.array([[5, 5, 0], [22, 1, 5]])
 MEANS = [TABLE[5], (TABLE[22] + TABLE[1] + TABLE[5]) / 3]
 results = {
     "size": size,
@@ -192,6 +199,7 @@ results = {
     "unwrapped": compared(lambda: optimizers.SGD(0.2), wrapped=False),
     "bf16": compared(lambda: optimizers.SGD(0.2), compression=hvd.Compression.bf16),
     "empty batch": empty_batch(),
+    "constant ids": constant_ids(),
     "sum": bool(np.allclose(looked_up(FEW, combiner="sum"), TABLE[FEW].sum(axis=1))),
     "mean without padding": bool(np.allclose(looked_up(FEW, combiner="mean", mask_zero=True), MEANS, atol=1e-6)),
     "fitted": fitted("float32"),
