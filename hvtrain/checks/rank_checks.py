@@ -310,10 +310,10 @@ def _step(run: OwnRun) -> str:
     own = [None if gradient is None else gradient.numpy() for gradient in gradients()]
     shared = [None if hasattr(item, "rank_part") else values for item, values in zip(model.trainable_variables, own)]
     joint = [_mean(parts) for parts in zip(*comm.gather(shared))]
-    for i, variable in enumerate(model.trainable_variables):
-        if hasattr(variable, "rank_part") and own[i] is not None:
+    for i, gradient in enumerate(own):
+        if gradient is not None and shared[i] is None:
             # This rank's rows of a table have the gradients of all ranks already.
-            joint[i] = own[i] / run.strategy.topology.size
+            joint[i] = gradient / run.strategy.topology.size
     # The plain step is that of the optimizer which the strategy would wrap.
 
     copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]

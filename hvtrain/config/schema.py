@@ -147,7 +147,7 @@ class ModelOptions:
         None, "layers or variables that do not train, by name or path: [conv*,*/bias]"
     )
     shard_embeddings: str | list[str] | None = setting(  # noqa: RUF009
-        None, "embedding layers whose rows are spread over the ranks, by name: [user*,item*]"
+        None, "embedding layers whose rows are spread over the ranks: names, or how many rows at least: [user*,1000000]"
     )
     lora_rank: int | None = setting(
         None, "train the head, and two matrices of this rank for each dense or embedding kernel, alone", low=1

@@ -206,7 +206,7 @@ def build_network(config: RunConfig, source: Source, task: Task, size: int) -> k
 
 @contextmanager
 def _sharding(config: RunConfig) -> Iterator[None]:
-    """Shards the embedding layers that model.shard_embeddings names, as the model is built."""
+    """Shards the embedding layers that model.shard_embeddings selects, by name or rows, as the model is built."""
     patterns = config.model_options.shard_embeddings
     if not patterns:
         yield
@@ -217,9 +217,14 @@ def _sharding(config: RunConfig) -> Iterator[None]:
     names: list[str] = []
     used: set[str] = set()
 
+    def selects(pattern: str, layer: keras.layers.Layer) -> bool:
+        if pattern.isdigit():
+            return layer.input_dim >= int(pattern)
+        return fnmatchcase(layer.name, pattern)
+
     def is_chosen(layer: keras.layers.Layer) -> bool:
-        names.append(layer.name)
-        matching = {pattern for pattern in patterns if fnmatchcase(layer.name, pattern)}
+        names.append(f"{layer.name} ({layer.input_dim} rows)")
+        matching = {pattern for pattern in patterns if selects(pattern, layer)}
         used.update(matching)
         return bool(matching)
 
@@ -228,7 +233,7 @@ def _sharding(config: RunConfig) -> Iterator[None]:
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
         known = ", ".join(names) or "none"
-        raise ConfigError(f"model.shard_embeddings={unused[0]} matches no embedding layer; the model's are {known}")
+        raise ConfigError(f"model.shard_embeddings={unused[0]} matches no embedding layer; the model has {known}")
 
 
 def check_model(model: keras.Model, name: str, source: Source, task: Task) -> None:

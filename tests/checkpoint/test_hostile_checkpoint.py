@@ -317,8 +317,8 @@ def test_the_code_has_nothing_that_unpickles_or_unpacks():
     # What narrows the unpickling of Horovod's own launcher has to name it. A notebook's function goes to its own ranks
     # in a file that is refused if another user could have written it (tests/launch).
     known = {ROOT / "hvtrain" / "launch" / name for name in ("horovod_changes.py", "notebook.py")}
-    # A table in a zip file is read from memory: nothing is unpacked.
-    known.add(ROOT / "hvtrain" / "data" / "formats" / "tables.py")
+    # A table in a zip file is read from memory, and the members of a tar file by their offsets: nothing is unpacked.
+    known |= {ROOT / "hvtrain" / "data" / "formats" / name for name in ("tables.py", "tar_files.py")}
     for path in set((ROOT / "hvtrain").rglob("*.py")) - known:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []

@@ -33,6 +33,9 @@ def test_every_model_takes_them_without_a_plus(arguments):
     options = config.model_options
     assert (options.weights, options.freeze, options.lora_rank) == ("runs/1", ["conv*", "*/bias"], 4)
     assert composed(*arguments, "model.freeze=conv?").model_options.freeze == ["conv?"]
+    assert composed(*arguments, "model.shard_embeddings=1000000").model_options.shard_embeddings == ["1000000"]
+    options = composed(*arguments, "model.shard_embeddings=[user*,50]").model_options
+    assert options.shard_embeddings == ["user*", "50"]
     assert replace(config, model={"_target_": "a.b"}).model_options.freeze is None, "a run of an earlier version"
 
 
