@@ -34,6 +34,7 @@ SAME = f"{MEMORY}same/"
 TABLES = "tables.safetensors"
 """Embedding tables and their slots, if they are sharded over the ranks."""
 SUMS = "SHA256SUMS"
+MAX_HEADER_BYTES = 16 << 20
 # Of tables, as safetensors calls them.
 _TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _NAME = re.compile(r"step-([0-9]{8,})")
@@ -170,13 +171,13 @@ def _read(path: Path) -> Checkpoint:
     if path.is_symlink():
         raise ValueError("it is a symbolic link, and may lead out of the run folder")
     # As the command sha256sum writes it: digest, two spaces, name.
-    lines = _read_regular(path / SUMS).decode().splitlines()
+    lines = _regular(path / SUMS).read_text(encoding="utf-8").splitlines()
     listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     # All at once: what is parsed are the bytes that were checked.
-    files = {name: _read_regular(path / name) for name in (ARRAYS, META)}
+    files = {name: _regular(path / name).read_bytes() for name in (ARRAYS, META)}
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     if TABLES in listed:
-        digests[TABLES] = digest_of(path / TABLES)
+        digests[TABLES] = digest_of(_regular(path / TABLES))
     for name, digest in digests.items():
         if digest != listed.get(name):
             expected = f"{listed[name][:12]}..." if listed.get(name) else "nothing"
@@ -193,17 +194,17 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(path, meta["step"], meta, arrays)
 
 
-def _read_regular(path: Path) -> bytes:
-    """Reads a regular file; a link may lead anywhere, and a pipe never ends."""
+def _regular(path: Path) -> Path:
+    """Returns the path of a regular file; a link may lead anywhere, and a pipe never ends."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ValueError(f"{path.name} is not a regular file")
-    return path.read_bytes()
+    return path
 
 
 def unchecked_meta(path: Path) -> dict[str, Any]:
     """Returns the meta of a checkpoint without checking the checksums; empty if it cannot be read."""
     try:
-        meta = {} if path.is_symlink() else json.loads(_read_regular(path / META))
+        meta = {} if path.is_symlink() else json.loads(_regular(path / META).read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return meta if isinstance(meta, dict) else {}
@@ -222,6 +223,8 @@ def _map_tables(path: Path) -> dict[str, np.ndarray]:
     """Returns the arrays of a safetensors file, which may be larger than the memory, where they are."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ValueError(f"{path.name} has a header of {header_bytes} bytes")
         header = json.loads(file.read(header_bytes))
     begin = 8 + header_bytes
     return {

@@ -78,8 +78,8 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
         files: dict[str, Any] = {ARRAYS: {key: array for key, array in storable.items() if key not in tables}}
         if tables:
             files[TABLES] = tables
-        for name, content in files.items():
-            _write_arrays(temporary / name, content)
+        for name, file_arrays in files.items():
+            _write_arrays(temporary / name, file_arrays)
             # safetensors makes a file that its owner alone can read.
             shutil.copymode(temporary / META, temporary / name)
         sums = [_flush_and_sum(temporary / name) for name in (*files, META)]

@@ -123,10 +123,10 @@ def test_a_checkpoint_that_is_a_link_is_refused_and_never_followed(folder, outsi
     assert is_untouched(outside)
 
 
-@pytest.mark.parametrize("name", [store.ARRAYS, store.META, store.SUMS])
+@pytest.mark.parametrize("name", [store.ARRAYS, store.META, store.SUMS, store.TABLES])
 @pytest.mark.parametrize("kind", ["link", "endless", "pipe"])
 def test_files_that_are_none(name, kind, folder, outside):
-    path = put(folder, 20, good(20)) / name
+    path = put(folder, 20, {store.TABLES: b"", **good(20)}) / name
     path.unlink()
     if kind == "pipe":
         os.mkfifo(path)
@@ -135,6 +135,21 @@ def test_files_that_are_none(name, kind, folder, outside):
     step, reason = taken(folder)
     assert step == 10
     assert f"{name} is not a regular file" in reason
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (2**60).to_bytes(8, "little"),
+        b"\x02\0\0\0\0\0\0\0{}"[:9],
+        b"\x4f\0\0\0\0\0\0\0" + b'{"model/0000/t": {"dtype": "F32", "shape": [9999, 9], "data_offsets": [0, 36]}}',
+    ],
+)
+def test_tables_that_are_not_what_their_header_says(data, folder):
+    put(folder, 20, {**good(20), store.TABLES: data})
+    step, reason = taken(folder)
+    assert step == 10
+    assert "step-00000020 is damaged" in reason
 
 
 def test_folders_that_lead_out_of_the_run(tmp_path, outside):

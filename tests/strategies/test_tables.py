@@ -32,8 +32,9 @@ RUNS = {
     "taken": [*SHARDED, *TAKEN, "model.weights={folder}/sharded"],
     "no such layer": [*PLAIN, "model.shard_embeddings=[item*]"],
     "whole weights": [*SHARDED, "optimizer=lamb"],
+    "averages": [*SHARDED, "train.ema=0.9"],
 }
-REFUSED = {"fails", "no such layer", "whole weights"}
+REFUSED = {"fails", "no such layer", "whole weights", "averages"}
 STEPS = 18
 """Of two epochs: 600 examples in batches of 2 x 32."""
 TABLE = "user_table/embeddings"
@@ -116,6 +117,7 @@ def test_the_saved_model_is_plain_and_has_the_rows_of_all_ranks(runs):
             "no such layer",
             "model.shard_embeddings=item* matches no embedding layer; the model has user_table (57 rows)",
         ),
+        ("averages", "train.ema averages whole tables in each step"),
         ("whole weights", "table user_table is sharded over the ranks: Lamb needs whole weights"),
     ],
 )
