@@ -196,8 +196,8 @@ def build_network(config: RunConfig, source: Source, task: Task, size: int) -> k
         model: keras.Model = build(config, "model", keras.Model, facts, source.name)
     if sharded_tables(model) and config.train.ema:
         raise ConfigError(
-            "train.ema averages whole tables in each step, and model.shard_embeddings spreads them over the ranks; leave "
-            "one of the two out"
+            "train.ema averages whole tables in each step, and model.shard_embeddings spreads them over the ranks; "
+            "leave one of the two out"
         )
     if sharded_tables(model) and source.on_error == "skip":
         raise ConfigError(
