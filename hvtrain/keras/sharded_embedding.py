@@ -5,8 +5,9 @@ back. Gradients go the same way, and their owner sums them in the order of the r
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,7 @@ class ShardedRows:
         if not ids.dtype.is_integer:
             raise ValueError(f"table {self.name} got ids of type {ids.dtype.name}; it needs int32 or int64")
         variable = self._embeddings  # type: ignore[attr-defined]
-        flat = tf.reshape(tf.cast(ids, tf.int64), [-1])
-        in_range = tf.reduce_all((flat >= 0) & (flat < self.input_dim))
-        message = f"table {self.name} has rows 0 to {self.input_dim - 1}, and the smallest and largest id are"
-        extremes = [tf.reduce_min(flat), tf.reduce_max(flat)]
-        with tf.control_dependencies([tf.debugging.Assert(in_range, [message, *extremes])]):
-            flat = tf.identity(flat)
-
+        flat = check_ids(tf.reshape(tf.cast(ids, tf.int64), [-1]), self.name, self.input_dim)
         if self._hvtrain_whole is not None:
             rows = tf.numpy_function(self._hvtrain_whole.__getitem__, [flat], tf_variable(variable).dtype)
         elif rows_of(variable) is None:
@@ -112,6 +107,15 @@ class ShardedRows:
             raise ValueError(f"table {self.name} has {self.input_dim} rows, and the file has {saved.shape[0]}")
         rows = rows_of(variable)
         variable.assign(saved[rows.rank :: rows.num_ranks] if rows else saved[:])
+
+
+def check_ids(ids: tf.Tensor, table: str, num_rows: int) -> tf.Tensor:
+    """Returns the ids; fails with InvalidArgumentError, which wrong_ids knows, if a table lacks one of them."""
+    in_range = tf.reduce_all((ids >= 0) & (ids < num_rows))
+    message = f"table {table} has rows 0 to {num_rows - 1}, and the smallest and largest id are"
+    extremes = [tf.reduce_min(ids), tf.reduce_max(ids)]
+    with tf.control_dependencies([tf.debugging.Assert(in_range, [message, *extremes])]):
+        return tf.identity(ids)
 
 
 def wrong_ids(error: Exception) -> str | None:
@@ -171,11 +175,11 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
     starts with the same values on any number of ranks, which depend on the seed, the layer's name
     and r alone.
 
-    Several features share the messages of one layer if their ids are joined: shift the ids of the
-    second by the number of rows of the first, and so on.
+    Several features share the messages of one layer.
 
     Args:
-        input_dim: number of rows; ids are 0 to input_dim - 1.
+        input_dim: number of rows; ids are 0 to input_dim - 1. Or the numbers of rows of several tables,
+            one for each place of the ids' last axis.
         output_dim: values of a row.
         embeddings_initializer: "uniform", "normal", "truncated_normal", "zeros", "ones", or such an
             object of Keras.
@@ -199,7 +203,7 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
 
     def __init__(
         self,
-        input_dim: int,
+        input_dim: int | Sequence[int],
         output_dim: int,
         embeddings_initializer: Any = "uniform",
         combiner: str | None = None,
@@ -207,14 +211,18 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **options)
+        sizes = [input_dim] if isinstance(input_dim, int) else list(input_dim)
+        super().__init__(sum(sizes), output_dim, embeddings_initializer, mask_zero=mask_zero, **options)
+        if min(sizes) < 1:
+            raise ValueError(f"input_dim={sizes} has a table without rows; give numbers from 1")
+        self.table_sizes = sizes
         if combiner not in (None, "sum", "mean"):
             raise ValueError(f'combiner={combiner!r} is not "sum", "mean" or None')
         self.combiner = combiner
         self._hvtrain_seed = seed
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
-        rows = super().call(inputs)
+        rows = super().call(self._joined_ids(inputs) if len(self.table_sizes) > 1 else inputs)
         if self.combiner is None:
             if weights is not None:
                 raise ValueError(f'table {self.name} got weights and has no combiner; pass combiner="sum" or "mean"')
@@ -227,6 +235,19 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
             return combined
         return tf.math.divide_no_nan(combined, tf.reduce_sum(weights, axis=-1, keepdims=True))
 
+    def _joined_ids(self, inputs: Any) -> tf.Tensor:
+        """Returns ids in the space of all tables, which follow each other."""
+        sizes = self.table_sizes
+        if inputs.shape[-1] != len(sizes):
+            raise ValueError(
+                f"table {self.name} got ids of shape {tuple(inputs.shape)}, and holds {len(sizes)} tables; give an id "
+                "for each along the last axis"
+            )
+        columns = tf.unstack(tf.cast(inputs, tf.int64), axis=-1)
+        names = [f"{self.name}[{number}]" for number in range(len(sizes))]
+        checked = [check_ids(*column) for column in zip(columns, names, sizes)]
+        return tf.stack(checked, axis=-1) + tf.constant([*accumulate(sizes, initial=0)][:-1], tf.int64)
+
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         return None if self.combiner else super().compute_mask(inputs, mask)
 
@@ -235,7 +256,9 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         return (*leading, self.output_dim)
 
     def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "combiner": self.combiner, "seed": self._hvtrain_seed}
+        sizes = self.table_sizes if len(self.table_sizes) > 1 else self.input_dim
+        own = {"input_dim": sizes, "combiner": self.combiner, "seed": self._hvtrain_seed}
+        return {**super().get_config(), **own}
 
 
 @contextmanager

@@ -66,8 +66,9 @@ def test_a_rank_may_look_up_nothing(ranks):
     assert all(rank["empty batch"] for rank in ranks)
 
 
-def test_ids_may_be_constants_of_a_graph(ranks):
-    assert all(rank["constant ids"] for rank in ranks)
+@pytest.mark.parametrize("case", ["constant ids", "two tables"])
+def test_ids_may_be_constants_of_a_graph_and_of_several_tables(ranks, case):
+    assert all(rank[case] for rank in ranks)
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean without padding"])
@@ -106,6 +107,8 @@ def test_an_error_about_ids_becomes_one_line():
     ("case", "line"),
     [
         ("out of range", "has rows 0 to 22, and the smallest and largest id are"),
+        ("out of the second", "table t[1] has rows 0 to 2, and the smallest and largest id are"),
+        ("three tables", "got ids of shape (1, 2), and holds 3 tables; give an id for each along the last axis"),
         ("negative", "has rows 0 to 22, and the smallest and largest id are"),
         ("floats", "got ids of type float64; it needs int32 or int64"),
         ("regularizer", "table t has embeddings_regularizer, which needs the whole table"),

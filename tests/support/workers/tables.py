@@ -85,8 +85,8 @@ def compared(make, ids=IDS, tape=False, reference=layers.Embedding, wrapped=True
     return gap(plain, sharded) if rank == 0 else 0.0
 
 
-def looked_up(ids, **options):
-    layer = hvd.ShardedEmbedding(ROWS, WIDTH, **options)
+def looked_up(ids, input_dim=ROWS, **options):
+    layer = hvd.ShardedEmbedding(input_dim, WIDTH, **options)
     layer.build()
     layer.load_own_variables({"0": TABLE})
     return layer(tf.constant(ids)).numpy()
@@ -200,6 +200,7 @@ results = {
     "bf16": compared(lambda: optimizers.SGD(0.2), compression=hvd.Compression.bf16),
     "empty batch": empty_batch(),
     "constant ids": constant_ids(),
+    "two tables": bool(np.array_equal(looked_up([[5, 2], [0, 0]], [20, 3]), TABLE[[[5, 22], [0, 20]]])),
     "sum": bool(np.allclose(looked_up(FEW, combiner="sum"), TABLE[FEW].sum(axis=1))),
     "mean without padding": bool(np.allclose(looked_up(FEW, combiner="mean", mask_zero=True), MEANS, atol=1e-6)),
     "fitted": fitted("float32"),
@@ -208,6 +209,8 @@ results = {
     "saved": saved(Path(sys.argv[1]).parent),
     "refused": {
         "out of range": refusal(lambda: looked_up(np.array([[4, ROWS]]))),
+        "out of the second": refusal(lambda: looked_up(np.array([[4, 3]]), [20, 3], name="t")),
+        "three tables": refusal(lambda: looked_up(np.array([[4, 1]]), [20, 2, 1])),
         "negative": refusal(lambda: looked_up(np.array([[-1, 2]]))),
         "floats": refusal(lambda: looked_up(np.array([[1.0]]))),
         "regularizer": refusal(lambda: built(embeddings_regularizer="l2")),
