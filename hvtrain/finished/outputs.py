@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -138,12 +139,15 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
             run.check_kind(examples.name, inputs)
         return batch
 
+    def next_rows(batch: Batch | None) -> Rows | None:
+        return batch and rows_of(run, batch, forward)
+
     while True:
         # A rank whose batches have ended goes on with the others until all have.
         batch = comm.all_or_raise(next_batch)
         if batch is None and calls_together:
             forward(blank)
-        by_rank = comm.gather(comm.all_or_raise(lambda batch=batch: batch and rows_of(run, batch, forward)))  # type: ignore[misc]
+        by_rank = comm.gather(comm.all_or_raise(partial(next_rows, batch)))
         blocks = [rows for rows in by_rank if rows is not None]
         if not blocks:
             return

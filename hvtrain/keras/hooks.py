@@ -43,6 +43,8 @@ class Hook:
     # Those of the accumulated gradients that are about to be clipped.
     every: int = 1
     """Steps from one exchange with the other ranks to the next."""
+    averages_weights: bool = False
+    """True for local steps, whose exchange is one of weights."""
     variables: list[Any] = field(default_factory=list)
 
     def weights_were_set(self) -> None:

@@ -128,6 +128,7 @@ class LocalHook(Hook):
         super().__init__(reducer, finite_check)
         self.within = within
         self.every = every
+        self.averages_weights = True
         self.warmup_steps = warmup_steps
         self.outer = outer
         self.anchors: list[keras.Variable] = []

@@ -170,12 +170,13 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     clip_tables(inner)
     hook = Hook(reducer, FiniteCheck() if check_finite else None, requires_scaled_loss)
     wrap = partial(_wrap_copy, scale=reducer.scale, **options)
-    if accumulates:
+    if not accumulates:
+        make_distributed(optimizer, DistributedLossScale if is_scaled else Distributed, hook, wrap)
+    else:
         # The inner optimizer accumulates, so it reduces. A loss scale around it sees each micro-step.
         make_distributed(inner, DistributedAccumulation, hook, wrap)
-    if is_scaled or not accumulates:
-        mixin = DistributedLossScale if is_scaled else Distributed
-        make_distributed(optimizer, DistributedLossScaleAccumulation if accumulates else mixin, hook, wrap)
+        if is_scaled:
+            make_distributed(optimizer, DistributedLossScaleAccumulation, hook, wrap)
     if inner.built:
         take_tables(optimizer, inner._trainable_variables)
     return optimizer

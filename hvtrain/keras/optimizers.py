@@ -80,7 +80,7 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
             return
         super().build(variables)
         self._sums = [
-            self.add_variable(variable.shape[:1], dtype=variable.dtype, name=f"{_path(variable)}_sum")
+            self.add_variable(variable.shape[:1], dtype=variable.dtype, name=f"{slot_prefix(variable)}_sum")
             for variable in variables
         ]
 
@@ -115,6 +115,6 @@ def _mean_squares(values: tf.Tensor) -> tf.Tensor:
     return tf.reduce_mean(tf.square(values), axis=list(range(1, len(values.shape))))
 
 
-def _path(variable: Any) -> str:
-    """Returns the variable's path as Keras begins the names of its slots."""
+def slot_prefix(variable: Any) -> str:
+    """Returns what Keras begins the names of a variable's slots with."""
     return getattr(variable, "path", variable.name).replace("/", "_").replace(":", "_")

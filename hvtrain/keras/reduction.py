@@ -216,9 +216,10 @@ class Reducer:
                 # All ranks have sent what they have for this rank's rows.
                 expect_rows(self.op)
                 reduced[i] = self._scaled(merge_rows(gradient), averages=self.op == hvd.Average)
-            elif is_local[i] and gradient is not None:
+                continue
+            if is_local[i] and gradient is not None:
                 reduced[i] = self._scaled(gradient, averages=self.scale_local_gradients)
-            elif self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
+            if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 reduced[i] = tf.convert_to_tensor(reduced[i])
         exchanged = [i for i in range(len(reduced)) if not is_local[i]]
         compared = [whole_spec(variables[i]) if i in tables else reduced[i] for i in exchanged]

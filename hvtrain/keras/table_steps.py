@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import global_norm
 
 from hvtrain.keras.gradients import map_values
-from hvtrain.keras.optimizers import RowwiseAdagrad
+from hvtrain.keras.optimizers import RowwiseAdagrad, slot_prefix
 from hvtrain.keras.sharded_optimizer import ELEMENTWISE
 from hvtrain.keras.table_rows import rows_of
 from hvtrain.step.joint_loss import subclass_under_its_name
@@ -33,7 +33,7 @@ def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
         )
     if hook.reducer.gathers_weights:
         problem = "shard=True divides what is divided already; leave it out"
-    if hook.every > 1:
+    if hook.averages_weights:
         problem = "LocalSGD and DiLoCo average weights, which are not the same rows; use DistributedOptimizer"
     if hook.reducer.process_set.process_set_id:
         problem = "the table is on all ranks, and the optimizer on some; leave process_set out"
@@ -41,10 +41,8 @@ def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
         raise ValueError(f"table {rows_of(tables[0]).table} is sharded over the ranks: {problem}")  # type: ignore[union-attr]
 
     for table in tables:
-        prefix = table.path.replace("/", "_")
         for slot in inner.variables:
-            # Keras names a slot after its variable.
-            if slot.name.startswith(f"{prefix}_") and slot.shape[:1] == table.shape[:1]:
+            if slot.name.startswith(f"{slot_prefix(table)}_") and slot.shape[:1] == table.shape[:1]:
                 slot.rank_part = table.rank_part
 
 

@@ -66,6 +66,11 @@ def test_a_rank_may_look_up_nothing(ranks):
     assert all(rank["empty batch"] for rank in ranks)
 
 
+def test_a_local_gradient_becomes_dense_where_sparse_ones_do(ranks):
+    for rank in ranks:
+        assert rank["local and dense"] == pytest.approx(2 * WIDTH / len(ranks))
+
+
 @pytest.mark.parametrize("case", ["constant ids", "two tables"])
 def test_ids_may_be_constants_of_a_graph_and_of_several_tables(ranks, case):
     assert all(rank[case] for rank in ranks)
@@ -117,6 +122,7 @@ def test_an_error_about_ids_becomes_one_line():
         ("too large", "GiB are free here; use more hosts, or fewer rows"),
         ("lamb", "Lamb needs whole weights; choose SGD, Adam"),
         ("shard", "shard=True divides what is divided already"),
+        ("local in every step", "LocalSGD and DiLoCo average weights"),
         ("local", "LocalSGD and DiLoCo average weights"),
     ],
 )

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 import hvtrain.keras as hvd
+from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.table_rows import rows_of
 
 hvd.init()
@@ -90,6 +91,16 @@ def looked_up(ids, input_dim=ROWS, **options):
     layer.build()
     layer.load_own_variables({"0": TABLE})
     return layer(tf.constant(ids)).numpy()
+
+
+def local_and_dense():
+    """A local gradient of rows under sparse_as_dense."""
+    table = tf.Variable(TABLE)
+    reducer = Reducer(sparse_as_dense=True)
+    reducer.register_local([table])
+    rows = tf.IndexedSlices(tf.ones([2, WIDTH]), [0, 0], tf.constant([ROWS, WIDTH]))
+    (gradient,) = reducer([rows], [table])
+    return float(tf.reduce_sum(gradient)) if isinstance(gradient, tf.Tensor) else 0.0
 
 
 def constant_ids():
@@ -196,6 +207,7 @@ results = {
         "global_clipnorm": compared(lambda: optimizers.SGD(0.2, global_clipnorm=0.05), reference=Summed),
     },
     # The controls: nothing divides the sums of the ranks' gradients; bf16 rounds those of the dense layer.
+    "local and dense": local_and_dense(),
     "unwrapped": compared(lambda: optimizers.SGD(0.2), wrapped=False),
     "bf16": compared(lambda: optimizers.SGD(0.2), compression=hvd.Compression.bf16),
     "empty batch": empty_batch(),
@@ -220,6 +232,7 @@ results = {
         "lamb": refusal(lambda: stepped(hvd.DistributedOptimizer(optimizers.Lamb()))),
         "shard": refusal(lambda: stepped(hvd.DistributedOptimizer(optimizers.SGD(), shard=True))),
         "local": refusal(lambda: stepped(hvd.LocalSGD(optimizers.SGD(), 2))),
+        "local in every step": refusal(lambda: stepped(hvd.LocalSGD(optimizers.SGD(), 1))),
     },
 }
 everybody = hvd.allgather_object(results)
