@@ -237,7 +237,8 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
     plan = run.plan
     report = context.report
     step = context.position.step
-    if plan.ends_early and step == plan.num_steps and not report.stopped_by:
+    goes_on = report.rebalanced or (plan.ends_early and step == plan.num_steps)
+    if goes_on and not report.stopped_by:
         return None
 
     metrics: dict[str, float] = {}

@@ -31,6 +31,9 @@ class TrainConfig:
     batch_size: int | list[int] = setting(  # noqa: RUF009
         32, "training examples per step and rank; a list: one for each rank or host, if their speeds differ", low=1
     )
+    balance: bool = setting(
+        False, "after an epoch, give faster ranks more of the global batch, by their measured speed"
+    )
     accumulate: int = setting(1, "steps whose gradients are averaged before one reduction and update", low=1)
     evaluation_batch_size: int = setting(256, "examples per step and rank in validation and test", low=1)
     evaluation_steps: int | None = setting(None, "steps of validation and test at most; null: all examples", low=1)

@@ -146,7 +146,10 @@ def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> N
     keys = ["uneven"]
     # A plan for another number of ranks is meant to differ.
     if before["num_ranks"] == meta["num_ranks"]:
-        keys = ["batch_sizes", "steps_per_epoch", *keys]
+        keys = ["batch_sizes", *keys]
+        # With other batches an epoch may end a step earlier or later.
+        if not before.get("balanced"):
+            keys.append("steps_per_epoch")
     different = [f"{key} {before.get(key)}, now {meta[key]}" for key in keys if before.get(key) != meta[key]]
 
     if different:

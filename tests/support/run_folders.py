@@ -1,9 +1,13 @@
 """Run folders as runs leave them, with few and known numbers, written without a run."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
 
 from hvtrain.core.figures import Figure, Matrix, Pictures, Scatter, Table, Texts
 from hvtrain.core.run_files import (
@@ -120,3 +124,27 @@ def write_run(folder: Path, *, finished: bool = True, num_epochs: int = 4, log: 
     if finished:
         write_result(folder, record(**changes))
     return folder
+
+
+def saved(run_dir, step=None):
+    """Step and arrays of a checkpoint, the newest one if none is named."""
+    paths = sorted((run_dir / "checkpoints").glob("step-*"))
+    path = paths[-1] if step is None else run_dir / "checkpoints" / f"step-{step:08d}"
+    return int(path.name[5:]), load_file(path / "state.safetensors")
+
+
+def cut_off(source, target, step):
+    """A copy of a run folder as an interruption would leave it after that checkpoint."""
+    shutil.copytree(source, target)
+    for path in (target / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    for name in ("result.json", "model.json", "model.keras"):
+        (target / name).unlink(missing_ok=True)
+
+
+def distance(ours, others):
+    """Largest relative difference of weights, slots and iterations."""
+    names = [name for name in others if name.startswith(("model/", "optimizer/"))]
+    assert names == [name for name in ours if name.startswith(("model/", "optimizer/"))]
+    return max(np.max(np.abs(ours[n] - others[n].astype("float64"))) / (np.max(np.abs(others[n])) or 1) for n in names)

@@ -10,9 +10,9 @@ import shutil
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file
 
 from launching import many_runs
+from run_folders import cut_off, distance, saved
 from tiny_data import joined
 
 pytestmark = pytest.mark.distributed
@@ -32,30 +32,6 @@ RUNS = {
 }
 CHANGED = {"other": ["train.batch_size=16"]}
 CROPS = ["dataset=image_folder", "dataset.image_shape=[8,8,3]", "augment=random_resized_crop", "train.batch_size=4"]
-
-
-def saved(run_dir, step=None):
-    """Step and arrays of a checkpoint, the newest one if none is named."""
-    paths = sorted((run_dir / "checkpoints").glob("step-*"))
-    path = paths[-1] if step is None else run_dir / "checkpoints" / f"step-{step:08d}"
-    return int(path.name[5:]), load_file(path / "state.safetensors")
-
-
-def cut_off(source, target, step):
-    """A copy of a run folder as an interruption would leave it after that checkpoint."""
-    shutil.copytree(source, target)
-    for path in (target / "checkpoints").glob("step-*"):
-        if int(path.name[5:]) > step:
-            shutil.rmtree(path)
-    for name in ("result.json", "model.json", "model.keras"):
-        (target / name).unlink(missing_ok=True)
-
-
-def distance(ours, others):
-    """Largest relative difference of weights, slots and iterations."""
-    names = [name for name in others if name.startswith(("model/", "optimizer/"))]
-    assert names == [name for name in ours if name.startswith(("model/", "optimizer/"))]
-    return max(np.max(np.abs(ours[n] - others[n].astype("float64"))) / (np.max(np.abs(others[n])) or 1) for n in names)
 
 
 def history(run_dir):

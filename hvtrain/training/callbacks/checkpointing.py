@@ -268,7 +268,8 @@ class Checkpointing(_Saving):
 
         if self.comm.topology.is_chief:
             # An interrupted run goes on later; one that a callback has stopped has ended.
-            ended = self.model.stop_training and not self.report.stopped_by
+            goes_on = self.report.stopped_by or self.report.rebalanced
+            ended = self.model.stop_training and not goes_on
             saved = self.checkpoint(states, parts, metrics=metrics, ended=ended)
             self.writer.submit(saved.step, saved.arrays, saved.meta)
         self._last_saved_at = time.monotonic()

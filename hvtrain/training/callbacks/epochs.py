@@ -127,7 +127,8 @@ class Throughput(RunCallback):
     the warm-up, so far.
 
     epoch_seconds is the time of the last epoch with all callbacks; rank_seconds has the seconds of
-    a step's own work in that epoch, by rank, and is empty if steps are not timed.
+    a step's own work in that epoch, by rank, and newest_times the times of a step since the warm-up or the
+    begin of that epoch, whichever came later. Both are empty if steps are not timed.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -136,6 +137,7 @@ class Throughput(RunCallback):
         start_step = self.position.start_step
         self.epoch_seconds = 0.0
         self.rank_seconds: list[float] = []
+        self.newest_times: list[StepTimes] = []
 
         self._examples_per_step = plan.examples_per_epoch / plan.steps_per_epoch
         # A short run is half warm-up, so that it still has a speed.
@@ -196,12 +198,16 @@ class Throughput(RunCallback):
         times = self.run.strategy.marks.times()
         in_epoch = times - (self._times_at_epoch_begin or times)
         after_warmup = times - (self._times_after_warmup or times)
-        ranks = self.comm.gather((after_warmup.each(), topology.host, in_epoch.each().own_work))
-        self.rank_seconds = [own_work for *_, own_work in ranks]
+        # The one of fewer steps began later.
+        newest = min(after_warmup, in_epoch)
+        own = after_warmup.each(), topology.host, in_epoch.each().own_work, newest.each()
+        ranks = self.comm.gather(own)
+        self.rank_seconds = [own_work for _, _, own_work, _ in ranks]
         if after_warmup.steps > 0:
+            self.newest_times = [times for *_, times in ranks]
             sees_exchange = self.run.strategy.num_computing == topology.size
             steps_in_a_row = min(round(after_warmup.steps), self.position.plan.steps_per_epoch)
-            self.report.split = Split.of([(times, host) for times, host, _ in ranks], steps_in_a_row, sees_exchange)
+            self.report.split = Split.of([(times, host) for times, host, *_ in ranks], steps_in_a_row, sees_exchange)
 
 
 class GradientNoise(RunCallback):

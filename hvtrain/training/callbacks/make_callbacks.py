@@ -15,6 +15,7 @@ from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
+from hvtrain.training.callbacks.balance import Balance
 from hvtrain.training.callbacks.checkpointing import (
     STEPS_BETWEEN_CLOCK_CHECKS,
     CallbackState,
@@ -95,6 +96,8 @@ def make_callbacks(
         callbacks.append(OneBatch(context))
     # First those that may stop the training; then those that make one rank's stop that of all.
     callbacks += [*own.values(), interruption, state, *strategy.stop_callbacks()]
+    if config.train.balance and run.topology.size > 1:
+        callbacks.append(Balance(context, throughput))
     callbacks += [
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),

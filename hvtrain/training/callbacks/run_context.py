@@ -70,6 +70,7 @@ class RunReport:
         split: The time of a step by purpose; None if steps are not timed.
         stopped_by: The signal or limit that ended training early, in words; empty if none did.
         exit_code: The process's exit code after a signal; 0 without.
+        rebalanced: Another attempt is to go on with other batches, see Balance.
     """
 
     records: list[EpochRecord]
@@ -81,6 +82,7 @@ class RunReport:
     split: Split | None = None
     stopped_by: str = ""
     exit_code: int = 0
+    rebalanced: bool = False
 
     @property
     def num_skipped(self) -> int:

@@ -1,0 +1,138 @@
+"""Shares the global batch out by the ranks' measured speeds (train.balance)."""
+
+import heapq
+import logging
+import math
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from hvtrain.errors import ConfigError
+from hvtrain.step.step_timing import StepTimes
+from hvtrain.training.callbacks.epochs import Throughput
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+
+log = logging.getLogger(__name__)
+
+LEAST_GAIN = 1.1
+"""A step must become faster by this factor: less is the noise of measurements."""
+MOST_BATCHES = 2
+"""The largest batch, in mean batches: more might not fit into the memory of a device."""
+
+
+class Balance(RunCallback):
+    """Ends the attempt after an epoch in which unlike batches would have made steps faster (every rank).
+
+    The checkpoint of that moment has the new batches, and the next attempt continues from it. Put it before
+    Checkpointing, and after what makes a request to stop that of all ranks.
+
+    Raises:
+        ConfigError: The speeds of the ranks are not measured, or batches cannot differ.
+    """
+
+    def __init__(self, context: RunContext, throughput: Throughput) -> None:
+        super().__init__(context)
+        self._throughput = throughput
+        strategy = self.run.strategy
+        obstacle = ""
+        if not strategy.marks.timed:
+            obstacle = "train.deterministic=true, which leaves steps untimed"
+        elif strategy.membership.commit_steps:
+            obstacle = "an elastic job, whose ranks change"
+        elif strategy.num_computing != self.run.topology.size or not strategy.is_plain or strategy.sync_every > 1:
+            obstacle = "a strategy whose ranks have equal batches"
+        if obstacle:
+            raise ConfigError(f"train.balance=true does not go with {obstacle}; leave it out")
+
+        # What a new attempt costs, about: building and tracing.
+        self._began = time.monotonic()
+        self._first_step_seconds = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self._first_step_seconds:
+            self._first_step_seconds = time.monotonic() - self._began
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        position = self.position
+        plan = position.plan
+        times = self._throughput.newest_times
+        if self.model.stop_training or position.in_epoch or position.is_last or plan.is_resized or not times:
+            return
+
+        before = plan.batch_sizes
+        sizes = balanced_sizes(before, [rank.own_work for rank in times])
+        each = [rank.own_work / size for rank, size in zip(times, before)]
+        old_seconds = max(rank.own_work for rank in times)
+        new_seconds = max(size * seconds for size, seconds in zip(sizes, each))
+        saved_seconds = (old_seconds - new_seconds) * (plan.num_steps - position.step)
+        cost = self.comm.broadcast(self._first_step_seconds)
+        if old_seconds < LEAST_GAIN * new_seconds or saved_seconds < cost:
+            return
+
+        if self.run.topology.is_chief:
+            log.info(
+                "%s; from epoch %d on batches are %s instead of %s, and the slowest rank's own work in a step should "
+                "take %.1f ms instead of %.1f (train.balance)",
+                slowest_in_words(times, before, self.run.strategy.devices),
+                epoch + 2,
+                " + ".join(map(str, sizes)),
+                " + ".join(map(str, before)),
+                1000 * new_seconds,
+                1000 * old_seconds,
+            )
+        self.run.meta.update(batch_sizes=sizes, balanced=True)
+        self.report.rebalanced = True
+        self.model.stop_training = True
+
+
+def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """Returns batches of the same sum with which the slowest rank ends as early as possible.
+
+    The work of a rank is taken to be in proportion to its batch. Each has at least one example, and at most
+    MOST_BATCHES times the mean.
+
+    Args:
+        batch_sizes: Examples of a step, by rank.
+        seconds: Own work of a rank in such a step.
+
+    >>> balanced_sizes([32, 32], [0.1, 0.2])
+    [43, 21]
+    >>> balanced_sizes([8, 8, 8], [0.01, 0.1, 0.1])
+    [16, 4, 4]
+    """
+    total = sum(batch_sizes)
+    num_ranks = len(batch_sizes)
+    largest = math.ceil(MOST_BATCHES * total / num_ranks)
+    each = [rank_seconds / size for rank_seconds, size in zip(seconds, batch_sizes)]
+
+    sizes = [1] * num_ranks
+    # Each further example goes to the rank that would end first with it.
+    ends = [(2 * example_seconds, rank) for rank, example_seconds in enumerate(each)]
+    heapq.heapify(ends)
+    for _ in range(total - num_ranks):
+        _, rank = heapq.heappop(ends)
+        sizes[rank] += 1
+        if sizes[rank] < largest:
+            heapq.heappush(ends, ((sizes[rank] + 1) * each[rank], rank))
+    return sizes
+
+
+def slowest_in_words(times: Sequence[StepTimes], batch_sizes: Sequence[int], devices: Sequence[str]) -> str:
+    """Names the rank that takes longest for an example, and what it takes longer for than the others.
+
+    >>> slow, fast = StepTimes(1, 0.1, 0.3, 0), StepTimes(1, 0.1, 0.1, 0)
+    >>> slowest_in_words([slow, fast, fast], [8, 8, 8], ["s1 CPU", "s2 CPU", "s3 CPU"])
+    'rank 0 (s1 CPU) takes 2.0 times as long for an example as the median (compute)'
+    """
+    data = [rank.data / size for rank, size in zip(times, batch_sizes)]
+    compute = [rank.compute / size for rank, size in zip(times, batch_sizes)]
+    works = [sum(parts) for parts in zip(data, compute)]
+    rank = max(range(len(works)), key=works.__getitem__)
+    cause = "data" if data[rank] - median(data) > compute[rank] - median(compute) else "compute"
+    # Of two ranks the median would be the mean of both.
+    others = median(works[:rank] + works[rank + 1 :])
+    return (
+        f"rank {rank} ({devices[rank]}) takes {works[rank] / max(others, 1e-9):.1f} times as long for an example as "
+        f"the {'other' if len(works) == 2 else 'median'} ({cause})"
+    )
