@@ -24,6 +24,8 @@ import numpy as np
 
 from hvtrain.data.description import listed
 from hvtrain.errors import DataError, UserError
+from hvtrain.storage.cache import local_copy
+from hvtrain.storage.remote import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +38,12 @@ MAX_BYTES = 2**28
 
 
 def user_path(text: str | Path) -> Path:
-    """Expands ~ to the user's home.
+    """Expands ~ to the user's home, and returns the local copy of an address such as s3://BUCKET/FOLDER.
 
-    It stays if the user has none, as a user of a container who is not in /etc/passwd.
+    ~ stays if the user has no home, as a user of a container who is not in /etc/passwd.
     """
+    if is_remote(text):
+        return local_copy(str(text))
     path = Path(text)
     with suppress(RuntimeError):
         path = path.expanduser()

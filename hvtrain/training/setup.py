@@ -19,6 +19,7 @@ from hvtrain.data.source import Source, symbolic
 from hvtrain.errors import ConfigError, in_one_line, place_of
 from hvtrain.models.parts import change_parts, sharded_tables
 from hvtrain.models.rates import decay_kernels, factors_of, keep_averages, multiply_rates
+from hvtrain.storage.cache import forget_copies
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
 from hvtrain.training.augment import open_augmentation
@@ -79,6 +80,7 @@ class Ingredients:
 
 def open_source(config: RunConfig) -> Source:
     """Opens the data set."""
+    forget_copies()
     source: Source = build(config, "dataset", Source)
     source.on_error = config.data.on_error
     return source

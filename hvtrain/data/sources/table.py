@@ -22,10 +22,12 @@ from hvtrain.data.formats.schema import (
 )
 from hvtrain.data.formats.table_phrases import describe, describe_target, odd_texts
 from hvtrain.data.formats.tables import TextFormat, read_table
+from hvtrain.data.manifest import user_path
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
 from hvtrain.data.source import Preprocessing
 from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource, Part
 from hvtrain.errors import ConfigError, DataError
+from hvtrain.storage.remote import is_remote
 
 EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
 """Tables that are part of scikit-learn."""
@@ -123,7 +125,7 @@ class Table(MemorySource):
             raise ConfigError(f"dataset.delimiter={delimiter!r} is not one character; give one, or null")
 
         files = [file] if isinstance(file, str) else list(file)
-        origin = ", ".join(str(Path(name).absolute()) for name in files)
+        origin = ", ".join(str(name if is_remote(name) else Path(name).absolute()) for name in files)
         if file in EMBEDDED:
             origin = "inside scikit-learn"
         super().__init__(Path(files[0]).stem, self._load_encoded, origin)
@@ -323,7 +325,7 @@ class Table(MemorySource):
             self.parts()
         values, rows = self._loaded[split]
         chosen = rows[np.asarray(numbers, np.int64)]
-        file = Path(str(self._files.get(split) or self._files["train"]))
+        file = user_path(str(self._files.get(split) or self._files["train"]))
         is_text = file.is_file() and file.suffix not in (".parquet", ".pq")
         # Lines as an editor counts them, below the header.
         unit = "line" if is_text else "row"

@@ -1,0 +1,231 @@
+"""Data sets in object storage: the same order and bits as in a local folder, whatever the store does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tensorflow as tf
+
+from hvtrain.core.topology import Topology
+from hvtrain.data import StreamRequest, write_tfrecords
+from hvtrain.data.manifest import user_path
+from hvtrain.data.sources.image_folder import ImageFolder
+from hvtrain.data.sources.parquet import Parquet
+from hvtrain.data.sources.segmentation_folder import SegmentationFolder
+from hvtrain.data.sources.table import Table
+from hvtrain.data.sources.text import Text
+from hvtrain.data.sources.tfrecord import TFRecords
+from hvtrain.errors import ConfigError, DataError
+from hvtrain.storage import cache, remote
+from tiny_data import SHAPE, random_images, write_folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def buckets(server):
+    server.bucket("data")
+
+
+def image_folder(folder: Path):
+    write_folder(folder / "train", *random_images(24))
+    return lambda path: ImageFolder(path, SHAPE, flip=True)
+
+
+def segmentation_folder(folder: Path):
+    images, _ = random_images(12)
+    for kind, pixels in (("images", images), ("masks", images % 3)):
+        write_folder(folder / kind, pixels, np.zeros(12, int))
+        (folder / "train").mkdir(exist_ok=True)
+        (folder / kind / "class_0").rename(folder / "train" / kind)
+        (folder / kind).rmdir()
+    return lambda path: SegmentationFolder(path, SHAPE, num_classes=3)
+
+
+def tfrecord(folder: Path):
+    write_tfrecords(folder, "train", *random_images(24), num_files=3)
+    return lambda path: TFRecords(path, SHAPE, num_classes=3, shuffle_buffer=7)
+
+
+def parquet(folder: Path):
+    images, labels = random_images(24)
+    encoded = [tf.io.encode_png(image).numpy() for image in images]
+    pq.write_table(pa.table({"image": encoded, "label": labels}), folder / "train.parquet", row_group_size=3)
+    return lambda path: Parquet(path, SHAPE, num_classes=3, shuffle_groups=2)
+
+
+def table(folder: Path):
+    rows = np.random.default_rng(0).normal(size=(40, 2))
+    for part, name in zip(np.split(rows, 2), ("a", "b")):
+        lines = [f"{x},{y},{int(x > 0)}" for x, y in part]
+        (folder / f"rows-{name}.csv").write_text("\n".join(["x,y,target", *lines, ""]))
+    (folder / "other.csv").write_text("no,table\n")
+    return lambda path: Table(f"{path}/rows-*.csv", "target", num_test=10)
+
+
+def text(folder: Path):
+    (folder / "tale.txt").write_text("The quick brown fox jumps over the lazy dog. " * 300)
+    return lambda path: Text(f"{path}/tale.txt", length=8, vocabulary_size=300)
+
+
+KINDS = [image_folder, segmentation_folder, tfrecord, parquet, table, text]
+
+
+def batches_of(source):
+    request = StreamRequest(Topology(1, 2), 2, 5, 1, 3)
+    training = list(source.training(request).take(4).as_numpy_iterator())
+    return tf.nest.flatten([training, list(source.evaluation("train", Topology(0, 2), 4).as_numpy_iterator())])
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_order_bits_and_manifest_are_those_of_a_local_folder(make, store, tmp_path):
+    """Also through a store that is overloaded, and that breaks off its answers."""
+    open_source = make(tmp_path)
+    local = open_source(str(tmp_path))
+    address = store.put(tmp_path, f"data/{make.__name__}")
+    faults = iter([503, 503, "cut", None, "cut", 500])
+    store.fault = lambda request: next(faults, None)
+    far = open_source(address)
+    expected, actual = batches_of(local), batches_of(far)
+    assert len(expected) > 4 and all(map(np.array_equal, expected, actual))
+    assert far.manifest() == local.manifest()
+    assert next(faults, None) is None
+
+    # Another process finds it there, and asks for the list alone.
+    cache._used.clear()
+    cache.forget_copies()
+    store.requests.clear()
+    assert all(map(np.array_equal, expected, batches_of(open_source(address))))
+    assert {request.method for request in store.requests} <= {"GET", "HEAD"}
+    assert all("list-type" in request.path for request in store.requests if request.method == "GET")
+
+
+def put(store, name: str, **contents: bytes) -> str:
+    for file, content in contents.items():
+        with store.filesystem().open_output_stream(f"data/{name}/{file}") as stream:
+            stream.write(content)
+    return f"s3://data/{name}"
+
+
+def test_a_copy_stays_as_it_is_and_another_start_takes_the_new_state(store):
+    address = put(store, "replaced", a=b"old", b=b"same")
+    folder = user_path(address)
+    put(store, "replaced", a=b"newer")
+    assert user_path(address) == folder and (folder / "a").read_bytes() == b"old"
+    cache.forget_copies()
+    newer = user_path(address)
+    assert newer != folder and (newer / "a").read_bytes() == b"newer" and (newer / "b").read_bytes() == b"same"
+    assert (folder / "a").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_a_change_while_it_is_read_is_an_error(change, store):
+    address = put(store, f"{change}-meanwhile", a=b"1", b=b"2")
+    done = []
+
+    def fault(request):
+        if request.method == "GET" and request.path.endswith("/b") and not done:
+            done.append(request)
+            if change == "replaced":
+                put(store, f"{change}-meanwhile", a=b"other")
+            else:
+                store.filesystem().delete_file(f"data/{change}-meanwhile/a")
+
+    store.fault = fault
+    with pytest.raises(DataError, match=f"{address} changed while it was read; start again when nothing writes there"):
+        user_path(address)
+    cache.forget_copies()
+    assert user_path(address).is_dir()
+
+
+ACCESS = "check the credentials of this host, its clock, and the rights of that account"
+REFUSALS = {
+    "no bucket": ("s3://no-bucket/x", None, "", "s3://no-bucket/x is not there; check the bucket and the path"),
+    "no object": ("s3://data/none", None, "", "s3://data/none is not there; check the bucket and the path"),
+    "denied": ("s3://data/one", 403, "AccessDenied", rf"s3://data/one cannot be accessed \(ACCESS_DENIED.*{ACCESS}"),
+    "unknown key": ("s3://data/one", 403, "InvalidAccessKeyId", f"cannot be accessed .*{ACCESS}"),
+    "expired": ("s3://data/one", 400, "ExpiredToken", f"cannot be accessed .*{ACCESS}"),
+    "clock": ("s3://data/one", 403, "RequestTimeTooSkewed", f"cannot be accessed .*{ACCESS}"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_read_is_said_in_one_line_without_secrets(name, store):
+    address, status, code, message = REFUSALS[name]
+    put(store, "one", a=b"1")
+    store.code = code
+    store.fault = lambda request: status
+    with pytest.raises(DataError, match=message) as caught:
+        user_path(address)
+    assert "hunter2" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_patience_ends_in_one_line(store, monkeypatch):
+    attempts = []
+
+    def fail():
+        attempts.append(1)
+        raise OSError(
+            "When reading 'a': AWS Error SLOW_DOWN (HTTP status 503) during GetObject operation: ? (Request ID: 7)"
+        )
+
+    place = remote.locate("s3://data/one")
+    message = r"^s3://data/one was not read in 6 attempts \(SLOW_DOWN \(HTTP status 503\) during GetObject\); check"
+    with pytest.raises(DataError, match=message):
+        place.attempt(fail)
+    assert len(attempts) == 6
+
+
+def test_addresses_without_a_store_or_with_a_password_are_refused(store):
+    with pytest.raises(ConfigError, match=r"^s3://\*\*\*@data/x has a password in it"):
+        user_path("s3://key:hunter2@data/x")
+    with pytest.raises(ConfigError, match=r"no store is known for warp://; use s3://, gs://, abfs:// or hdfs://"):
+        user_path("warp://data/x")
+
+
+def test_the_cache_is_bounded_and_keeps_what_is_used(store, monkeypatch):
+    monkeypatch.setenv("HVTRAIN_CACHE_GIB", str(250 / 2**30))
+    addresses = [put(store, f"part{number}", a=bytes(100)) for number in range(3)]
+    first, second = map(user_path, addresses[:2])
+    with pytest.raises(DataError, match=r"100 B have no room in the cache .*: others are using 200 B of 250 B; wait"):
+        user_path(addresses[2])
+    # The first is free, as after the end of its process.
+    cache._used.pop(first.parent).close()
+    third = user_path(addresses[2])
+    assert not first.exists() and second.is_dir() and (third / "a").read_bytes() == bytes(100)
+
+    monkeypatch.setenv("HVTRAIN_CACHE_GIB", str(50 / 2**30))
+    cache.forget_copies()
+    with pytest.raises(
+        DataError, match=r"s3://data/part0 has 100 B, and the cache in .* may have 50 B; set HVTRAIN_CACHE"
+    ):
+        user_path(addresses[0])
+    monkeypatch.setenv("HVTRAIN_CACHE_GIB", "much")
+    with pytest.raises(ConfigError, match="HVTRAIN_CACHE_GIB=much is not a number above 0"):
+        user_path(addresses[0])
+
+
+def test_ranks_of_a_host_bring_an_object_once(store):
+    address = put(store, "shared", a=bytes(10), b=bytes(10))
+    pids = []
+    for _ in range(3):
+        pid = os.fork()
+        if not pid:
+            os._exit(0 if (user_path(address) / "b").is_file() else 1)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0]
+    got = [request.path for request in store.requests if request.method == "GET" and "list-type" not in request.path]
+    assert sorted(got) == ["/data/shared/a", "/data/shared/b"]
+
+
+def test_what_a_killed_process_left_is_no_copy(store):
+    address = put(store, "killed", a=bytes(10), b=bytes(10))
+    pid = os.fork()
+    if not pid:
+        remote.Remote.download = lambda *_: os._exit(9)
+        user_path(address)
+    assert os.waitpid(pid, 0)[1] == 9 << 8
+    assert (user_path(address) / "b").read_bytes() == bytes(10)
