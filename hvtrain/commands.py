@@ -38,6 +38,8 @@ GROUPS = {
     "use a run": {
         "evaluate": Command("finished.commands.evaluate", "metrics of a finished run", True),
         "predict": Command("finished.commands.predict", "predictions for each example", True),
+        "replay": Command("finished.replay.replay", "a stretch of a run repeated, for the same bits", True),
+        "bisect": Command("finished.bisect.bisect", "the first step at which two runs part, and why", True),
         "export": Command("finished.commands.export", "the model in another format, compared with the run's", True),
         "generate": Command("finished.commands.generate", "a text, continued by a language model", True),
     },

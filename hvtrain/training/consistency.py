@@ -3,10 +3,12 @@
 import hashlib
 import logging
 import platform
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from hvtrain.checkpoint.receipts import Facts
 from hvtrain.config.schema import RunConfig
 from hvtrain.data import kinds
 from hvtrain.data.description import array_digest, listed
@@ -15,6 +17,7 @@ from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system import host_facts
+from hvtrain.system.resources import cores_of_each
 from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -26,6 +29,12 @@ _PACKAGES = (
     "safetensors",
     "scikit-learn",
     "sentencepiece",
+)
+
+# Settings that change no bit of the weights.
+_NOT_IN_BITS = (
+    *("run.", "resume", "verbose", "tracebacks", "checkpoint.", "guard.", "watchdog.", "profile.", "tracker."),
+    *("notify", "train.max_time", "train.steps_per_execution"),
 )
 
 
@@ -41,7 +50,7 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
 
     # All settings first: a setting may name another package, whose code then differs too.
     for rank, (other_settings, _, _) in enumerate(ranks):
-        difference = _difference(settings, other_settings)
+        difference = difference_of(settings, other_settings)
         if difference:
             raise ConfigError(
                 f"ranks 0 and {rank} were started with different settings: {difference}; "
@@ -49,7 +58,7 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
             )
 
     for rank, (_, other_programs, other_host) in enumerate(ranks):
-        difference = _difference(programs, other_programs)
+        difference = difference_of(programs, other_programs)
         if difference:
             raise RankError(
                 f"rank 0 on {host} and rank {rank} on {other_host} run different programs: {difference}; "
@@ -73,6 +82,29 @@ def software(config: RunConfig) -> dict[str, str]:
         digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
         facts[f"code of {package}"] = digest if files else "not found"
     return facts
+
+
+def facts_of(run: Run) -> Facts:
+    """Returns what the bits of a run may depend on, for its receipts (chief only)."""
+    programs = software(run.config)
+    git = host_facts.checkout(Path.cwd()) or {}
+    code = {name: value for name, value in programs.items() if name.startswith("code of ")}
+    kinds_of_devices = {device.partition(" ")[2] for device in run.strategy.devices}
+    return {
+        "data": {
+            "digest": digest_of(run.meta["data"])[:16],
+            **{name: run.meta[name] for name in ("batch_sizes", "steps_per_epoch", "uneven")},
+        },
+        "settings": {name: value for name, value in run.config.flat.items() if not name.startswith(_NOT_IN_BITS)},
+        "code": {**code, "commit": git.get("commit", "")[:12], "changed files": len(git.get("changed", ()))},
+        "versions": {name: value for name, value in programs.items() if name not in code},
+        "hardware": {
+            "processor": host_facts.processor(),
+            "devices": sorted(kinds_of_devices),
+            "cores of a rank": cores_of_each(run.topology.local_size),
+        },
+        "ranks": {"number of ranks": run.topology.size},
+    }
 
 
 def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
@@ -148,7 +180,7 @@ def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> DataError | None:
     return None
 
 
-def _difference(first: dict[str, Any], other: dict[str, Any]) -> str:
+def difference_of(first: dict[str, Any], other: dict[str, Any]) -> str:
     """Up to five names whose values differ, in words; empty if none does."""
     # By repr, since NaN is not equal to itself.
     names = [name for name in {**first, **other} if repr(first.get(name)) != repr(other.get(name))]

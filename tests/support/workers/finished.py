@@ -3,7 +3,7 @@
 argv[1]: a JSON file with [[NAME, COMMAND, WORD, ...], ...]. COMMAND is the name of one, such as evaluate, or train;
 "alone:evaluate" is run by rank 0 as a single process, and "mark RUN STEP" makes that checkpoint the best. Paths
 are relative to the file's folder.
-argv[2]: where rank 0 writes {NAME: {"printed": ..., "error": ...}}.
+argv[2]: where rank 0 writes {NAME: {"printed": ..., "error": ..., "code": ...}}.
 """
 
 import contextlib
@@ -48,13 +48,13 @@ class Alone(Strategy):
 def work(command, arguments):
     if command == "train":
         runner.run_to_end(from_dict(compose(arguments)[0]), Staying())
-        return
+        return 0
     if command == "mark":
         if hvd.rank() == 0:
             mark_best(Path(arguments[0]) / "checkpoints", int(arguments[1]), "val_accuracy", 1.0)
-        return
+        return 0
     sys.argv = [command, *arguments]
-    COMMANDS[command].load()()
+    return COMMANDS[command].load()()
 
 
 def main():
@@ -63,20 +63,22 @@ def main():
     os.chdir(Path(sys.argv[1]).parent)
     sys.path.insert(0, ".")  # Models of the tests' own.
     hvd.init()
+    # replay and bisect take the strategy that the run's settings name.
+    HorovodStrategy.stop, HorovodStrategy.start_watchdog = Staying.stop, Staying.start_watchdog
     results = {}
     for name, command, *arguments in tasks:
         began, alone = time.monotonic(), command.startswith("alone:")
         finished_run.HorovodStrategy = Alone if alone else Staying
-        printed, error = io.StringIO(), None
+        printed, error, code = io.StringIO(), None, None
         if not alone or hvd.rank() == 0:
             try:
                 with contextlib.redirect_stdout(printed):
-                    work(command.removeprefix("alone:"), arguments)
+                    code = work(command.removeprefix("alone:"), arguments)
             except UserError as failed:
                 error = f"{type(failed).__name__}: {failed}"
         if hvd.rank() == 0:
             print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-        results[name] = {"printed": printed.getvalue(), "error": error}
+        results[name] = {"printed": printed.getvalue(), "error": error, "code": code}
     if hvd.rank() == 0:
         target.write_text(json.dumps(results))
     hvd.shutdown()

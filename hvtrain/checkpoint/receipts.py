@@ -1,0 +1,144 @@
+"""Receipts of a run: digests of its weights and slots at each checkpoint, in receipts.jsonl. Knows no ranks.
+
+The file has two kinds of lines. A start has what the bits may depend on (facts), written once for equal facts:
+{"start": DIGEST, "first_step": 0, "facts": {KIND: {NAME: VALUE}}}. A receipt follows each checkpoint:
+{"step": 44, "start": DIGEST, "digests": {KEY: DIGEST}}, with the keys of the checkpoint's arrays.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvtrain.checkpoint.writer import Writer
+from hvtrain.core.files import append_text, is_own_file, read_file, whole_lines, write_atomic
+from hvtrain.core.run_files import RECEIPTS_FILE
+from hvtrain.errors import StorageError, in_one_line
+
+log = logging.getLogger(__name__)
+
+Facts = dict[str, dict[str, Any]]
+"""By kind (data, settings, ...) and name."""
+Digests = dict[str, str]
+
+MAX_BYTES = 8 << 20
+"""Of the file. Above it, every second of the older receipts goes."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a run was at a step, and what it depended on."""
+
+    step: int
+    facts: Facts
+    digests: Digests
+
+
+def digests_of(arrays: dict[str, np.ndarray]) -> Digests:
+    """Digests of the weights and slots among the arrays of a checkpoint, by key (BLAKE2b of 8 bytes)."""
+    return {key: _digest(array) for key, array in arrays.items() if key.startswith(("model/", "optimizer/"))}
+
+
+def _digest(array: np.ndarray) -> str:
+    contiguous = np.ascontiguousarray(array).reshape(-1)
+    return hashlib.blake2b(contiguous.view(np.uint8).data, digest_size=8).hexdigest()
+
+
+def read_receipts(folder: Path) -> dict[int, Receipt]:
+    """Returns a run's receipts by step; of steps that were trained again the newer ones.
+
+    Raises:
+        StorageError: there are none, or the file is damaged.
+    """
+    path = folder / RECEIPTS_FILE
+    if not is_own_file(path):
+        raise StorageError(f"{path} is missing; a run has it from its first checkpoint on")
+    receipts: dict[int, Receipt] = {}
+    facts: dict[str, Facts] = {}
+    try:
+        for line in _lines(path):
+            if "step" in line:
+                receipts[line["step"]] = Receipt(line["step"], facts[line["start"]], dict(line["digests"]))
+                continue
+            if "facts" in line:
+                facts[line["start"]] = line["facts"]
+            # What came after the step of a resume was lost, and trained again.
+            receipts = {step: receipt for step, receipt in receipts.items() if step <= line["first_step"]}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise StorageError(f"{path} is damaged ({in_one_line(error)}); restore it or move it away") from error
+    return dict(sorted(receipts.items()))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in whole_lines(read_file(path)).splitlines()]
+
+
+def _text(lines: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+class ReceiptWriter(Writer):
+    """Writes checkpoints, and a receipt after each, in the same background thread (chief only).
+
+    A receipt that cannot be written is only a warning.
+    """
+
+    def begin(self, folder: Path, first_step: int, make_facts: Callable[[], Facts]) -> None:
+        """Sets the run folder, the steps that are done, and what makes the facts, at the first receipt."""
+        self.folder = folder
+        self.first_step = first_step
+        self.make_facts = make_facts
+        self._start = ""
+        self._lost: dict[int, Digests] = {}
+
+    def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+        super()._work(step, arrays, meta)
+        if self.whole_step != step:
+            return
+        try:
+            self._add(step, digests_of(arrays))
+        except Exception as error:
+            log.warning("no receipt of step %s: %s", f"{step:,}", in_one_line(error))
+
+    def _add(self, step: int, digests: Digests) -> None:
+        path = self.folder / RECEIPTS_FILE
+        if not self._start:
+            self._begin_file(path)
+        receipt = {"step": step, "start": self._start, "digests": digests}
+        if step in self._lost:
+            # The run had trained to this step before, and lost it.
+            receipt["repeated"] = "same bits" if self._lost[step] == digests else "other bits"
+        append_text(path, _text([receipt]))
+        if path.stat().st_size > MAX_BYTES:
+            write_atomic(path, _text(thinned(_lines(path))))
+
+    def _begin_file(self, path: Path) -> None:
+        """Adds the line of this start, in place of a line that a killed process did not end."""
+        lines: list[dict[str, Any]] = []
+        if path.exists():
+            earlier = read_receipts(self.folder).items()
+            self._lost = {step: receipt.digests for step, receipt in earlier if step > self.first_step}
+            lines = _lines(path)
+        facts = json.loads(json.dumps(self.make_facts(), default=str))
+        start = _digest(np.frombuffer(json.dumps(facts, sort_keys=True).encode(), np.uint8))
+        line = {"start": start, "first_step": self.first_step}
+        if start not in {line["start"] for line in lines}:
+            line["facts"] = facts
+        write_atomic(path, _text([*lines, line]))
+        self._start = start
+
+
+def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leaves out every second of the receipts in the first half; starts stay.
+
+    >>> [line.get("step") for line in thinned([{"start": "a"}, *({"step": step} for step in range(1, 9))])]
+    [None, 2, 4, 5, 6, 7, 8]
+    """
+    places = [index for index, line in enumerate(lines) if "step" in line]
+    old = set(places[: len(places) // 2 : 2])
+    return [line for index, line in enumerate(lines) if index not in old]

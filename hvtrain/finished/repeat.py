@@ -1,0 +1,219 @@
+"""Repeats a stretch of a run's training on the launcher's ranks, for digests; writes nothing into its folder.
+
+It resumes the run as runner.py does, with callbacks that take digests in place of those that write.
+"""
+
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import keras
+import numpy as np
+
+from hvtrain import runner
+from hvtrain.checkpoint import store
+from hvtrain.checkpoint.receipts import Digests, Facts, digests_of
+from hvtrain.checkpoint.writer import Writer
+from hvtrain.config.schema import RunConfig
+from hvtrain.core.run_files import HISTORY_FILE
+from hvtrain.data import fitted
+from hvtrain.strategies.base import Strategy
+from hvtrain.training import comm_tuning
+from hvtrain.training.callbacks.checkpointing import Checkpointing, Interruption
+from hvtrain.training.callbacks.console_progress import Progress
+from hvtrain.training.callbacks.epochs import Recording
+from hvtrain.training.callbacks.guard import explain_errors
+from hvtrain.training.callbacks.make_callbacks import call_steps, make_callbacks
+from hvtrain.training.callbacks.run_context import RunContext
+from hvtrain.training.callbacks.tracking import Tracking
+from hvtrain.training.consistency import facts_of
+from hvtrain.training.run import ResumePoint, RunState
+
+# They only write.
+SILENT = (
+    *(Recording, Progress, keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger),
+    *(keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor),
+)
+
+
+@dataclass
+class Repetition:
+    """A stretch of a run, and what its repetition gave, which the chief alone has.
+
+    Attributes:
+        folder: the run folder.
+        begin: step of the checkpoint that it begins with; 0: the run's beginning.
+        saves: steps after it at which the run saved, in order; the last is the end.
+        each_step: take digests after all steps, not only after those.
+        measured: step whose weights are compared with those of its checkpoint; None: none are.
+        facts: see consistency.facts_of.
+        digests: by step; at the beginning those of the checkpoint.
+        difference: see relative_difference.
+    """
+
+    folder: Path
+    begin: int
+    saves: tuple[int, ...]
+    each_step: bool = False
+    measured: int | None = None
+    facts: Facts = field(default_factory=dict)
+    digests: dict[int, Digests] = field(default_factory=dict)
+    difference: float | None = None
+
+    def checkpoint(self, step: int) -> store.Checkpoint:
+        """Reads a checkpoint of the run."""
+        return store.read(self.folder / "checkpoints" / store.folder_name(step))
+
+
+def repeat(
+    config: RunConfig,
+    choose: Callable[[int], Repetition | int],
+    conclude: Callable[[Repetition], int],
+    stays: bool = False,
+) -> int:
+    """Joins the ranks, repeats the stretch that the chief chooses, and returns the code of its conclusion.
+
+    Args:
+        config: the run's settings.
+        choose: gets the number of ranks; a number is the exit code, and nothing is repeated (chief only).
+        conclude: returns the exit code (chief only).
+        stays: keep the ranks together, for another repetition.
+    """
+
+    def attempt(silent: RunConfig, strategy: Strategy, state: RunState) -> int:
+        runner.join_ranks(silent, strategy)
+        # A command prints its result. What a run logs as it begins would only hide it.
+        logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        comm = strategy.comm
+        chosen = comm.on_chief(lambda: choose(comm.topology.size))
+        if isinstance(chosen, int):
+            strategy.stop()
+            return chosen
+        with TemporaryDirectory(prefix="hvtrain-replay-") as own:
+            comm.on_chief(lambda: _copy_inputs(chosen.folder, Path(own)))
+            # The chief's; the other ranks write nothing.
+            scratch = comm.broadcast(own)
+            of_scratch = replace(silent, run=replace(silent.run, dir=scratch))
+            code = _train(of_scratch, strategy, state, chosen, config)
+            code = code or comm.on_chief(lambda: conclude(chosen))
+        if stays:
+            strategy.watchdog.stop()
+        else:
+            strategy.stop()
+        return code
+
+    silent = replace(
+        config,
+        run=replace(config.run, dir=None),
+        tracker={},
+        notify=None,
+        train=replace(config.train, max_time=None, balance=False),
+        checkpoint=replace(config.checkpoint, every_minutes=None),
+        profile=replace(config.profile, timeline=False),
+        # Changed data are only warned of, and named as a cause.
+        guard=replace(config.guard, data=False, layers=False),
+    )
+    return cast(int, runner.on_all_ranks(silent, attempt))
+
+
+def _copy_inputs(run: Path, scratch: Path) -> None:
+    """Copies those files of a run that its training reads."""
+    fitted.write(fitted.read(run), scratch)
+    for name in (HISTORY_FILE, comm_tuning.FILE):
+        if (run / name).is_file():
+            shutil.copy(run / name, scratch)
+
+
+def _train(config: RunConfig, strategy: Strategy, state: RunState, repetition: Repetition, asked: RunConfig) -> int:
+    """Trains; returns the exit code of a signal, or 0 (every rank). Facts are of the settings that were asked for."""
+    comm = strategy.comm
+    begin = repetition.begin
+    read: list[store.Checkpoint] = []  # On the chief alone, since it may be large.
+
+    def read_checkpoint() -> dict[str, Any]:
+        read.append(repetition.checkpoint(begin))
+        repetition.digests[begin] = digests_of(read[0].arrays)
+        return read[0].meta
+
+    saved = None
+    if begin:
+        meta = comm.on_chief(read_checkpoint)
+        saved = ResumePoint(store.folder_name(begin), begin, meta, read.pop() if read else None)
+    run = runner.open_inputs(config, strategy, state, saved)
+    repetition.facts = facts_of(replace(run, config=asked))
+    model = runner.make_model(run)
+    start = runner.restore(model, saved, comm, config.model_options)
+    context = RunContext.begin(run, model, start.step)
+
+    interruption = Interruption(context)
+    writer = Writer(run.folder, config.checkpoint)
+    # No tracker is chosen, so none is called.
+    callbacks = make_callbacks(context, start, interruption, writer, cast(Tracking, None), None)
+    callbacks = [
+        DigestTaking(callback, context, repetition) if isinstance(callback, Checkpointing) else callback
+        for callback in callbacks
+        if not isinstance(callback, SILENT)
+    ]
+    with explain_errors(context):
+        runner.build_metrics(model, runner.batched(run.source.element_spec))
+        steps = call_steps(config, strategy, callbacks)
+        strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
+    return context.report.exit_code
+
+
+class DigestTaking(Checkpointing):
+    """Takes digests where the run saved, instead of saving, and stops at the end of the stretch (every rank).
+
+    save_freq keeps calls of several steps from crossing these steps, see call_steps.
+    """
+
+    def __init__(self, saving: Checkpointing, context: RunContext, repetition: Repetition) -> None:
+        super().__init__(context, saving.callback_state, saving.validation, saving.interruption, saving.writer)
+        self.repetition = repetition
+        self.save_freq = math.gcd(repetition.begin, *repetition.saves)
+        if repetition.each_step:
+            self.save_freq = math.lcm(self.position.plan.accumulate, self.run.strategy.sync_every)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
+        step = self.position.step
+        if self.repetition.each_step and step not in self.repetition.saves and step % self.save_freq == 0:
+            self._take()
+        if step >= self.repetition.saves[-1]:
+            self.model.stop_training = True
+
+    def _minutes_due(self) -> bool:
+        # Where the clock or a signal made the run save.
+        return self.position.step in self.repetition.saves
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        # As for a checkpoint: it changes the weights that no gradient touches.
+        self.weights.average_untrained()
+        self._take()
+
+    def _take(self) -> None:
+        step = self.position.step
+        parts = self.comm.gather_parts(store.sharded_variables(self.model), self.run.folder)
+        if self.comm.topology.is_chief:
+            arrays = store.snapshot(self.model, [], None, parts)
+            self.repetition.digests[step] = digests_of(arrays)
+            if step == self.repetition.measured:
+                before = self.repetition.checkpoint(step).arrays
+                weights = [key for key in arrays if key.startswith("model/")]
+                self.repetition.difference = max(relative_difference(arrays[key], before[key]) for key in weights)
+
+
+def relative_difference(array: np.ndarray, reference: np.ndarray) -> float:
+    """Returns the largest difference, relative to the largest value of the reference.
+
+    >>> round(relative_difference(np.array([1.0, 4.1]), np.array([1.0, 4.0])), 3)
+    0.025
+    """
+    exact = np.asarray(reference, np.float64)
+    largest = np.max(np.abs(exact), initial=0.0)
+    return float(np.max(np.abs(np.asarray(array, np.float64) - exact), initial=0.0) / (largest or 1.0))

@@ -1,0 +1,172 @@
+"""`python -m hvtrain replay`: compares a repeated stretch of a run with its receipts; repeat.py does the training."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvtrain.checkpoint import store
+from hvtrain.checkpoint.receipts import Digests, Facts, Receipt, read_receipts
+from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.finished.arguments import parse_command
+from hvtrain.system import console
+from hvtrain.system.command import not_negative
+
+if TYPE_CHECKING:
+    from hvtrain.finished.repeat import Repetition
+
+TOLERANCE = 1e-4
+ABOUT = """\
+Repeats a stretch of a run's training from a checkpoint, on the ranks that are started, and compares weights and slots
+with the run's receipts. Writes nothing into the run's folder. Exits with 0 for the same bits, or without
+train.deterministic for weights within the tolerance; 1 if they differ; 2 if the stretch cannot be repeated."""
+EXAMPLES = """\
+  horovodrun -np 2 python -m hvtrain replay runs/first
+  horovodrun -np 2 python -m hvtrain replay runs/first steps=0:44
+"""
+
+
+def replay() -> int:
+    """Repeats the stretch on all ranks; rank 0 prints the result."""
+    options, finished = parse_command(
+        "replay",
+        "[steps=FROM:TO] [--tolerance T]",
+        ABOUT,
+        EXAMPLES,
+        "steps",
+        tolerance={
+            "type": not_negative,
+            "default": TOLERANCE,
+            "metavar": "T",
+            "help": f"relative difference of weights that operations in any order may make; default: {TOLERANCE:g}",
+        },
+    )
+    bounds = parse_steps(finished.arguments.get("steps"))
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.finished.repeat import repeat
+
+    receipts: dict[int, Receipt] = {}
+
+    def choose(_: int) -> "Repetition":
+        receipts.update(read_receipts(finished.folder))
+        return choose_stretch(finished.folder, list(receipts), bounds)
+
+    def conclude(repetition: "Repetition") -> int:
+        tolerance = None if finished.config.train.deterministic else options.tolerance
+        code, lines = judge(receipts, repetition, tolerance)
+        print("\n".join(lines))
+        return code
+
+    return repeat(finished.config, choose, conclude)
+
+
+def parse_steps(text: str | None) -> tuple[int, int] | None:
+    """Returns FROM and TO; None if none are given. Raises ConfigError.
+
+    >>> parse_steps("400:450")
+    (400, 450)
+    """
+    if text is None:
+        return None
+    match = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise ConfigError(f"steps={text} is not FROM:TO with FROM below TO; give steps=400:450, for instance")
+    return int(match[1]), int(match[2])
+
+
+def choose_stretch(
+    folder: Path, steps: Sequence[int], bounds: tuple[int, int] | None, each_step: bool = False
+) -> "Repetition":
+    """Chooses the checkpoint that a repetition begins with, and the steps to compare.
+
+    Args:
+        folder: the run folder.
+        steps: those of its receipts, in order.
+        bounds: FROM and TO; None: the last receipt, and the newest checkpoint before it.
+        each_step: see Repetition.
+
+    Raises:
+        CheckpointError: there is no checkpoint to begin with.
+        ConfigError: there is no receipt to compare with.
+    """
+    from hvtrain.finished.repeat import Repetition
+
+    checkpoints = [store.step_of(path) for path in store.list_checkpoints(folder / "checkpoints")]
+    first, last = bounds or (steps[-1] - 1, steps[-1])
+    begin = max((step for step in checkpoints if step <= first), default=0)
+    # From the beginning only if that is asked for, since it may take weeks.
+    if begin == 0 < first:
+        raise CheckpointError(
+            f"{folder} has no checkpoint up to step {first}, only {checkpoints or 'none'}; choose a later FROM, repeat "
+            f"it from the beginning (steps=0:{last}), or keep more checkpoints (checkpoint.keep)"
+        )
+    saves = tuple(step for step in steps if begin < step <= last)
+    if not saves:
+        there = ", ".join(map(str, steps))
+        raise ConfigError(f"{folder} has no receipt after step {begin} up to {last}, only of steps {there}")
+    kept = [step for step in saves if step in checkpoints]
+    return Repetition(folder, begin, saves, each_step, measured=max(kept, default=None))
+
+
+def judge(receipts: dict[int, Receipt], repetition: "Repetition", tolerance: float | None) -> tuple[int, list[str]]:
+    """Compares a repetition with the run's receipts; returns the exit code, and lines for the user.
+
+    Args:
+        tolerance: of relative differences; None: operations are deterministic.
+    """
+    steps = sorted(repetition.digests.keys() & receipts.keys())
+    step = next((step for step in steps if receipts[step].digests != repetition.digests[step]), None)
+    if step is None:
+        return 0, [f"same bits: {len(steps)} receipts of steps {steps[0]:,} to {steps[-1]:,}"]
+
+    before = max((equal for equal in steps if equal < step), default=repetition.begin)
+    lines = [f"differs at step {step:,}: {first_difference(receipts[step].digests, repetition.digests[step])}"]
+    if step == repetition.begin:
+        return 1, [*lines, "cause: the checkpoint has changed since it was written"]
+    lines.append(f"the last step with the same bits: {before:,}")
+    causes = causes_of(receipts[step].facts, repetition.facts)
+    lines += cause_lines(causes, tolerance is None)
+    difference = repetition.difference
+    if difference is None:
+        return 1, lines
+    is_close = not causes and tolerance is not None and difference <= tolerance
+    lines.append(
+        f"largest difference of a weight at step {repetition.measured:,}: {difference:.2g} of the largest value there"
+    )
+    if is_close:
+        lines.append(f"within the tolerance of {tolerance:g}")
+    return (0 if is_close else 1), lines
+
+
+def first_difference(before: Digests, now: Digests) -> str:
+    """Names the first variable whose digests differ, and how many do.
+
+    >>> first_difference({"model/0000/a/kernel": "1", "model/0001/a/bias": "2"}, {"model/0000/a/kernel": "1"})
+    'a/bias (1 of 2 variables differ)'
+    """
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    group, _, name = keys[0].split("/", 2)
+    owner = "" if group == "model" else "the optimizer's "
+    return f"{owner}{name} ({len(keys)} of {len({**before, **now})} variables differ)"
+
+
+def causes_of(before: Facts, now: Facts) -> list[str]:
+    """Describes the facts that differ, by kind."""
+    from hvtrain.training.consistency import difference_of
+
+    texts = {kind: difference_of(before.get(kind, {}), now.get(kind, {})) for kind in {**before, **now}}
+    return [f"{kind}: {text}" for kind, text in texts.items() if text]
+
+
+def cause_lines(causes: Sequence[str], is_deterministic: bool) -> list[str]:
+    """Returns a line for each cause, or what is left if receipts know none."""
+    if causes:
+        return [f"cause: {cause}" for cause in causes]
+    if not is_deterministic:
+        return [
+            "cause: an operation without a fixed order (train.deterministic=false); all that receipts know is equal"
+        ]
+    return [
+        "cause: none that receipts know, and operations are deterministic; repeat it on another host, and look for "
+        "data files that have changed and kept their sizes"
+    ]
