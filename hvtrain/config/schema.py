@@ -126,6 +126,9 @@ class GuardConfig:
     finite: bool = setting(True, "stop all ranks before a gradient that is not finite changes weights")
     layers: bool = setting(False, "name the layer whose output or gradient is the first that is not finite (slow)")
     batches: bool = setting(True, "stop if two ranks read the same first batch")
+    recompute_every: int = setting(
+        0, "let all ranks compute one rank's gradient again after every N steps, as a check of the devices", low=0
+    )
     data: bool = setting(True, "refuse data that have changed since the checkpoint")
 
 

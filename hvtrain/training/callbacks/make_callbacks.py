@@ -34,6 +34,7 @@ from hvtrain.training.callbacks.epochs import (
     Validation,
 )
 from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
+from hvtrain.training.callbacks.recompute import Recompute
 from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.timeline import TimelineTrace
@@ -82,6 +83,8 @@ def make_callbacks(
     callbacks = [position, end_step, *strategy.guards(), throughput, Proof(context)]
     if search:
         callbacks.append(search)
+    if config.guard.recompute_every and run.topology.size > 1:
+        callbacks.append(Recompute(context))
     if config.profile.noise_scale_every and run.topology.size > 1:
         callbacks.append(GradientNoise(context))
     # Logs become those of all ranks, and then the same on all of them.
@@ -150,6 +153,7 @@ def call_steps(
 
     intervals = [
         *saved_every.values(),
+        config.guard.recompute_every,
         math.lcm(config.guard.every, sync_every),
         *counts,
         strategy.membership.commit_steps,

@@ -1,0 +1,231 @@
+"""guard.recompute_every: all ranks compute one rank's gradient again, to find a device that computes wrongly.
+
+Weights that are equal on all ranks prove nothing about what they were averaged from: a defective device
+sends a wrong gradient, and all ranks take it. Such devices are not rare in large fleets, and mostly silent
+(Dixit et al. 2021, arXiv:2102.11245).
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.errors import ConfigError, RankError
+from hvtrain.models.parts import sharded_tables
+from hvtrain.strategies.loop import replaced
+from hvtrain.training.callbacks.repeated_step import step_without_update
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+
+log = logging.getLogger(__name__)
+
+NUM_CALIBRATIONS = 3
+"""Checks whose differences say how far rounding takes gradients apart."""
+FIRST_TOLERANCE = 1e-2
+MARGIN = 10.0
+LEAST_TOLERANCE = 1e-5
+
+
+class Verdict(NamedTuple):
+    """What a check has found.
+
+    ranks: those that computed another gradient than most; both, if there are only two ranks.
+    variable: the number of the variable that differs most.
+    difference: of its gradient, relative to its norm.
+    """
+
+    ranks: list[int]
+    variable: int
+    difference: float
+
+
+class Recompute(RunCallback):
+    """After every N steps, all ranks compute one rank's gradient of the next step again (every rank).
+
+    The ranks take turns. Its batch, with its seeds of dropout, goes to all ranks; weights are the same on
+    all. So each rank's forward and backward pass is compared with the others' in each check, and what a
+    rank sent with what it should have sent whenever it is that rank's turn. Put it where other callbacks
+    see the weights before and after the step as they were.
+
+    Raises:
+        ConfigError: A step is not a function of weights, batch and seeds alone.
+        RankError: A rank computes another gradient than most; or of two ranks, than the other.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        run = self.run
+        model = context.model
+        train = run.config.train
+        obstacle = ""
+        if not run.strategy.is_plain or run.strategy.sync_every > 1:
+            obstacle = "a strategy whose steps are not those of each rank by itself"
+        elif train.jit_compile or train.sync_batch_norm:
+            obstacle = "train.jit_compile=true" if train.jit_compile else "train.sync_batch_norm=true"
+        elif sharded_tables(model) or hasattr(run.task, "joint_batch"):
+            obstacle = "a model or task whose step sends messages of its own"
+        if obstacle:
+            raise ConfigError(f"guard.recompute_every does not go with {obstacle}; leave one of the two out")
+
+        self._every = run.config.guard.recompute_every
+        self._train_step = model.train_step
+        self._names = [variable.path for variable in model.trainable_variables]
+        with tf.device("/CPU:0"):
+            # Set before a call of the graph, whose first step then keeps its batch and gradient.
+            self._is_due = tf.Variable(False, trainable=False)
+        self._batch: list[np.ndarray] = []
+        self._sent = np.zeros(0)
+        self._before: list[tuple[Any, tf.Tensor]] = []
+        self._step = 0
+        self._differences: list[float] = []
+        self._structure: Any = None
+        # Keras calls it while the graph is traced.
+        model.train_step = self._recorded_step
+        self._gradient = tf.function(self._gradient_of, reduce_retracing=True)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._before = []
+        if self.position.is_multiple_of(self._every):
+            self._step = self.position.step + 1
+            self._before = self._values()
+            self._is_due.assign(True)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._before:
+            self._check()
+            self._before = []  # Frees as much memory as the weights take.
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._differences:
+            log.info(
+                "gradients of %s steps were computed again on all ranks, with relative differences up to %.1g",
+                f"{len(self._differences):,}",
+                max(self._differences),
+            )
+
+    def _values(self) -> list[tuple[Any, tf.Tensor]]:
+        """Returns all variables that a step reads or changes, but for the optimizer's, with copies of their values."""
+        variables = {id(variable): variable for variable in (*self.model.variables, *self.model.metrics_variables)}
+        return [(variable, tf.identity(variable.value)) for variable in variables.values()]
+
+    def _recorded_step(self, data: Any) -> Any:
+        """The model's step, which keeps its batch and a digest of its gradient if it is due, in the graph."""
+        self._structure = data
+        optimizer = self.model.optimizer
+        apply = optimizer.apply
+
+        def recording_apply(gradients: Sequence[Any], variables: Any = None) -> Any:
+            gradients = list(gradients)
+
+            def record() -> tf.Tensor:
+                return tf.numpy_function(self._keep, [digest_of(gradients), *tf.nest.flatten(data)], tf.bool)
+
+            is_due = tf.cond(self._is_due, record, lambda: tf.constant(False))
+            with tf.control_dependencies([self._is_due.assign(is_due)]):
+                return apply(gradients, variables)
+
+        with replaced(optimizer, "apply", recording_apply):
+            return self._train_step(data)
+
+    def _keep(self, digest: np.ndarray, *batch: np.ndarray) -> bool:
+        """Keeps the batch and the digest of its gradient. Returns False: the next step is not due."""
+        # Copies: TensorFlow uses the memory again.
+        self._sent = np.array(digest)
+        self._batch = [np.array(part) for part in batch]
+        return False
+
+    def _gradient_of(self, data: Any) -> tf.Tensor:
+        with replaced(self.model, "train_step", self._train_step):
+            _, pairs = step_without_update(self.model, data)
+        return digest_of([gradient for gradient, _ in pairs])
+
+    def _check(self) -> None:
+        rank = self._step // self._every % self.run.topology.size
+        seeds = self.model.non_trainable_variables
+        sent = None
+        if rank == self.run.topology.rank:
+            copies = {id(variable): value for variable, value in self._before}
+            sent = self._sent, self._batch, [copies[id(variable)].numpy() for variable in seeds]
+        original, batch, states = self.comm.broadcast(sent, rank)
+
+        now = self._values()
+        for variable, value in [*self._before, *zip(seeds, states)]:
+            variable.assign(value)
+        data = tf.nest.pack_sequence_as(self._structure, [tf.constant(part) for part in batch])
+        digests = self.comm.gather(self._gradient(data).numpy())
+        for variable, value in now:
+            variable.assign(value)
+
+        verdict = judge(rank, original, digests, self._tolerance())
+        self._differences.append(verdict.difference)
+        if not verdict.ranks:
+            return
+        devices = " or ".join(f"rank {number} ({self.run.strategy.devices[number]})" for number in verdict.ranks)
+        error = RankError(
+            f"{devices} computes wrongly: computed again on all ranks, rank {rank}'s gradient of step {self._step:,} "
+            f"differs by {verdict.difference:.1g} of its norm in {self._names[verdict.variable]} (tolerance "
+            f"{self._tolerance():.1g}); take that host out, and resume from a checkpoint from before"
+        )
+        error.culprit = verdict.ranks[0]
+        raise error
+
+    def _tolerance(self) -> float:
+        """The largest relative difference that is no fault."""
+        if len(self._differences) < NUM_CALIBRATIONS:
+            return FIRST_TOLERANCE
+        rounding = max(self._differences[:NUM_CALIBRATIONS])
+        if self.run.config.train.deterministic:
+            return MARGIN * rounding
+        return max(MARGIN * rounding, LEAST_TOLERANCE)
+
+
+def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
+    """Returns float64 [variables, 3], in the graph: of each gradient its norm, and a sum with weights of each sign.
+
+    The third number depends on each bit. Where it is equal, so are the gradients.
+    """
+    rows = []
+    for gradient in gradients:
+        if gradient is None:  # The loss does not depend on that variable.
+            rows.append([tf.zeros([], tf.float64)] * 3)
+            continue
+        dense = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        values = tf.cast(tf.reshape(dense, [-1]), tf.float32)
+        numbers = tf.range(tf.size(values))
+        wave = tf.cos(tf.cast(numbers, tf.float32))
+        bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64) * tf.cast(2 * numbers + 1, tf.int64)
+        exact = tf.math.floormod(tf.reduce_sum(bits), 2**52)
+        rows.append([tf.cast(part, tf.float64) for part in (tf.norm(values), tf.reduce_sum(values * wave), exact)])
+    return tf.convert_to_tensor(rows)
+
+
+def judge(rank: int, original: np.ndarray, digests: Sequence[np.ndarray], tolerance: float) -> Verdict:
+    """Finds the ranks whose gradient is not that of most.
+
+    Args:
+        rank: The rank whose gradient it is.
+        original: Its digest as it was sent, [variables, 3].
+        digests: As each rank computed it again.
+        tolerance: The largest relative difference that is no fault.
+    """
+    close = [[_distance(digest, other)[1] <= tolerance for other in digests] for digest in digests]
+    reference = digests[int(np.argmax(np.sum(close, axis=1)))]
+    distances = [_distance(digest, reference) for digest in digests]
+    # What the rank sent counts as its own too: a fault may have come and gone.
+    distances[rank] = max(distances[rank], _distance(original, reference), key=lambda pair: pair[1])
+    variable, difference = max(distances, key=lambda pair: pair[1])
+
+    ranks = [number for number, (_, distance) in enumerate(distances) if distance > tolerance]
+    if len(digests) == 2 and not close[0][1]:
+        ranks = [0, 1]
+    return Verdict(ranks, variable, difference)
+
+
+def _distance(digest: np.ndarray, reference: np.ndarray) -> tuple[int, float]:
+    """Returns the variable that differs most, and by how much of its norm; 0 for equal bits, infinity for no number."""
+    differences = np.max(np.abs(digest[:, :2] - reference[:, :2]), axis=1) / np.maximum(reference[:, 0], 1e-30)
+    differences[digest[:, 2] == reference[:, 2]] = 0.0
+    differences = np.nan_to_num(differences, nan=np.inf)
+    variable = int(np.argmax(differences))
+    return variable, float(differences[variable])

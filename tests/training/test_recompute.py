@@ -1,0 +1,65 @@
+"""guard.recompute_every: a rank that computes wrongly is named, whatever of its computation is wrong."""
+
+import numpy as np
+import pytest
+
+from hvtrain.training.callbacks.recompute import judge
+from launching import many_runs
+from run_folders import saved
+
+PLAIN = ["model._target_=flawed.model", "dataset=digits", "train.epochs=2", "guard.every=0"]  # 14 steps an epoch.
+RUN = [*PLAIN, "guard.recompute_every=3"]
+# Steps 1, 4, 7, 10, 13, ... are computed again, and rank 13 // 3 % 3 = 1 has its turn in the check after the faults.
+# Before it a layer has been called for 13 steps and 4 checks.
+RUNS = {
+    "plain": PLAIN,
+    "sound": RUN,
+    "activation": [*RUN, "+model.rank=2", "+model.first_call=15"],
+    "sent": [*RUN, "+model.rank=1", "+model.first_call=17", "+model.last_call=17", "+model.of_gradient=true"],
+    "weight": [*RUN, "+callbacks.flip={_target_: flawed.FlipBit, rank: 0, step: 11}"],
+    "compiled": [*RUN, "train.jit_compile=true"],
+}
+AT_FAULT = {"activation": 2, "sent": 1, "weight": 0}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    results, output = many_runs("gloo", 3, RUNS, folder)
+    return folder, results, output
+
+
+@pytest.mark.distributed
+def test_a_sound_run_has_the_weights_that_it_has_without(runs):
+    folder, results, output = runs
+    assert results[0]["sound"]["record"]["num_steps"] == 28
+    assert "gradients of 10 steps were computed again on all ranks, with relative differences up to" in output
+    plain, sound = saved(folder / "plain")[1], saved(folder / "sound")[1]
+    assert all(np.array_equal(plain[name], sound[name]) for name in plain)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", AT_FAULT)
+def test_the_rank_at_fault_is_named_in_the_next_check(runs, name):
+    for rank in runs[1]:
+        error = rank[name]["error"]
+        assert f"rank {AT_FAULT[name]} (" in error and "computes wrongly" in error, error
+        assert "gradient of step 13 " in error
+
+
+@pytest.mark.distributed
+def test_what_excludes_it_is_refused(runs):
+    for rank in runs[1]:
+        assert "guard.recompute_every does not go with train.jit_compile=true" in rank["compiled"]["error"]
+
+
+def test_two_ranks_that_disagree_are_both_named():
+    digest = np.array([[1.0, 0.5, 7.0]])
+    wrong = np.array([[1.0, 0.6, 8.0]])
+    assert judge(0, digest, [digest, digest], 1e-5).ranks == []
+    assert judge(0, digest, [digest, wrong], 1e-5).ranks == [0, 1]
+    # What rank 1 sent is not what both compute now.
+    assert judge(1, wrong, [digest, digest], 1e-5).ranks == [1]
+    rounded = np.array([[1.0, 0.5 + 1e-7, 8.0]])
+    assert judge(0, digest, [digest, rounded], 1e-5) == ([], 0, pytest.approx(1e-7))
+    assert judge(2, digest, [digest, np.full([1, 3], np.nan), digest], 1e-5).ranks == [1]
