@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from hvtrain.checkpoint.writer import Writer
+from hvtrain.checkpoint.receipts import ReceiptWriter
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import ModelOptions, RunConfig
 from hvtrain.core.run_files import CONFIG_FILE, RESULT_FILE, RunRecord, remove_if_empty
@@ -33,7 +33,8 @@ from hvtrain.training.callbacks.make_callbacks import call_steps, make_callbacks
 from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.tracking import Tracking
-from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run
+from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run, facts_of
+from hvtrain.training.copies import begin_copies
 from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.finish import in_words, make_record, test_metrics, write_results, write_review
 from hvtrain.training.resume import changed_since, check_fits, checkpoint_meta, resume, with_change
@@ -119,7 +120,8 @@ def open_run(
     # Elastic ranks continue from memory, which a rank that has just joined lacks.
     is_elastic = strategy.membership.commit_steps > 0
     folder = Path(str(config.run.dir))
-    saved = find_checkpoint(folder, strategy.comm, state, config.resume, on_all_ranks=is_elastic)
+    copies = config.checkpoint.copies
+    saved = find_checkpoint(folder, strategy.comm, state, config.resume, is_elastic, copies)
     return open_inputs(config, strategy, state, saved), saved
 
 
@@ -201,9 +203,13 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     strategy = run.strategy
     search = LayerSearch(context) if config.guard.layers else None
     interruption = Interruption(context)  # From here on a signal is kept until the run can be saved.
-    writer = Writer(run.folder / "checkpoints", config.checkpoint, run.best, run.task.sign(run.best))
+    copies = begin_copies(run)
+    writer = ReceiptWriter(
+        run.folder / "checkpoints", config.checkpoint, run.best, run.task.sign(run.best), copies.send
+    )
 
     context.weights("at the start", everything=True)
+    writer.begin(run.folder, start.step, lambda: facts_of(run))
     lines = describe(run, model, start)
     log.info("%s", summary(lines))
     hosts = strategy.hosts()
@@ -213,10 +219,12 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
         strategy.comm.on_chief(lambda: fitted.write(fitted_parts, run.folder))
 
     callbacks = make_callbacks(context, start, interruption, writer, tracking, search)
-    with writer, explain_errors(context, search.find_origin if search else None):
+    with copies, writer, explain_errors(context, search.find_origin if search else None):
         if not trains:
             take_averages(model)  # As at the end of fit.
             return
+        if config.checkpoint.copies:
+            writer.copy()
         if config.guard.batches:
             batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))
             check_first_batches(run, batches, start.step > 0)

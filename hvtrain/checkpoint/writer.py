@@ -13,6 +13,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SECONDS_TO_FINISH = 30.0
-_BEST = "best.json"
+BEST = "best.json"
 _REPLACED = f"{TEMPORARY}old-"
 _GONE = f"{TEMPORARY}gone-"
 
@@ -85,17 +86,22 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
         sums = [_flush_and_sum(temporary / name) for name in (*files, META)]
         (temporary / SUMS).write_text("".join(sums), encoding="utf-8")
         flush(temporary / SUMS)
-        # The folder too, or a power cut might lose the names of its files.
-        flush(temporary)
-        # If the replacement of an older checkpoint of this step is cut short, sweep restores it.
-        old = target.with_name(f"{_REPLACED}{target.name}")
-        remove(old)
-        if os.path.lexists(target):
-            target.rename(old)
-        temporary.rename(target)
-        flush(folder)
-        remove(old)
+        publish(temporary, target)
     return target
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Gives a checkpoint whose files are on the disk its name. Raises OSError."""
+    # The folder too, or a power cut might lose the names of its files.
+    flush(temporary)
+    # If the replacement of an older checkpoint of this step is cut short, sweep restores it.
+    old = target.with_name(f"{_REPLACED}{target.name}")
+    remove(old)
+    if os.path.lexists(target):
+        target.rename(old)
+    temporary.rename(target)
+    flush(target.parent)
+    remove(old)
 
 
 def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -118,7 +124,7 @@ def _flush_and_sum(path: Path) -> str:
 
 def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
     """Records the best checkpoint so far, which prune keeps, and its host if it is another."""
-    write_json(folder / _BEST, {"step": step, "metric": metric, "value": value, **host})
+    write_json(folder / BEST, {"step": step, "metric": metric, "value": value, **host})
 
 
 def read_best(folder: Path) -> dict[str, Any] | None:
@@ -126,7 +132,7 @@ def read_best(folder: Path) -> dict[str, Any] | None:
 
     Its keys are step, metric, value and, if the checkpoint is on another host, host.
     """
-    path = folder / _BEST
+    path = folder / BEST
     if not path.exists():
         return None
     try:
@@ -232,13 +238,22 @@ class Writer:
         config: settings: how many are kept, and what an error does.
         best: the metric whose best checkpoint is kept.
         sign: 1 if more of it is better, otherwise -1.
+        copy: sends another host the checkpoints that it lacks.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, best: str = "val_accuracy", sign: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        best: str = "val_accuracy",
+        sign: int = 1,
+        copy: Callable[[], None] = lambda: None,
+    ) -> None:
         self._folder = folder
         self._config = config
         self._best = best
         self._sign = sign
+        self._copy = copy
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._unsaved = ""
@@ -253,8 +268,15 @@ class Writer:
     def submit(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         """Starts a write, after the previous one is done. The arrays must not change afterwards."""
         self.outcome()
+        self._begin(self._work, step, arrays, meta)
+
+    def copy(self) -> None:
+        """Starts to send another host the checkpoints that it lacks."""
+        self._begin(self._copy)
+
+    def _begin(self, work: Callable[..., None], *args: Any) -> None:
         # A daemon: a process that fails waits for the disk in __exit__, and not forever.
-        self._thread = threading.Thread(target=self._work, args=(step, arrays, meta), name="checkpoints", daemon=True)
+        self._thread = threading.Thread(target=work, args=args, name="checkpoints", daemon=True)
         self._thread.start()
 
     def outcome(self) -> UserError | None:
@@ -296,6 +318,7 @@ class Writer:
                 mark_best(self._folder, step, self._best, value)
             config = self._config
             prune(self._folder, config.keep, step, config.keep_every_epochs, config.keep_every_hours)
+            self._copy()
             self._unsaved = ""
             self.whole_step = step
         except UserError as error:

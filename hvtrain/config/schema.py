@@ -114,6 +114,7 @@ class CheckpointConfig:
     keep: int = setting(2, "number of newest checkpoints kept, besides the best one", low=1)
     keep_every_epochs: int | None = setting(None, "keep the last one of every N epochs for good", low=1)
     keep_every_hours: float | None = setting(None, "keep the last one of every N hours for good (UTC)", low=0.001)
+    copies: int = setting(0, "copies of each checkpoint on another host, made in the background: 0 or 1", low=0)
     best: str | None = setting(None, "metric whose best checkpoint is kept; null: the task's, in validation")
     on_error: str = setting("stop", "if one cannot be written: stop, or warn and continue", choices=("stop", "warn"))
 
@@ -125,10 +126,10 @@ class GuardConfig:
     every: int = setting(500, "compare all ranks' weights and slots after every N steps; 0: never", low=0)
     finite: bool = setting(True, "stop all ranks before a gradient that is not finite changes weights")
     layers: bool = setting(False, "name the layer whose output or gradient is the first that is not finite (slow)")
-    batches: bool = setting(True, "stop if two ranks read the same first batch")
     recompute_every: int = setting(
         0, "let all ranks compute one rank's gradient again after every N steps, as a check of the devices", low=0
     )
+    batches: bool = setting(True, "stop if two ranks read the same first batch")
     data: bool = setting(True, "refuse data that have changed since the checkpoint")
 
 
@@ -245,6 +246,8 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     ema = config.train.ema
     if ema is not None and not 0 < ema < 1:
         raise ConfigError(f"train.ema={ema} is out of range; it must be between 0 and 1, such as 0.999")
+    if config.checkpoint.copies > 1:
+        raise ConfigError(f"checkpoint.copies={config.checkpoint.copies} is out of range; it must be 0 or 1")
     if config.train.max_time is not None:
         seconds("train.max_time", config.train.max_time)
     if config.train.accumulate > 1:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvtrain.checkpoint import store
+from hvtrain.checkpoint import store, writer
 from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core import checkpoint_notes as notes
@@ -40,7 +40,7 @@ _NEEDED: dict[str, Any] = {
     "step_in_epoch": int,
 }
 # The records of a run's epochs and starts, for a host that continues the run and lacks them.
-_RECORDS = (HISTORY_FILE, RANKS_FILE, STARTS_FILE, TRACKERS_FILE)
+RECORDS = (HISTORY_FILE, RANKS_FILE, STARTS_FILE, TRACKERS_FILE)
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def find_checkpoint(
     run_state: RunState,
     resume: str = "auto",
     on_all_ranks: bool = False,
+    copies: int = 0,
 ) -> ResumePoint | None:
     """Finds the newest readable checkpoint of this run, in memory or on any host (every rank).
 
@@ -79,13 +80,14 @@ def find_checkpoint(
             checkpoint.
         resume: The setting of that name.
         on_all_ranks: All ranks get the checkpoint's arrays, not the chief alone.
+        copies: checkpoint.copies; the chief then writes what it was sent to its own disk too.
 
     Raises:
         CheckpointError: Hosts have checkpoints of different runs, a newer one is on an absent host,
             or all are damaged.
         ConfigError: resume=never, and another host than rank 0's has a checkpoint.
     """
-    search = _Search(folder, comm, run_state, on_all_ranks)
+    search = _Search(folder, comm, run_state, on_all_ranks, copies)
     saved = search.newest()
     hosts = comm.gather(comm.topology.host)
     rank = comm.topology.rank
@@ -97,7 +99,10 @@ def find_checkpoint(
                 "use resume=auto or choose another run.dir"
             )
         if resume == "auto" and run_state.checkpoint is None:
-            own_notes = [notes.read(folder), notes.from_launcher(os.environ)]
+            own_notes = [notes.read(folder)]
+            # The launcher's may be of a checkpoint that was still on its way to the other host.
+            if not copies or not search.candidates:
+                own_notes.append(notes.from_launcher(os.environ))
             all_notes = [note for rank_notes in comm.gather(own_notes) for note in rank_notes if note]
             _check_notes(all_notes, hosts, search.candidates, folder)
 
@@ -127,8 +132,9 @@ def find_checkpoint(
 class _Search:
     """Gathers every rank's candidate until the newest of them can be read."""
 
-    def __init__(self, folder: Path, comm: Comm, run_state: RunState, on_all_ranks: bool) -> None:
+    def __init__(self, folder: Path, comm: Comm, run_state: RunState, on_all_ranks: bool, copies: int) -> None:
         self.folder = folder
+        self.copies = copies
         self.checkpoints = folder / "checkpoints"
         self.comm = comm
         self.run_state = run_state
@@ -192,6 +198,8 @@ class _Search:
         # A checkpoint in memory has its records on no disk; the chief's own are there already.
         if self._root and saved.host:
             self._send_records()
+            if self.copies:
+                self.comm.on_chief(self._write)
         return self._checkpoint if self.needs_arrays else None
 
     def _candidate(self) -> Candidate | None:
@@ -250,6 +258,11 @@ class _Search:
         self._checkpoint = checkpoint
         return ResumePoint(name + where, checkpoint.step, meta, host=host)
 
+    def _write(self) -> None:
+        """Writes the checkpoint that this rank was sent."""
+        assert self._checkpoint
+        writer.write(self.checkpoints, self._checkpoint.step, self._checkpoint.arrays, self._checkpoint.meta)
+
     def _report_damaged(self, saved: ResumePoint | None) -> None:
         """Sets damaged checkpoints aside and logs them (every rank).
 
@@ -295,7 +308,7 @@ class _Search:
 
 def read_records(folder: Path) -> dict[str, bytes]:
     """Reads history.csv, ranks.csv, starts.json and trackers.json, as far as the run folder has them."""
-    paths = [folder / name for name in _RECORDS]
+    paths = [folder / name for name in RECORDS]
     return {path.name: read_bytes(path) for path in paths if is_own_file(path)}
 
 

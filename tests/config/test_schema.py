@@ -103,6 +103,7 @@ def test_whole_learning_rate_becomes_a_float():
         ({"train": 3}, "train=3 is not a group of settings"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0 is out of range; it must be at least 1"),
         ({"checkpoint": {"keep_every_epochs": 0}}, "checkpoint.keep_every_epochs=0 is out of range"),
+        ({"checkpoint": {"copies": 2}}, "checkpoint.copies=2 is out of range; it must be 0 or 1"),
         ({"checkpoint": {"every_minutes": float("nan")}}, "checkpoint.every_minutes=nan is out of range"),
         ({"resume": "perhaps"}, "resume=perhaps is not one of auto, available, never"),
         ({"model": {"units": 3}}, "model._target_=None names nothing to call"),

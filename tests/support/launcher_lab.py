@@ -45,10 +45,10 @@ def signalled(lab: Lab, command: list[str], folder: Path, *signals: str) -> tupl
     return lab.run("s1", "bash", "-c", script)
 
 
-def started(lab: Lab, command: list[str]) -> subprocess.Popen[str]:
-    """The launch on s1, while it runs; its ssh knows at once that a host is gone."""
+def started(lab: Lab, command: list[str], host: str = "s1") -> subprocess.Popen[str]:
+    """The launch on a host, while it runs; its ssh knows at once that a host is gone."""
     return subprocess.Popen(
-        [SCRIPT, "exec", "s1", "env", SOON, *command],
+        [SCRIPT, "exec", host, "env", SOON, *command],
         cwd=lab.home,
         env={**os.environ, "HVTRAIN_LAB": lab.name},
         stdin=subprocess.DEVNULL,

@@ -99,14 +99,14 @@ def write(folder, step, run_id=OURS, arrays=ARRAYS):
     return writer.write(folder / "checkpoints", step, arrays, {**META, "run_id": run_id})
 
 
-def find_on(tmp_path, hosts, run_states=None, resume="auto", on_all_ranks=False):
+def find_on(tmp_path, hosts, run_states=None, resume="auto", on_all_ranks=False, copies=0):
     """What each rank finds in the folder of its host."""
     run_states = run_states or [RunState(0.0) for _ in hosts]
 
     def action(comm):
         folder = tmp_path / comm.topology.host
         folder.mkdir(exist_ok=True)
-        return find_checkpoint(folder, comm, run_states[comm.topology.rank], resume, on_all_ranks)
+        return find_checkpoint(folder, comm, run_states[comm.topology.rank], resume, on_all_ranks, copies)
 
     return on_ranks(hosts, action)
 
@@ -291,6 +291,19 @@ def test_what_the_launcher_knows(tmp_path, monkeypatch):
     assert "step-00000028 of this run is on host s1" in the_error(find_on(tmp_path, ["s2"]))
     monkeypatch.setenv(notes.VARIABLE, "28@s2")
     assert find_on(tmp_path, ["s2"]) == [None]
+
+
+def test_with_copies_a_host_that_is_left_has_one_that_is_new_enough(tmp_path, monkeypatch):
+    """The launcher may know a checkpoint of which the copy was still on its way; a note is of one that was copied."""
+    write(tmp_path / "s2", 28)
+    monkeypatch.setenv(notes.VARIABLE, "32@s1")
+    assert "step-00000032 of this run is on host s1" in the_error(find_on(tmp_path, ["s2", "s3"]))
+    saved = find_on(tmp_path, ["s3", "s2"], copies=1)
+    assert [item.name for item in saved] == ["step-00000028 on s2"] * 2
+    sums = [(tmp_path / host / "checkpoints/step-00000028/SHA256SUMS").read_text() for host in ("s2", "s3")]
+    assert sums[0] == sums[1], "rank 0 keeps what it was sent"
+    note(tmp_path / "s2", 32, "s1")
+    assert "step-00000032 of this run is on host s1" in the_error(find_on(tmp_path, ["s2"], copies=1))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"step": 1}', '{"step": true, "host": "s1", "run_id": "0"}',
