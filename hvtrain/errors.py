@@ -46,7 +46,7 @@ class TrainingError(UserError, ArithmeticError):
 
 
 class StorageError(UserError, RuntimeError):
-    """Results that cannot be written."""
+    """Results that cannot be written, or a store of objects that does not answer."""
 
 
 class RankError(UserError, RuntimeError):

@@ -21,6 +21,7 @@ from typing import IO
 
 from hvtrain.core.files import TEMPORARY, remove, writing
 from hvtrain.errors import ConfigError, DataError
+from hvtrain.storage.ranges import RangedFile
 from hvtrain.storage.remote import Object, Remote, locate
 from hvtrain.system.text import duration, human_bytes
 
@@ -35,6 +36,8 @@ SECONDS_BETWEEN_LINES = 15.0
 _PATTERN = re.compile(r"/(?=[^/]*[*?\[])")
 # Locks of the entries that this process uses, held until it ends.
 _used: dict[Path, IO[str]] = {}
+# Files of ranged copies, by their paths.
+_ranged: dict[str, RangedFile] = {}
 
 
 @lru_cache(maxsize=256)
@@ -74,9 +77,46 @@ def local_copy(address: str) -> Path:
     return Path(entry.open(fetch), *tail)
 
 
+@lru_cache(maxsize=256)
+def ranged_copy(address: str) -> Path:
+    """Returns a folder with the names and sizes of the objects of an address, for `ranged_file` to read them in parts.
+
+    Parts that were read are kept there if all of them have room in the cache.
+
+    Raises:
+        ConfigError, DataError: as local_copy does.
+    """
+    if address.startswith("file://"):
+        return local_copy(address)
+    remote = locate(address)
+    objects = remote.objects()
+    num_bytes = sum(item.num_bytes for item in objects)
+    is_kept = num_bytes <= limit_bytes()
+    entry = _Entry(remote, objects, f"ranged {is_kept}", num_bytes if is_kept else 0)
+
+    def make_holes(folder: Path) -> None:
+        for item in objects:
+            path = folder / item.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            os.truncate(path, item.num_bytes)
+
+    folder = entry.open(make_holes)
+    for item in objects:
+        path = folder / item.name
+        _ranged[str(path)] = RangedFile(remote.child(item.name), item, path if is_kept else None)
+    return folder
+
+
+def ranged_file(path: str | Path) -> RangedFile | None:
+    """Returns the object behind a file of `ranged_copy`; None for any other file."""
+    return _ranged.get(str(path))
+
+
 def forget_copies() -> None:
     """Lets this process look again for what an address holds."""
     local_copy.cache_clear()
+    ranged_copy.cache_clear()
 
 
 def cache_folder() -> Path:
@@ -183,6 +223,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _make_room(folder: Path, num_bytes: int) -> None:
     """Removes entries, the one used longest ago first, until the new one has room. Raises DataError."""
+    if not num_bytes:
+        return
     others = [
         lock for lock in cache_folder().glob("*.lock") if lock not in (_lock_of(folder), cache_folder() / ".lock")
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, write_tfrecords
+from hvtrain.data.formats.tar_files import find_members
 from hvtrain.data.manifest import user_path
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
@@ -20,9 +23,12 @@ from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.data.sources.table import Table
 from hvtrain.data.sources.text import Text
 from hvtrain.data.sources.tfrecord import TFRecords
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.data.sources.webdataset import web_dataset
+from hvtrain.errors import ConfigError, DataError, StorageError
 from hvtrain.storage import cache, remote
-from tiny_data import SHAPE, random_images, write_folder
+from hvtrain.storage import ranges as ranges_module
+from shards import write_shards
+from tiny_data import SHAPE, images_of, random_images, write_folder
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,12 +136,12 @@ def test_a_change_while_it_is_read_is_an_error(change, store):
         if request.method == "GET" and request.path.endswith("/b") and not done:
             done.append(request)
             if change == "replaced":
-                put(store, f"{change}-meanwhile", a=b"other")
+                store.send("PUT", f"data/{change}-meanwhile/a", b"other")
             else:
-                store.filesystem().delete_file(f"data/{change}-meanwhile/a")
+                store.send("DELETE", f"data/{change}-meanwhile/a")
 
     store.fault = fault
-    with pytest.raises(DataError, match=f"{address} changed while it was read; start again when nothing writes there"):
+    with pytest.raises(DataError, match=f"{address}( changed while it was read; start again|/a is not there)"):
         user_path(address)
     cache.forget_copies()
     assert user_path(address).is_dir()
@@ -229,3 +235,103 @@ def test_what_a_killed_process_left_is_no_copy(store):
         user_path(address)
     assert os.waitpid(pid, 0)[1] == 9 << 8
     assert (user_path(address) / "b").read_bytes() == bytes(10)
+
+
+@pytest.fixture
+def shards(store, tmp_path, monkeypatch):
+    """Two shards of 30 images in a folder and at an address; their index is there on this host."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    write_shards(tmp_path / "shards", "train", *random_images(30), 2)
+    address = store.put(tmp_path / "shards", f"data/{tmp_path.name}")
+    return tmp_path / "shards", address
+
+
+def open_shards(path, **options):
+    return web_dataset(str(path), SHAPE, 3, image_key=["png"], **options)
+
+
+def ranges(store, since: int = 0) -> list:
+    return [request for request in store.requests[since:] if request.method == "GET" and ".tar" in request.path]
+
+
+def test_shards_are_read_in_parts_with_the_order_and_bits_of_a_folder(shards, store, monkeypatch):
+    folder, address = shards
+    faults = iter([503, "cut", None, "cut", 503])
+    store.fault = lambda request: next(faults, None)
+    local, far = open_shards(folder), open_shards(address)
+    assert far.num_examples("train") == 30 and far.manifest() == local.manifest()
+    faults = iter([503, "cut", None, "cut", 503])
+    indexed = len(store.requests)
+    expected, actual = batches_of(local), batches_of(far)
+    assert all(map(np.array_equal, expected, actual)) and next(faults, None) is None
+
+    # Each part came once, and the next epochs and other ranks take it from this host.
+    parts = {(request.path, request.first, request.last) for request in ranges(store, indexed)}
+    assert len(parts) > 10
+    again = len(store.requests)
+    assert all(map(np.array_equal, expected, batches_of(far)))
+    # Streams read ahead, so that the second may meet more of them.
+    assert not parts & {(request.path, request.first, request.last) for request in ranges(store, again)}
+
+    # Without room nothing is kept.
+    monkeypatch.setenv("HVTRAIN_CACHE_GIB", str(100 / 2**30))
+    cache.forget_copies()
+    unkept = open_shards(address)
+    for _ in range(2):
+        again = len(store.requests)
+        assert all(map(np.array_equal, expected, batches_of(unkept))) and len(ranges(store, again)) > 10
+
+
+def test_a_resume_reads_no_earlier_example(shards, store):
+    _, address = shards
+    far = open_shards(address)
+    members = {path: find_members(Path(path))[0] for path in far.paths("train")}
+    order = StreamRequest(Topology(), 1, 5, 0, 30)
+    whole = images_of(far.training(order), 30)
+    cache._used.clear()
+    shutil.rmtree(cache.cache_folder())
+    cache.forget_copies()
+
+    far = open_shards(address)
+    assert far.num_examples("train") == 30
+    since = len(store.requests)
+    resumed = images_of(far.training(replace(order, start_step=27)), 3)
+    assert resumed == whole[27:]
+    read = {(Path(request.path).name, request.first, request.last + 1) for request in ranges(store, since)}
+    images = {
+        (Path(path).name, member["offset"], member["offset"] + member["size"])
+        for path, of_shard in members.items()
+        for member in of_shard
+        if member["name"].endswith(".png")
+    }
+    # What is read ahead is of the next epoch.
+    assert read <= images and 3 <= len(read) < 20
+
+
+@pytest.mark.parametrize("change", ["replaced", "deleted", "denied"])
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_shards_that_change_or_cannot_be_read_end_the_stream(change, on_error, shards, store, monkeypatch):
+    """Nothing is left out as damaged because of its store."""
+    folder, address = shards
+    monkeypatch.setattr(ranges_module, "SECONDS_UNCHECKED", 0.0)
+    far = open_shards(address)
+    far.on_error = on_error
+    stream = far.evaluation("train", Topology(), 4)
+    images_of(stream, 1)
+    name = "train-000000.tar"
+    if change == "replaced":
+        with store.filesystem().open_output_stream(f"{address[5:]}/{name}") as file:
+            file.write((folder / name).read_bytes() + bytes(512))
+        message = f"{address}/{name} has changed since this run opened it; start again when nothing writes there"
+    elif change == "deleted":
+        store.filesystem().delete_file(f"{address[5:]}/{name}")
+        message = f"{address}/{name} (has changed|is not there)"
+    else:
+        store.fault = lambda request: 403 if ".tar" in request.path else None
+        message = rf"{address}/{name} cannot be accessed"
+    cache._ranged[str(Path(far.paths("train")[0]))]._kept = None
+    with pytest.raises(StorageError, match=message):
+        try:
+            images_of(stream)
+        except tf.errors.OpError as error:
+            raise far.explain(error) from None

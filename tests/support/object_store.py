@@ -68,10 +68,15 @@ class Store:
             access_key="test", secret_key="test", endpoint_override=f"127.0.0.1:{self.port}", scheme="http"
         )
 
-    def bucket(self, name: str) -> str:
+    def send(self, method: str, path: str, body: bytes = b"") -> None:
+        """A request without pyarrow, which faults can make too."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port)
-        connection.request("PUT", f"/{name}")
-        assert connection.getresponse().status == 200
+        connection.request(method, f"/{path}", body)
+        assert connection.getresponse().status < 300
+        connection.close()
+
+    def bucket(self, name: str) -> str:
+        self.send("PUT", name)
         return name
 
 

@@ -11,6 +11,8 @@ import io
 import os
 import re
 import tarfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -22,10 +24,12 @@ import pyarrow.parquet as pq
 from hvtrain.core.files import read_bytes, write_atomic
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError, StorageError
+from hvtrain.storage.cache import ranged_file
 
 MAX_TEXT_BYTES = 4096
 """Members up to this size, such as labels, are kept in the index."""
 BLOCK_BYTES = 512
+READ_AT_ONCE = 16
 
 _NUMBERS = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _ADDRESS = re.compile(r"(.+?)@(\d+)\+(\d+)/.*", re.DOTALL)
@@ -66,6 +70,9 @@ def member_bytes(path: str) -> bytes | None:
         return None
     shard = match[1]
     offset, size = int(match[2]), int(match[3])
+    far = ranged_file(shard)
+    if far:
+        return far.part(size, offset)
     try:
         # Needs no position of its own, so threads share the file.
         data = os.pread(_opened(shard).fileno(), size, offset)
@@ -74,6 +81,15 @@ def member_bytes(path: str) -> bytes | None:
     if len(data) < size:
         raise DataError(f"{shard} ends before byte {offset + size:,}: it has changed since it was opened")
     return data
+
+
+def members_bytes(paths: Sequence[str]) -> list[bytes | None]:
+    """Reads members as member_bytes does; several at a time if they are in object storage, where each waits."""
+    match = _ADDRESS.fullmatch(paths[0]) if len(paths) else None
+    if not match or not ranged_file(match[1]):
+        return [member_bytes(path) for path in paths]
+    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+        return list(pool.map(member_bytes, paths))
 
 
 @lru_cache(maxsize=256)
@@ -104,7 +120,8 @@ def find_members(shard: Path) -> tuple[list[Member], str | None]:
             members = _read_index(shard)
             if members is not None:
                 return members, None
-            members, problem = _scan(shard, file)
+            far = ranged_file(shard)
+            members, problem = _scan(shard, far.buffered() if far else file)
     except OSError as error:
         return [], f"cannot be read ({error.strerror})"
     # A damaged shard will be replaced.
@@ -113,7 +130,7 @@ def find_members(shard: Path) -> tuple[list[Member], str | None]:
     return members, problem
 
 
-def _scan(shard: Path, file: IO[bytes]) -> tuple[list[Member], str | None]:
+def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
     """Finds the members of a shard by reading its headers; returns what find_members does."""
     members: list[Member] = []
     file_bytes = shard.stat().st_size
@@ -128,18 +145,24 @@ def _scan(shard: Path, file: IO[bytes]) -> tuple[list[Member], str | None]:
                 if not header.isreg() or header.issparse():
                     continue
                 name = header.name.encode(errors="backslashreplace").decode()
-                text = os.pread(file.fileno(), size, offset) if size <= MAX_TEXT_BYTES else None
+                text = _read_at(file, size, offset) if size <= MAX_TEXT_BYTES else None
                 members.append({"name": name, "offset": offset, "size": size, "text": text})
             end = tar.offset
     except tarfile.TarError as error:
-        if not members and os.pread(file.fileno(), BLOCK_BYTES, 0).startswith(_PACKED):
+        if not members and _read_at(file, BLOCK_BYTES, 0).startswith(_PACKED):
             return members, "is compressed, so that no part of it can be read alone: unpack it"
         return members, f"is not a whole tar file ({error}): it is truncated or damaged"
 
     # tarfile takes a damaged header, or the end of the file, for the end of the members.
-    mark = os.pread(file.fileno(), BLOCK_BYTES, end)
+    mark = _read_at(file, BLOCK_BYTES, end)
     is_whole = len(mark) == BLOCK_BYTES and not mark.strip(b"\0")
     return members, None if is_whole else f"has no header at byte {end:,}: it is truncated or damaged"
+
+
+def _read_at(file: Any, num_bytes: int, offset: int) -> bytes:
+    file.seek(offset)
+    data: bytes = file.read(num_bytes)
+    return data
 
 
 def _index_paths(shard: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from hvtrain.data.pipeline.streams import (
 )
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
 from hvtrain.data.source import LEAVE_OUT, Preprocessing, Unreadable, reason
-from hvtrain.errors import DataError, UserError
+from hvtrain.errors import DataError, StorageError, UserError
 from hvtrain.system import resources
 
 Piece = TypeVar("Piece")
@@ -205,6 +205,8 @@ class _BatchRepair:
                 problem = reason(error)
             except DataError as error:  # As Python code of a reader raises it outside of a graph.
                 problem = str(error)
+            except StorageError as error:  # The example may be good, so it is not left out.
+                raise source.note(error) from None
 
         # The crop's draws, which come last, are none of the source's parts.
         parts = example[:-1] if self._is_training and source.sizing.crop else example

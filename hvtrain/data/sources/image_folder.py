@@ -3,6 +3,7 @@
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -34,6 +35,7 @@ class ListedImages(FileSource, IndexedSource):
 
     _files: dict[str, Files]
     read_file: Callable[[Any], tf.Tensor] = staticmethod(tf.io.read_file)
+    read_files: Callable[[Any], tf.Tensor] = staticmethod(partial(tf.map_fn, tf.io.read_file))
 
     def num_examples(self, split: str) -> int:
         return len(self._files.get(split, []))
@@ -224,7 +226,7 @@ class ImageFolder(ListedImages):
             labels = tf.constant(targets, tf.int32)
 
         def read(indices, *draws):
-            images = decode_batch(tf.map_fn(self.read_file, tf.gather(paths, indices)), self.sizing, *draws)
+            images = decode_batch(self.read_files(tf.gather(paths, indices)), self.sizing, *draws)
             return images, tf.gather(labels, indices)
 
         return read

@@ -142,7 +142,7 @@ class SegmentationFolder(ListedImages):
         def read(indices):
             local = tf.gather(paths, indices)
             classes = tf.numpy_function(read_masks, [local, indices], tf.uint8)
-            images = decode_batch(tf.map_fn(self.read_file, local), self.sizing)
+            images = decode_batch(self.read_files(local), self.sizing)
             return images, tf.ensure_shape(classes, [None, height, width])
 
         return read

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import is_junk
 from hvtrain.data.formats.image_files import SUFFIXES
-from hvtrain.data.formats.tar_files import Member, address, expand_numbers, find_members, member_bytes
+from hvtrain.data.formats.tar_files import Member, address, expand_numbers, find_members, member_bytes, members_bytes
 from hvtrain.data.manifest import data_path
 from hvtrain.data.pipeline.transform import Transform
 from hvtrain.data.source import LEAVE_OUT, Source, Unreadable, check_class_names
@@ -25,6 +25,8 @@ from hvtrain.data.sources.image_folder import Files, ImageFolder
 from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
+from hvtrain.storage.cache import ranged_copy
+from hvtrain.storage.remote import is_remote
 
 ADVICE = "write or fetch the shard again"
 INDEXED_AT_ONCE = 16
@@ -77,7 +79,8 @@ def web_dataset(
         DataError: if there is no shard, one is damaged or compressed, or an example lacks a part.
     """
     names = [[part] if isinstance(part, str) else part for part in (train, validation, test)]
-    shards = Shards(data_path(dir), names, image_key, label_key, num_validation)
+    folder = ranged_copy(dir) if is_remote(dir) else data_path(dir)
+    shards = Shards(folder, names, image_key, label_key, num_validation)
     settings = (image_shape, num_classes, class_names, shift_pixels, flip)
     if label_key.lower().endswith(SUFFIXES):
         return ShardedMasks(shards, *settings, colors=colors, **sizing)
@@ -85,13 +88,15 @@ def web_dataset(
 
 
 def read_member(path: Any) -> tf.Tensor:
-    """Reads a member of a shard by its address, as tf.io.read_file reads a file by its path."""
+    """Reads a member of a shard by its address, or several, as tf.io.read_file reads a file by its path."""
 
-    def read(encoded: Any) -> bytes | None:
+    def read(encoded: Any) -> Any:
         # Bytes in a graph, and an array outside of one.
-        return member_bytes(np.asarray(encoded).item().decode())
+        addresses = np.asarray(encoded)
+        contents = members_bytes([address.decode() for address in addresses.ravel().tolist()])
+        return np.array(contents, object).reshape(addresses.shape)
 
-    return tf.ensure_shape(tf.numpy_function(read, [path], tf.string), [])
+    return tf.ensure_shape(tf.numpy_function(read, [path], tf.string), tf.convert_to_tensor(path).shape)
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,7 @@ class ShardedImages(ImageFolder):
 
     name = "webdataset"
     ADVICE = ADVICE
-    read_file = staticmethod(read_member)
+    read_file = read_files = staticmethod(read_member)
 
     def __init__(
         self,
@@ -264,7 +269,7 @@ class ShardedMasks(SegmentationFolder):
     """Images and masks in shards. See web_dataset."""
 
     name = "webdataset"
-    read_file = staticmethod(read_member)
+    read_file = read_files = staticmethod(read_member)
 
     def __init__(self, shards: Shards, *settings: Any, **more: Any) -> None:
         self._shards = shards
