@@ -183,6 +183,8 @@ class Connections:
             elif key.data.is_open:
                 yield from self._read(key.data)
 
+    def close_strangers(self) -> None:
+        """Closes connections that have not joined in time."""
         for stranger in self._strangers():
             if time.monotonic() - stranger.opened > SECONDS_TO_JOIN:
                 self.close_one(stranger)
@@ -216,7 +218,7 @@ class Connections:
             return
 
         # The oldest stranger makes room: whoever connected last may be a rank, which joins at once.
-        if len(self._all()) >= MAX_STRANGERS + self._size:
+        if len(self._selector.get_map()) > MAX_STRANGERS + self._size:
             self.close_one(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
         notice_cuts(accepted)

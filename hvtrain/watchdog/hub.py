@@ -67,16 +67,25 @@ class Hub:
 
     def _run(self) -> None:
         try:
+            next_tick = 0.0
             while self._is_open:
-                for connection, message in self._connections.messages(self._rules.beat_seconds / 2):
+                # A tick looks at all ranks, so there is not one for each of their beats.
+                for connection, message in self._connections.messages(max(0.0, next_tick - time.monotonic())):
                     self._take(connection, message)
                 # Without rank 0, those that only waited for it would look stalled.
-                if self._is_open:
+                if self._is_open and time.monotonic() >= next_tick:
+                    self._connections.close_strangers()
                     self._tick(time.monotonic())
+                    next_tick = time.monotonic() + self._tick_seconds()
         except Exception:
             log.exception("the watchdog failed, which is a bug; the run continues without one")
         self._connections.send_all(Kind.BYE)
         self._connections.close()
+
+    def _tick_seconds(self) -> float:
+        """Seconds to the next look at all ranks: soon, once something is wrong."""
+        is_urgent = self._stalled or self._lost
+        return min(SECONDS_TO_SETTLE / 2 if is_urgent else 1.0, self._rules.beat_seconds / 2)
 
     def _take(self, connection: Connection, message: Message) -> None:
         """Handles a message of a rank, and answers it if the rank is still there."""

@@ -65,9 +65,6 @@ def start(
     if not limit or size == 1:
         return Watchdog()
 
-    # A twentieth of the limit, so that a rank's silence is noticed well before it.
-    beat_seconds = BEAT_SECONDS * max(1.0, size / MAX_BEATS_PER_SECOND)
-    beat_seconds = max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, beat_seconds))
     address, listener = agree(rank, gather, broadcast)
     # New for each watchdog, so that a rank of an earlier one is a stranger.
     token = broadcast(secrets.token_hex(32))
@@ -76,7 +73,8 @@ def start(
         log.warning("no watchdog: the ranks reach no address of rank 0 that all of them share")
         return Watchdog(progress)
 
-    member = Member(rank, host, Rules(limit, beat_seconds, survives_loss), progress, calls_launcher)
+    rules = Rules(limit, beat_seconds(size, limit), survives_loss)
+    member = Member(rank, host, rules, progress, calls_launcher)
     if listener:
         member.hub_thread = Hub(listener, token, size, member).thread
     try:
@@ -85,6 +83,12 @@ def start(
         log.warning("no watchdog on rank %d on %s: %s", rank, host, error)
         return Watchdog(progress)
     return member
+
+
+def beat_seconds(size: int, limit: float) -> float:
+    """Seconds between two beats of a rank: at most a twentieth of the limit, so that silence is noticed well before."""
+    seconds = BEAT_SECONDS * max(1.0, size / MAX_BEATS_PER_SECOND)
+    return max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, seconds))
 
 
 def agree(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | None, socket.socket | None]:

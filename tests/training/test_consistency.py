@@ -7,6 +7,7 @@ import pytest
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.core.topology import Topology
+from hvtrain.data.manifest import digest_of
 from hvtrain.errors import RankError
 from hvtrain.strategies.comm import Comm
 from hvtrain.training.consistency import check_same_run, software
@@ -20,6 +21,8 @@ class Gathers(Comm):
         self.other = other
 
     def gather(self, value):
+        if isinstance(value, str):
+            return [value, digest_of(dict(zip(("settings", "programs"), self.other)))]
         return [(*value[:2], "s1"), (*self.other, "s2")]
 
 
