@@ -30,6 +30,7 @@ from hvtrain.training.callbacks.checkpointing import Interruption
 from hvtrain.training.callbacks.epochs import report_skipped
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import call_steps, make_callbacks
+from hvtrain.training.callbacks.metrics import Metrics
 from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.tracking import Tracking
@@ -218,8 +219,9 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
         fitted_parts = strategy.comm.all_or_raise(lambda: fitted.collect(run.source))
         strategy.comm.on_chief(lambda: fitted.write(fitted_parts, run.folder))
 
-    callbacks = make_callbacks(context, start, interruption, writer, tracking, search)
-    with copies, writer, explain_errors(context, search.find_origin if search else None):
+    metrics = Metrics(context, writer)
+    callbacks = make_callbacks(context, start, interruption, writer, tracking, search, metrics)
+    with copies, writer, metrics, explain_errors(context, search.find_origin if search else None):
         if not trains:
             take_averages(model)  # As at the end of fit.
             return

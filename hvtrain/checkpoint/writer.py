@@ -257,8 +257,9 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._unsaved = ""
-        # The last step that was written.
+        # The last step that was written, and when by time.time(); before, when this start began.
         self.whole_step = 0
+        self.whole_at = time.time()
 
     @property
     def failed(self) -> bool:
@@ -321,6 +322,7 @@ class Writer:
             self._copy()
             self._unsaved = ""
             self.whole_step = step
+            self.whole_at = time.time()
         except UserError as error:
             if self._config.on_error == "stop":
                 self._error = CheckpointError(f"{error}, then start again with the same run.dir to continue")

@@ -134,6 +134,15 @@ class GuardConfig:
 
 
 @dataclass
+class MetricsConfig:
+    """The newest numbers of a run in Prometheus's text format."""
+
+    port: int | None = setting(None, "serve them at this port of rank 0; 0: any free one; null: not", low=0)
+    address: str = setting("127.0.0.1", "address of that port")
+    file: str | None = setting(None, "write them to this file of rank 0's host, NAME.prom; null: not")
+
+
+@dataclass
 class WatchdogConfig:
     """Time limit for ranks that make no progress."""
 
@@ -184,6 +193,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     callbacks: dict[str, Any] = field(default_factory=dict, metadata={"doc": "more Keras callbacks"})
     tracker: dict[str, Any] = field(default_factory=dict, metadata={"doc": "where else the numbers go"})
     notify: str | list[str] | None = setting(  # noqa: RUF009

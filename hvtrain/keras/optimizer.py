@@ -251,6 +251,15 @@ def num_reductions(optimizer: Any) -> int:
     return int(hook.reducer.count.numpy()) if hook else 0
 
 
+def sent_bytes(optimizer: Any) -> int:
+    """Returns the bytes that this rank sends in a reduction, also where a loss scale wraps the optimizer.
+
+    0 if it is plain, or before the first step is traced.
+    """
+    hook = hook_of(getattr(optimizer, "inner_optimizer", optimizer)) or hook_of(optimizer)
+    return round(hook.reducer.sent_bytes) if hook else 0
+
+
 def divide_losses(optimizer: Any) -> None:
     """Saves a pass over all gradients by dividing the loss instead: see Reducer.divide_losses.
 

@@ -16,8 +16,7 @@ from hvtrain.core.files import write_json
 from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words, write_result
 from hvtrain.core.topology import Topology
 from hvtrain.errors import UserError, in_one_line
-from hvtrain.keras.hooks import hook_of
-from hvtrain.keras.optimizer import num_reductions
+from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
 from hvtrain.models.rates import take_averages
 from hvtrain.tasks.examples import ReviewedExamples
@@ -80,14 +79,13 @@ def _proof(context: RunContext) -> dict[str, Any]:
     Its reductions are those of this process.
     """
     optimizer = context.model.optimizer
-    hook = hook_of(getattr(optimizer, "inner_optimizer", optimizer)) or hook_of(optimizer)
     # A loss scale wraps the optimizer that accumulates.
     accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
     position = context.position
     return {
         "reductions": num_reductions(optimizer),
         "synchronizations": context.run.strategy.num_synchronizations,
-        "sent_bytes": round(hook.reducer.sent_bytes) if hook else 0,
+        "sent_bytes": sent_bytes(optimizer),
         "steps": (position.step - position.start_step) // accumulate,
         "ranks": position.plan.size,
         "weight_checks": context.weights.num_checks,

@@ -34,6 +34,7 @@ _IRRELEVANT = (
     "checkpoint.",
     "guard.",
     "watchdog.",
+    "metrics.",
     "profile.",
     "comm.",
     "strategy.",

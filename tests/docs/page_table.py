@@ -175,6 +175,7 @@ TABLE = {
         Row("horovod@compression=int8", SPEED, TWO_HOSTS),
         Row("strategy.shard_optimizer=true", STEPS, TWO_HOSTS),
     ],
+    "metrics": held("tests/training/test_metrics.py", "metrics.port=9400", "metrics.file=/var/lib"),
     "notices": [
         *held(INSTALLED, "uv pip install"),
         *held("sends to other hosts; tests/trackers/test_notices_of_runs.py has its own", "export HVTRAIN_NOTIFY"),
@@ -191,6 +192,12 @@ TABLE = {
         trains("runs/purchases", "test_recall_at_10", 0.78, 0.83),
         trains("dataset=shop", "test_recall_at_10", 0.9, 1),
         script("python recommend.py", r"user 7 may want \[7, 27, 47"),
+    ],
+    "replay": [
+        Row("run.dir=runs/exact"),
+        Row("hvtrain replay", prints="same bits: 5 receipts of steps 44 to 132"),
+        Row("run.dir=runs/other"),
+        *held("exits with 1: tests/finished/test_replay.py", "hvtrain bisect"),
     ],
     "report": runs("", "hvtrain report runs/first", "--output comparison.html", "hvtrain runs"),
     "segmentation": [

@@ -34,6 +34,7 @@ from hvtrain.training.callbacks.epochs import (
     Validation,
 )
 from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
+from hvtrain.training.callbacks.metrics import Metrics
 from hvtrain.training.callbacks.recompute import Recompute
 from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext
@@ -49,6 +50,7 @@ def make_callbacks(
     writer: Writer,
     tracking: Tracking,
     search: LayerSearch | None,
+    metrics: Metrics | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Makes all callbacks, in this order (every rank).
 
@@ -110,6 +112,8 @@ def make_callbacks(
         callbacks.append(tracking)
     if is_chief:
         callbacks.append(Progress(context))
+        if metrics and metrics.is_on:
+            callbacks.append(metrics)
     callbacks.append(Skipped(context))
     if config.profile.timeline:
         callbacks.append(TimelineTrace(context))
@@ -171,7 +175,7 @@ def call_steps(
 
 
 # They only write, and ranks would overwrite each other's files.
-_WRITERS = (
+WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
@@ -235,7 +239,7 @@ def own_callbacks(
                 f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
                 f"training data ({takes}) or choose ++callbacks.{name}.monitor={monitor[4:]}"
             )
-    return {name: callback for name, callback in callbacks.items() if is_chief or not isinstance(callback, _WRITERS)}
+    return {name: callback for name, callback in callbacks.items() if is_chief or not isinstance(callback, WRITERS)}
 
 
 def _logged_metrics(run: Run, model: keras.Model) -> list[str]:

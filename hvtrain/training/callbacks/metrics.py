@@ -1,0 +1,148 @@
+"""The newest numbers of a run for those who watch it, in Prometheus's text format: at a port, and in a file."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow as tf
+from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from hvtrain.checkpoint.writer import Writer
+from hvtrain.core.run_files import read_starts
+from hvtrain.errors import ConfigError
+from hvtrain.keras.optimizer import sent_bytes
+from hvtrain.system.resources import resident_bytes
+from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+
+log = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_FILES = 5.0
+
+Family = GaugeMetricFamily | CounterMetricFamily
+
+
+class Metrics(RunCallback, AbstractContextManager["Metrics"]):
+    """Serves and writes the numbers while the context lasts (chief only; every rank enters it).
+
+    They are computed when somebody asks for them, in the thread that answers: a step only notes
+    its time and its logs.
+    """
+
+    def __init__(self, context: RunContext, writer: Writer) -> None:
+        super().__init__(context)
+        self._config = self.run.config.metrics
+        self._optimizer = context.model.optimizer
+        self._writer = writer
+        self._logs: dict[str, Any] = {}
+        self._last_step_at = time.time()
+        self._last_file_at = 0.0
+        self._num_restarts = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._server: Any = None
+
+    @property
+    def is_on(self) -> bool:
+        """True if somebody is to get the numbers."""
+        return self._config.port is not None or bool(self._config.file)
+
+    def __enter__(self) -> "Metrics":
+        if self.is_on:
+            self.comm.on_chief(self._open)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def _open(self) -> None:
+        """Raises ConfigError if the port is taken, or the file cannot be written."""
+        config = self._config
+        setting = f"metrics.file={config.file}"
+        try:
+            self._write_file()
+            setting = f"metrics.port={config.port} at metrics.address={config.address}"
+            if config.port is not None:
+                self._server, _ = start_http_server(config.port, config.address, self._registry)
+                log.info("metrics at http://%s:%d/metrics", *self._server.server_address[:2])
+        except (OSError, OverflowError) as error:
+            problem = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{setting} cannot be used: {problem}; choose another") from error
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._num_restarts = len(read_starts(self.run.folder)) - 1
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+        self._logs = logs
+        self._last_step_at = time.time()
+        if self._last_step_at - self._last_file_at >= SECONDS_BETWEEN_FILES:
+            self._update_file()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        self._logs = logs
+        self._update_file()
+
+    def _update_file(self) -> None:
+        try:
+            self._write_file()
+        except OSError as error:
+            log.warning("metrics.file=%s is not written: %s", self._config.file, error.strerror)
+
+    def _write_file(self) -> None:
+        self._last_file_at = time.time()
+        if self._config.file:
+            write_to_textfile(self._config.file, self._registry)
+
+    def collect(self) -> Iterator[Family]:
+        """Yields all numbers, as prometheus_client asks for them (in any thread)."""
+        logs = dict(self._logs)
+        speed = logs.pop("examples/s", 0.0)
+        times = self.run.strategy.marks.times()
+        phases = {"data": times.data, "compute": times.compute, "communication": times.communication}
+        # The newest epoch's is the last.
+        rank_seconds = [*self.report.rank_seconds.values(), []][-2:][0]
+        memory = {"process": resident_bytes()}
+        if tf.config.list_logical_devices("GPU"):
+            memory["gpu"] = tf.config.experimental.get_memory_info("GPU:0")["current"]
+
+        yield self._family("step", "Optimizer steps done.", self.position.step)
+        yield self._family("planned_steps", "Optimizer steps of the whole run.", self.position.plan.num_steps)
+        yield self._family("epoch", "The current epoch, from 1.", self.position.epoch + 1)
+        yield self._family("last_step_timestamp_seconds", "When the last step ended.", self._last_step_at)
+        yield self._family("examples_per_second", "Speed of all ranks in this epoch.", speed)
+        yield self._family("metric", "Loss and metrics of this epoch so far.", logs, "name")
+        yield self._family(
+            "rank_step_seconds",
+            "Own work of each rank in a step of the last epoch.",
+            {str(rank): seconds for rank, seconds in enumerate(rank_seconds)},
+            "rank",
+        )
+        yield self._family("phase_seconds", "Time in rank 0's steps.", phases, "phase", CounterMetricFamily)
+        yield self._family("sent_bytes_per_step", "Bytes that a rank sends in a step.", sent_bytes(self._optimizer))
+        yield self._family("memory_bytes", "Memory that rank 0 uses.", memory, "kind")
+        yield self._family("checkpoint_step", "Step of this start's newest checkpoint.", self._writer.whole_step)
+        yield self._family(
+            "checkpoint_timestamp_seconds",
+            "When it was complete; before the first one, when this start began.",
+            self._writer.whole_at,
+        )
+        yield self._family("restarts", "Starts of the run after the first.", self._num_restarts)
+
+    def _family(
+        self,
+        name: str,
+        text: str,
+        values: Any,
+        label: str = "",
+        kind: type[Family] = GaugeMetricFamily,
+    ) -> Family:
+        """Makes a metric of a number, or of numbers by a label of that name. All have the label run."""
+        names = ["run", label] if label else ["run"]
+        family = kind(f"hvtrain_{name}", text, labels=names)
+        for key, value in (values if label else {"": values}).items():
+            family.add_metric([self.run.folder.name, key][: len(names)], float(value))
+        return family
