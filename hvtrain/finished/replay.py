@@ -92,7 +92,8 @@ def choose_stretch(
     from hvtrain.finished.repeat import Repetition
 
     checkpoints = [store.step_of(path) for path in store.list_checkpoints(folder / "checkpoints")]
-    first, last = bounds or (steps[-1] - 1, steps[-1])
+    newest = max(steps, default=0)
+    first, last = bounds or (newest - 1, newest)
     begin = max((step for step in checkpoints if step <= first), default=0)
     # From the beginning only if that is asked for, since it may take weeks.
     if begin == 0 < first:
@@ -102,7 +103,7 @@ def choose_stretch(
         )
     saves = tuple(step for step in steps if begin < step <= last)
     if not saves:
-        there = ", ".join(map(str, steps))
+        there = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"{folder} has no receipt after step {begin} up to {last}, only of steps {there}")
     kept = [step for step in saves if step in checkpoints]
     return Repetition(folder, begin, saves, each_step, measured=max(kept, default=None))
