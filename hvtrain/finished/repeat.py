@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-import keras
 import numpy as np
 
 from hvtrain import runner
@@ -28,17 +27,14 @@ from hvtrain.training.callbacks.checkpointing import Checkpointing, Interruption
 from hvtrain.training.callbacks.console_progress import Progress
 from hvtrain.training.callbacks.epochs import Recording
 from hvtrain.training.callbacks.guard import explain_errors
-from hvtrain.training.callbacks.make_callbacks import call_steps, make_callbacks
+from hvtrain.training.callbacks.make_callbacks import WRITERS, call_steps, make_callbacks
+from hvtrain.training.callbacks.metrics import Metrics
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.consistency import facts_of
 from hvtrain.training.run import ResumePoint, RunState
 
-# They only write.
-SILENT = (
-    *(Recording, Progress, keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger),
-    *(keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor),
-)
+SILENT = (Recording, Progress, Metrics, *WRITERS)
 
 
 @dataclass
@@ -153,7 +149,9 @@ def _train(config: RunConfig, strategy: Strategy, state: RunState, repetition: R
     interruption = Interruption(context)
     writer = Writer(run.folder, config.checkpoint)
     # No tracker is chosen, so none is called.
-    callbacks = make_callbacks(context, start, interruption, writer, cast(Tracking, None), None)
+    callbacks = make_callbacks(
+        context, start, interruption, writer, cast(Tracking, None), Metrics(context, writer), None
+    )
     callbacks = [
         DigestTaking(callback, context, repetition) if isinstance(callback, Checkpointing) else callback
         for callback in callbacks
