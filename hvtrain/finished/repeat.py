@@ -28,13 +28,12 @@ from hvtrain.training.callbacks.console_progress import Progress
 from hvtrain.training.callbacks.epochs import Recording
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import WRITERS, call_steps, make_callbacks
-from hvtrain.training.callbacks.metrics import Metrics
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.consistency import facts_of
 from hvtrain.training.run import ResumePoint, RunState
 
-SILENT = (Recording, Progress, Metrics, *WRITERS)
+SILENT = (Recording, Progress, *WRITERS)
 
 
 @dataclass
@@ -85,6 +84,8 @@ def repeat(
         runner.join_ranks(silent, strategy)
         # A command prints its result. What a run logs as it begins would only hide it.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
+        # Of the user's callbacks about an epoch that ends early.
+        logging.getLogger("py.warnings").setLevel(logging.ERROR)
         comm = strategy.comm
         chosen = comm.on_chief(lambda: choose(comm.topology.size))
         if isinstance(chosen, int):
@@ -149,9 +150,7 @@ def _train(config: RunConfig, strategy: Strategy, state: RunState, repetition: R
     interruption = Interruption(context)
     writer = Writer(run.folder, config.checkpoint)
     # No tracker is chosen, so none is called.
-    callbacks = make_callbacks(
-        context, start, interruption, writer, cast(Tracking, None), Metrics(context, writer), None
-    )
+    callbacks = make_callbacks(context, start, interruption, writer, cast(Tracking, None), None)
     callbacks = [
         DigestTaking(callback, context, repetition) if isinstance(callback, Checkpointing) else callback
         for callback in callbacks

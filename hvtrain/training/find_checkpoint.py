@@ -21,7 +21,7 @@ from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core import checkpoint_notes as notes
 from hvtrain.core.checkpoint_notes import Note, NoteKeeper, checked_run_id
 from hvtrain.core.files import is_own_file, read_bytes, read_file, write_atomic
-from hvtrain.core.run_files import HISTORY_FILE, RANKS_FILE, STARTS_FILE, TRACKERS_FILE
+from hvtrain.core.run_files import HISTORY_FILE, RANKS_FILE, RECEIPTS_FILE, STARTS_FILE, TRACKERS_FILE
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.run_lock import LOCK_FILE
@@ -40,7 +40,7 @@ _NEEDED: dict[str, Any] = {
     "step_in_epoch": int,
 }
 # The records of a run's epochs and starts, for a host that continues the run and lacks them.
-RECORDS = (HISTORY_FILE, RANKS_FILE, STARTS_FILE, TRACKERS_FILE)
+RECORDS = (HISTORY_FILE, RANKS_FILE, RECEIPTS_FILE, STARTS_FILE, TRACKERS_FILE)
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class _Search:
 
 
 def read_records(folder: Path) -> dict[str, bytes]:
-    """Reads history.csv, ranks.csv, starts.json and trackers.json, as far as the run folder has them."""
+    """Reads the RECORDS, as far as the run folder has them."""
     paths = [folder / name for name in RECORDS]
     return {path.name: read_bytes(path) for path in paths if is_own_file(path)}
 

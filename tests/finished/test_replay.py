@@ -25,6 +25,21 @@ TRAIN = [
     *("checkpoint.every_steps=4", "checkpoint.keep=50", "dataset.num_test=20", "dataset.num_validation=0"),
 ]
 SAVES = [4, 8, 9, 12, 16, 18]
+DIGITS = [
+    "dataset=digits",
+    "train.deterministic=true",
+    "checkpoint.every_steps=4",
+    "checkpoint.keep=50",
+    "train.steps=12",
+]
+KINDS = {
+    "moving statistics": ["model=resnet20", "model.blocks_per_stage=1", "train.validate_every_steps=2"],
+    "accumulation": ["train.accumulate=2", "train.ema=0.9", "train.precision=mixed_float16"],
+    "sharded optimizer": ["strategy.shard_optimizer=true", "strategy.compression=bf16"],
+    "local steps": ["strategy=local_sgd", "strategy.every=4"],
+    "errors kept": ["strategy.compression=powersgd", "strategy.whole_steps=2"],
+    "callbacks": ["callbacks=[reduce_lr_on_plateau]", "augment=[random_translation]", "schedule=cosine"],
+}
 
 
 def write_rows(path, shift=0):
@@ -93,6 +108,22 @@ def results(folder):
     )
     assert content(folder / "run") == before, "a replay writes nothing into the run's folder"
     return results
+
+
+@pytest.mark.nightly
+def test_every_kind_of_state_has_the_same_bits_again(tmp_path):
+    tasks = []
+    for name, settings in KINDS.items():
+        settings = [*DIGITS, "model=mlp", "dataset.num_validation=100", *settings, "run.report=false"]
+        tasks += [
+            [f"{name} trained", "train", *settings, f"run.dir={name}"],
+            [name, "replay", f"run={name}", "steps=5:12"],
+        ]
+    results = on_two_ranks(tmp_path, *tasks)
+    same = "same bits: 3 receipts of steps 4 to 12\n"
+    assert {name: (results[name]["printed"][-len(same) :], results[name]["error"]) for name in KINDS} == dict.fromkeys(
+        KINDS, (same, None)
+    )
 
 
 def test_each_checkpoint_leaves_a_receipt(folder):

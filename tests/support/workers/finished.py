@@ -21,6 +21,7 @@ from hvtrain import runner
 from hvtrain.checkpoint.writer import mark_best
 from hvtrain.commands import COMMANDS
 from hvtrain.config.compose import compose
+from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import UserError
 from hvtrain.finished import finished_run
@@ -47,7 +48,8 @@ class Alone(Strategy):
 
 def work(command, arguments):
     if command == "train":
-        runner.run_to_end(from_dict(compose(arguments)[0]), Staying())
+        config = from_dict(compose(arguments)[0])
+        runner.run_to_end(config, build(config, "strategy", Strategy))
         return 0
     if command == "mark":
         if hvd.rank() == 0:
@@ -63,7 +65,7 @@ def main():
     os.chdir(Path(sys.argv[1]).parent)
     sys.path.insert(0, ".")  # Models of the tests' own.
     hvd.init()
-    # replay and bisect take the strategy that the run's settings name.
+    # A training, replay and bisect take the strategy that the run's settings name.
     HorovodStrategy.stop, HorovodStrategy.start_watchdog = Staying.stop, Staying.start_watchdog
     results = {}
     for name, command, *arguments in tasks:
