@@ -60,7 +60,7 @@ GROUPS = {
     },
     "develop": {
         "migrate": Command("migrate.command.main", "a script for Horovod on Keras 2, rewritten for hvtrain.keras"),
-        "completion": Command("completion.main", "groups, choices and settings on the Tab key"),
+        "completion": Command("launch.completion.main", "groups, choices and settings on the Tab key"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -30,7 +30,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     """What the command prints, in a file; the command imports no TensorFlow."""
-    code = "import sys, hvtrain.completion as c; c.main(); sys.exit({'tensorflow'} & {*sys.modules} or 0)"
+    code = "import sys, hvtrain.launch.completion as c; c.main(); sys.exit({'tensorflow'} & {*sys.modules} or 0)"
     line = [sys.executable, "-c", code, "bash"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

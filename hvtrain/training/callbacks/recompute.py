@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.errors import ConfigError, RankError
+from hvtrain.errors import ConfigError, LostRankError
 from hvtrain.models.parts import sharded_tables
 from hvtrain.strategies.loop import replaced
 from hvtrain.training.callbacks.repeated_step import step_without_update
@@ -50,7 +50,7 @@ class Recompute(RunCallback):
 
     Raises:
         ConfigError: A step is not a function of weights, batch and seeds alone.
-        RankError: A rank computes another gradient than most; or of two ranks, than the other.
+        LostRankError: A rank computes another gradient than most; or of two ranks, than the other.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -162,7 +162,7 @@ class Recompute(RunCallback):
         if not verdict.ranks:
             return
         devices = " or ".join(f"rank {number} ({self.run.strategy.devices[number]})" for number in verdict.ranks)
-        error = RankError(
+        error = LostRankError(
             f"{devices} computes wrongly: computed again on all ranks, rank {rank}'s gradient of step {self._step:,} "
             f"differs by {verdict.difference:.1g} of its norm in {self._names[verdict.variable]} (tolerance "
             f"{self._tolerance():.1g}); take that host out, and resume from a checkpoint from before"
