@@ -168,7 +168,8 @@ def open_inputs(config: RunConfig, strategy: Strategy, state: RunState, saved: R
     comm.all_or_raise(lambda: ingredients.combine(config, plan.is_resized))
     manifest = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
-    meta = checkpoint_meta(config, plan, manifest, state.run_id, changes)
+    goodput = saved.meta.get("goodput") if saved else None
+    meta = checkpoint_meta(config, plan, manifest, state.run_id, changes, goodput)
     if saved:
         comm.on_chief(lambda: check_fits(saved, meta, config.guard.data))
     described = comm.all_or_raise(lambda: describe_data(source))

@@ -87,6 +87,8 @@ class RunRecord:
     # How many computed gradients at the same time: ranks, replicas of one process, or workers of
     # parameter servers.
     num_replicas: int | None = None
+    # Seconds of the run by what they went to, over all of its starts (core/goodput.py).
+    goodput: dict[str, float] = field(default_factory=dict)
     # What the data set was found to hold: phrases by label (data/description.py).
     data: dict[str, list[str]] = field(default_factory=dict)
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig
+from hvtrain.core import goodput
 from hvtrain.core.files import write_json
 from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words, write_result
 from hvtrain.core.topology import Topology
@@ -69,6 +70,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         changes=run.meta["changes"],
         differences=list(run.strategy.differences),
         num_replicas=run.strategy.num_computing,
+        goodput=report.goodput.summary(time.time()),
         data=run.described.phrases,
     )
 
@@ -144,6 +146,7 @@ def _log_results(record: RunRecord, folder: Path) -> None:
         kind = "rank" if number == record.num_ranks else "replica"
         speeds = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
         speed = f"{speeds} over {number} {kind}(s), "
+    log.info("goodput: %s", goodput.in_words(record.goodput))
     log.info("%s%.1f s in all; results in %s", speed, record.seconds, folder)
 
 

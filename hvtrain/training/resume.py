@@ -104,6 +104,7 @@ def checkpoint_meta(
     data: dict[str, Any],
     run_id: str | None,
     changes: list[dict[str, Any]],
+    goodput: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Facts about the run in each of its checkpoints: sharding, number of ranks, settings.
 
@@ -113,6 +114,7 @@ def checkpoint_meta(
         data: The data set's manifest.
         run_id: The same for all starts of a run.
         changes: Changes of settings since the run began, see with_change.
+        goodput: Of the checkpoint that the run resumes from, if any.
     """
     return {
         "num_ranks": len(plan.shares),
@@ -126,6 +128,7 @@ def checkpoint_meta(
         "versions": versions(),
         "config": config.record,
         "changes": changes,
+        "goodput": goodput,
     }
 
 

@@ -55,6 +55,7 @@ def runs(tmp_path_factory):
         ]
         settings = {
             "served": ["train.epochs=3", f"metrics.port={ports[1]}", f"metrics.file={folder}/run.prom", *fetch],
+            "served/again": ["train.epochs=4"],
             "taken": [f"metrics.port={ports[0]}"],
             "high": ["metrics.port=70000"],
             "nowhere": ["metrics.file=/no/such/folder/run.prom"],
@@ -85,6 +86,24 @@ def test_the_numbers_are_those_of_the_run(runs):
     assert min(phases.values()) > 0 and list(phases) == ["data", "compute", "communication"]
     assert file["hvtrain_sent_bytes_per_step"] == {(): record["proof"]["sent_bytes"]} != {(): 0}
     assert file["hvtrain_memory_bytes"][(("kind", "process"),)] > 1e8
+
+
+def test_goodput_counts_the_time_of_all_starts(runs):
+    """What was lost between them too; and the metrics have the same parts."""
+    folder, results, output, _ = runs
+    first, again = (results[0][name]["record"]["goodput"] for name in ("served", "served/again"))
+    for goodput in (first, again):
+        parts = {name: seconds for name, seconds in goodput.items() if name not in ("share", "all")}
+        assert sum(parts.values()) == pytest.approx(goodput["all"])
+        assert goodput["share"] == goodput["steps"] / goodput["all"] > 0
+        assert min(parts.values()) >= 0
+    assert first["restarts"] == 0 < again["restarts"]
+    assert all(again[part] > first[part] for part in ("steps", "start", "checkpoints", "all"))
+    assert again["all"] > first["all"] + again["restarts"]
+    words = r"goodput: \d+% of [\d.]+ s went into steps; .*start \d+%"
+    assert len(re.findall(words, output)) == 2, output
+    file = samples((folder / "run.prom").read_text())
+    assert {labels[0][1] for labels in file["hvtrain_goodput_seconds"]} == parts.keys()
 
 
 def test_the_port_is_closed_after_training(runs):

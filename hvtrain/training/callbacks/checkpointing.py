@@ -168,6 +168,7 @@ class _Saving(RunCallback):
                 "step_in_epoch": step_in_epoch,
                 "callbacks": self.callback_state.numbers(),
                 "unlogged": self.validation.unlogged,
+                "goodput": self.report.goodput.record(time.time()),
                 **meta,
             },
             arrays=store.snapshot(self.model, rank_states, self.callback_state.arrays(), parts),
@@ -227,7 +228,9 @@ class Checkpointing(_Saving):
             self._save(metrics)
 
         if is_end:
+            began = time.monotonic()
             self.run.state.note_keeper.note(self.comm.on_chief(self.writer.finish))
+            self.report.goodput.seconds["checkpoints"] += time.monotonic() - began
 
     def _validated_now(self) -> bool:
         return self.validation.latest_step == self.position.step
@@ -245,6 +248,7 @@ class Checkpointing(_Saving):
 
         Raises the error of the writer's previous write, if any.
         """
+        began = time.monotonic()
         # Moving statistics follow each rank's own batches; the checkpoint gets their means.
         self.weights.average_untrained()
         # Only the chief's weights are saved. If ranks differed, a resume would hide it.
@@ -273,6 +277,7 @@ class Checkpointing(_Saving):
             saved = self.checkpoint(states, parts, metrics=metrics, ended=ended)
             self.writer.submit(saved.step, saved.arrays, saved.meta)
         self._last_saved_at = time.monotonic()
+        self.report.goodput.seconds["checkpoints"] += self._last_saved_at - began
 
 
 class MemoryCommit(_Saving):

@@ -152,6 +152,8 @@ class Throughput(RunCallback):
         self._epoch_steps = 0
         self._epoch_step_seconds = 0.0
         self._times_after_warmup: StepTimes | None = None
+        # Since the first step, or the last epoch that goodput has.
+        self._times_counted: StepTimes | None = None
         self._times_at_epoch_begin: StepTimes | None = None
 
     @property
@@ -182,6 +184,11 @@ class Throughput(RunCallback):
         if self._times_after_warmup is None and self.position.step >= self._last_warmup_step:
             self._times_after_warmup = self.run.strategy.marks.times()
         logs["examples/s"] = self.epoch_examples_per_second
+        if self._times_counted:
+            self.report.goodput.seconds["steps"] += seconds
+        else:
+            self.report.goodput.end_first_step(time.time())
+            self._times_counted = self.run.strategy.marks.times()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         self.epoch_seconds = time.perf_counter() - self._epoch_began
@@ -191,6 +198,9 @@ class Throughput(RunCallback):
             self.report.examples_per_second = self._examples_per_step * self._steps / self._seconds
         if self.run.strategy.marks.timed:  # The same on all ranks.
             self._split_time()
+            times = self.run.strategy.marks.times()
+            self.report.goodput.count_data((times - (self._times_counted or times)).data)
+            self._times_counted = times
 
     def _split_time(self) -> None:
         """Gathers the times of all ranks (every rank)."""

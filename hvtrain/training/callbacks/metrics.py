@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, start_http_server, write_to_tex
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from hvtrain.checkpoint.writer import Writer
+from hvtrain.core.goodput import PARTS
 from hvtrain.core.run_files import read_starts
 from hvtrain.errors import ConfigError
 from hvtrain.keras.optimizer import sent_bytes
@@ -103,6 +104,8 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         speed = logs.pop("examples/s", 0.0)
         times = self.run.strategy.marks.times()
         phases = {"data": times.data, "compute": times.compute, "communication": times.communication}
+        goodput = self.report.goodput.summary(time.time())
+        parts = {name: goodput[name] for name in (*PARTS, "other")}
         # The newest epoch's is the last.
         rank_seconds = [*self.report.rank_seconds.values(), []][-2:][0]
         memory = {"process": resident_bytes()}
@@ -130,6 +133,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
             "When it was complete; before the first one, when this start began.",
             self._writer.whole_at,
         )
+        yield self._family("goodput_seconds", "Wall time of the run by what it went to.", parts, "part")
         yield self._family("restarts", "Starts of the run after the first.", self._num_restarts)
 
     def _family(

@@ -4,11 +4,13 @@ Position is the first callback of a run; the others read it.
 """
 
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
+from hvtrain.core.goodput import Goodput
 from hvtrain.core.run_files import EpochRecord, read_history, read_rank_seconds
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.source import Unreadable
@@ -71,6 +73,7 @@ class RunReport:
         stopped_by: The signal or limit that ended training early, in words; empty if none did.
         exit_code: The process's exit code after a signal; 0 without.
         rebalanced: Another attempt is to go on with other batches, see Balance.
+        goodput: What the wall time went to, on this rank.
     """
 
     records: list[EpochRecord]
@@ -83,6 +86,7 @@ class RunReport:
     stopped_by: str = ""
     exit_code: int = 0
     rebalanced: bool = False
+    goodput: Goodput = field(default_factory=lambda: Goodput.resumed(None, time.time()))
 
     @property
     def num_skipped(self) -> int:
@@ -133,9 +137,11 @@ def _report_until(run: Run, position: Position) -> RunReport:
     if lost:
         log.warning("history.csv lacks rows of epochs before the resume: %s", ", ".join(lost))
     seconds = comm.on_chief(lambda: read_rank_seconds(run.folder))
+    began = time.time() - (time.monotonic() - run.state.began)
     return RunReport(
         records,
         {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
+        goodput=Goodput.resumed(run.meta.get("goodput"), began),
     )
 
 
