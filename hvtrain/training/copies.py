@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import CheckpointConfig
@@ -43,6 +43,9 @@ class Copies(AbstractContextManager["Copies"]):
 
     def __init__(self, connection: socket.socket | None = None) -> None:
         self._connection = connection
+        if connection:
+            notice_cuts(connection)
+            connection.settimeout(None)
 
     def send(self) -> None:
         """Sends the receiver the checkpoints that it lacks (chief only). An error is only a warning."""
@@ -81,7 +84,11 @@ def begin_copies(run: Run) -> Copies:
         if address and rank == receiver:
             connection = socket.create_connection(address, SECONDS_TO_CONNECT)
             connection.sendall(token)
-            return Receiver(run.folder, connection, run.config.checkpoint)
+            copies = Copies(connection)
+            threading.Thread(
+                target=receive_all, args=[run.folder, connection, run.config.checkpoint], name="copies", daemon=True
+            ).start()
+            return copies
     except (OSError, ValueError) as error:
         log.warning("checkpoint.copies=1 has no effect: %s and %s do not connect: %s", hosts[0], hosts[receiver], error)
     return Copies()
@@ -117,8 +124,6 @@ class Sender(Copies):
         self._answers = connection.makefile("rb")
         # The checksums of each checkpoint there: equal ones are the same checkpoint.
         self._present: dict[str, str] = json.loads(self._answers.readline())
-        notice_cuts(connection)
-        connection.settimeout(None)
 
     def send(self) -> None:
         checkpoints = self._folder / "checkpoints"
@@ -156,64 +161,57 @@ class Sender(Copies):
             raise StorageError(problem)
 
 
-class Receiver(Copies):
-    """The receiver's side: a thread that ends with the connection.
+def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfig) -> None:
+    """Takes the checkpoints that rank 0 sends, until the connection ends (a thread of the receiver).
 
     Args:
         folder: The run folder on this host.
         connection: To rank 0.
         config: How many checkpoints are kept.
     """
+    checkpoints = folder / "checkpoints"
+    writer.sweep(checkpoints)
+    with suppress(OSError), connection.makefile("rb") as stream:
+        connection.sendall(encode(sums_of(checkpoints)))
+        for line in stream:
+            message = json.loads(line)
+            pieces = _pieces(stream, message["sizes"])
+            problem = ""
+            try:
+                path = _receive(folder, message, pieces)
+                step = store.step_of(path)
+                writer.prune(checkpoints, config.keep, step, config.keep_every_epochs, config.keep_every_hours)
+            except UserError as error:
+                problem = str(error)
+                # Rank 0 reads no answer before it has sent everything.
+                for _ in pieces:
+                    pass
+            connection.sendall(encode({"problem": problem}))
 
-    def __init__(self, folder: Path, connection: socket.socket, config: CheckpointConfig) -> None:
-        super().__init__(connection)
-        self._folder = folder
-        self._checkpoints = folder / "checkpoints"
-        self._config = config
-        notice_cuts(connection)
-        connection.settimeout(None)
-        writer.sweep(self._checkpoints)
-        connection.sendall(encode(sums_of(self._checkpoints)))
-        threading.Thread(target=self._take_all, args=[connection], name="copies", daemon=True).start()
 
-    def _take_all(self, connection: socket.socket) -> None:
-        with suppress(OSError), connection.makefile("rb") as stream:
-            for line in stream:
-                message = json.loads(line)
-                pieces = _pieces(stream, message["sizes"])
-                problem = ""
-                try:
-                    self._write(message["name"], message["sizes"], message["records"], pieces)
-                except UserError as error:
-                    problem = str(error)
-                    # Rank 0 reads no answer before it has sent everything.
-                    for _ in pieces:
-                        pass
-                connection.sendall(encode({"problem": problem}))
-
-    def _write(self, name: str, sizes: dict[str, int], records: dict[str, str], pieces: Pieces) -> None:
-        """Writes a checkpoint and the run's small files, completely or not at all."""
-        target = self._checkpoints / name
-        temporary = self._checkpoints / f"{TEMPORARY}{name}"
-        with writing(target, temporary, sum(sizes.values()), StorageError, f"the copy of {name}"):
-            temporary.mkdir(parents=True)
-            for file_name, piece in pieces:
-                with (temporary / file_name).open("ab") as file:
-                    file.write(piece)
-            for line in read_file(temporary / store.SUMS).splitlines():
-                digest, _, file_name = line.partition("  ")
-                if store.digest_of(temporary / file_name) != digest:
-                    raise StorageError(f"the copy of {name} was damaged on its way")
-            for file_name in sizes:
-                flush(temporary / file_name)
-            # The history first: a row too many is left out when the run resumes.
-            for record, text in records.items():
-                (self._folder / record).parent.mkdir(exist_ok=True)
-                write_atomic(self._folder / record, text.encode("latin-1"))
-            writer.publish(temporary, target)
-        config = self._config
-        step = store.step_of(target)
-        writer.prune(self._checkpoints, config.keep, step, config.keep_every_epochs, config.keep_every_hours)
+def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
+    """Writes a checkpoint and the run's small files, completely or not at all."""
+    name = message["name"]
+    sizes = message["sizes"]
+    target = folder / "checkpoints" / name
+    temporary = target.with_name(f"{TEMPORARY}{name}")
+    with writing(target, temporary, sum(sizes.values()), StorageError, f"the copy of {name}"):
+        temporary.mkdir(parents=True)
+        for file_name, piece in pieces:
+            with (temporary / file_name).open("ab") as file:
+                file.write(piece)
+        for line in read_file(temporary / store.SUMS).splitlines():
+            digest, _, file_name = line.partition("  ")
+            if store.digest_of(temporary / file_name) != digest:
+                raise StorageError(f"the copy of {name} was damaged on its way")
+        for file_name in sizes:
+            flush(temporary / file_name)
+        # The history first: a row too many is left out when the run resumes.
+        for record, text in message["records"].items():
+            (folder / record).parent.mkdir(exist_ok=True)
+            write_atomic(folder / record, text.encode("latin-1"))
+        writer.publish(temporary, target)
+    return target
 
 
 def _pieces(stream: BinaryIO, sizes: dict[str, int]) -> Pieces:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -53,11 +54,18 @@ def tcp_pair():
         return listener.accept()[0], end
 
 
+def receiving(folder, end, keep=2):
+    """The receiver's side, as begin_copies makes it."""
+    arguments = [folder, end, CheckpointConfig(keep=keep)]
+    threading.Thread(target=copies.receive_all, args=arguments, daemon=True).start()
+    return copies.Copies(end)
+
+
 @contextmanager
 def connected(first, second, keep=2):
     """Rank 0's side of copies from one folder to another."""
     ends = tcp_pair()
-    with copies.Receiver(second, ends[1], CheckpointConfig(keep=keep)), copies.Sender(first, ends[0], "s2") as sender:
+    with receiving(second, ends[1], keep), copies.Sender(first, ends[0], "s2") as sender:
         yield sender
 
 
@@ -159,7 +167,7 @@ def test_a_copy_that_is_cut_short_leaves_nothing(hosts):
     """Rank 0's host is lost while it sends, and then the receiver's."""
     path = write(hosts[0], 4)
     end, other = tcp_pair()
-    with copies.Receiver(hosts[1], other, CheckpointConfig()), end.makefile("rb") as answers:
+    with receiving(hosts[1], other), end.makefile("rb") as answers:
         assert json.loads(answers.readline()) == {}
         header = {"name": path.name, "sizes": {"state.safetensors": 4000}, "records": {}}
         end.sendall(copies.encode(header) + bytes(1000))
