@@ -94,9 +94,17 @@ def facts_of(run: Run) -> Facts:
     git = host_facts.checkout(Path.cwd()) or {}
     code = {name: value for name, value in programs.items() if name.startswith("code of ")}
     kinds_of_devices = {device.partition(" ")[2] for device in run.strategy.devices}
+    data = run.meta["data"]
+    splits = {
+        f"{key} of {split}": value
+        for split, part in data["splits"].items()
+        for key, value in part.items()
+        if key != "files"  # They may be thousands, and are part of the digest.
+    }
     return {
         "data": {
-            "digest": digest_of(run.meta["data"])[:16],
+            **splits,
+            "digest of the manifest": digest_of(data)[:16],
             **{name: run.meta[name] for name in ("batch_sizes", "steps_per_epoch", "uneven")},
         },
         "settings": {name: value for name, value in run.config.flat.items() if not name.startswith(_NOT_IN_BITS)},
