@@ -269,7 +269,7 @@ class Writer:
     def submit(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         """Starts a write, after the previous one is done. The arrays must not change afterwards."""
         self.outcome()
-        self._begin(self._work, step, arrays, meta)
+        self._begin(self._work_and_copy, step, arrays, meta)
 
     def copy(self) -> None:
         """Starts to send another host the checkpoints that it lacks."""
@@ -310,6 +310,11 @@ class Writer:
         if self._thread:
             self._thread.join(SECONDS_TO_FINISH)
 
+    def _work_and_copy(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+        self._work(step, arrays, meta)
+        if self.whole_step == step:
+            self._copy()
+
     def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         try:
             write(self._folder, step, arrays, meta)
@@ -319,7 +324,6 @@ class Writer:
                 mark_best(self._folder, step, self._best, value)
             config = self._config
             prune(self._folder, config.keep, step, config.keep_every_epochs, config.keep_every_hours)
-            self._copy()
             self._unsaved = ""
             self.whole_step = step
             self.whole_at = time.time()

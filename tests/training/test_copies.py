@@ -17,7 +17,7 @@ from disks import small_disk
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.core.checkpoint_notes import NoteKeeper
-from hvtrain.core.run_files import CONFIG_FILE, HISTORY_FILE
+from hvtrain.core.run_files import CONFIG_FILE, HISTORY_FILE, RECEIPTS_FILE
 from hvtrain.core.topology import Topology
 from hvtrain.strategies.comm import Comm
 from hvtrain.training import copies
@@ -268,6 +268,8 @@ def test_a_run_goes_on_where_rank_0s_disk_is_lost(tmp_path):
     of_s1, of_s2 = (tmp_path / "disks" / host for host in ("s1", "s2"))
     assert not (of_s2 / "alone" / "checkpoints").exists() and output.count("resumed ") == 1
     assert "resumed        step-00000018 on s2: 18 of 24 steps were done" in output
+    receipts = [(host / "copied" / RECEIPTS_FILE).read_text() for host in (of_s1, of_s2)]
+    assert receipts[0] == receipts[1] and '"step": 24' in receipts[0]
     # s1 has what it was sent, and s2 what s1 wrote before and after its loss.
     assert names(of_s1 / "copied-before") == ["step-00000015", "step-00000018"]
     assert names(of_s1 / "copied") == names(of_s2 / "copied") == ["step-00000021", "step-00000024"]
