@@ -64,10 +64,11 @@ def read_receipts(folder: Path) -> dict[int, Receipt]:
     try:
         for line in _lines(path):
             if "step" in line:
-                receipts[line["step"]] = Receipt(line["step"], facts[line["start"]], dict(line["digests"]))
+                step = int(line["step"])
+                receipts[step] = Receipt(step, facts[line["start"]], dict(line["digests"]))
                 continue
             if "facts" in line:
-                facts[line["start"]] = line["facts"]
+                facts[line["start"]] = {kind: dict(values) for kind, values in dict(line["facts"]).items()}
             # What came after the step of a resume was lost, and trained again.
             first_step = int(line["first_step"])
             receipts = {step: receipt for step, receipt in receipts.items() if step <= first_step}

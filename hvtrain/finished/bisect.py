@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hvtrain.checkpoint.receipts import Receipt, read_receipts
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.finished.arguments import FinishedConfig, finished_config, parse_command
-from hvtrain.finished.replay import cause_lines, causes_of, choose_stretch, first_difference
+from hvtrain.finished.replay import cause_lines, causes_of, choose_stretch, first_difference, refuse_checkpoint
 from hvtrain.system import console
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ EXAMPLES = """\
 def bisect() -> int:
     """Compares the runs, and repeats both where that can say more; rank 0 prints the result."""
     options, finished = parse_command("bisect", "with=RUN", ABOUT, EXAMPLES, "with")
+    refuse_checkpoint(finished)
     folder = finished.arguments.get("with")
     if not folder:
         raise ConfigError("with=RUN is missing; name the folder of the other run")
@@ -73,7 +74,7 @@ class Parting:
         note = f"at step {step:,}: {first_difference(mine[step].digests, others[step].digests)}"
         try:
             for run, receipts in zip(self.runs, self.receipts):
-                of_run = receipts[step].facts["ranks"]["number of ranks"]
+                of_run = receipts[step].facts.get("ranks", {}).get("number of ranks")
                 if of_run != num_ranks:
                     raise ConfigError(f"{run.folder} had {of_run} ranks and {num_ranks} were started")
                 self.stretches.append(choose_stretch(run.folder, list(receipts), (before, step), each_step=True))

@@ -91,6 +91,9 @@ def repeat(
         if isinstance(chosen, int):
             strategy.stop()
             return chosen
+        if comm.topology.is_chief:
+            steps = f"steps {chosen.begin:,} to {chosen.saves[-1]:,}"
+            print(f"repeating {steps} of {chosen.folder} on {comm.topology.size} rank(s)", flush=True)
         with TemporaryDirectory(prefix="hvtrain-replay-") as own:
             comm.on_chief(lambda: _copy_inputs(chosen.folder, Path(own)))
             # The chief's; the other ranks write nothing.

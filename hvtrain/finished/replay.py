@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hvtrain.checkpoint import store
 from hvtrain.checkpoint.receipts import Digests, Facts, Receipt, read_receipts
 from hvtrain.errors import CheckpointError, ConfigError
-from hvtrain.finished.arguments import parse_command
+from hvtrain.finished.arguments import FinishedConfig, parse_command
 from hvtrain.system import console
 from hvtrain.system.command import not_negative
 
@@ -41,6 +41,7 @@ def replay() -> int:
             "help": f"relative difference of weights that operations in any order may make; default: {TOLERANCE:g}",
         },
     )
+    refuse_checkpoint(finished)
     bounds = parse_steps(finished.arguments.get("steps"))
     with console.quiet_import(finished.config.verbose):
         from hvtrain.finished.repeat import repeat
@@ -58,6 +59,12 @@ def replay() -> int:
         return code
 
     return repeat(finished.config, choose, conclude)
+
+
+def refuse_checkpoint(finished: FinishedConfig) -> None:
+    """Raises ConfigError for checkpoint=NAME, which other commands take."""
+    if "checkpoint" in finished.arguments:
+        raise ConfigError("checkpoint= chooses nothing here: receipts say which checkpoint to begin with; leave it out")
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
@@ -146,8 +153,8 @@ def first_difference(before: Digests, now: Digests) -> str:
     'a/bias (1 of 2 variables differ)'
     """
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    group, _, name = keys[0].split("/", 2)
-    owner = "" if group == "model" else "the optimizer's "
+    group, *_, name = keys[0].split("/", 2)
+    owner = "the optimizer's " if group == "optimizer" else ""
     return f"{owner}{name} ({len(keys)} of {len({**before, **now})} variables differ)"
 
 

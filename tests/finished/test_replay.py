@@ -90,6 +90,12 @@ def folder(tmp_path_factory):
     return folder
 
 
+def lines(result):
+    """The exit code, and the lines after the one that says what is repeated."""
+    assert result["error"] is None
+    return result["code"], [line for line in result["printed"].splitlines() if not line.startswith("repeating ")]
+
+
 @pytest.fixture(scope="module")
 def results(folder):
     before = content(folder / "run")
@@ -105,6 +111,7 @@ def results(folder):
         ["equal", "bisect", "run=run", "with=resumed"],
         ["parted", "bisect", "run=run", "with=faster"],
         ["alone", "bisect", "run=run"],
+        ["best", "replay", "run=run", "checkpoint=best"],
     )
     assert content(folder / "run") == before, "a replay writes nothing into the run's folder"
     return results
@@ -138,8 +145,11 @@ def test_each_checkpoint_leaves_a_receipt(folder):
 
 
 def test_a_stretch_has_the_same_bits_from_a_checkpoint_and_from_the_beginning(results):
-    assert results["last"] == {"printed": "same bits: 2 receipts of steps 16 to 18\n", "error": None, "code": 0}
-    assert results["whole"]["printed"] == "same bits: 6 receipts of steps 4 to 18\n"
+    assert lines(results["last"]) == (0, ["same bits: 2 receipts of steps 16 to 18"])
+    assert lines(results["whole"]) == (0, ["same bits: 6 receipts of steps 4 to 18"])
+    assert re.fullmatch(
+        r"repeating steps 0 to 18 of \S+/resumed on 2 rank\(s\)", results["whole"]["printed"].split("\n")[0]
+    )
 
 
 def test_steps_that_are_trained_again_are_noted_and_the_newer_receipts_count(folder, results):
@@ -152,22 +162,24 @@ def test_steps_that_are_trained_again_are_noted_and_the_newer_receipts_count(fol
 
 
 def test_another_learning_rate_is_named(results):
-    assert results["rate"]["code"] == 1
-    lines = results["rate"]["printed"].splitlines()
-    assert re.fullmatch(r"differs at step 8: dense1/kernel \(\d+ of 13 variables differ\)", lines[0])
-    assert lines[1:3] == [
+    code, (first, *causes, difference) = lines(results["rate"])
+    assert code == 1
+    assert re.fullmatch(r"differs at step 8: dense1/kernel \(\d+ of 13 variables differ\)", first)
+    assert causes == [
         "the last step with the same bits: 4",
         "cause: settings: optimizer.learning_rate is 0.001 and 0.01",
     ]
-    assert re.fullmatch(r"largest difference of a weight at step 12: \S+ of the largest value there", lines[3])
+    assert re.fullmatch(r"largest difference of a weight at step 12: \S+ of the largest value there", difference)
 
 
 def test_a_flipped_bit_in_a_checkpoint_is_named(results):
-    assert results["flipped"]["code"] == 1
-    assert results["flipped"]["printed"].splitlines() == [
-        "differs at step 16: dense1/kernel (1 of 13 variables differ)",
-        "cause: the checkpoint has changed since it was written",
-    ]
+    assert lines(results["flipped"]) == (
+        1,
+        [
+            "differs at step 16: dense1/kernel (1 of 13 variables differ)",
+            "cause: the checkpoint has changed since it was written",
+        ],
+    )
 
 
 def test_changed_data_and_another_number_of_ranks_are_named(folder, results):
@@ -182,15 +194,16 @@ def test_changed_data_and_another_number_of_ranks_are_named(folder, results):
 
 
 def test_two_runs_part_at_a_step(results):
-    assert results["equal"] == {"printed": "same bits: 6 receipts of steps 4 to 18\n", "error": None, "code": 0}
-    assert results["parted"]["code"] == 1
-    lines = results["parted"]["printed"].splitlines()
-    assert lines[:2] == [
-        "the runs part after step 9, up to step 12",
-        "cause: settings: optimizer.learning_rate is 0.001 and 0.003",
-    ]
-    # Adam's moments depend on the gradients alone, which are still the same.
-    assert lines[2:] == ["first at step 10: dense1/kernel (4 of 13 variables differ)"]
+    assert lines(results["equal"]) == (0, ["same bits: 6 receipts of steps 4 to 18"])
+    assert lines(results["parted"]) == (
+        1,
+        [
+            "the runs part after step 9, up to step 12",
+            "cause: settings: optimizer.learning_rate is 0.001 and 0.003",
+            # Adam's moments depend on the gradients alone, which are still the same.
+            "first at step 10: dense1/kernel (4 of 13 variables differ)",
+        ],
+    )
 
 
 def test_what_cannot_be_repeated_is_refused_in_one_line(results):
@@ -198,6 +211,7 @@ def test_what_cannot_be_repeated_is_refused_in_one_line(results):
         "has no receipt after step 18 up to 30, only of steps 4, 8, 9, 12, 16, 18", results["no receipt"]["error"]
     )
     assert results["alone"]["error"] == "ConfigError: with=RUN is missing; name the folder of the other run"
+    assert re.search("checkpoint= chooses nothing here: .*; leave it out", results["best"]["error"])
     for text in ("x", "5", "5:5", "9:4", "-1:4"):
         with pytest.raises(ConfigError, match=f"steps={text} is not FROM:TO with FROM below TO"):
             parse_steps(text)
@@ -209,7 +223,13 @@ def test_damaged_receipts_are_refused_and_an_unfinished_line_is_none(folder, tmp
     text = (folder / "run" / RECEIPTS_FILE).read_text()
     (tmp_path / RECEIPTS_FILE).write_text(text[:-20])
     assert list(read_receipts(tmp_path)) == SAVES[:-1]
-    for damaged in (text.replace('"step"', '"stop"'), text.replace("{", "", 1), "[]\n", '{"step": []}\n'):
+    for damaged in (
+        text.replace('"step"', '"stop"'),
+        text.replace("{", "", 1),
+        "[]\n",
+        '{"step": []}\n',
+        text.replace('"facts": {', '"facts": {"x": 1, '),
+    ):
         (tmp_path / RECEIPTS_FILE).write_text(damaged)
         with pytest.raises(StorageError, match=r"is damaged .*; restore it or move it away"):
             read_receipts(tmp_path)
