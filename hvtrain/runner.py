@@ -165,7 +165,7 @@ def open_inputs(config: RunConfig, strategy: Strategy, state: RunState, saved: R
     source = ingredients.source
     plan, topology = plan_run(config, source, strategy, saved.meta if saved else None)
     # After the plan: what too few examples lack, such as classes, would hide that they are too few.
-    comm.all_or_raise(lambda: ingredients.combine(config, plan.is_resized))
+    comm.all_or_raise(lambda: ingredients.combine(config, plan.is_resized or strategy.cuts_batches))
     manifest = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
     goodput = saved.meta.get("goodput") if saved else None

@@ -91,6 +91,12 @@ def forecast(
     Raises:
         ConfigError, DataError: As the run itself would.
     """
+    virtual_ranks = config.strategy.get("virtual_ranks")
+    if virtual_ranks:
+        raise ConfigError(
+            "hvtrain plan does not know strategy=virtual_ranks, whose steps are those of strategy=horovod on as many "
+            f"ranks; leave it out, and give -np {virtual_ranks}"
+        )
     # As in the run: building a model draws random numbers.
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)

@@ -72,6 +72,8 @@ class Strategy:
     # Ranks of the plan whose batches this process takes in each step, as one joint batch. Known
     # after start.
     num_replicas: int = 1
+    # True if the batch of a rank is cut into parts that another rank may compute after a restart.
+    cuts_batches: bool = False
     # How a run under this strategy differs from the same run under others, for the summary and the
     # record.
     differences: Sequence[str] = ()

@@ -1,0 +1,98 @@
+"""Sums the gradients of many parts in one fixed order, so that the result does not depend on which rank computed which.
+
+A ring all-reduce adds floating-point numbers in an order that follows from the number of ranks, so its last
+digits do too. Here each rank gets its piece of all parts' gradients, adds them in the order of the parts, and
+sends the sum to all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvtrain.keras.gradients import compare_structure
+from hvtrain.keras.reduction import Reducer
+
+
+@dataclass(eq=False)
+class OrderedReducer(Reducer):
+    """Averages gradients over parts, of which each rank has computed as many.
+
+    Attributes:
+        parts: The own parts' gradients, and after them what else is to be averaged over all parts, in the parts'
+            order; set before each call.
+        others: The means of what else was averaged; set by a call.
+    """
+
+    parts: list[list[Any]] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+        """Returns the mean gradients of all parts (every rank).
+
+        Args:
+            gradients: Of this rank's parts together: where they are None, a variable has no gradient.
+            variables: One for each gradient.
+        """
+        self.num_calls += 1
+        reduced = list(gradients)
+        present = [i for i, gradient in enumerate(reduced) if gradient is not None]
+        own = [[part[i] for i in (*present, *range(len(reduced), len(part)))] for part in self.parts]
+        own = [[tf.convert_to_tensor(value) for value in part] for part in own]  # Sparse ones become dense.
+        size = self.process_set.size()
+        if not self.is_alone:
+            settings = f"in order, {len(own)} parts of a rank, stop_flag={self.flag is not None}"
+            compare_structure(self.name, settings, reduced, list(variables or ()), self.process_set)
+            elements = sum(value.shape.num_elements() or 0 for value in own[0])
+            self.sent_bytes = 4.0 * elements * (len(own) + 1) * (size - 1) / size
+
+        ready = self.marks.ready([value for part in own for value in part]) if self.marks else None
+        means = ordered_means(own, self.name, self.process_set)
+        done = list(means)
+        if self.flag and not self.is_alone:
+            (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
+            done.append(self.flag.update(value))
+        if not self.is_alone:
+            with tf.control_dependencies(done):
+                self.count.assign_add(1)
+        if self.marks and ready is not None:
+            means[:1] = self.marks.reduced(done, ready, means[:1])
+
+        for i, mean in zip(present, means):
+            reduced[i] = mean
+        self.others = means[len(present) :]
+        return reduced
+
+
+def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> list[tf.Tensor]:
+    """Returns the means over all ranks' parts, added in the order of ranks and of each rank's parts (every rank).
+
+    Args:
+        parts: For each of this rank's parts the same number of tensors, of the same shapes on all ranks.
+        name: Beginning of the messages' names.
+        process_set: The ranks.
+    """
+    like = parts[0]
+    size = 1 if process_set.size() == 1 else process_set.size()
+    flat = [tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in part], axis=0) for part in parts]
+    length = tf.size(flat[0])
+    # [parts, ranks, piece]: each rank adds a piece.
+    stacked = tf.reshape(tf.pad(tf.stack(flat), [[0, 0], [0, -length % size]]), [len(parts), size, -1])
+    options = {"process_set": process_set, "ignore_name_scope": True}
+    if size == 1:
+        received = stacked[:, 0]
+    else:
+        by_rank = tf.reshape(tf.transpose(stacked, [1, 0, 2]), [size * len(parts), -1])
+        received, _ = hvd.alltoall(by_rank, [len(parts)] * size, name=f"{name}_parts", **options)
+
+    values = tf.unstack(tf.ensure_shape(received, [size * len(parts), None]))
+    total = values[0]
+    for value in values[1:]:
+        total += value
+    mean = total / len(values)
+    if size > 1:
+        mean = hvd.allgather(mean, name=f"{name}_means", **options)
+    pieces = tf.split(mean[:length], [tf.size(value) for value in like])
+    return [tf.cast(tf.reshape(piece, tf.shape(value)), value.dtype) for piece, value in zip(pieces, like)]

@@ -1,0 +1,154 @@
+"""The same bits on 1, 2, 4 or more ranks: a step is a fixed number of parts, whoever computes them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvtrain.core.step_plan import StepPlan
+from hvtrain.core.topology import Topology
+from hvtrain.errors import ConfigError
+from hvtrain.keras.hooks import hook_of
+from hvtrain.keras.ordered_reduction import OrderedReducer
+from hvtrain.keras.sharded_embedding import sharded_layers
+from hvtrain.step.joint_loss import joint_loss
+from hvtrain.strategies.base import exclude
+from hvtrain.strategies.horovod import HorovodStrategy
+from hvtrain.strategies.loop import replaced
+
+# Apart from each other in the seeds of parts: the golden ratio's digits, as in Knuth's multiplicative hashing.
+SEED_STRIDE = 0x9E3779B9
+MAX_DRAWS = 1 << 12
+"""Draws of a layer in a step that have numbers of their own."""
+
+
+class VirtualRanksStrategy(HorovodStrategy):
+    """Horovod, with results that do not depend on the number of ranks, to the last bit.
+
+    A step has as many parts as there are virtual ranks: batches of train.batch_size, with their own seeds. Each
+    rank computes its parts one after the other, and gradients are added in the parts' order, as are the changes
+    of moving statistics. So a run can go on with another number of ranks, at any step.
+
+    Args:
+        virtual_ranks: How many; a multiple of the number of ranks.
+        share_gpus: See HorovodStrategy.
+        pin_cores: See HorovodStrategy.
+    """
+
+    name = "virtual_ranks"
+    cuts_batches = True
+
+    def __init__(self, virtual_ranks: int, share_gpus: bool = False, pin_cores: bool = True) -> None:
+        super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
+        if type(virtual_ranks) is not int or virtual_ranks < 1:
+            raise ConfigError(f"strategy.virtual_ranks={virtual_ranks} is out of range; give a whole number from 1")
+        self.virtual_ranks = virtual_ranks
+
+    def start(self) -> Topology:
+        topology = super().start()
+        if self.virtual_ranks % topology.size:
+            raise ConfigError(
+                f"strategy.virtual_ranks={self.virtual_ranks} is no multiple of the {topology.size} ranks that "
+                "compute as many parts each; choose one, such as 12 for 1, 2, 3, 4 and 6 ranks"
+            )
+        self.num_replicas = self.virtual_ranks // topology.size
+        return topology
+
+    def before_devices(self) -> None:
+        # Products of matrices are cut by the number of threads, which shows in the last bits.
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+
+    def distribute(
+        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
+    ) -> keras.optimizers.Optimizer:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if inner.gradient_accumulation_steps:
+            exclude(self.name, "train.accumulate")
+        distributed = super().distribute(optimizer, check_finite)
+        hook: Any = hook_of(distributed)
+        hook.reducer = OrderedReducer(marks=self.marks)
+        return distributed
+
+    def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
+        def refuse(number: tf.Tensor) -> tf.Tensor:
+            raise ConfigError(
+                f"strategy={self.name} computes parts of a step one by one, and the loss needs what all of it "
+                "holds (a mask, an ignored label or weights); choose strategy=horovod"
+            )
+
+        if hasattr(loss, "joint_batch"):
+            refuse(tf.zeros([]))
+        return joint_loss(loss, refuse, lambda: self.virtual_ranks)
+
+    def prepare(self, model: keras.Model) -> None:
+        if model.jit_compile:
+            exclude(self.name, "train.jit_compile")
+        if sharded_layers(model):
+            exclude(self.name, "model.shard_embeddings")
+
+    def check_plan(self, plan: StepPlan) -> None:
+        if not plan.is_full:
+            raise ConfigError(f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim")
+
+    def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
+        optimizer = model.optimizer
+        reducer: Any = hook_of(optimizer).reducer  # type: ignore[union-attr]
+        weights = {id(variable) for variable in model.weights}
+        seeds = [variable for variable in model.variables if id(variable) not in weights]
+        statistics = [
+            variable
+            for variable in model.non_trainable_variables
+            if id(variable) in weights and tf.as_dtype(variable.dtype).is_floating
+        ]
+        # Ranks begin with seeds of their own.
+        for seed, value in zip(seeds, self.comm.broadcast([seed.numpy() for seed in seeds])):
+            seed.assign(value)
+        first_part = self.topology.rank * self.num_replicas
+
+        def step_of_part(number: int, part: Any, collect: Callable[..., Any]) -> Any:
+            draws = tf.cast(optimizer.iterations, tf.int64) * MAX_DRAWS
+            for seed in seeds:
+                offset = tf.stack([tf.constant(number * SEED_STRIDE, tf.int64), draws])
+                seed.assign(seed + tf.cast(offset % 2**32, tf.uint32))
+            with replaced(optimizer, "apply", collect):
+                return model.train_step(part)
+
+        @tf.autograph.experimental.do_not_convert
+        def step(batch: Any) -> Any:
+            parts = zip(*(tf.split(tensor, self.num_replicas) for tensor in tf.nest.flatten(batch)))
+            seeds_before = [tf.identity(seed) for seed in seeds]
+            statistics_before = [tf.identity(variable) for variable in statistics]
+            reducer.parts = []
+            for number, tensors in enumerate(parts, first_part + 1):
+                gradients: list[Any] = []
+
+                def collect(values: Any, _: Any = None, gradients: list[Any] = gradients) -> None:
+                    gradients.extend(values)
+
+                result = step_of_part(number, tf.nest.pack_sequence_as(batch, tensors), collect)
+                changes = [variable - before for variable, before in zip(statistics, statistics_before)]
+                reducer.parts.append([*gradients, *changes])
+                for variable, before in zip([*seeds, *statistics], [*seeds_before, *statistics_before]):
+                    variable.assign(before)
+
+            optimizer.apply(_totals(reducer.parts, len(gradients)), model.trainable_variables)
+            for variable, before, change in zip(statistics, statistics_before, reducer.others):
+                variable.assign(before + change)
+            return result
+
+        return step
+
+    def description(self) -> str:
+        return f"{super().description()}, {self.virtual_ranks} virtual ranks"
+
+
+def _totals(parts: list[list[Any]], number: int) -> list[Any]:
+    """Adds the first gradients of all parts: a value that is not finite in one of them stays so."""
+    totals = []
+    for values in zip(*(part[:number] for part in parts)):
+        total = None
+        if values[0] is not None:
+            total = tf.add_n([tf.convert_to_tensor(value) for value in values])
+        totals.append(total)
+    return totals
