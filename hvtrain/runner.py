@@ -20,6 +20,7 @@ from hvtrain.errors import Stopped
 from hvtrain.models.first_weights import begin_with
 from hvtrain.models.rates import take_averages
 from hvtrain.report.page import CURVES_FILE, REPORT_FILE, write_report
+from hvtrain.storage.runs import open_store
 from hvtrain.strategies.base import Strategy, report_failures
 from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.loop import batched, build_metrics
@@ -140,7 +141,9 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
     comm = strategy.comm
     if not comm.topology.is_chief:
         state.lock.release()  # This rank may have been the chief before ranks left or joined.
-    folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder, parent))
+    # One that has begun stays when ranks leave or join.
+    state.store = comm.all_or_raise(lambda: state.store if state.folder else open_store(config.run.dir))
+    folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder, parent, state.store))
     state.folder = folder
     strategy.watchdog.folder = folder
     strategy.watchdog.tell = state.notice.note
@@ -206,9 +209,12 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     search = LayerSearch(context) if config.guard.layers else None
     interruption = Interruption(context)  # From here on a signal is kept until the run can be saved.
     copies = begin_copies(run)
-    writer = ReceiptWriter(
-        run.folder / "checkpoints", config.checkpoint, run.best, run.task.sign(run.best), copies.send
-    )
+
+    def send() -> None:
+        copies.send()
+        run.state.store.send()
+
+    writer = ReceiptWriter(run.folder / "checkpoints", config.checkpoint, run.best, run.task.sign(run.best), send)
 
     context.weights("at the start", everything=True)
     writer.begin(run.folder, start.step, lambda: facts_of(run))
@@ -263,7 +269,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
     if report.stopped_by:
         message = (
             f"stopped by {report.stopped_by} after step {step:,} of {plan.num_steps:,}; "
-            f"run the same command with run.dir={run.folder} to continue"
+            f"run the same command with run.dir={run.state.store.address or run.folder} to continue"
         )
         log.info("%s", message)
         run.state.notice.stopped(message)
@@ -282,6 +288,8 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
         tracking.finish("finished", record.metrics, results(run.folder))
         seconds = duration(record.seconds)
         run.state.notice.finished(f"{in_words(record.metrics)}; {seconds} on {plan.size} rank(s)")
+    if run.topology.is_chief:
+        run.state.store.send()
     run.state.notice.wait()
     if report.exit_code:
         raise Stopped(report.exit_code)

@@ -17,6 +17,7 @@ from hvtrain.config.compose import CONFIGS, compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.errors import ConfigError
+from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser
 from hvtrain.training.run_folder import CONFIG_HEADER
 
@@ -124,7 +125,7 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
 
     if not own.get("run"):
         raise ConfigError("RUN is missing; name the folder of a run, such as runs/first")
-    folder = Path(own.pop("run"))
+    folder = path_of(own.pop("run"))
     # A folder of settings alone has no model to open.
     if not (folder / CONFIG_FILE).is_file() or not (folder / "checkpoints").is_dir():
         raise ConfigError(f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/")

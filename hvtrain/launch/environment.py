@@ -13,6 +13,7 @@ from hvtrain.system.secrets import SECRET, without_passwords
 # They let a rank find its code, and tune the libraries under it.
 _ALLOWED = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|"
+    r"AWS_(ENDPOINT_URL\w*|REGION|DEFAULT_REGION|PROFILE)|"
     r"(HOROVOD|HVTRAIN|TF|XLA|KERAS|NCCL|CUDA|CUDNN|OMP|MKL|KMP|GLOO|UCX|FI|OMPI|PMIX_MCA|GOMP|MALLOC|TCMALLOC)_\w+"
 )
 # They describe a rank of another launch, or this host's GPUs.

@@ -19,6 +19,7 @@ from hvtrain.checkpoint import store
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
 from hvtrain.models.hub_models import CONFIG_FILE, backbone_of, task_config, task_of
 from hvtrain.models.parts import Part, find_variables, head_of, parts
+from hvtrain.storage.cache import path_of
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +36,14 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
 
     Args:
         model: built.
-        source: path of a file or folder, one of SOURCES.
+        source: path or address of a file or folder, one of SOURCES.
         excepted: patterns (see parts) of what stays new; the source may then have anything else
             too, which is left out.
 
     Raises:
         ConfigError: the source cannot be read, or differs; names the first variable that differs.
     """
-    path, arrays = _read(Path(source), model)
+    path, arrays = _read(path_of(source), model)
     excepted_ids = set()
     for pattern in excepted:
         excepted_ids |= set(map(id, find_variables(model, pattern, "model.weights_except")))

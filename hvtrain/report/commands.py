@@ -18,6 +18,8 @@ from hvtrain.errors import ConfigError, UserError
 from hvtrain.report.charts import SERIES, charts_of_several, svg
 from hvtrain.report.page import FOLDER, REPORT_FILE, render, state_text, write_page, yaml_text
 from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
+from hvtrain.storage.cache import path_of
+from hvtrain.storage.remote import is_remote
 from hvtrain.system.command import Parser
 from hvtrain.system.text import duration, format_known
 
@@ -48,11 +50,15 @@ def report_runs() -> int:
     """Reads the run folders, writes the page, and prints which files it wrote."""
     options = _report_parser().parse_args(sys.argv[1:])
     # As the commands that use a run take it.
-    runs = [read_run(Path(folder.removeprefix("run="))) for folder in options.runs]
+    folders = [folder.removeprefix("run=") for folder in options.runs]
+    runs = [read_run(path_of(folder)) for folder in folders]
     # One run has a page of its own kind, with all its figures.
     is_comparison = len(runs) > 1
 
     default = Path(COMPARISON_FILE) if is_comparison else runs[0].folder / REPORT_FILE
+    # The copy of a run in object storage stays as it is.
+    if is_remote(folders[0]) and not is_comparison:
+        default = Path(REPORT_FILE)
     path = Path(options.output or default)
     if not path.parent.is_dir():
         raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or choose another file")

@@ -22,7 +22,7 @@ from typing import IO
 from hvtrain.core.files import TEMPORARY, remove, writing
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.storage.ranges import RangedFile
-from hvtrain.storage.remote import Object, Remote, locate
+from hvtrain.storage.remote import Object, Remote, is_remote, locate
 from hvtrain.system.text import duration, human_bytes
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 FOLDER_VARIABLE = "HVTRAIN_CACHE"
 SIZE_VARIABLE = "HVTRAIN_CACHE_GIB"
 DEFAULT_GIB = 50.0
+RUN_MANIFEST = "hvtrain-run.json"
+"""The object of a run in a store that lists the files of its last complete state."""
 FETCHED_AT_ONCE = 16
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -56,7 +58,7 @@ def local_copy(address: str) -> Path:
     # The pattern begins with the first part of the address that has one.
     head, *tail = _PATTERN.split(address, maxsplit=1)
     remote = locate(head)
-    objects = [item for item in remote.objects() if not tail or fnmatchcase(item.name, tail[0])]
+    objects = [item for item in complete_objects(remote) if not tail or fnmatchcase(item.name, tail[0])]
     if not objects:
         raise DataError(f"{address} is not there; check the bucket and the path")
     num_bytes = sum(item.num_bytes for item in objects)
@@ -69,12 +71,27 @@ def local_copy(address: str) -> Path:
         )
 
     def fetch(folder: Path) -> None:
-        _download(remote, objects, folder)
+        download(remote, objects, folder)
         # What was replaced meanwhile may be of two states.
-        if [item for item in remote.objects() if item in objects] != objects:
+        if not {*objects} <= {*remote.objects()}:
             raise DataError(f"{address} changed while it was read; start again when nothing writes there")
 
     return Path(entry.open(fetch), *tail)
+
+
+def path_of(text: str | Path) -> Path:
+    """Returns a path of this host: the local copy of an address, or the path itself."""
+    return local_copy(str(text)) if is_remote(text) else Path(text)
+
+
+def complete_objects(remote: Remote) -> list[Object]:
+    """Lists the objects at an address; of a run those of its last complete state. Raises DataError."""
+    objects = remote.objects()
+    if RUN_MANIFEST not in [item.name for item in objects]:
+        return objects
+    # Small files may be newer than the list, each whole; those of a checkpoint stay as they are.
+    names = remote.child(RUN_MANIFEST).read_json().get("files", {})
+    return [item for item in objects if item.name in names]
 
 
 @lru_cache(maxsize=256)
@@ -250,7 +267,7 @@ def _make_room(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _download(remote: Remote, objects: Sequence[Object], folder: Path) -> None:
+def download(remote: Remote, objects: Sequence[Object], folder: Path) -> None:
     """Brings the objects, several at a time, and says now and then how much has come."""
     for parent in {(folder / item.name).parent for item in objects}:
         parent.mkdir(parents=True, exist_ok=True)

@@ -5,17 +5,17 @@ pyarrow.fs is imported where it is used, since its threads do not survive a fork
 """
 
 import errno
+import json
 import logging
 import random
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
-
-import pyarrow as pa
 
 from hvtrain.errors import ConfigError, DataError, UserError
 from hvtrain.system.secrets import WITH_PASSWORD, without_passwords
@@ -78,6 +78,20 @@ class Remote:
         """The last part of the address."""
         return PurePosixPath(self.path).name
 
+    def read_json(self) -> dict[str, Any]:
+        """Returns the content of a small object. Raises DataError."""
+
+        def read() -> bytes:
+            with self.filesystem.open_input_stream(self.path) as source:
+                data: bytes = source.read()
+                return data
+
+        with suppress(ValueError):
+            content = json.loads(self.attempt(read))
+            if isinstance(content, dict):
+                return content
+        raise DataError(f"{self.address} is damaged; remove it, or choose another address")
+
     def child(self, name: str) -> "Remote":
         """An object of this folder; the object itself for the name ""."""
         if not name:
@@ -125,7 +139,7 @@ class Remote:
         for pause in (*SECONDS_BEFORE_RETRIES, None):
             try:
                 return action()
-            except (OSError, pa.ArrowException) as error:
+            except OSError as error:
                 if getattr(error, "errno", None) in _OWN_DISK:
                     raise
                 problem = _final_problem(error)
@@ -170,7 +184,7 @@ def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
             return fs.LocalFileSystem(), ""
         try:
             return fs.FileSystem.from_uri(root)
-        except pa.ArrowInvalid:
+        except ValueError:
             import fsspec
 
             other, path = fsspec.core.url_to_fs(root)

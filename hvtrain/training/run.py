@@ -22,6 +22,7 @@ from hvtrain.data.description import DataDescription, percent
 from hvtrain.data.pipeline.streams import regrouped
 from hvtrain.data.source import Source, StreamRequest
 from hvtrain.models.parts import describe_tables, describe_trainable, num_parameters
+from hvtrain.storage.runs import RunStore
 from hvtrain.strategies.base import Strategy
 from hvtrain.system.run_lock import RunLock
 from hvtrain.tasks import Task
@@ -44,6 +45,7 @@ class RunState:
         run_id: The same in all checkpoints of the run, over all of its starts.
         note_keeper: Notes on this host where the newest checkpoint is.
         notice: The message that is sent at the end.
+        store: Where the run folder goes, if run.dir is an address.
     """
 
     began: float
@@ -54,6 +56,7 @@ class RunState:
     run_id: str | None = None
     note_keeper: NoteKeeper = field(default_factory=NoteKeeper)
     notice: Notice = field(default_factory=Notice)
+    store: RunStore = field(default_factory=RunStore)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from hvtrain.core.files import TEMPORARY, read_file, refuse_link, write_atomic, 
 from hvtrain.core.run_files import CONFIG_FILE, HISTORY_FILE, README_FILE, RESULT_FILE, STARTS_FILE, read_starts
 from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError, in_one_line
+from hvtrain.storage.runs import RunStore
 from hvtrain.system import console
 from hvtrain.system.host_facts import checkout, processor
 from hvtrain.system.run_lock import RunLock
@@ -67,6 +68,7 @@ def open_run_folder(
     lock: RunLock,
     begun: Path | None = None,
     parent: str = "runs",
+    run_store: RunStore | None = None,
 ) -> Path:
     """Creates or reopens the run folder, locks it, and sweeps leftovers of killed runs (chief only).
 
@@ -75,11 +77,13 @@ def open_run_folder(
         lock: A free lock, which then locks the folder.
         begun: The folder in which an earlier attempt of this run began, if any.
         parent: Where folders are made if run.dir is not set.
+        run_store: Begins the run in object storage, if run.dir is an address.
 
     Raises:
         ConfigError: The folder cannot be written, another run uses it, or it holds something else.
     """
-    folder = begun
+    run_store = run_store or RunStore()
+    folder = begun or run_store.folder
     if folder is None:
         folder = Path(config.run.dir).absolute() if config.run.dir else make_default_folder(config, parent)
 
@@ -91,9 +95,11 @@ def open_run_folder(
         "make it a folder, or set run.dir to the folder that it leads to",
     )
     try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # Before the sweep, which would remove what another run is just writing.
         lock.take(folder)
+        run_store.begin()
+        checkpoints.mkdir(exist_ok=True)
         for path in (folder, checkpoints):
             writer.sweep(path)
             # Now, and not after the first epoch, is the time to fail for missing permissions.
@@ -109,7 +115,7 @@ def open_run_folder(
         )
     settings = OmegaConf.to_yaml(OmegaConf.create(reusable(config)))
     write_atomic(folder / CONFIG_FILE, CONFIG_HEADER + settings)
-    write_atomic(folder / README_FILE, README.format(version=VERSION, folder=folder))
+    write_atomic(folder / README_FILE, README.format(version=VERSION, folder=run_store.address or folder))
     return folder
 
 

@@ -175,6 +175,9 @@ TABLE = {
         Row("horovod@compression=int8", SPEED, TWO_HOSTS),
         Row("strategy.shard_optimizer=true", STEPS, TWO_HOSTS),
     ],
+    "storage": held(
+        "tests/storage/test_store_runs.py", "run.dir=s3://", "hvtrain evaluate s3://", "model.weights=s3://"
+    ),
     "metrics": held("tests/training/test_metrics.py", "metrics.port=9400", "metrics.file=/var/lib"),
     "notices": [
         *held(INSTALLED, "uv pip install"),

@@ -23,6 +23,7 @@ def store(server, monkeypatch, tmp_path_factory):
     remote._filesystem.cache_clear()
     cache.forget_copies()
     server.fault = lambda request: None
+    server.code = "AccessDenied"
     server.requests.clear()
     yield server
     cache._used.clear()

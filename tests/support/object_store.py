@@ -43,6 +43,7 @@ class Request:
 class Store:
     """The store, at the relay's port.
 
+    code: Of the errors that the relay answers with.
     fault: Called with each request before it goes on; returns None, or the fault: an HTTP status, "cut" (half of the
         body, then the end), "stall" (half of the body, then silence).
     """
@@ -51,7 +52,7 @@ class Store:
     environment: dict[str, str]
     requests: list[Request] = field(default_factory=list)
     fault: Callable[[Request], object] = lambda request: None
-    code: str = "SlowDown"
+    code: str = "AccessDenied"
 
     def put(self, source: Path, address: str) -> str:
         """Copies a local file or folder to BUCKET/PATH; returns its address."""

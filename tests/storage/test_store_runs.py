@@ -1,0 +1,218 @@
+"""Runs in object storage: the bits of the same run in a folder, on hosts that share no disk; complete or absent."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from hvtrain.errors import ConfigError, StorageError
+from hvtrain.storage import cache
+from hvtrain.storage.cache import local_copy
+from hvtrain.storage.runs import open_store
+from in_process import run_command
+from launching import many_runs
+from tiny_data import SHAPE, random_images, write_folder
+
+CHECKPOINT = "checkpoints/step-0000000{step}/state"
+
+
+@pytest.fixture
+def begun(store, request):
+    """A run with one checkpoint that was sent, and its folder."""
+    name = re.sub(r"\W+", "-", request.node.name)
+    store.send("PUT", "unit")
+    run = open_store(f"s3://unit/{name}")
+    run.folder.mkdir(parents=True)
+    run.begin()
+    write(run.folder, 1)
+    run.send()
+    return run
+
+
+def write(folder: Path, step: int) -> None:
+    """The state at a step, whose files all hold its number; of earlier ones the last stays."""
+    for path in (folder / "checkpoints").glob("step-*"):
+        if path.name != f"step-0000000{step - 1}":
+            (path / "state").unlink()
+            path.rmdir()
+    for name in (CHECKPOINT.format(step=step), "checkpoints/best.json", "config.yaml", "history.csv"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{step}\n" * step)
+    (folder / ".lock").touch()
+
+
+def elsewhere(address: str, monkeypatch, folder: Path):
+    """The same run on another host."""
+    monkeypatch.setenv("HVTRAIN_CACHE", str(folder))
+    cache.forget_copies()
+    run = open_store(address)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*") if path.is_file()}
+
+
+def test_a_state_is_sent_whole_or_not_at_all(begun, store, monkeypatch, tmp_path):
+    """A send that ends at any of its requests, as one of a process that is killed."""
+    before = names(begun.folder)
+    assert CHECKPOINT.format(step=1) in before
+    count = 0
+    is_sent = False
+    while not is_sent:
+        answers = iter([None] * count)
+
+        def fault(request, answers=answers):
+            return next(answers, 403) if request.method in ("PUT", "POST", "DELETE") else None
+
+        write(begun.folder, 2)
+        after = names(begun.folder)
+        store.fault = fault
+        try:
+            begun.send()
+            is_sent = True
+        except StorageError:
+            pass
+        store.fault = lambda request: None
+        monkeypatch.setenv("HVTRAIN_CACHE", str(tmp_path / f"reader{count}"))
+        cache.forget_copies()
+        seen = names(local_copy(begun.address))
+        assert seen == after if is_sent else seen in (before, after)
+        count += 1
+    assert count > 10 and seen == after
+
+
+def test_another_host_gets_the_newest_state_and_removes_what_is_gone(begun, store, monkeypatch, tmp_path):
+    for step in (2, 3):
+        write(begun.folder, step)
+        begun.send()
+    other = elsewhere(begun.address, monkeypatch, tmp_path / "other")
+    other.begin()
+    assert names(other.folder) == names(begun.folder) and CHECKPOINT.format(step=1) not in names(other.folder)
+    assert (other.folder / "history.csv").read_text() == "3\n" * 3
+
+    # The start before it ends when it sends again, and changes nothing.
+    write(begun.folder, 4)
+    with pytest.raises(StorageError, match=rf"^{begun.address} is written by a later start on .*; this one ends"):
+        begun.send()
+    write(other.folder, 4)
+    write(other.folder, 5)
+    other.send()
+    # What is newer here than there stays, as after a kill before it was sent.
+    write(other.folder, 6)
+    again = elsewhere(begun.address, monkeypatch, tmp_path / "other")
+    again.begin()
+    assert CHECKPOINT.format(step=6) in names(again.folder)
+
+
+def test_what_is_here_of_a_run_that_was_deleted_there_is_removed(begun, store, monkeypatch, tmp_path):
+    for item in store.filesystem().get_file_info(cache_selector(begun.address)):
+        if item.is_file:
+            store.filesystem().delete_file(item.path)
+    begun._sent.clear()
+    begun.begin()
+    assert names(begun.folder) == set() and (begun.folder / ".lock").exists()
+
+
+def cache_selector(address: str):
+    from pyarrow.fs import FileSelector
+
+    return FileSelector(address.removeprefix("s3://"), recursive=True)
+
+
+def test_what_cannot_be_sent_is_one_line(begun, store):
+    write(begun.folder, 2)
+    store.fault = lambda request: 403 if request.method in ("PUT", "POST") else None
+    with pytest.raises(
+        StorageError, match=rf"^{begun.address}/\S+ cannot be accessed \(ACCESS_DENIED.*check the creden"
+    ):
+        begun.send()
+    with pytest.raises(ConfigError, match=r"run.dir=file:///x is a folder of this host; give its path"):
+        open_store("file:///x")
+
+
+@pytest.fixture(scope="module")
+def trained(server, tmp_path_factory):
+    """A run in a folder and one in a bucket, whose data is there too; the second part on a host with another disk."""
+    folder = tmp_path_factory.mktemp("trained")
+    for bucket in ("runs", "inputs"):
+        server.bucket(bucket)
+    for split, number in (("train", 24), ("validation", 9), ("test", 9)):
+        write_folder(folder / "data" / split, *random_images(number))
+    server.put(folder / "data", "inputs/pictures")
+    settings = ["dataset=image_folder", f"dataset.image_shape={list(SHAPE)}".replace(" ", ""), "dataset.flip=true"]
+    settings += ["model=mlp", "train.batch_size=4", "checkpoint.keep=1", "run.report=true"]
+    here = [*settings, f"dataset.dir={folder / 'data'}"]
+    there = [*settings, "dataset.dir=s3://inputs/pictures"]
+    parts = [
+        {
+            "local": [*here, "train.epochs=2"],
+            "far": [*there, "train.epochs=2", "run.dir=s3://runs/far"],
+            "nowhere": [*here, "run.dir=s3://no-such-bucket/run"],
+            "nothing": [*settings, "dataset.dir=s3://inputs/none"],
+        },
+        {
+            "local/2": [*here, "train.epochs=3"],
+            "far/2": [*there, "train.epochs=3", "run.dir=s3://runs/far"],
+            "weights": [*there, "train.epochs=1", "model.weights=s3://runs/far"],
+        },
+    ]
+    results: dict = {}
+    for number, runs in enumerate(parts):
+        variables = {**server.environment, "HVTRAIN_CACHE": str(folder / f"host{number}")}
+        variables["HVTRAIN_ENV"] = ",".join(server.environment)
+        by_rank, output = many_runs("gloo", 2, runs, folder, **variables)
+        results |= {name: [rank[name] for rank in by_rank] for name in runs}
+    return folder, results, output
+
+
+def arrays_of(checkpoints: Path) -> dict[str, np.ndarray]:
+    return load_file(max(checkpoints.glob("step-*")) / "state.safetensors")
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_the_same_bits_in_a_bucket_and_go_on_on_another_host(trained, store):
+    folder, results, _ = trained
+    for name in ("local", "far", "local/2", "far/2"):
+        assert all("record" in rank for rank in results[name]), results[name]
+    assert results["far/2"][0]["record"]["first_step"] == results["local/2"][0]["record"]["first_step"] == 6
+    run = local_copy("s3://runs/far")
+    local, far = arrays_of(folder / "local" / "checkpoints"), arrays_of(run / "checkpoints")
+    assert local.keys() == far.keys() and all(np.array_equal(local[key], far[key]) for key in local)
+    history = (folder / "local" / "history.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in (run / "history.csv").read_text().splitlines()] == [
+        line.split(",")[0] for line in history
+    ]
+    assert {"result.json", "model.keras", "best.keras", "report.html", "config.yaml"} <= names(run)
+    assert not any("hunter2" in path.read_text(errors="replace") for path in run.rglob("*") if path.is_file())
+
+
+@pytest.mark.distributed
+def test_an_address_that_cannot_be_used_is_one_line_on_all_ranks(trained):
+    _, results, _ = trained
+    for name, message in (
+        ("nowhere", r"\w+Error: s3://no-such-bucket/run/\S+ is not there; check the bucket and the path"),
+        ("nothing", "DataError: s3://inputs/none is not there; check the bucket and the path"),
+    ):
+        assert [re.fullmatch(message, rank["error"]) is not None for rank in results[name]] == [True, True], results
+
+
+@pytest.mark.distributed
+def test_a_finished_run_in_a_bucket_is_used_by_its_address(trained, store, tmp_path):
+    folder, results, _ = trained
+    assert "record" in results["weights"][0], results["weights"]
+    figures = []
+    for run in ("s3://runs/far", str(folder / "local")):
+        output = tmp_path / f"{len(figures)}.json"
+        done = run_command("hvtrain", "evaluate", run, "split=test", f"--output={output}", cwd=tmp_path)
+        assert done.code == 0, done
+        figures.append(json.loads(output.read_text())["metrics"])
+    assert figures[0] and figures[0] == figures[1]
+    done = run_command("hvtrain", "report", "s3://runs/far", cwd=tmp_path)
+    assert done.code == 0 and (tmp_path / "report.html").is_file(), done
