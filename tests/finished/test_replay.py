@@ -6,10 +6,15 @@ import random
 import re
 import shutil
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from finished_runs import on_two_ranks
-from hvtrain.checkpoint.receipts import Receipt, read_receipts
+from hvtrain.checkpoint import receipts as receipts_module
+from hvtrain.checkpoint.receipts import Receipt, ReceiptWriter, read_receipts
+from hvtrain.config.compose import compose
+from hvtrain.config.schema import from_dict
 from hvtrain.core.run_files import RECEIPTS_FILE
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.repeat import Repetition
@@ -252,3 +257,32 @@ def test_without_deterministic_operations_a_small_difference_is_excused(tmp_path
     assert code == 1 and "cause: none that receipts know, and operations are deterministic" in text
     code, text = judged(1e-6, 1e-4, {"ranks": {"number of ranks": 2}})
     assert code == 1 and "cause: ranks: number of ranks is 3 and 2" in text
+
+
+def test_the_file_is_bounded_and_a_receipt_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, caplog):
+    config = from_dict(compose(["model=mlp"])[0]).checkpoint
+    monkeypatch.setattr(receipts_module, "MAX_BYTES", 3000)
+    facts = {"ranks": {"number of ranks": 2}}
+
+    def trained(first, last):
+        writer = ReceiptWriter(tmp_path / "checkpoints", config)
+        writer.begin(tmp_path, first, lambda: facts)
+        for step in range(first + 1, last + 1):
+            arrays = {"model/0000/w": np.full(3, step, ml_dtypes.bfloat16), "rank/0/seed/0000": np.zeros(2)}
+            writer.submit(step, arrays, {"metrics": {}, "epoch": 0, "step_in_epoch": step})
+        assert writer.finish() == last
+
+    trained(0, 40)
+    trained(30, 45)
+    receipts = read_receipts(tmp_path)
+    path = tmp_path / RECEIPTS_FILE
+    assert path.stat().st_size <= 3000
+    assert path.read_text().count('"facts"') == 1, "equal facts are written once"
+    assert [*range(41, 46)] == [step for step in receipts if step > 40]
+    assert len(receipts) > 12 and min(receipts) < 20, "the older half is thinned, not dropped"
+    assert receipts[45].digests.keys() == {"model/0000/w"} and receipts[45].facts == facts
+
+    path.write_text("damaged\n")
+    trained(45, 46)
+    assert "no receipt of step 46: StorageError: " in caplog.text
+    assert path.read_text() == "damaged\n"
