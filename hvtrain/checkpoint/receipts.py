@@ -34,7 +34,6 @@ MAX_BYTES = 8 << 20
 class Receipt:
     """What a run was at a step, and what it depended on."""
 
-    step: int
     facts: Facts
     digests: Digests
 
@@ -65,7 +64,7 @@ def read_receipts(folder: Path) -> dict[int, Receipt]:
         for line in _lines(path):
             if "step" in line:
                 step = int(line["step"])
-                receipts[step] = Receipt(step, facts[line["start"]], dict(line["digests"]))
+                receipts[step] = Receipt(facts[line["start"]], dict(line["digests"]))
                 continue
             if "facts" in line:
                 facts[line["start"]] = {kind: dict(values) for kind, values in dict(line["facts"]).items()}

@@ -242,7 +242,7 @@ def test_damaged_receipts_are_refused_and_an_unfinished_line_is_none(folder, tmp
 
 def test_without_deterministic_operations_a_small_difference_is_excused(tmp_path):
     facts = {"ranks": {"number of ranks": 3}}
-    receipts = {step: Receipt(step, facts, {"model/0000/a/kernel": str(step)}) for step in (10, 20)}
+    receipts = {step: Receipt(facts, {"model/0000/a/kernel": str(step)}) for step in (10, 20)}
 
     def judged(difference, tolerance, now=facts):
         digests = {10: {"model/0000/a/kernel": "10"}, 20: {"model/0000/a/kernel": "other"}}
