@@ -12,7 +12,7 @@ DIGITS = ["model._target_=mixed.model", "dataset=digits", "dataset.shift_pixels=
 # 29 steps an epoch.
 VIRTUAL = [*DIGITS, "train.batch_size=8", "strategy=virtual_ranks", "strategy.virtual_ranks=6"]
 SAVED = ["checkpoint.every_steps=10", "checkpoint.keep=9"]
-SMOOTH = [*DIGITS, "+model.dropout=0.0", "optimizer=momentum"]
+SMOOTH = [*DIGITS, "+model.drop=0.0", "optimizer=momentum"]
 ON_TWO = {
     "virtual": [*VIRTUAL, *SAVED],
     # As many parts as ranks: another sum of the same gradients.

@@ -215,7 +215,8 @@ class Throughput(RunCallback):
         self.rank_seconds = [own_work for _, _, own_work, _ in ranks]
         if after_warmup.steps > 0:
             self.newest_times = [times for *_, times in ranks]
-            sees_exchange = self.run.strategy.num_computing == topology.size
+            strategy = self.run.strategy
+            sees_exchange = strategy.num_computing == topology.size or strategy.cuts_batches
             steps_in_a_row = min(round(after_warmup.steps), self.position.plan.steps_per_epoch)
             self.report.split = Split.of([(times, host) for times, host, *_ in ranks], steps_in_a_row, sees_exchange)
 

@@ -3,14 +3,14 @@
 import keras
 
 
-def model(image_shape, num_classes, dropout=0.2, **_):
+def model(image_shape, num_classes, drop=0.2, **_):
     return keras.Sequential(
         [
             keras.Input(image_shape),
             keras.layers.Flatten(),
             keras.layers.Dense(16, activation="relu"),
             keras.layers.BatchNormalization(),
-            keras.layers.Dropout(dropout),
+            keras.layers.Dropout(drop),
             keras.layers.Dense(num_classes),
         ]
     )
