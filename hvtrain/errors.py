@@ -54,7 +54,7 @@ class RankError(UserError, RuntimeError):
 
 
 class LostRankError(UserError, RuntimeError):
-    """A rank is gone, makes no progress or computes wrongly. The run's settings are not the cause, so a restart may help."""
+    """A rank is gone, makes no progress or computes wrongly. Settings are not the cause, so a restart may help."""
 
     exit_code = RESTART_HELPS
     culprit = None

@@ -220,7 +220,8 @@ TABLE = {
     "strategies": [
         *runs(STEPS, "strategy=multi_worker_mirrored"),
         *held("needs GPUs: tests/gpu/test_gpu_runs.py", "strategy=mirrored"),
-        *runs(STEPS, "strategy.num_replicas=2"),
+        *runs(STEPS, "strategy.num_replicas=2", "-np 4 python -m hvtrain strategy=virtual_ranks"),
+        *runs("train.steps=4 run.report=false", "-np 3 python -m hvtrain strategy=virtual_ranks"),
     ],
     "sweep": [Row("hvtrain sweep", "trials=2 train.epochs=1"), Row("hvtrain launch -np 2", STEPS)],
     "tasks": [
