@@ -30,6 +30,7 @@ from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.launch import environment
 from hvtrain.launch.first_failure import failed_rank
 from hvtrain.launch.output import MARK
+from hvtrain.storage.remote import local_folder
 from hvtrain.system import console
 from hvtrain.system.command import Parser, at_least, enter
 
@@ -50,7 +51,7 @@ def main() -> int:
     for tree in compose(options.overrides):
         config = from_dict(tree)
         # The same folder for all, and not one below an executor's working folder.
-        config.run.dir = str(Path(config.run.dir or default_run_dir(config)).absolute())
+        config.run.dir = str(local_folder(config.run.dir or default_run_dir(config), "run.dir"))
         return start(config, options)
     return 0
 
@@ -196,7 +197,7 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
         UserError: a setting is wrong, or the training has failed.
     """
     config = hvtrain.compose(["dataset=table", *overrides])
-    run_dir = Path(config.run.dir or default_run_dir(config)).absolute()
+    run_dir = local_folder(config.run.dir or default_run_dir(config), "run.dir")
     rows = run_dir / "rows"
     # With its scheme: a cluster's own file system, such as HDFS, is not the one that ranks read.
     frame.write.mode("overwrite").parquet(rows.as_uri())

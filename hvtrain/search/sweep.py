@@ -13,6 +13,7 @@ from hvtrain.errors import BusyError, ConfigError
 from hvtrain.search.search_space import MAX, MIN, SearchSpace, goal_of, read_space
 from hvtrain.search.study import Study
 from hvtrain.search.trials import Trials
+from hvtrain.storage.remote import local_folder
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import command_line, without_secrets
@@ -66,7 +67,7 @@ def main() -> int:
     }
     launcher = ("-np", str(options.np), *options.hosts)
     # The same name for the same sweep, so that the same command goes on with it.
-    folder = Path(options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}").absolute()
+    folder = local_folder(options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}", "--output")
     prune_after = None if options.no_pruning else options.prune_after
 
     # Until the last trial has ended: two sweeps in a folder would take each other's trials for interrupted ones.

@@ -11,9 +11,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -107,6 +106,8 @@ def ranged_copy(address: str) -> Path:
         return local_copy(address)
     remote = locate(address)
     objects = remote.objects()
+    if not objects:
+        raise DataError(f"{address} is not there; check the bucket and the path")
     num_bytes = sum(item.num_bytes for item in objects)
     is_kept = num_bytes <= limit_bytes()
     entry = _Entry(remote, objects, f"ranged {is_kept}", num_bytes if is_kept else 0)
@@ -211,7 +212,8 @@ class _Entry:
         return path
 
     def _make(self, lock: IO[str], fill: Callable[[Path], None]) -> None:
-        with _locked(cache_folder() / ".lock"):
+        with (cache_folder() / ".making-room").open("a") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)
             _make_room(self._folder, self._num_bytes)
             lock.truncate(0)
             lock.write(str(self._num_bytes))
@@ -231,20 +233,11 @@ def _temporary_of(folder: Path) -> Path:
     return folder.with_name(f"{TEMPORARY}{folder.name}")
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _make_room(folder: Path, num_bytes: int) -> None:
     """Removes entries, the one used longest ago first, until the new one has room. Raises DataError."""
     if not num_bytes:
         return
-    others = [
-        lock for lock in cache_folder().glob("*.lock") if lock not in (_lock_of(folder), cache_folder() / ".lock")
-    ]
+    others = [lock for lock in cache_folder().glob("*.lock") if lock != _lock_of(folder)]
     sizes = {lock: int(lock.read_text() or 0) for lock in sorted(others, key=lambda lock: lock.stat().st_mtime)}
     for lock_path in sizes:
         if sum(sizes.values()) + num_bytes <= limit_bytes():

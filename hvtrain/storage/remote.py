@@ -50,6 +50,13 @@ def is_remote(text: object) -> bool:
     return bool(_ADDRESS.match(str(text)))
 
 
+def local_folder(text: str, setting: str) -> Path:
+    """Returns the absolute path of a folder. Raises ConfigError for an address."""
+    if is_remote(text):
+        raise ConfigError(f"{setting}={text} is an address, and a folder of this host is needed here; give its path")
+    return Path(text).absolute()
+
+
 @dataclass(frozen=True)
 class Object:
     """An object below an address: its name there ("" for the address itself), size and time of change."""

@@ -43,6 +43,10 @@ class RunStore:
 
 def open_store(run_dir: str | None) -> RunStore:
     """Returns the store of the setting run.dir. Raises ConfigError for an address that cannot be used."""
+    # The folder in which such a run is worked on stands for its address.
+    identity = Path(run_dir or ".") / IDENTITY_FILE
+    if is_own_file(identity):
+        run_dir = identity.read_text().partition(" ")[2]
     if run_dir and is_remote(run_dir):
         if run_dir.startswith("file://"):
             raise ConfigError(f"run.dir={run_dir} is a folder of this host; give its path")
@@ -66,7 +70,7 @@ class _ObjectStore(RunStore):
         owner = self._remote.child(OWNER).read_json() if OWNER in self._sent else {}
         identity = self.folder / IDENTITY_FILE
         # What is here may be of a run that was deleted there.
-        if not owner or not is_own_file(identity) or identity.read_text() != owner.get("run"):
+        if not owner or not is_own_file(identity) or identity.read_text().split()[0] != owner.get("run"):
             for path in self.folder.iterdir():
                 if path.name != ".lock":
                     remove(path)
@@ -80,7 +84,7 @@ class _ObjectStore(RunStore):
             )
         since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         self._write(OWNER, {"run": run, "start": self._start, "host": socket.gethostname(), "since": since})
-        write_atomic(identity, run)
+        write_atomic(identity, f"{run} {self.address}")
         log.info("storage        %s is worked on in %s", self._remote.address, self.folder)
 
         if RUN_MANIFEST in self._sent:

@@ -169,6 +169,21 @@ def test_what_cannot_be_read_is_said_in_one_line_without_secrets(name, store):
     assert "hunter2" not in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.nightly  # The store's library waits for three seconds, and tries again itself.
+def test_an_answer_that_stops_is_asked_for_again(store):
+    address = put(store, "slow", a=bytes(100_000))
+    gets = []
+
+    def fault(request):
+        if request.method == "GET" and request.path.endswith("/a"):
+            gets.append(request)
+            return "stall" if len(gets) == 1 else None
+        return None
+
+    store.fault = fault
+    assert (user_path(address) / "a").read_bytes() == bytes(100_000) and len(gets) == 2
+
+
 def test_patience_ends_in_one_line(store, monkeypatch):
     attempts = []
 

@@ -13,9 +13,10 @@ from safetensors.numpy import load_file
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.storage import cache
 from hvtrain.storage.cache import local_copy
+from hvtrain.storage.remote import local_folder
 from hvtrain.storage.runs import open_store
 from in_process import run_command
-from launching import many_runs
+from launching import finish, kill, many_runs, start, train
 from tiny_data import SHAPE, random_images, write_folder
 
 CHECKPOINT = "checkpoints/step-0000000{step}/state"
@@ -133,6 +134,10 @@ def test_what_cannot_be_sent_is_one_line(begun, store):
         StorageError, match=rf"^{begun.address}/\S+ cannot be accessed \(ACCESS_DENIED.*check the creden"
     ):
         begun.send()
+    # The folder here stands for the address.
+    assert open_store(str(begun.folder)).address == begun.address and open_store("runs/x").address == ""
+    with pytest.raises(ConfigError, match=r"--output=s3://unit/x is an address, and a folder of this host is needed"):
+        local_folder("s3://unit/x", "--output")
     with pytest.raises(ConfigError, match=r"run.dir=file:///x is a folder of this host; give its path"):
         open_store("file:///x")
 
@@ -216,3 +221,41 @@ def test_a_finished_run_in_a_bucket_is_used_by_its_address(trained, store, tmp_p
     assert figures[0] and figures[0] == figures[1]
     done = run_command("hvtrain", "report", "s3://runs/far", cwd=tmp_path)
     assert done.code == 0 and (tmp_path / "report.html").is_file(), done
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_killed_runs_on_ever_new_hosts_end_with_the_same_bits(server, tmp_path):
+    """Each start is killed at a random request that writes, and the next has an empty disk."""
+    server.bucket("kills")
+    settings = ["model=mlp", "dataset=digits", "train.epochs=4", "checkpoint.every_steps=7", "train.batch_size=64"]
+    code, output = train("gloo", 2, *settings, f"run.dir={tmp_path / 'whole'}", cwd=tmp_path)
+    assert code == 0, output
+    random = np.random.default_rng(0)
+    writes_of_kills = [*random.integers(1, 60, 8).tolist(), 10**9]
+    starts = []
+    for number, last_write in enumerate(writes_of_kills):
+        variables = {**server.environment, "HVTRAIN_CACHE": str(tmp_path / f"host{number}")}
+        variables["HVTRAIN_ENV"] = ",".join(server.environment)
+        command = ["python", "-m", "hvtrain", *settings, "run.dir=s3://kills/run", "run.report=false"]
+        process = start("gloo", 2, *command, cwd=tmp_path, **variables)
+        writes = []
+
+        def fault(request, process=process, writes=writes, last_write=last_write):
+            if request.method in ("PUT", "POST"):
+                writes.append(request)
+                if len(writes) == last_write:
+                    kill(process)
+
+        server.fault = fault
+        output = finish(process)
+        starts += re.findall(r"resume\w* .*", output)
+    server.fault = lambda request: None
+    assert process.returncode == 0, output
+    assert starts, output
+    filesystem = server.filesystem()
+    with filesystem.open_input_file("kills/run/model.keras") as far:
+        assert far.size() > 0
+    whole = arrays_of(tmp_path / "whole" / "checkpoints")
+    last = arrays_of(next((tmp_path / f"host{len(writes_of_kills) - 1}" / "runs").iterdir()) / "checkpoints")
+    assert whole.keys() == last.keys() and all(np.array_equal(whole[key], last[key]) for key in whole)

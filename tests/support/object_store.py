@@ -43,7 +43,7 @@ class Request:
 class Store:
     """The store, at the relay's port.
 
-    code: Of the errors that the relay answers with.
+    code: Of the errors 4xx that the relay answers with.
     fault: Called with each request before it goes on; returns None, or the fault: an HTTP status, "cut" (half of the
         body, then the end), "stall" (half of the body, then silence).
     """
@@ -132,7 +132,8 @@ def _relay(server_port: int) -> ThreadingHTTPServer:
             store.requests.append(request)
             fault = store.fault(request)
             if isinstance(fault, int):
-                content = f"<Error><Code>{store.code}</Code><Message>no</Message></Error>".encode()
+                code = {500: "InternalError", 503: "SlowDown"}.get(fault, store.code)
+                content = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
                 self._answer(fault, [("Content-Type", "application/xml")], content, len(content))
                 return
 
