@@ -273,7 +273,7 @@ class Writer:
 
     def copy(self) -> None:
         """Starts to send another host the checkpoints that it lacks."""
-        self._begin(self._copy)
+        self._begin(self._send)
 
     def _begin(self, work: Callable[..., None], *args: Any) -> None:
         # A daemon: a process that fails waits for the disk in __exit__, and not forever.
@@ -313,7 +313,13 @@ class Writer:
     def _work_and_copy(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         self._work(step, arrays, meta)
         if self.whole_step == step:
+            self._send()
+
+    def _send(self) -> None:
+        try:
             self._copy()
+        except BaseException as error:
+            self._note(error)
 
     def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         try:
@@ -327,17 +333,18 @@ class Writer:
             self._unsaved = ""
             self.whole_step = step
             self.whole_at = time.time()
-        except UserError as error:
-            if self._config.on_error == "stop":
-                self._error = CheckpointError(f"{error}, then start again with the same run.dir to continue")
-            else:
-                self._unsaved = str(error)
-                log.warning(
-                    "%s; training continues (checkpoint.on_error=warn), the next save tries again",
-                    error,
-                )
-        except BaseException as error:  # A bug; outcome() raises it in the training thread.
+        except BaseException as error:
+            self._note(error)
+
+    def _note(self, error: BaseException) -> None:
+        """Keeps an error that stops training, or warns of it."""
+        if not isinstance(error, UserError):  # A bug; outcome() raises it in the training thread.
             self._error = error
+        elif self._config.on_error == "stop":
+            self._error = CheckpointError(f"{error}, then start again with the same run.dir to continue")
+        else:
+            self._unsaved = str(error)
+            log.warning("%s; training continues (checkpoint.on_error=warn), the next save tries again", error)
 
     def _is_best(self, value: float) -> bool:
         best = read_best(self._folder)

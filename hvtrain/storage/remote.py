@@ -155,7 +155,7 @@ class Remote:
                 if pause is None:
                     raise kind(
                         f"{self.address} was not {verb} in {len(SECONDS_BEFORE_RETRIES) + 1} attempts "
-                        f"({_reason(error)}); check the network and the store, then start again"
+                        f"({_reason(error)}); check the network and the store"
                     ) from None
                 log.debug("%s: %s; tried again in %s s", self.address, _reason(error), pause)
                 # Ranks that failed together come back apart. Not Python's own generator, which the run has seeded.

@@ -113,7 +113,7 @@ class _ObjectStore(RunStore):
         if owner.get("start") != self._start:
             raise StorageError(
                 f"{self._remote.address} is written by a later start on {owner.get('host')}, {owner.get('since')}; "
-                f"this one ends, and what it has is in {self.folder}"
+                "wait for its end"
             )
         states = {}
         for path in sorted(self.folder.rglob("*")):

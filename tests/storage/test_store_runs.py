@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from hvtrain.checkpoint.writer import Writer
+from hvtrain.config.schema import CheckpointConfig
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.storage import cache
 from hvtrain.storage.cache import local_copy
@@ -100,7 +102,7 @@ def test_another_host_gets_the_newest_state_and_removes_what_is_gone(begun, stor
 
     # The start before it ends when it sends again, and changes nothing.
     write(begun.folder, 4)
-    with pytest.raises(StorageError, match=rf"^{begun.address} is written by a later start on .*; this one ends"):
+    with pytest.raises(StorageError, match=rf"^{begun.address} is written by a later start on .*; wait for its end$"):
         begun.send()
     write(other.folder, 4)
     write(other.folder, 5)
@@ -127,13 +129,20 @@ def cache_selector(address: str):
     return FileSelector(address.removeprefix("s3://"), recursive=True)
 
 
-def test_what_cannot_be_sent_is_one_line(begun, store):
+def test_what_cannot_be_sent_is_one_line_and_ends_or_warns_as_a_full_disk(begun, store, caplog):
     write(begun.folder, 2)
     store.fault = lambda request: 403 if request.method in ("PUT", "POST") else None
     with pytest.raises(
         StorageError, match=rf"^{begun.address}/\S+ cannot be accessed \(ACCESS_DENIED.*check the creden"
     ):
         begun.send()
+    for on_error in ("stop", "warn"):
+        writer = Writer(begun.folder / "checkpoints", CheckpointConfig(on_error=on_error), copy=begun.send)
+        writer.submit(3, {"a": np.zeros(2)}, {"metrics": {}})
+        error = writer.outcome()
+        lines = [str(error)] if on_error == "stop" else caplog.messages
+        assert re.search(r"cannot be accessed .* of that account[,;] (then start again|training continues)", lines[-1])
+        assert bool(error) == (on_error == "stop")
     # The folder here stands for the address.
     assert open_store(str(begun.folder)).address == begun.address and open_store("runs/x").address == ""
     with pytest.raises(ConfigError, match=r"--output=s3://unit/x is an address, and a folder of this host is needed"):
