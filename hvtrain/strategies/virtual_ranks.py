@@ -87,6 +87,9 @@ class VirtualRanksStrategy(HorovodStrategy):
         if sharded_layers(model):
             exclude(self.name, "model.shard_embeddings")
 
+    def expect_restart(self) -> None:
+        exclude(self.name, "comm.tune=true")
+
     def check_plan(self, plan: StepPlan) -> None:
         if not plan.is_full:
             raise ConfigError(f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim")

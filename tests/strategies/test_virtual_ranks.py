@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from hvtrain.errors import ConfigError
+from hvtrain.strategies.virtual_ranks import VirtualRanksStrategy
 from launching import many_runs
 from run_folders import cut_off, distance, saved
 
@@ -71,3 +73,8 @@ def test_parts_of_as_many_ranks_give_what_horovod_gives(two):
 def test_what_excludes_it_is_refused(two, name):
     for rank in two[1]:
         assert REFUSED[name] in rank[name]["error"]
+
+
+def test_tuning_is_refused():
+    with pytest.raises(ConfigError, match=r"strategy=virtual_ranks and comm.tune=true exclude each other"):
+        VirtualRanksStrategy(6).expect_restart()
