@@ -22,7 +22,7 @@ class OrderedReducer(Reducer):
 
     Attributes:
         parts: The own parts' gradients, and after them what else is to be averaged over all parts, in the parts'
-            order; set before each call.
+            order; set before each call. Without any, the gradients are one part.
         others: The means of what else was averaged; set by a call.
     """
 
@@ -39,7 +39,8 @@ class OrderedReducer(Reducer):
         self.num_calls += 1
         reduced = list(gradients)
         present = [i for i, gradient in enumerate(reduced) if gradient is not None]
-        own = [[part[i] for i in (*present, *range(len(reduced), len(part)))] for part in self.parts]
+        parts = self.parts or [reduced]
+        own = [[part[i] for i in (*present, *range(len(reduced), len(part)))] for part in parts]
         own = [[tf.convert_to_tensor(value) for value in part] for part in own]  # Sparse ones become dense.
         size = self.process_set.size()
         if not self.is_alone:
