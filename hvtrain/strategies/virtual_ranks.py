@@ -42,7 +42,7 @@ class VirtualRanksStrategy(HorovodStrategy):
     def __init__(self, virtual_ranks: int, share_gpus: bool = False, pin_cores: bool = True) -> None:
         super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
         if type(virtual_ranks) is not int or virtual_ranks < 1:
-            raise ConfigError(f"strategy.virtual_ranks={virtual_ranks} is out of range; give a whole number from 1")
+            raise ConfigError(f"strategy.virtual_ranks={virtual_ranks} is no whole number from 1 on")
         self.virtual_ranks = virtual_ranks
 
     def start(self) -> Topology:

@@ -16,7 +16,7 @@ from hvtrain.core.step_plan import StepPlan, make_plan, planned_batch_sizes, res
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data import fitted
 from hvtrain.data.source import Source, symbolic
-from hvtrain.errors import ConfigError, in_one_line, place_of
+from hvtrain.errors import CheckpointError, ConfigError, in_one_line, place_of
 from hvtrain.models.parts import change_parts, sharded_tables
 from hvtrain.models.rates import decay_kernels, factors_of, keep_averages, multiply_rates
 from hvtrain.storage.cache import forget_copies
@@ -114,6 +114,12 @@ def plan_run(
     num_processes = strategy.topology.size
     # One entry for each rank of the plan; a process with several replicas stands for as many.
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
+    if strategy.cuts_batches and saved and saved["num_ranks"] != len(hosts):
+        parts = saved["num_ranks"]
+        raise CheckpointError(
+            f"the run in this folder began with steps of {parts} parts, and now they have {len(hosts)}; "
+            f"set strategy.virtual_ranks={parts}, or choose another run.dir"
+        )
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
     weights = reduced(batch_sizes)
     if len(batch_sizes) == num_processes:

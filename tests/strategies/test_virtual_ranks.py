@@ -50,10 +50,13 @@ def differences(ours, others):
 @pytest.mark.parametrize(("launcher", "size"), [("gloo", 3), ("mpirun", 1)])
 def test_any_number_of_ranks_gives_the_same_bits(two, tmp_path, launcher, size):
     """A run from its beginning, and one that was begun on two ranks and goes on from the middle of an epoch."""
-    cut_off(two[0] / "virtual", tmp_path / "resumed", CUT)
+    for name in ("resumed", "other parts"):
+        cut_off(two[0] / "virtual", tmp_path / name, CUT)
     runs = {name: [*VIRTUAL, *SAVED] for name in ("begun", "resumed")}
-    results, output = many_runs(launcher, size, runs, tmp_path)
-    assert all("record" in result for result in results[0].values()), output
+    other_parts = [*VIRTUAL, "strategy.virtual_ranks=3"]
+    results, output = many_runs(launcher, size, {**runs, "other parts": other_parts}, tmp_path)
+    assert all("record" in results[0][name] for name in runs), output
+    assert "began with steps of 6 parts, and now they have 3" in results[0]["other parts"]["error"]
     step, on_two = saved(two[0] / "virtual")
     for name in runs:
         assert saved(tmp_path / name)[0] == step == 58

@@ -99,7 +99,7 @@ class Recompute(RunCallback):
     def on_train_end(self, logs: Any = None) -> None:
         if self._differences:
             log.info(
-                "gradients of %s steps were computed again on all ranks, with relative differences up to %.1g",
+                "%s gradients were computed again on all ranks, with relative differences up to %.1g",
                 f"{len(self._differences):,}",
                 max(self._differences),
             )
