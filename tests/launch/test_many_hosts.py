@@ -62,7 +62,8 @@ def test_a_run_on_two_hosts(lab, uninterrupted):
     run = lab.of("s1") / "whole"
     assert {path.name for path in run.iterdir()} == {
         ".lock", "README.md", "checkpoints", "config.yaml", "curves.png", "history.csv", "kinds.json", "launch", "logs",
-        "model.json", "model.keras", "preprocessing", "report.html", "result.json", "review.json", "starts.json",
+        "model.json", "model.keras", "preprocessing", "receipts.jsonl", "report.html", "result.json", "review.json",
+        "starts.json",
     }  # fmt: skip
     assert [path.name for path in (run / "logs").iterdir()] == ["rank-0000.log"]
     assert sorted(path.name for path in (run / "launch").iterdir()) == ["rank-0000-s1.log", "rank-0001-s2.log"]
