@@ -194,6 +194,8 @@ def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
         except ValueError:
             import fsspec
 
+            if scheme not in fsspec.available_protocols():
+                raise ImportError(f"fsspec does not know {scheme}") from None
             other, path = fsspec.core.url_to_fs(root)
             return fs.PyFileSystem(fs.FSSpecHandler(other)), path
     except ImportError as error:
