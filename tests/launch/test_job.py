@@ -89,10 +89,12 @@ def test_which_variables_travel():
         "HOME": "/root", "SSH_AUTH_SOCK": "/tmp/a", "CUDA_VISIBLE_DEVICES": "0", "HOROVOD_RANK": "3",
         "HOROVOD_SECRET_KEY": "x", "CUDA_SSH_KEY": "x",
         "TF_PASSPHRASE": "x", "KERAS_PWD": "x", "TF_API_KEY": "x", "HVTRAIN_PASSWORD": "x",
-        "AWS_REGION": "x", "MINE": "yes",
+        "AWS_REGION": "x", "AWS_SECRET_ACCESS_KEY": "x", "EDITOR": "x", "MINE": "yes",
     }  # fmt: skip
     rank_variables = environment.for_ranks(variables, ["MINE", "NEW=a=b"])
-    travelling = {"TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG"}
+    travelling = {
+        "TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG", "AWS_REGION",
+    }  # fmt: skip
     assert travelling | {"PATH", "MINE", "NEW", "HVTRAIN_ENV"} == rank_variables.keys() - {"OPAL_PREFIX"}
     assert rank_variables["NEW"] == "a=b"
     launcher = environment.for_launcher(variables, rank_variables)
