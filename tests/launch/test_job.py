@@ -93,7 +93,8 @@ def test_which_variables_travel():
     }  # fmt: skip
     rank_variables = environment.for_ranks(variables, ["MINE", "NEW=a=b"])
     travelling = {
-        "TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG", "AWS_REGION",
+        "TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG",
+        "AWS_REGION",
     }  # fmt: skip
     assert travelling | {"PATH", "MINE", "NEW", "HVTRAIN_ENV"} == rank_variables.keys() - {"OPAL_PREFIX"}
     assert rank_variables["NEW"] == "a=b"
