@@ -76,7 +76,7 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
         process_set: The ranks.
     """
     like = parts[0]
-    size = 1 if process_set.size() == 1 else process_set.size()
+    size = process_set.size()
     flat = [tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in part], axis=0) for part in parts]
     length = tf.size(flat[0])
     # [parts, ranks, piece]: each rank adds a piece.

@@ -209,15 +209,17 @@ def judge(rank: int, original: np.ndarray, digests: Sequence[np.ndarray], tolera
         digests: As each rank computed it again.
         tolerance: The largest relative difference that is no fault.
     """
-    close = [[_distance(digest, other)[1] <= tolerance for other in digests] for digest in digests]
-    reference = digests[int(np.argmax(np.sum(close, axis=1)))]
+    # Mostly all are equal, and of a thousand ranks not each has to be compared with each.
+    unlike = list({digest.tobytes(): digest for digest in digests}.values())
+    num_close = [sum(_distance(digest, other)[1] <= tolerance for other in digests) for digest in unlike]
+    reference = unlike[int(np.argmax(num_close))]
     distances = [_distance(digest, reference) for digest in digests]
     # What the rank sent counts as its own too: a fault may have come and gone.
     distances[rank] = max(distances[rank], _distance(original, reference), key=lambda pair: pair[1])
     variable, difference = max(distances, key=lambda pair: pair[1])
 
     ranks = [number for number, (_, distance) in enumerate(distances) if distance > tolerance]
-    if len(digests) == 2 and not close[0][1]:
+    if len(digests) == 2 and _distance(digests[0], digests[1])[1] > tolerance:
         ranks = [0, 1]
     return Verdict(ranks, variable, difference)
 
