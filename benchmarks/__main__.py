@@ -21,7 +21,8 @@ STARTUP = "hvtrain-mpi,loop-mpi,hvtrain-1,keras"
 
 def main() -> int:
     """Runs rounds of one kind of measurement; prints a table and writes it to files."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the processes that it started end too.
+    # So that the processes that it started end too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parser().parse_args()
     # Threads are set once, for the run that has the fewest cores for each rank.
     most_ranks = max(options.ranks) if options.kind == "scaling" else options.ranks
@@ -40,19 +41,25 @@ def main() -> int:
     return 0
 
 
-def make_experiment(options: argparse.Namespace, folder: Path, threads: int) -> Inputs | Scaling | Steps:
+def make_experiment(
+    options: argparse.Namespace, folder: Path, threads: int
+) -> Inputs | Scaling | Steps:
     """The experiment that the options describe. Raises ConfigError."""
     if options.kind == "input":
         return Inputs(folder, threads, options.sizes, options.works, options.images, options.steps)
 
     workload = WORKLOADS[options.workload]
     if options.kind == "scaling":
-        return Scaling(folder, threads, workload, options.data, options.ranks, options.steps or workload.steps)
+        return Scaling(
+            folder, threads, workload, options.data, options.ranks, options.steps or workload.steps
+        )
 
     names = options.contenders.split(",")
     contenders = [named(name) for name in names]
     if len(set(names)) < len(names):
-        raise ConfigError(f"{','.join(names)} names a contender twice; the first runs twice a round anyway")
+        raise ConfigError(
+            f"{','.join(names)} names a contender twice; the first runs twice a round anyway"
+        )
 
     figure = "step_seconds"
     if options.kind == "startup":
@@ -108,11 +115,17 @@ rounds, because a machine that others share is slower for minutes at a time.""",
     )
     images.set_defaults(ranks=1)
     sizes = "height and width of the files; default: 224x224,375x500"
-    images.add_argument("--sizes", type=_sizes, default=[(224, 224), (375, 500)], metavar="HxW,HxW", help=sizes)
+    images.add_argument(
+        "--sizes", type=_sizes, default=[(224, 224), (375, 500)], metavar="HxW,HxW", help=sizes
+    )
     works = f"what becomes of files of another size than 224x224; default: {','.join(WORKS)}"
     images.add_argument("--works", type=_works, default=list(WORKS), metavar="A,B", help=works)
-    images.add_argument("--images", type=at_least(64), default=1000, metavar="N", help="default: 1000")
-    images.add_argument("--steps", type=at_least(1), default=100, metavar="N", help="timed steps; default: 100")
+    images.add_argument(
+        "--images", type=at_least(64), default=1000, metavar="N", help="default: 1000"
+    )
+    images.add_argument(
+        "--steps", type=at_least(1), default=100, metavar="N", help="timed steps; default: 100"
+    )
 
     startup = add_kind(
         "startup",
@@ -129,7 +142,9 @@ rounds, because a machine that others share is slower for minutes at a time.""",
         "Throughput and efficiency by ranks: the same batch per rank (weak), and the same in all (strong).",
     )
     _add_training(scaling)
-    scaling.add_argument("--ranks", "-np", type=_counts, default=[1, 2], metavar="N,N", help="default: 1,2")
+    scaling.add_argument(
+        "--ranks", "-np", type=_counts, default=[1, 2], metavar="N,N", help="default: 1,2"
+    )
 
     for kind in parsers.values():
         kind.add_argument("--rounds", type=at_least(1), default=7, metavar="N", help="default: 7")
@@ -142,7 +157,9 @@ rounds, because a machine that others share is slower for minutes at a time.""",
 
 def _add_training(kind: Parser) -> None:
     kind.add_argument("--workload", choices=WORKLOADS, default="cnn", help="default: cnn")
-    kind.add_argument("--steps", type=at_least(1), metavar="N", help="timed steps; default: the workload's")
+    kind.add_argument(
+        "--steps", type=at_least(1), metavar="N", help="timed steps; default: the workload's"
+    )
     kind.add_argument("--data", choices=DATA, default=DATA[0], help="default: synthetic")
 
 
@@ -152,8 +169,12 @@ def _add_contenders(kind: Parser, default: str) -> None:
 
 
 def _contenders_and_workloads() -> str:
-    contenders = "\n".join(f"  {contender.name:<18}{contender.about}" for contender in CONTENDERS.values())
-    workloads = "\n".join(f"  {work.name:<18}{work.about}, batch {work.batch_size}" for work in WORKLOADS.values())
+    contenders = "\n".join(
+        f"  {contender.name:<18}{contender.about}" for contender in CONTENDERS.values()
+    )
+    workloads = "\n".join(
+        f"  {work.name:<18}{work.about}, batch {work.batch_size}" for work in WORKLOADS.values()
+    )
 
     return f"""\
 contenders:
@@ -178,7 +199,9 @@ def _works(text: str) -> list[str]:
 def _sizes(text: str) -> list[tuple[int, int]]:
     sides = [tuple(map(at_least(1), size.split("x"))) for size in text.split(",")]
     if any(len(pair) != 2 for pair in sides):
-        raise argparse.ArgumentTypeError(f"{text} came where sizes such as 224x224,300x400 were needed")
+        raise argparse.ArgumentTypeError(
+            f"{text} came where sizes such as 224x224,300x400 were needed"
+        )
     return [(height, width) for height, width in sides]
 
 

@@ -38,7 +38,9 @@ class BesideMpi(Collectives):
 
     def table(self) -> list[str]:
         ours = self.seconds["hvtrain"]
-        heading = f"{'bytes':>8}{'mpi4py us':>11}{'bus GB/s':>10}{'copy GB/s':>11}  bandwidth / mpi4py's"
+        heading = (
+            f"{'bytes':>8}{'mpi4py us':>11}{'bus GB/s':>10}{'copy GB/s':>11}  bandwidth / mpi4py's"
+        )
         lines = [*super().table(), heading]
         for size in self.sizes:
             copied = size / self.microseconds("memcpy", size) / 1e3
@@ -48,7 +50,9 @@ class BesideMpi(Collectives):
                 f"{ratio(self.seconds['mpi4py'][str(size)], ours[str(size)])}"
             )
 
-        call, small, whole = (self.microseconds("hvtrain", name) for name in ("call", "small", "whole"))
+        call, small, whole = (
+            self.microseconds("hvtrain", name) for name in ("call", "small", "whole")
+        )
         return [
             *lines,
             f"{call:,.0f} us of hvtrain's times are the call of a graph that reduces nothing",
@@ -89,7 +93,9 @@ def rank_main() -> None:
     report = seconds_by_size(method, sizes)
     if name == "hvtrain":
         whole_bytes = NUM_SMALL * SMALL_BYTES
-        report["small"] = median_seconds(method, method.make([SMALL_BYTES // 4] * NUM_SMALL), whole_bytes)
+        report["small"] = median_seconds(
+            method, method.make([SMALL_BYTES // 4] * NUM_SMALL), whole_bytes
+        )
         report["whole"] = median_seconds(method, method.make([whole_bytes // 4]), whole_bytes)
         report["call"] = median_seconds(method, call_nothing(), 1)
         report |= seconds_by_kind(method)

@@ -57,7 +57,9 @@ _ALL_CONTENDERS = (
         f"{BY_HAND}.keras_fit",
         MPI,
     ),
-    Contender("multi-worker", "MultiWorkerMirroredStrategy, a loop", f"{BY_HAND}.multi_worker", "workers"),
+    Contender(
+        "multi-worker", "MultiWorkerMirroredStrategy, a loop", f"{BY_HAND}.multi_worker", "workers"
+    ),
     Contender(
         "parameter-server",
         "ParameterServerStrategy, asynchronous",
@@ -104,7 +106,9 @@ def named(text: str) -> Contender:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
-            raise ConfigError(f"--contenders {text}: {setting} has no value; write {name}@{setting}=VALUE")
+            raise ConfigError(
+                f"--contenders {text}: {setting} has no value; write {name}@{setting}=VALUE"
+            )
         if key.partition("_")[0].isupper():  # OMPI_MCA_btl is a variable too.
             contender = replace(contender, variables=(*contender.variables, (key, value)))
         elif key == "data":
@@ -139,7 +143,9 @@ class Workload:
     steps: int
     image_shape: str = "[28,28,1]"
 
-    def overrides(self, data: str, num_ranks: int, steps: int | None = None, epochs: int = 1) -> list[str]:
+    def overrides(
+        self, data: str, num_ranks: int, steps: int | None = None, epochs: int = 1
+    ) -> list[str]:
         """The settings of the runner; without dropout, so that losses agree.
 
         Args:
@@ -173,9 +179,23 @@ class Workload:
 _WIDE = ("model=mlp", "model.hidden=[4096,4096,1024]")
 _ALL_WORKLOADS = (
     Workload("tiny", "MLP 784-64-10: overhead", ("model=mlp", "model.hidden=[64]"), 32, 200, 3000),
-    Workload("cnn", "MNIST CNN, 1.2 M parameters", ("model=cnn", "model.dropout=[0,0]"), 64, 10, 100),
+    Workload(
+        "cnn", "MNIST CNN, 1.2 M parameters", ("model=cnn", "model.dropout=[0,0]"), 64, 10, 100
+    ),
     Workload("wide", "MLP of 25 M parameters: communication", _WIDE, 32, 10, 40),
     Workload("separable", "separable CNN, 2.9 M parameters", ("model=separable_cnn",), 16, 5, 30),
-    Workload("resnet20", "ResNet-20, 0.27 M parameters", ("model=resnet20",), 32, 5, 40, "[32,32,3]"),
+    Workload(
+        "resnet20", "ResNet-20, 0.27 M parameters", ("model=resnet20",), 32, 5, 40, "[32,32,3]"
+    ),
+    # On a GPU; a step takes minutes on a few cores.
+    Workload(
+        "resnet50",
+        "ResNet-50 at 224x224, 23.5 M parameters",
+        ("model=resnet50",),
+        64,
+        10,
+        60,
+        "[224,224,3]",
+    ),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL_WORKLOADS}

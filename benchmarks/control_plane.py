@@ -72,7 +72,13 @@ class Members:
                     process = {"machine": host, "number": os.getpid(), "started": 0.0, "stacks": -1}
                     self.send(
                         rank,
-                        {"rank": rank, "host": host, "proof": answer, "process": process, "status": self.status},
+                        {
+                            "rank": rank,
+                            "host": host,
+                            "proof": answer,
+                            "process": process,
+                            "status": self.status,
+                        },
                     )
                 elif message["kind"] == Kind.WELCOME:
                     self.joined += 1
@@ -102,7 +108,9 @@ class Members:
         self.report.send(time.monotonic() - died)
 
 
-def play(address: tuple[str, int], size: int, seconds: float, duration: float, report: Pipe) -> None:
+def play(
+    address: tuple[str, int], size: int, seconds: float, duration: float, report: Pipe
+) -> None:
     Members(address, size, seconds, report).beat(duration)
 
 
@@ -144,8 +152,12 @@ def measure(size: int, duration: float) -> dict[str, float]:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--members", default="256,1024", help="numbers of ranks (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of beats (default: %(default)s)")
+    parser.add_argument(
+        "--members", default="256,1024", help="numbers of ranks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of beats (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     for size in map(int, options.members.split(",")):

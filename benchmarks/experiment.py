@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
-from hvtrain.compare.measure import Ratio, draw_rounds, in_turns, progress
-from hvtrain.core.files import csv_text, write_json
+from hvtrain.compare.measure import Ratio, draw_rounds, in_turns
 from hvtrain.report.charts import BLUE, picture
+from hvtrain.system.console import progress
+from hvtrain.system.files import csv_text, write_json
 from hvtrain.system.text import aligned
 
 # Values of the columns that tell cases apart.
@@ -67,10 +68,14 @@ class Experiment(ABC):
             for case in order:
                 title = f"round {number}/{num_rounds}  {_label(case)}"
                 progress(f"{title} ...")
-                figures = self.measure(case, self.folder / f"round-{number}" / _label(case).replace(" ", "-"))
+                figures = self.measure(
+                    case, self.folder / f"round-{number}" / _label(case).replace(" ", "-")
+                )
                 self.rows.append({**dict(zip(self.keys, case)), "round": number, **figures})
                 progress("")
-                cells = [f"{cell} {column}" for column, cell in zip(self.columns, self._cells([figures]))]
+                cells = [
+                    f"{cell} {column}" for column, cell in zip(self.columns, self._cells([figures]))
+                ]
                 print(f"{title:<60} {', '.join(cells[:2])}", flush=True)
 
             self.check_round()
@@ -86,14 +91,18 @@ class Experiment(ABC):
     def _cells(self, runs: Sequence[Mapping[str, float]]) -> list[str]:
         """Medians, as the table has them."""
         return [
-            format(factor * median(run[figure] for run in runs), form) for figure, factor, form in self.columns.values()
+            format(factor * median(run[figure] for run in runs), form)
+            for figure, factor, form in self.columns.values()
         ]
 
     def table(self) -> list[str]:
         """Lines to print: medians over the rounds, and ratios with their intervals."""
         cases = self.cases()
         rows = [[" ".join(self.keys), *self.columns, *self.ratios(cases[0])]]
-        rows += [[_label(case), *self._cells(self.runs(case)), *map(str, self.ratios(case).values())] for case in cases]
+        rows += [
+            [_label(case), *self._cells(self.runs(case)), *map(str, self.ratios(case).values())]
+            for case in cases
+        ]
         return [f"{self.about()}, medians of {self.rows[-1]['round']} rounds", *aligned(rows)]
 
     def write(self) -> None:

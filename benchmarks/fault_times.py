@@ -149,7 +149,9 @@ def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
             wait_for((folder / "run" / "checkpoints" / "step-00000044").exists)
             ranks = rank_processes(mark)
             if len(ranks) < 2:
-                raise SystemExit(f"{name} on {launcher}: over before its time\n{output.read_text()}")
+                raise SystemExit(
+                    f"{name} on {launcher}: over before its time\n{output.read_text()}"
+                )
 
             began = time.monotonic()
             case.strike(process, ranks)
@@ -168,7 +170,9 @@ def seconds(launcher: str, name: str, folder: Path, mark: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("cases", nargs="*", help=f"default: all of {', '.join(CASES)}")
     options = parser.parse_args()
@@ -182,10 +186,14 @@ def main() -> None:
             for launcher in ("gloo", "mpi"):
                 durations = []
                 for number in range(options.rounds):
-                    folder = Path(name) / f"{case} {launcher} {number}".replace(" ", "-").replace(",", "")
+                    folder = Path(name) / f"{case} {launcher} {number}".replace(" ", "-").replace(
+                        ",", ""
+                    )
                     # A new folder each time: nothing is resumed.
                     folder.mkdir()
-                    durations.append(seconds(launcher, case, folder, f"times-{os.getpid()}-{folder.name}"))
+                    durations.append(
+                        seconds(launcher, case, folder, f"times-{os.getpid()}-{folder.name}")
+                    )
                 columns.append(f"{statistics.median(durations):.1f}, {max(durations):.1f}")
 
             say(f"{case:<40} {columns[0]:>14} {columns[1]:>14}")

@@ -46,7 +46,9 @@ LOOPS = {"tiny": 0.90, "cnn": 0.95, "wide": 0.95, "separable": 0.95, "resnet20":
 GOALS = (
     Goal("step_seconds", "hvtrain-mpi", "loop-mpi", LOOPS),
     Goal("step_seconds", "hvtrain-gloo", "loop-gloo", LOOPS),
-    Goal("examples_per_second", "hvtrain-mpi", "multi-worker", {"tiny": 6.0, "cnn": 1.4, "wide": 2.0}),
+    Goal(
+        "examples_per_second", "hvtrain-mpi", "multi-worker", {"tiny": 6.0, "cnn": 1.4, "wide": 2.0}
+    ),
     Goal("examples_per_second", "hvtrain-mpi", "parameter-server", {"cnn": 2.0, "wide": 4.0}),
     Goal("examples_per_second", "hvtrain-mpi", "independent", {"cnn": 0.95, "wide": 0.80}),
     Goal("step_seconds", "hvtrain-1", "keras", dict.fromkeys(EACH, 1.0)),
@@ -93,7 +95,9 @@ def of_steps(session: dict[str, Any]) -> list[str]:
             ours = [run[goal.figure] for run in runs[goal.ours]]
             others = [run[goal.figure] for run in runs[goal.other]]
             name = f"{goal.figure} of {goal.ours} / {goal.other}"
-            lines.append(judge(name, ratio(ours, others), goal.limits[workload], goal.smaller_is_better))
+            lines.append(
+                judge(name, ratio(ours, others), goal.limits[workload], goal.smaller_is_better)
+            )
 
     return lines
 
@@ -118,7 +122,9 @@ def of_allreduce(session: dict[str, Any]) -> list[str]:
 
     # The same bytes, so the ratio of times is that of bandwidths.
     many_small = ratio(ours["whole"], ours["small"])
-    lines.append(judge("bandwidth of 160 small tensors / one", many_small, 0.85, smaller_is_better=False))
+    lines.append(
+        judge("bandwidth of 160 small tensors / one", many_small, 0.85, smaller_is_better=False)
+    )
     return lines
 
 

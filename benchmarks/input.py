@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks.experiment import Case, Experiment
 from benchmarks.processes import WARMUP, Command, python_line, run_and_report, thread_variables
-from hvtrain.compare.measure import Ratio, progress, ratio
+from hvtrain.compare.measure import Ratio, ratio
+from hvtrain.system.console import progress
 
 WORKER = "benchmarks.by_hand.input_pipelines"
 WARMUP_STEPS = 12
@@ -31,7 +32,11 @@ WORKS = {
     "resize": ["dataset.fit=stretch", "dataset.resize=bilinear"],
     "antialias": ["dataset.fit=stretch", "dataset.resize=antialias"],
     "random-crop": ["augment=[random_resized_crop]", "dataset.resize=bilinear"],
-    "central-crop": [f"dataset.crop_fraction={CROP_FRACTION}", "dataset.fit=crop", "dataset.resize=bilinear"],
+    "central-crop": [
+        f"dataset.crop_fraction={CROP_FRACTION}",
+        "dataset.fit=crop",
+        "dataset.resize=bilinear",
+    ],
 }
 # A contender only where it can do that work.
 KERAS_WORKS = ("resize", "central-crop")
@@ -82,7 +87,9 @@ class Inputs(Experiment):
                 contenders = ["hvtrain", "by-hand"]
                 if file_format == "image_folder" and work in KERAS_WORKS:
                     contenders.append("keras")
-                cases += [(f"{height}x{width}", work, file_format, contender) for contender in contenders]
+                cases += [
+                    (f"{height}x{width}", work, file_format, contender) for contender in contenders
+                ]
 
         return cases
 
@@ -99,7 +106,9 @@ class Inputs(Experiment):
         numbers = (self.threads, WARMUP_STEPS + self.steps)
         arguments = [contender, work, file_format, str(data), *map(str, numbers)]
         variables = {WARMUP: str(WARMUP_STEPS), **thread_variables(self.threads)}
-        (report,) = run_and_report(WORKER, [Command(python_line(WORKER, arguments))], 1, folder, variables)
+        (report,) = run_and_report(
+            WORKER, [Command(python_line(WORKER, arguments))], 1, folder, variables
+        )
 
         return {
             "examples_per_second": BATCH_SIZE / report["step_seconds"],
@@ -139,7 +148,9 @@ def jpeg(seed: int, height: int, width: int) -> bytes:
     # Without grain JPEG would make the files far too small.
     grain = random.normal(0, GRAIN, (height, width, 1))
     data = io.BytesIO()
-    Image.fromarray((225 * pixels + grain).clip(0, 255).astype(np.uint8)).save(data, "JPEG", quality=JPEG_QUALITY)
+    Image.fromarray((225 * pixels + grain).clip(0, 255).astype(np.uint8)).save(
+        data, "JPEG", quality=JPEG_QUALITY
+    )
     return data.getvalue()
 
 
@@ -161,7 +172,9 @@ def write_images(folder: Path, num_images: int, height: int, width: int) -> None
     (folder / "tfrecord").mkdir()
     # Several files, as hvtrain and tf.data read them in parallel.
     for file_number in range(NUM_RECORD_FILES):
-        with tf.io.TFRecordWriter(str(folder / "tfrecord" / f"train-{file_number}.tfrecord")) as writer:
+        with tf.io.TFRecordWriter(
+            str(folder / "tfrecord" / f"train-{file_number}.tfrecord")
+        ) as writer:
             for image, label in list(zip(images, labels))[file_number::NUM_RECORD_FILES]:
                 features = {
                     "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),

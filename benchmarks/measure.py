@@ -56,13 +56,20 @@ def measure(
     num_processes = 1 if contender.way == "alone" else num_ranks
     # A job that is unaware of the others has the data set of one rank.
     num_sharing = 1 if contender.is_one_rank else num_ranks
-    arguments = [*workload.overrides(contender.data or data, num_sharing, steps, epochs), *contender.overrides]
+    arguments = [
+        *workload.overrides(contender.data or data, num_sharing, steps, epochs),
+        *contender.overrides,
+    ]
     if contender.module == RUNNER:
         arguments = timed_run(arguments, workload.warmup_steps + steps, folder / "run")
 
     line = python_line(contender.module, arguments)
 
-    variables = {**dict(contender.variables), WARMUP: str(workload.warmup_steps), **thread_variables(threads)}
+    variables = {
+        **dict(contender.variables),
+        WARMUP: str(workload.warmup_steps),
+        **thread_variables(threads),
+    }
     num_awaited = None
     if contender.way == "servers":
         # With one thread, coordinator and servers deadlock.
@@ -126,7 +133,11 @@ def _cluster(line: Sequence[str], tasks: Sequence[tuple[str, int]]) -> list[Comm
     return [
         Command(
             line,
-            {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": task_type, "index": index}})},
+            {
+                "TF_CONFIG": json.dumps(
+                    {"cluster": cluster, "task": {"type": task_type, "index": index}}
+                )
+            },
         )
         for task_type, index in tasks
     ]

@@ -27,11 +27,18 @@ METHODS = {
     "bf16": ["strategy.compression=bf16"],
     "int8": ["strategy.compression=int8"],
     "powersgd, rank 4": ["strategy.compression=powersgd"],
-    "local_sgd, every 16": ["strategy=local_sgd", "strategy.every=16", "train.learning_rate_scale=none"],
+    "local_sgd, every 16": [
+        "strategy=local_sgd",
+        "strategy.every=16",
+        "train.learning_rate_scale=none",
+    ],
     "diloco, every 50": ["strategy=diloco", "strategy.every=50", "train.learning_rate_scale=none"],
 }
 TRAININGS = {
-    "fashion": (["model=cnn", "dataset=fashion_mnist", "train.batch_size=64", "train.epochs=2"], "test_accuracy"),
+    "fashion": (
+        ["model=cnn", "dataset=fashion_mnist", "train.batch_size=64", "train.epochs=2"],
+        "test_accuracy",
+    ),
     "text": (["experiment=text_transformer", "train.epochs=4"], "test_perplexity"),
 }
 
@@ -52,7 +59,9 @@ def trained(overrides: list[str]) -> dict[str, float]:
 
 def main() -> None:
     """Trains what is missing in the output file, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("training", choices=sorted(TRAININGS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="values by method and seed, in JSON")
@@ -68,8 +77,11 @@ def main() -> None:
             if seed in values[name]:
                 continue
             result = trained([*common, *method, f"seed={seed}"])
-            values[name][seed] = result[metric]
-            print(f"seed {seed}, {name}: {metric} {result[metric]:.4f} in {result['num_steps']} steps", flush=True)
+            values[name][seed] = result["metrics"][metric]
+            print(
+                f"seed {seed}, {name}: {metric} {values[name][seed]:.4f} in {result['num_steps']} steps",
+                flush=True,
+            )
             if options.output:
                 options.output.write_text(json.dumps(values))
 

@@ -40,7 +40,9 @@ from hvtrain.plan.machine import Measured, corrected, fit
 from hvtrain.plan.step_cost import Cost, Gradient, Rules, Work, step_cost
 
 # Its losses are its own: a contender with data of its own is not compared.
-JOINED = Contender("joined", "ranks that reduce nothing", "benchmarks.by_hand.joined_ranks", MPI, data="synthetic")
+JOINED = Contender(
+    "joined", "ranks that reduce nothing", "benchmarks.by_hand.joined_ranks", MPI, data="synthetic"
+)
 CONTENDERS = (
     JOINED,
     *(named(name) for name in ("independent", "keras", "hvtrain-1", "hvtrain-mpi")),
@@ -62,7 +64,9 @@ def main() -> None:
     alone: dict[tuple[int, str], float] = {}
     for num_ranks in map(int, options.ranks.split(",")):
         threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-        collectives = Collectives(num_ranks, "mpi", threads, folder / f"allreduce-{num_ranks}", _sizes(options))
+        collectives = Collectives(
+            num_ranks, "mpi", threads, folder / f"allreduce-{num_ranks}", _sizes(options)
+        )
         collectives.run(options.rounds)
 
         for work in workloads:
@@ -97,7 +101,9 @@ def main() -> None:
     print(f"\nall files in {folder}")
 
 
-def predict(seconds: dict[str, list[float]], num_ranks: int, messages: list[Gradient], one_rank: float) -> Cost:
+def predict(
+    seconds: dict[str, list[float]], num_ranks: int, messages: list[Gradient], one_rank: float
+) -> Cost:
     """Predicts the step of num_ranks ranks.
 
     Args:
@@ -106,11 +112,17 @@ def predict(seconds: dict[str, list[float]], num_ranks: int, messages: list[Grad
         messages: Gradients as the run reduces them.
         one_rank: Measured seconds of one rank's step.
     """
-    measured = [Measured(num_ranks, int(size), median(rounds)) for size, rounds in seconds.items() if size.isdigit()]
+    measured = [
+        Measured(num_ranks, int(size), median(rounds))
+        for size, rounds in seconds.items()
+        if size.isdigit()
+    ]
     best = fit(measured)
     # The latency is in the start: both were measured on so many ranks.
     link = Link(0.0, best.bytes_per_second)
-    machine = corrected(Machine(link, link, num_ranks, best.start_seconds), measured, RULES.algorithms)
+    machine = corrected(
+        Machine(link, link, num_ranks, best.start_seconds), measured, RULES.algorithms
+    )
     return step_cost(Work(one_rank, messages), num_ranks, machine, RULES)
 
 
@@ -144,7 +156,9 @@ def in_the_lab(
         seconds: dict[str, list[float]] = {}
         for number in range(options.rounds):
             report_folder = folder / f"lab-allreduce-{number}"
-            line = python_line(WORKER, ["hvtrain", f"{report_folder}/report", *map(str, _sizes(options))])
+            line = python_line(
+                WORKER, ["hvtrain", f"{report_folder}/report", *map(str, _sizes(options))]
+            )
             reports = ranks_in_the_lab(lab, report_folder, threads, line)
             # The slowest rank's time.
             for size in reports[0]:
@@ -186,18 +200,22 @@ def ranks_in_the_lab(
     # The launcher needs the variables on its host, the ranks on theirs.
     with_variables = ["env", *(f"{name}={value}" for name, value in variables.items())]
     rank_line = ["-H", HOSTS, *with_variables, *line]
-    code, output = lab.run("s1", *with_variables, *horovod_line(transport, 2, rank_line), timeout=900)
+    code, output = lab.run(
+        "s1", *with_variables, *horovod_line(transport, 2, rank_line), timeout=900
+    )
     (folder / "output.txt").write_text(output)
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report.*"))]
     if code or len(reports) != 2:
-        raise SystemExit(f"{line[2]} ended with {code} and {len(reports)} of 2 reports; see {folder}/output.txt")
+        raise SystemExit(
+            f"{line[2]} ended with {code} and {len(reports)} of 2 reports; see {folder}/output.txt"
+        )
     return reports
 
 
 def _messages(work: Workload) -> list[Gradient]:
     from hvtrain.plan.forecast import forecast
 
-    config = from_dict(compose(work.overrides("synthetic", 1))[0])
+    config = from_dict(compose(work.overrides("synthetic", 1)))
     return list(forecast(config, 1, 1, None, 10).messages)
 
 
@@ -206,13 +224,17 @@ def _sizes(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--workloads", default="cnn,wide")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, help="timed steps; default: what the workload says")
     parser.add_argument("--largest", type=int, default=128, help="MiB of the largest allreduce")
-    parser.add_argument("--rate", default="1gbit", help='of the link in the lab; "" leaves the lab out')
+    parser.add_argument(
+        "--rate", default="1gbit", help='of the link in the lab; "" leaves the lab out'
+    )
     parser.add_argument("--output")
     options = parser.parse_args()
     options.arguments = sys.argv[1:]

@@ -18,7 +18,14 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvtrain.plan.algorithms import LINK_SHARE, NETWORK_SECONDS, NVLINK_SECONDS, PCIE_SECONDS, Link, Machine
+from hvtrain.plan.algorithms import (
+    LINK_SHARE,
+    NETWORK_SECONDS,
+    NVLINK_SECONDS,
+    PCIE_SECONDS,
+    Link,
+    Machine,
+)
 from hvtrain.plan.step_cost import MIB, Cost, Gradient, Rules, Work, step_cost
 
 _NETWORKS = json.loads(Path(__file__).with_name("networks.json").read_text())
@@ -66,7 +73,9 @@ class Case:
     def machine(self, share: float = LINK_SHARE) -> Machine:
         inside = Link(self.inside_latency_seconds, self.inside_gbytes * 1e9 * share)
         # On one host there is no network; no figure of it is used.
-        between = Link(NETWORK_SECONDS, self.gbits / 8 * 1e9 * share) if self.gbits else Link(0.0, 1.0)
+        between = (
+            Link(NETWORK_SECONDS, self.gbits / 8 * 1e9 * share) if self.gbits else Link(0.0, 1.0)
+        )
         return Machine(inside, between, self.ranks_per_host)
 
     def cost(self, num_ranks: int | None = None) -> Cost:
@@ -84,14 +93,18 @@ class Case:
 
 # NCCL before 2.4 (2019) has rings alone; Horovod before 0.21 (November 2020) buffers of 64 MB and
 # cycles of 5 ms.
-HOROVOD_OF_2018 = Rules(overlap=True, fusion_bytes=64 * MIB, cycle_seconds=5e-3, algorithms=("ring",))
+HOROVOD_OF_2018 = Rules(
+    overlap=True, fusion_bytes=64 * MIB, cycle_seconds=5e-3, algorithms=("ring",)
+)
 HOROVOD_OF_2020 = replace(HOROVOD_OF_2018, algorithms=("ring", "tree"))
 # Each gradient by itself as soon as it is there, NCCL in the host and halving and doubling between
 # hosts (section 4).
 GOYAL = Rules(overlap=True, fusion_bytes=1, cycle_seconds=0.0, algorithms=("hierarchical",))
 
 README_OF_16 = "Horovod's README until its pull request #44 of October 2017, which shows the table (RDMA, NCCL)"
-README_OF_128 = "Horovod's README after its pull request #44 (32 hosts of 4 Pascal GPUs, RoCE, 25 Gbit/s)"
+README_OF_128 = (
+    "Horovod's README after its pull request #44 (32 hosts of 4 Pascal GPUs, RoCE, 25 Gbit/s)"
+)
 README_OF_512 = "Horovod's docs/benchmarks.rst (128 hosts of 4 Pascal GPUs, RoCE, 25 Gbit/s)"
 # One P100 with batch 64, the baseline of the table until October 2017; and images a second of 16.
 ONE_GPU = {"InceptionV3": 134.4, "ResNet101": 119.4, "VGG16": 130.9}

@@ -60,7 +60,11 @@ SETTINGS = (
     Setting("powersgd, rank 4, Gloo", ("strategy.compression=powersgd", "strategy.whole_steps=0")),
     *(
         Setting(
-            f"local_sgd, every {every}, Gloo", ("strategy=local_sgd", f"strategy.every={every}"), "gloo", every, every
+            f"local_sgd, every {every}, Gloo",
+            ("strategy=local_sgd", f"strategy.every={every}"),
+            "gloo",
+            every,
+            every,
         )
         for every in EVERY
     ),
@@ -70,7 +74,9 @@ SETTINGS = (
 
 def main() -> None:
     """Measures all settings in turns, and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("rate", help="of the link, as in `scripts/lab net s2 rate`")
     parser.add_argument("--rounds", type=int, default=3)
@@ -96,11 +102,16 @@ def main() -> None:
                     "run.report=false",
                 ]
                 line = python_line("hvtrain", timed_run(overrides, total, run / "run"))
-                reports = ranks_in_the_lab(lab, run, 1, line, setting.warmup_steps, setting.transport)
+                reports = ranks_in_the_lab(
+                    lab, run, 1, line, setting.warmup_steps, setting.transport
+                )
                 seconds[setting.name].append(max(report["step_seconds"] for report in reports))
                 proof = json.loads((run / "run" / "result.json").read_text())["proof"]
                 sent[setting.name] = proof["sent_bytes"] * proof["reductions"] / proof["steps"]
-                print(f"{number} {setting.name}: {1000 * seconds[setting.name][-1]:.1f} ms", flush=True)
+                print(
+                    f"{number} {setting.name}: {1000 * seconds[setting.name][-1]:.1f} ms",
+                    flush=True,
+                )
 
     base = min(median(seconds[setting.name]) for setting in SETTINGS[:2])
     command = shlex.join(["python", "-m", "benchmarks.slow_networks", *arguments])
@@ -108,7 +119,9 @@ def main() -> None:
     print("| | ms per step | against the faster float32 | MB a rank sends in a step |")
     print("|---|---|---|---|")
     for name, values in seconds.items():
-        print(f"| {name} | {1000 * median(values):.0f} | {median(values) / base:.2f} | {sent[name] / 1e6:.2f} |")
+        print(
+            f"| {name} | {1000 * median(values):.0f} | {median(values) / base:.2f} | {sent[name] / 1e6:.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ those of a run that nobody touched.
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import random
 import shutil
@@ -30,6 +31,8 @@ from hvtrain.launch.child import ends_within
 from launching import environment
 from ranks import MARK, left_files, rank_processes, say, send, wait_until_gone
 
+# Columns of history.csv that are measured.
+MEASURED = ("seconds", "examples_per_second", "flops_per_second", "share_of_peak")
 # Dropout, augmentation, Adam's slots, a schedule: all that a resume could lose. 20 steps an epoch
 # on two ranks.
 OVERRIDES = [
@@ -48,7 +51,9 @@ LAUNCHERS = {
 
 def steps(run: Path) -> list[int]:
     """The steps of a run's checkpoints; empty before the first one."""
-    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")
+    )
 
 
 def differences(run: Path, expected: Path) -> list[str]:
@@ -63,16 +68,21 @@ def differences(run: Path, expected: Path) -> list[str]:
     expected_arrays = load_file(expected_checkpoint / "state.safetensors")
     names = sorted({*arrays, *expected_arrays})
     # Missing on one side counts as different.
-    different = [name for name in names if not np.array_equal(arrays.get(name), expected_arrays.get(name))]
+    different = [
+        name for name in names if not np.array_equal(arrays.get(name), expected_arrays.get(name))
+    ]
     if metrics(run) != metrics(expected):
         different.append("history.csv")
     return different
 
 
-def metrics(run: Path) -> list[list[str]]:
+def metrics(run: Path) -> list[dict[str, str]]:
     """The rows of history.csv without the columns of time."""
-    rows = [line.split(",") for line in (run / "history.csv").read_text().splitlines()]
-    return [[*row[:3], *row[5:]] for row in rows]
+    with (run / "history.csv").open(newline="") as file:
+        return [
+            {name: cell for name, cell in row.items() if name not in MEASURED}
+            for row in csv.DictReader(file)
+        ]
 
 
 class Soak:
@@ -111,7 +121,9 @@ class Soak:
 
             different = differences(run, whole)
             if different:
-                raise SystemExit(f"{run.name} ended with other bits in {len(different)} places: {different[:5]}")
+                raise SystemExit(
+                    f"{run.name} ended with other bits in {len(different)} places: {different[:5]}"
+                )
             say(f"{run.name}: the very bits of the uninterrupted run")
 
     def start(self, launcher: str, run: Path) -> tuple[subprocess.Popen[bytes], str, Path]:
@@ -135,7 +147,9 @@ class Soak:
     def run_to_its_end(self, run: Path) -> None:
         process, _, log = self.start(self.launchers[0], run)
         if process.wait(600):
-            raise SystemExit(f"a run that nobody killed ended with {process.returncode}:\n{log.read_text()}")
+            raise SystemExit(
+                f"a run that nobody killed ended with {process.returncode}:\n{log.read_text()}"
+            )
 
     def kill_once(self, run: Path, kills: int) -> None:
         """Starts the command and kills a rank at a random moment."""
@@ -160,7 +174,9 @@ class Soak:
         ranks = rank_processes(mark)
         if process.poll() is not None or victim not in ranks:
             if process.wait(600):
-                raise SystemExit(f"{launcher} ended by itself with code {process.returncode}:\n{log.read_text()}")
+                raise SystemExit(
+                    f"{launcher} ended by itself with code {process.returncode}:\n{log.read_text()}"
+                )
             return
 
         killed = time.monotonic()
@@ -209,8 +225,12 @@ class Soak:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of the runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="SETTING=VALUE", help="settings of the runs"
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=60, help="of each run; 20 steps each")
     parser.add_argument("--launchers", default=",".join(LAUNCHERS), help="any of: %(default)s")

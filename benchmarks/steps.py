@@ -69,7 +69,14 @@ class Steps(Experiment):
         name = case[0].removesuffix(" again")
         contender = next(contender for contender in self.contenders if contender.name == name)
         return measure(
-            contender, self.workload, self.data, self.num_ranks, self.steps, folder, self.threads, self.epochs
+            contender,
+            self.workload,
+            self.data,
+            self.num_ranks,
+            self.steps,
+            folder,
+            self.threads,
+            self.epochs,
         )
 
     def check_round(self) -> None:
@@ -85,9 +92,13 @@ class Steps(Experiment):
 
         for names in (joint, alone):
             losses = {name: self.of(name, "loss")[-1] for name in names}
-            if losses and max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE * abs(min(losses.values())):
+            if losses and max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE * abs(
+                min(losses.values())
+            ):
                 shown = ", ".join(f"{name} {loss:.5f}" for name, loss in losses.items())
-                raise RankError(f"the contenders' losses differ, so they do not do the same work: {shown}")
+                raise RankError(
+                    f"the contenders' losses differ, so they do not do the same work: {shown}"
+                )
 
     def of(self, name: str, figure: str | None = None) -> list[float]:
         """A figure of a contender, by round; default: the compared one."""
@@ -95,7 +106,11 @@ class Steps(Experiment):
 
     def ratios(self, case: Case) -> dict[str, Ratio]:
         (name,) = case
-        return {f"{COMPARED[self.figure]} against {self.first}": ratio(self.of(name), self.of(self.first))}
+        return {
+            f"{COMPARED[self.figure]} against {self.first}": ratio(
+                self.of(name), self.of(self.first)
+            )
+        }
 
     def about(self) -> str:
         work = self.workload
@@ -112,7 +127,10 @@ class Steps(Experiment):
         if spread > NOISY:
             noisy = f"; more than {NOISY:.0%}: use it with care, or repeat on a quieter machine"
 
-        return [*super().table(), f"noise: {self.first} against itself is typically {spread:.1%} off{noisy}"]
+        return [
+            *super().table(),
+            f"noise: {self.first} against itself is typically {spread:.1%} off{noisy}",
+        ]
 
     def bars(self) -> tuple[str, str]:
         if self.figure == "step_seconds":

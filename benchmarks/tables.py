@@ -22,7 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from hvtrain.compare.measure import progress, ratio
+from hvtrain.compare.measure import ratio
+from hvtrain.system.console import progress
 
 KINDS = ("sharded", "lazy", "adam", "server")
 REPORT = "HVTRAIN_TABLES_REPORT"
@@ -47,22 +48,35 @@ def main() -> int:
     ours = [report["seconds"] for report in reports["sharded"]]
     for kind, rounds in reports.items():
         seconds = [report["seconds"] for report in rounds]
-        cells = [f"{kind:10}{1e3 * statistics.median(seconds):>12,.1f}", f"{ratio(ours, seconds)!s:>34}"]
+        cells = [
+            f"{kind:10}{1e3 * statistics.median(seconds):>12,.1f}",
+            f"{ratio(ours, seconds)!s:>34}",
+        ]
         if kind != "server":
-            cells.append(f"{statistics.median(report['memory_mib'] for report in rounds) - base:>12,.0f}")
+            cells.append(
+                f"{statistics.median(report['memory_mib'] for report in rounds) - base:>12,.0f}"
+            )
             cells.append(f"{statistics.median(report['sent_kib'] for report in rounds):>17,.0f}")
         print("".join(cells))
     return 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--width", type=int, default=32, help="numbers in a row (default: 32)")
-    parser.add_argument("--ids", type=int, default=4096, help="of all ranks in a step (default: 4096)")
-    parser.add_argument("--ranks", type=int, default=4, help="at least 3, for the server's processes (default: 4)")
+    parser.add_argument(
+        "--ids", type=int, default=4096, help="of all ranks in a step (default: 4096)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="at least 3, for the server's processes (default: 4)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="timed ones of each start (default: 10)")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="timed ones of each start (default: 10)"
+    )
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -76,9 +90,17 @@ def _start(kind: str, options: argparse.Namespace, rows: int) -> dict:
         else:
             sizes = [f"--{name}={getattr(options, name)}" for name in ("width", "ids", "steps")]
             line = ["-m", "benchmarks.tables", f"--worker={kind}", f"--rows={rows}", *sizes]
-        launcher = [f"{sys.prefix}/bin/horovodrun", "--gloo", "-np", str(options.ranks), sys.executable]
+        launcher = [
+            f"{sys.prefix}/bin/horovodrun",
+            "--gloo",
+            "-np",
+            str(options.ranks),
+            sys.executable,
+        ]
         environment = {**os.environ, REPORT: str(report), "TF_CPP_MIN_LOG_LEVEL": "2"}
-        done = subprocess.run([*launcher, *line], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*launcher, *line], env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{kind} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         if kind != "server":
@@ -92,9 +114,26 @@ def _server_line(options: argparse.Namespace, rows: int, folder: Path) -> list[s
     batch_size = options.ids // (options.ranks - 2)
     num_examples = options.ids * (WARMUP_STEPS + options.steps)
     return [
-        *("-m", "hvtrain", "strategy=parameter_server", "optimizer=adam", "task=binary", f"run.dir={folder}"),
-        *("dataset=clicks", f"dataset.category_sizes=[{rows},2]", f"dataset.num_train={num_examples}"),
-        *("dataset.num_test=100", "model=dlrm", f"model.width={options.width}", "model.bottom=[]", "model.top=[]"),
+        *(
+            "-m",
+            "hvtrain",
+            "strategy=parameter_server",
+            "optimizer=adam",
+            "task=binary",
+            f"run.dir={folder}",
+        ),
+        *(
+            "dataset=clicks",
+            f"dataset.category_sizes=[{rows},2]",
+            f"dataset.num_train={num_examples}",
+        ),
+        *(
+            "dataset.num_test=100",
+            "model=dlrm",
+            f"model.width={options.width}",
+            "model.bottom=[]",
+            "model.top=[]",
+        ),
         *(f"train.batch_size={batch_size}", "train.epochs=1", "run.report=false", "guard.every=0"),
     ]
 

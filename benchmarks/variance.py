@@ -7,7 +7,6 @@ first training batch. Both should stay within a few powers of ten from end to en
 tables. Takes the settings of a run; dataset=synthetic has standard-normal noise.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,13 +40,18 @@ def signals(model: keras.Model, images: np.ndarray, labels: np.ndarray) -> list[
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, outputs[-1])
 
     gradients = tape.gradient(loss, [weight.value for weight in weights])
-    by_path = {weight.path: np.asarray(gradient) for weight, gradient in zip(weights, gradients, strict=True)}
+    by_path = {
+        weight.path: np.asarray(gradient)
+        for weight, gradient in zip(weights, gradients, strict=True)
+    }
     return [
         LayerSignal(
             layer=layer.name,
             mean=float(np.mean(output, dtype=np.float64)),
             variance=float(np.var(output, dtype=np.float64)),
-            gradient_rms=_rms([by_path[weight.path].ravel() for weight in layer.trainable_variables]),
+            gradient_rms=_rms(
+                [by_path[weight.path].ravel() for weight in layer.trainable_variables]
+            ),
         )
         for layer, output in zip(inner, outputs, strict=True)
     ]
@@ -62,7 +66,7 @@ def _rms(arrays: Sequence[np.ndarray]) -> float | None:
 
 def main() -> int:
     """Prints the table of the network and the data set that the command line describes."""
-    Parser("python -m benchmarks.variance", description=__doc__).parse_with_overrides(sys.argv[1:])
+    Parser("python -m benchmarks.variance", description=__doc__).parse_with_overrides()
     setup = make_setup()
     images, labels = next(setup.batches_from(0).as_numpy_iterator())
 

@@ -19,7 +19,9 @@ import hvtrain.keras as hvd
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=12)
 parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
-parser.add_argument("--folder", type=Path, default=Path("own-loop"), help="where rank 0 keeps its checkpoint")
+parser.add_argument(
+    "--folder", type=Path, default=Path("own-loop"), help="where rank 0 keeps its checkpoint"
+)
 options = parser.parse_args()
 
 hvd.init()
@@ -34,7 +36,9 @@ x_test, y_test = (array[is_test][hvd.rank() :: hvd.size()] for array in (images,
 # All ranks take the same number of steps: a rank that took one more would wait for the others forever.
 steps = hvd.steps_per_epoch(len(x) // options.batch_size)
 
-model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
+model = keras.Sequential(
+    [keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)]
+)
 losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 optimizer = keras.optimizers.Adam(0.002 * hvd.size())  # The rate grows with the global batch.
 optimizer.build(model.trainable_variables)
@@ -54,7 +58,9 @@ def train_step(x, y):
 
 @tf.function
 def num_correct(x, y):
-    return tf.reduce_sum(tf.cast(tf.argmax(model(x), axis=1, output_type=tf.int32) == y, tf.float32))
+    return tf.reduce_sum(
+        tf.cast(tf.argmax(model(x), axis=1, output_type=tf.int32) == y, tf.float32)
+    )
 
 
 def over_all_ranks(total: float, count: float) -> float:
@@ -70,7 +76,9 @@ hvd.broadcast_variables([*model.weights, *optimizer.variables, epoch], root_rank
 
 while epoch < options.epochs:
     # The order depends only on epoch and rank, so it is the same after a restart.
-    order = np.random.default_rng([int(epoch), hvd.rank()]).permutation(len(x))[: steps * options.batch_size]
+    order = np.random.default_rng([int(epoch), hvd.rank()]).permutation(len(x))[
+        : steps * options.batch_size
+    ]
     total = sum(float(train_step(x[rows], y[rows])) for rows in np.split(order, steps))
     epoch.assign_add(1)
     loss = over_all_ranks(total, steps)

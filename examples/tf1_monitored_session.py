@@ -52,8 +52,12 @@ class EvaluationHook(v1.train.SessionRunHook):
 def dense(x: tf.Tensor, units: int, name: str) -> tf.Tensor:
     """was: tf.layers.dense, which was removed with Keras 3."""
     with v1.variable_scope(name):
-        kernel = v1.get_variable("kernel", [int(x.shape[-1]), units], initializer=v1.glorot_uniform_initializer())
-        return tf.matmul(x, kernel) + v1.get_variable("bias", [units], initializer=v1.zeros_initializer())
+        kernel = v1.get_variable(
+            "kernel", [int(x.shape[-1]), units], initializer=v1.glorot_uniform_initializer()
+        )
+        return tf.matmul(x, kernel) + v1.get_variable(
+            "bias", [units], initializer=v1.zeros_initializer()
+        )
 
 
 def batches(x: np.ndarray, y: np.ndarray, size: int):
@@ -69,9 +73,11 @@ def train(options: argparse.Namespace) -> tuple[list[np.ndarray], float]:
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype("float32"), labels.astype("int64")
     is_test = np.arange(len(images)) % 5 == 0
-    x, y = (array[~is_test][hvd.rank() :: hvd.size()] for array in (images, labels))  # each rank its own shard
+    # Each rank its own shard.
+    x, y = (array[~is_test][hvd.rank() :: hvd.size()] for array in (images, labels))
     with tf.Graph().as_default():  # was: nothing
-        v1.set_random_seed(hvd.rank())  # Ranks start with different weights; the broadcast makes them equal.
+        # Ranks start with different weights; the broadcast makes them equal.
+        v1.set_random_seed(hvd.rank())
         image = v1.placeholder(tf.float32, [None, 64])
         label = v1.placeholder(tf.int64, [None])
         logits = dense(tf.nn.relu(dense(image, 64, "hidden")), 10, "out")
@@ -81,7 +87,9 @@ def train(options: argparse.Namespace) -> tuple[list[np.ndarray], float]:
         optimizer = hvd.DistributedOptimizer(v1.train.AdamOptimizer(0.001 * hvd.size()))
         training = optimizer.minimize(loss, global_step=step)
 
-        evaluation = EvaluationHook(v1.trainable_variables(), correct, {image: images[is_test], label: labels[is_test]})
+        evaluation = EvaluationHook(
+            v1.trainable_variables(), correct, {image: images[is_test], label: labels[is_test]}
+        )
         hooks = [
             BroadcastGlobalVariablesHook(0),
             # More ranks take fewer steps, each on a larger batch.
@@ -94,7 +102,9 @@ def train(options: argparse.Namespace) -> tuple[list[np.ndarray], float]:
         # Only rank 0 has a checkpoint folder. The hook broadcasts what it restores.
         folder = options.folder if hvd.rank() == 0 else None
         feed = batches(x, y, 32)
-        with v1.train.MonitoredTrainingSession(checkpoint_dir=folder, hooks=hooks, config=config) as session:
+        with v1.train.MonitoredTrainingSession(
+            checkpoint_dir=folder, hooks=hooks, config=config
+        ) as session:
             while not session.should_stop():
                 images_now, labels_now = next(feed)
                 session.run(training, {image: images_now, label: labels_now})
@@ -104,7 +114,9 @@ def train(options: argparse.Namespace) -> tuple[list[np.ndarray], float]:
 def main() -> tuple[list[np.ndarray], float]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=800, help="of all ranks together")
-    parser.add_argument("--folder", default="tf1-monitored-session", help="where rank 0 keeps checkpoints")
+    parser.add_argument(
+        "--folder", default="tf1-monitored-session", help="where rank 0 keeps checkpoints"
+    )
     hvd.init()
     weights, accuracy = train(parser.parse_args())
     if hvd.rank() == 0:

@@ -59,7 +59,10 @@ class WorkerCreator(v1.train.SessionCreator):
 
     def create_session(self) -> v1.Session:
         self.scaffold.finalize()
-        ready = {"ready_op": self.scaffold.ready_op, "ready_for_local_init_op": self.scaffold.ready_for_local_init_op}
+        ready = {
+            "ready_op": self.scaffold.ready_op,
+            "ready_for_local_init_op": self.scaffold.ready_for_local_init_op,
+        }
         manager = v1.train.SessionManager(self.scaffold.local_init_op, graph=v1.get_default_graph(),
                                           recovery_wait_secs=1, **ready)  # fmt: skip
         return manager.wait_for_session(self.master, self.config, max_wait_secs=300)
@@ -67,8 +70,12 @@ class WorkerCreator(v1.train.SessionCreator):
 
 def dense(x: tf.Tensor, units: int, name: str) -> tf.Tensor:
     with v1.variable_scope(name):
-        kernel = v1.get_variable("kernel", [int(x.shape[-1]), units], initializer=v1.glorot_uniform_initializer())
-        return tf.matmul(x, kernel) + v1.get_variable("bias", [units], initializer=v1.zeros_initializer())
+        kernel = v1.get_variable(
+            "kernel", [int(x.shape[-1]), units], initializer=v1.glorot_uniform_initializer()
+        )
+        return tf.matmul(x, kernel) + v1.get_variable(
+            "bias", [units], initializer=v1.zeros_initializer()
+        )
 
 
 def done_queue(num_workers: int) -> tf.queue.QueueBase:
@@ -92,7 +99,9 @@ def serve(server: v1.train.Server, num_workers: int) -> None:
     time.sleep(1.0)  # The last worker still waits for the answer.
 
 
-def work(server: v1.train.Server, cluster: tf.train.ClusterSpec, options: argparse.Namespace) -> None:
+def work(
+    server: v1.train.Server, cluster: tf.train.ClusterSpec, options: argparse.Namespace
+) -> None:
     num_workers, index = cluster.num_tasks("worker"), options.task_index
     config = seen("/job:ps", f"/job:worker/task:{index}")
     images, labels = load_digits(return_X_y=True)
@@ -100,11 +109,17 @@ def work(server: v1.train.Server, cluster: tf.train.ClusterSpec, options: argpar
     is_test = np.arange(len(images)) % 5 == 0
     x, y = images[~is_test][index::num_workers], labels[~is_test][index::num_workers]
     with tf.Graph().as_default():
-        with v1.device(v1.train.replica_device_setter(cluster=cluster, worker_device=f"/job:worker/task:{index}")):
+        with v1.device(
+            v1.train.replica_device_setter(
+                cluster=cluster, worker_device=f"/job:worker/task:{index}"
+            )
+        ):
             image, label = v1.placeholder(tf.float32, [None, 64]), v1.placeholder(tf.int64, [None])
             logits = dense(tf.nn.relu(dense(image, 64, "hidden")), 10, "out")
             loss = v1.losses.sparse_softmax_cross_entropy(label, logits)
-            accuracy = tf.reduce_mean(tf.cast(tf.equal(tf.argmax(logits, axis=1), label), tf.float32))
+            accuracy = tf.reduce_mean(
+                tf.cast(tf.equal(tf.argmax(logits, axis=1), label), tf.float32)
+            )
             step = v1.train.get_or_create_global_step()
             optimizer = v1.train.AdamOptimizer(0.002)
             hooks = [v1.train.StopAtStepHook(last_step=options.steps)]
@@ -116,12 +131,18 @@ def work(server: v1.train.Server, cluster: tf.train.ClusterSpec, options: argpar
                     optimizer, replicas_to_aggregate=num_workers, total_num_replicas=num_workers
                 )
                 training = optimizer.minimize(loss, global_step=step)
-                hooks = [AllReadyHook(num_workers), optimizer.make_session_run_hook(index == 0), *hooks]
+                hooks = [
+                    AllReadyHook(num_workers),
+                    optimizer.make_session_run_hook(index == 0),
+                    *hooks,
+                ]
                 # waits: a worker in its last step waits for a token, which the chief no longer hands out.
                 last = optimizer.get_init_tokens_op(num_workers)
             done = done_queue(num_workers).enqueue(index)
             if index == 0:
-                hooks.append(EndHook(accuracy, {image: images[is_test], label: labels[is_test]}, last))
+                hooks.append(
+                    EndHook(accuracy, {image: images[is_test], label: labels[is_test]}, last)
+                )
         # The ready counter is made in begin(), and lies on the server too.
         with v1.device("/job:ps/task:0"):
             if index == 0:
@@ -150,10 +171,16 @@ def main() -> None:
     parser.add_argument("--ps-hosts", default="localhost:2222")
     parser.add_argument("--worker-hosts", default="localhost:2223,localhost:2224")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--asynchronous", action="store_true", help="no worker waits for another; --steps counts all")
+    parser.add_argument(
+        "--asynchronous",
+        action="store_true",
+        help="no worker waits for another; --steps counts all",
+    )
     parser.add_argument("--folder", help="where the chief, worker 0, keeps checkpoints")
     options = parser.parse_args()
-    cluster = tf.train.ClusterSpec({"ps": options.ps_hosts.split(","), "worker": options.worker_hosts.split(",")})
+    cluster = tf.train.ClusterSpec(
+        {"ps": options.ps_hosts.split(","), "worker": options.worker_hosts.split(",")}
+    )
     server = v1.train.Server(cluster, options.job_name, options.task_index)
     if options.job_name == "ps":
         serve(server, cluster.num_tasks("worker"))

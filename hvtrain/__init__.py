@@ -1,8 +1,11 @@
-"""hvtrain: Keras 3 training with Horovod. `python -m hvtrain` runs it, `hvtrain.keras` is the library.
+"""hvtrain: Keras 3 training with Horovod.
+
+`python -m hvtrain` runs it, `hvtrain.keras` is the library.
 
 For scripts and notebooks: `hvtrain.train(hvtrain.compose(["model=mlp", "run.dir=runs/mine"]))`, and
-`hvtrain.load("runs/mine").model`. TensorFlow is imported when the first of them needs it.
-`hvtrain.run_ranks(2, function)` calls a function on ranks; after `%load_ext hvtrain`, `%%ranks 2` runs a cell on ranks.
+`hvtrain.load("runs/mine").model`. TensorFlow is imported when a function first needs it.
+`hvtrain.run_ranks(2, function)` calls a function on ranks; after `%load_ext hvtrain`, `%%ranks 2`
+runs a cell on ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +30,13 @@ refuse_old_form()
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
-    """Returns the settings that `python -m hvtrain` would have with these overrides. Raises ConfigError."""
-    from hvtrain.finished.arguments import composed
+    """Returns the settings that `python -m hvtrain` would have with these overrides.
 
-    return composed(overrides)
+    Raises ConfigError.
+    """
+    from hvtrain.config.compose import composed
+
+    return composed(list(overrides))
 
 
 def train(config: RunConfig) -> RunRecord:
@@ -46,27 +52,33 @@ def train(config: RunConfig) -> RunRecord:
 def load(run: str | Path, overrides: Sequence[str] = (), trust: bool = False) -> FinishedRun:
     """Opens a finished run in this process: its model with the weights of the best checkpoint, its data and its task.
 
-    overrides: "checkpoint=last", and changes of the run's settings. trust: the settings may name code that is neither
-    hvtrain's nor Keras's, which is executed. Raises UserError.
+    overrides: "checkpoint=last", and changes of the run's settings. trust: the settings may name
+    code that is neither hvtrain's nor Keras's, which is executed. Raises UserError.
     """
     from hvtrain.finished.arguments import finished_config
     from hvtrain.finished.finished_run import open_run
     from hvtrain.strategies.base import Strategy
 
-    finished, strategy = finished_config([f"run={run}", *overrides], trust=trust), Strategy()
+    finished = finished_config([f"run={run}", *overrides], trust=trust)
+    strategy = Strategy()
     strategy.start()
     return open_run(finished, strategy)
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Value], *args: Any, hosts: str | None = None, **kwargs: Any
+    num_ranks: int,
+    function: Callable[..., Value],
+    *args: Any,
+    hosts: str | None = None,
+    **kwargs: Any,
 ) -> list[Value]:
-    """Calls the function on ranks that the launcher starts, and returns what it returned on each rank, in their order.
+    """Calls the function on ranks that the launcher starts, and returns each rank's result, in the order of ranks.
 
-    It may be defined in a notebook. Each rank is a new process, in which the function starts Horovod itself, as a
-    script would, or calls `train`. What rank 0 prints is shown; each rank's output stays in launch/. The ranks end when
-    this process is interrupted or ends. hosts: as hvtrain launch takes them, "s1:2,s2:2"; default: this host.
-    Raises RankError with the first failure, ConfigError if the function cannot be sent.
+    The function may be defined in a notebook. Each rank is a new process, in which the function starts
+    Horovod itself, as a script would, or calls `train`. What rank 0 prints is shown; each rank's
+    output stays in launch/. The ranks end when this process is interrupted or ends. hosts: as
+    hvtrain launch takes them, "s1:2,s2:2"; default: this host. Raises RankError with the first
+    failure, ConfigError if the function cannot be sent.
     """
     from hvtrain.launch import notebook
 

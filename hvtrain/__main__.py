@@ -1,10 +1,13 @@
-"""`python -m hvtrain`: a first word without "=" is a command (commands.py); settings alone train."""
+"""`python -m hvtrain`: a first word without "=" is a command (commands.py).
+
+Settings alone train.
+"""
 
 import sys
 
 from hvtrain import commands
-from hvtrain.config.compose import compose, run_settings
-from hvtrain.config.schema import from_dict
+from hvtrain.config.choices import run_settings
+from hvtrain.config.compose import composed
 from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
@@ -39,7 +42,7 @@ def main() -> None:
     if name:
         enter(lambda: commands.run_command(name))
     else:
-        console.take_signals(console.end_before_training)  # Later Interruption takes them.
+        console.take_signals(console.end_before_training)  # Until Interruption takes over.
         enter(compose_and_run)
 
 
@@ -54,18 +57,21 @@ def compose_and_run() -> int:
     )
     parser.add_argument("--version", action="version", version=f"hvtrain {VERSION}")
     parser.add_argument("--cfg", metavar="job", help="print the composed run and stop")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="add a folder of your own with the same groups")
+    parser.add_argument(
+        "--config-dir", "-cd", metavar="DIR", help="add a folder of your own with the same groups"
+    )
     parser.parse_known_args()  # for --help; Hydra reads the rest
     if {"-m", "--multirun"} & set(sys.argv):
-        raise ConfigError("--multirun asks for several runs in one process; use one command for each run instead")
-    for tree in compose():
-        config = from_dict(tree)
-        if console.launched_rank() == 0:
-            # horovodrun has printed nothing yet, and this takes seconds.
-            print(f"hvtrain {VERSION}: loading TensorFlow ...", flush=True)
-        with console.quiet_import(config.verbose):
-            from hvtrain.runner import train
-        train(config)
+        raise ConfigError(
+            "--multirun asks for several runs in one process; use one command for each run instead"
+        )
+    config = composed()
+    if console.launched_rank() == 0:
+        # horovodrun has printed nothing yet, and this takes seconds.
+        print(f"hvtrain {VERSION}: loading TensorFlow ...", flush=True)
+    with console.quiet_import(config.verbose):
+        from hvtrain.runner import train
+    train(config)
     return 0
 
 

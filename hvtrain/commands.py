@@ -6,7 +6,7 @@ Only the command that is asked for is imported.
 import difflib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
@@ -18,49 +18,76 @@ class Command(NamedTuple):
 
     function: str
     about: str
-    takes_settings: bool = False
+    takes_settings: bool = True
 
     def load(self) -> Callable[[], int]:
-        """Imports the function that does its work and returns the exit code."""
+        """Imports and returns the command's function, which does the work and returns the exit code."""
         module, _, name = self.function.rpartition(".")
-        function: Callable[[], int] = getattr(import_module(f"hvtrain.{module}"), name)
-        return function
+        return getattr(import_module(f"hvtrain.{module}"), name)
 
 
 GROUPS = {
     "look at a run": {
-        "runs": Command("report.commands.list_runs", "the runs in a folder"),
-        "report": Command("report.commands.report_runs", "the page of a run, or several runs compared"),
+        "runs": Command("report.commands.list_runs", "the runs in a folder", takes_settings=False),
+        "report": Command(
+            "report.commands.report_runs",
+            "the page of a run, or several runs compared",
+            takes_settings=False,
+        ),
     },
     "look at data": {
-        "inspect": Command("checks.inspect.main", "what a data set holds, and what a training would refuse", True),
+        "inspect": Command(
+            "checks.inspect.main", "what a data set holds, and what a training would refuse"
+        ),
     },
     "use a run": {
-        "evaluate": Command("finished.commands.evaluate", "metrics of a finished run", True),
-        "predict": Command("finished.commands.predict", "predictions for each example", True),
-        "replay": Command("finished.replay.replay", "a stretch of a run repeated, for the same bits", True),
-        "bisect": Command("finished.bisect.bisect", "the first step at which two runs part, and why", True),
-        "export": Command("finished.commands.export", "the model in another format, compared with the run's", True),
-        "generate": Command("finished.commands.generate", "a text, continued by a language model", True),
+        "evaluate": Command("finished.commands.evaluate", "metrics of a finished run"),
+        "predict": Command("finished.commands.predict", "predictions for each example"),
+        "replay": Command("checks.replay.replay", "a stretch of a run repeated, for the same bits"),
+        "bisect": Command("checks.replay.bisect", "the first step at which two runs part, and why"),
+        "export": Command(
+            "finished.commands.export", "the model in another format, compared with the run's"
+        ),
+        "generate": Command("finished.commands.generate", "a text, continued by a language model"),
     },
     "search": {
-        "sweep": Command("search.sweep.main", "the settings with which a run learns best", True),
-        "find_lr": Command("search.commands.find_lr", "a learning-rate range test", True),
-        "find_batch": Command("search.commands.find_batch", "the largest batch, and the fastest", True),
-        "compare": Command("compare.command.main", "the same training under several strategies", True),
-        "plan": Command("plan.command.main", "batch, steps, memory and speed on many ranks, without them", True),
+        "sweep": Command("search.sweep.main", "the settings with which a run learns best"),
+        "find_lr": Command("search.commands.find_lr", "a learning-rate range test"),
+        "find_batch": Command("search.commands.find_batch", "the largest batch, and the fastest"),
+        "compare": Command("compare.command.main", "the same training under several strategies"),
+        "plan": Command(
+            "plan.command.main", "batch, steps, memory and speed on many ranks, without them"
+        ),
     },
     "clusters": {
-        "launch": Command("launch.command.main", "ranks over ssh, one process by hand, or files for a cluster", True),
-        "spark": Command("spark.main", "a run on the executors of a Spark cluster", True),
-        "doctor": Command("checks.doctor.main", "what is wrong with these hosts", True),
-        "verify": Command("checks.verify.main", "whether the ranks train together", True),
-        "allreduce": Command("plan.allreduce.main", "seconds of an all-reduce by size, for plan --calibrate"),
-        "info": Command("checks.info.main", "versions, build and devices, to paste into an issue"),
+        "launch": Command(
+            "launch.command.main", "ranks over ssh, one process by hand, or files for a cluster"
+        ),
+        "spark": Command("spark.main", "a run on the executors of a Spark cluster"),
+        "doctor": Command("checks.doctor.main", "what is wrong with these hosts"),
+        "verify": Command("checks.verify.main", "whether the ranks train together"),
+        "allreduce": Command(
+            "plan.allreduce.main",
+            "seconds of an all-reduce by size, for plan --calibrate",
+            takes_settings=False,
+        ),
+        "info": Command(
+            "checks.info.main",
+            "versions, build and devices, to paste into an issue",
+            takes_settings=False,
+        ),
     },
     "develop": {
-        "migrate": Command("migrate.command.main", "a script for Horovod on Keras 2, rewritten for hvtrain.keras"),
-        "completion": Command("launch.completion.main", "groups, choices and settings on the Tab key"),
+        "migrate": Command(
+            "migrate.command.main",
+            "a script for Horovod on Keras 2, rewritten for hvtrain.keras",
+            takes_settings=False,
+        ),
+        "completion": Command(
+            "launch.completion.main",
+            "groups, choices and settings on the Tab key",
+            takes_settings=False,
+        ),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -70,13 +97,15 @@ def run_command(name: str) -> int:
     """Runs the command with the words that follow its name in sys.argv. Raises ConfigError for an unknown one."""
     command = COMMANDS.get(name)
     if command is None:
-        raise ConfigError(f"{name} is not a command{_advice(name)}; settings have the form SETTING=VALUE")
+        raise ConfigError(
+            f"{name} is not a command{_advice(name)}; settings have the form SETTING=VALUE"
+        )
     del sys.argv[1]
     return command.load()()
 
 
-def first_word(words: list[str]) -> str | None:
-    """The name of a command, if a line begins with one: a word that is no option and no setting.
+def first_word(words: Sequence[str]) -> str | None:
+    """The name of a command, if a line begins with one: a word that is neither an option nor a setting.
 
     >>> first_word(["evaluate", "run=runs/a"]), first_word(["model=cnn"]), first_word(["~callbacks"]), first_word([])
     ('evaluate', None, None, None)
@@ -94,9 +123,9 @@ def help_text() -> str:
 
 
 def refuse_old_form() -> None:
-    """Ends `python -m hvtrain.COMMAND` with the line that replaces it.
+    """Ends `python -m hvtrain.COMMAND` with an error that names the new command line.
 
-    Called while the package is imported. Python has found the name behind -m by then, and not yet the module.
+    Called while the package is imported. Python is then still looking for the module: sys.argv[0] is "-m".
     """
     arguments = sys.orig_argv
     if sys.argv[:1] != ["-m"] or "-m" not in arguments[:-1]:

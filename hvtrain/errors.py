@@ -1,7 +1,8 @@
-"""The errors that a user can cause. Each message says what came, what was needed and what to do.
+"""The errors that a user can cause. Each message says what was given, what was needed and what to do.
 
-Every command prints the message of a UserError as one line, without a traceback. Any other exception is a defect, in
-hvtrain or in the user's own code, and is shown in full, after which `in_one_line` and `place_of` sum it up.
+Every command prints the message of a UserError as one line, without a traceback. Any other
+exception is a defect, in hvtrain or in the user's own code, and is shown in full, after which
+`cause_of` sums it up.
 """
 
 import re
@@ -16,16 +17,17 @@ MOST_CHARACTERS = 1000
 
 
 class UserError(Exception):
-    """An error that a user can fix by its message alone.
+    """An error that a user can fix with its message alone.
 
-    spokesman: the rank that speaks first where all ranks raise it. culprit: the rank at fault; None: nobody knows.
+    spokesman: the rank that reports first an error that all ranks raise. culprit: the rank at fault,
+    or THIS_RANK; None if it is unknown.
     """
 
     exit_code = 2
     spokesman = 0
     culprit: int | None = THIS_RANK
-    # Before that of RuntimeError and the like: TensorFlow keeps the class of an error out of a traced function only
-    # if this is its __init__.
+    # Takes precedence over the __init__ of RuntimeError and the like: TensorFlow preserves the class of
+    # an error that is raised in a traced function only if the class has Exception's __init__.
     __init__ = Exception.__init__
 
 
@@ -46,7 +48,7 @@ class TrainingError(UserError, ArithmeticError):
 
 
 class StorageError(UserError, RuntimeError):
-    """Results that cannot be written, or a store of objects that does not answer."""
+    """Results that cannot be written, or an object store that does not answer."""
 
 
 class RankError(UserError, RuntimeError):
@@ -54,20 +56,23 @@ class RankError(UserError, RuntimeError):
 
 
 class LostRankError(UserError, RuntimeError):
-    """A rank is gone, makes no progress or computes wrongly. Settings are not the cause, so a restart may help."""
+    """A rank is gone, makes no progress or computes wrongly.
+
+    Settings are not the cause, so a restart may help.
+    """
 
     exit_code = RESTART_HELPS
     culprit = None
 
 
 class BusyError(UserError, RuntimeError):
-    """Another run uses something, and will release it."""
+    """Something that this run needs is in use by another run, which will release it."""
 
     exit_code = RESTART_HELPS
 
 
 class FailedRankError(UserError, RuntimeError):
-    """Another rank failed and said why; this one stops because of it."""
+    """Another rank failed and said why; this rank stops because of it."""
 
     exit_code = 1
     culprit = None
@@ -80,7 +85,8 @@ class Stopped(SystemExit):
     """
 
 
-# What Keras and TensorFlow put around the message of an exception in the user's code, each with the message inside.
+# What Keras and TensorFlow put around the message of an exception in the user's code: patterns whose
+# group `text` is the message.
 _AROUND = (
     # AutoGraph: the lines of code that led there, then the exception.
     r"in user code:\n(?s:.*?)\n\n {4}(?P<kind>\w+): (?P<text>(?s:.*))",
@@ -106,7 +112,7 @@ def message_of(error: BaseException) -> str:
     'train.epochs=\\\\x1b[31m is not a number'
     """
     text = " ".join(str(error).split())
-    # A terminal would obey the control characters of a value.
+    # A terminal would obey control characters in a value.
     text = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
     # The setting is named at the beginning and the advice stands at the end, around a value of any length.
     if len(text) > MOST_CHARACTERS:
@@ -134,6 +140,15 @@ def in_one_line(error: BaseException) -> str:
     return f"{name}: {text}".rstrip(": ")
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of the exception's message, without a full stop; its type if it has none.
+
+    >>> first_line(OSError("Invalid footer.\\nMore on that")), first_line(EOFError())
+    ('Invalid footer', 'EOFError')
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def _wrapping(text: str) -> re.Match[str] | None:
     for pattern in _AROUND:
         match = re.fullmatch(pattern, text)
@@ -143,11 +158,19 @@ def _wrapping(text: str) -> re.Match[str] | None:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the innermost line of the user's own code that hvtrain called, as "FILE, line N"; "" without one."""
-    frames = [(frame.filename, str(frame.lineno), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
-    # In a graph the message has what the traceback lacks.
+    """Returns the innermost line of the user's own code that hvtrain called, as "FILE, line N".
+
+    "" if there is none.
+    """
+    frames = [
+        (frame.filename, str(frame.lineno), frame.name)
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    # In a graph the message has the frames that the traceback lacks.
     frames += re.findall(r'File "([^"]+)", line (\d+), in (\S+)', _message(error))
-    first_of_ours = next((index for index, (file, *_) in enumerate(frames) if file.startswith(_NOT_THE_USERS[0])), 0)
+    first_of_ours = next(
+        (index for index, (file, *_) in enumerate(frames) if file.startswith(_NOT_THE_USERS[0])), 0
+    )
 
     lines = []
     functions = []
@@ -159,6 +182,12 @@ def place_of(error: BaseException) -> str:
         else:
             lines.append(f"{file}, line {line}")
     return (lines or functions or [""])[-1]
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns in_one_line(error) and, in parentheses, place_of(error) if there is one."""
+    place = place_of(error)
+    return in_one_line(error) + (f" ({place})" if place else "")
 
 
 def _message(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvtrain.checkpoint.receipts import ReceiptWriter
 from hvtrain.config.instantiate import build
@@ -35,10 +36,23 @@ from hvtrain.training.callbacks.metrics import Metrics
 from hvtrain.training.callbacks.repeated_step import LayerSearch
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.tracking import Tracking
-from hvtrain.training.consistency import check_first_batches, check_same_data, check_same_run, facts_of
+from hvtrain.training.consistency import (
+    check_first_batches,
+    check_same_data,
+    check_same_run,
+    facts_of,
+)
 from hvtrain.training.copies import begin_copies
 from hvtrain.training.find_checkpoint import find_checkpoint
-from hvtrain.training.finish import in_words, make_record, test_metrics, write_results, write_review
+from hvtrain.training.finish import (
+    in_words,
+    make_record,
+    send_results,
+    steps_of_result,
+    test_metrics,
+    write_results,
+    write_review,
+)
 from hvtrain.training.resume import changed_since, check_fits, checkpoint_meta, resume, with_change
 from hvtrain.training.run import ResumePoint, Run, RunState, Start, describe, summary
 from hvtrain.training.run_folder import note_start, open_run_folder
@@ -61,7 +75,7 @@ def train(config: RunConfig) -> RunRecord:
 
 
 def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
-    """Repeats attempts at a run, or at a command that needs part of one; returns the last one's result.
+    """Repeats attempts at a run, or at a command that needs part of one; returns the last attempt's result.
 
     If this rank fails, the others learn why.
     """
@@ -80,16 +94,24 @@ def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
 
 
 def run_to_end(
-    config: RunConfig, strategy: Strategy, attempt: Attempt | None = None, state: RunState | None = None
+    config: RunConfig,
+    strategy: Strategy,
+    attempt: Attempt | None = None,
+    state: RunState | None = None,
 ) -> Any:
-    """Repeats attempts until one finishes (every rank). Raises Stopped after a signal, with the run saved."""
+    """Repeats attempts until one has a result, and returns it (every rank).
+
+    Raises Stopped after a signal, with the run saved.
+    """
     attempt = attempt or whole_run
     state = state or RunState(time.monotonic())
     record = None
     with state.lock:
         try:
             while record is None:
-                record = strategy.membership.run_with_restarts(lambda: attempt(config, strategy, state))
+                record = strategy.membership.run_with_restarts(
+                    lambda: attempt(config, strategy, state)
+                )
         except BaseException:  # Ctrl-C, and the user's own code, too.
             if config.run.dir is None and state.folder and strategy.comm.topology.is_chief:
                 remove_if_empty(state.folder)
@@ -98,7 +120,10 @@ def run_to_end(
 
 
 def whole_run(config: RunConfig, strategy: Strategy, state: RunState) -> RunRecord | None:
-    """Runs from the newest checkpoint to the end; returns None if another plan is to continue from there."""
+    """Runs from the newest checkpoint to the end.
+
+    Returns None if another attempt, with another plan, is to continue from there.
+    """
     run, saved = open_run(config, strategy, state)
     model = make_model(run)
     start = restore(model, saved, strategy.comm, run.config.model_options)
@@ -141,33 +166,43 @@ def claim_folder(config: RunConfig, strategy: Strategy, state: RunState, parent:
     comm = strategy.comm
     if not comm.topology.is_chief:
         state.lock.release()  # This rank may have been the chief before ranks left or joined.
-    # One that has begun stays when ranks leave or join.
-    state.store = comm.all_or_raise(lambda: state.store if state.folder else open_store(config.run.dir))
-    folder = comm.on_chief(lambda: open_run_folder(config, state.lock, state.folder, parent, state.store))
+    # A store that is open stays open when ranks leave or join.
+    state.store = comm.all_or_raise(
+        lambda: state.store if state.folder else open_store(config.run.dir)
+    )
+    folder = comm.on_chief(
+        lambda: open_run_folder(config, state.lock, state.folder, parent, state.store)
+    )
     state.folder = folder
     strategy.watchdog.folder = folder
     strategy.watchdog.tell = state.notice.note
     console.log_to_file(folder / "logs", comm.topology.rank)
-    comm.on_chief(lambda: state.notice.begin(secrets.chosen_addresses(config.notify, os.environ), folder))
+    comm.on_chief(
+        lambda: state.notice.begin(secrets.chosen_addresses(config.notify, os.environ), folder)
+    )
     return replace(config, run=replace(config.run, dir=str(folder)))
 
 
-def open_inputs(config: RunConfig, strategy: Strategy, state: RunState, saved: ResumePoint | None) -> Run:
-    """Opens the data set and the task, and plans the run (every rank)."""
+def open_inputs(
+    config: RunConfig, strategy: Strategy, state: RunState, saved: ResumePoint | None
+) -> Run:
+    """Opens the data set and the task, plans the run, and returns it (every rank)."""
     comm = strategy.comm
     folder = Path(str(config.run.dir))
     changed: dict[str, Any] = {}
     fitted_files = None
     if saved:
         changed = changed_since(saved.meta, config)
-        # What was fitted to the run's data, such as a tokenizer, must not be fitted anew.
+        # What was fitted to the run's data, such as a tokenizer, must not be fitted again.
         if not any(name.startswith("dataset.") for name in changed):
             fitted_files = comm.on_chief(lambda: fitted.read(folder))
 
-    ingredients = comm.all_or_raise(lambda: Ingredients(config, strategy.topology.rank, fitted_files))
+    ingredients = comm.all_or_raise(
+        lambda: Ingredients(config, strategy.topology.rank, fitted_files)
+    )
     source = ingredients.source
     plan, topology = plan_run(config, source, strategy, saved.meta if saved else None)
-    # After the plan: what too few examples lack, such as classes, would hide that they are too few.
+    # After the plan, which refuses too few examples: combine might report them as missing classes, for example.
     comm.all_or_raise(lambda: ingredients.combine(config, plan.is_resized or strategy.cuts_batches))
     manifest = check_same_data(comm, source, config.guard.data)
     changes = with_change(saved.meta, saved.step, changed) if saved else []
@@ -176,24 +211,42 @@ def open_inputs(config: RunConfig, strategy: Strategy, state: RunState, saved: R
     if saved:
         comm.on_chief(lambda: check_fits(saved, meta, config.guard.data))
     described = comm.all_or_raise(lambda: describe_data(source))
-    return Run(config, strategy, topology, source, ingredients.task, plan, folder, meta, state, changed, described)
+    return Run(
+        config,
+        strategy,
+        topology,
+        source,
+        ingredients.task,
+        plan,
+        folder,
+        meta,
+        state,
+        changed,
+        described,
+    )
 
 
 def make_model(run: Run) -> keras.Model:
-    """Builds the model (every rank), once comm.tune has chosen how its gradients travel."""
+    """Builds the model (every rank), once comm.tune has chosen how its gradients are sent."""
     strategy = run.strategy
 
     def new_model() -> keras.Model:
         return build_model(run.config, run.source, run.task, run.plan, strategy)
 
+    def first_batches() -> tf.data.Dataset:
+        # A plan for other ranks than the run began with counts its steps from plan.shift on.
+        return run.batches_from(run.plan.shift)
+
     if run.config.comm.tune and run.topology.size > 1:
         bucket_mib = run.config.strategy.get("bucket_mib")
-        comm_tuning.tune(strategy, run.folder, bucket_mib, run.batches_from, new_model)
+        comm_tuning.tune(strategy, run.folder, bucket_mib, first_batches, new_model)
     return strategy.comm.all_or_raise(new_model)
 
 
-def restore(model: keras.Model, saved: ResumePoint | None, comm: Comm, options: ModelOptions) -> Start:
-    """Sets the weights to those of the checkpoint, or to those it begins with, equal on all ranks."""
+def restore(
+    model: keras.Model, saved: ResumePoint | None, comm: Comm, options: ModelOptions
+) -> Start:
+    """Sets all ranks' weights to the checkpoint's, or to those that the run begins with; returns the start."""
     weights = options.weights
     if saved is None and weights:
         comm.on_chief(lambda: begin_with(model, weights, options.weights_except or ()))
@@ -207,14 +260,17 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     config = run.config
     strategy = run.strategy
     search = LayerSearch(context) if config.guard.layers else None
-    interruption = Interruption(context)  # From here on a signal is kept until the run can be saved.
+    # From here on a signal is kept until the run can be saved.
+    interruption = Interruption(context)
     copies = begin_copies(run)
 
     def send() -> None:
         copies.send()
         run.state.store.send()
 
-    writer = ReceiptWriter(run.folder / "checkpoints", config.checkpoint, run.best, run.task.sign(run.best), send)
+    writer = ReceiptWriter(
+        run.folder / "checkpoints", config.checkpoint, run.best, run.task.sign(run.best), send
+    )
 
     context.weights("at the start", everything=True)
     writer.begin(run.folder, start.step, lambda: facts_of(run))
@@ -230,9 +286,9 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     callbacks = make_callbacks(context, start, interruption, writer, tracking, search, metrics)
     with copies, writer, metrics, explain_errors(context, search.find_origin if search else None):
         if not trains:
-            take_averages(model)  # As at the end of fit.
+            end_training(context, start, tracking)
             return
-        if config.checkpoint.copies:
+        if config.checkpoint.copies and run.topology.is_chief:
             writer.copy()
         if config.guard.batches:
             batches = strategy.comm.all_or_raise(lambda: run.stream_from(start.step))
@@ -241,14 +297,32 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
             build_metrics(model, batched(run.source.element_spec))
         steps = call_steps(config, strategy, callbacks)
         strategy.check_plan(run.plan)
-        # What is refused up to here leaves no folder.
+        # A run that is refused up to here leaves no folder.
         if run.topology.is_chief:
             note_start(run, hosts, lines, start.step)
         strategy.fit(model, run.batches_from, run.plan, start.step, callbacks, steps)
 
 
+def end_training(context: RunContext, start: Start, tracking: Tracking) -> None:
+    """Does what is done after the last step, in a run whose training was complete before this start (every rank)."""
+    run = context.run
+    model = context.model
+    take_averages(model)
+    for name, values in start.callbacks.items():
+        # As EarlyStopping does.
+        if name in run.config.callbacks and "best_weights" in values:
+            model.set_weights(values["best_weights"])
+    # The start that completed the training may have ended before its trackers got the results.
+    lacks_results = run.topology.is_chief and steps_of_result(run.folder) != start.step
+    if lacks_results and run.config.tracker:
+        tracking.on_train_begin()
+
+
 def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
-    """Evaluates on the test data and writes the results; returns None if another plan is to continue."""
+    """Evaluates on the test data and writes the results.
+
+    Returns None if another attempt, with another plan, is to continue.
+    """
     run = context.run
     model = context.model
     plan = run.plan
@@ -289,7 +363,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
         seconds = duration(record.seconds)
         run.state.notice.finished(f"{in_words(record.metrics)}; {seconds} on {plan.size} rank(s)")
     if run.topology.is_chief:
-        run.state.store.send()
+        send_results(run)
     run.state.notice.wait()
     if report.exit_code:
         raise Stopped(report.exit_code)
@@ -299,5 +373,8 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
 def results(folder: Path) -> list[Path]:
     """Files of a finished run for its trackers: settings, numbers, report, and the best model, or else the last."""
     model = next(folder.glob("best.*"), folder / MODEL_FILE)
-    files = [*(folder / name for name in (CONFIG_FILE, RESULT_FILE, REPORT_FILE, CURVES_FILE)), model]
+    files = [
+        *(folder / name for name in (CONFIG_FILE, RESULT_FILE, REPORT_FILE, CURVES_FILE)),
+        model,
+    ]
     return [path for path in files if path.exists()]

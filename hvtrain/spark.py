@@ -1,8 +1,8 @@
 """`python -m hvtrain spark`, or this file given to spark-submit: trains with one rank in each Spark task.
 
-The driver composes and checks the run before Spark starts. Horovod's launcher for Spark then starts a process beside
-each task, which trains as `python -m hvtrain` would there. `fit` does the same for a DataFrame of a program's own Spark
-session, and `SparkModel` predicts with a finished run on the executors.
+The driver composes and checks the run before Spark starts. Horovod's launcher for Spark then starts
+a process beside each task, which trains as `python -m hvtrain` would there. `fit` does the same for
+a DataFrame of a program's own Spark session, and `SparkModel` predicts with a finished run on the executors.
 """
 
 import argparse
@@ -20,19 +20,23 @@ from pathlib import Path
 from typing import Any, TextIO
 
 if __name__ == "__main__":
-    # Started as a file, its folder is hvtrain's own, in which `keras` would be hvtrain.keras.
-    sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
+    # As a script, its folder is hvtrain's own and comes first on sys.path, where `keras` would be hvtrain.keras.
+    sys.path = [
+        folder
+        for folder in sys.path
+        if Path(folder or ".").resolve() != Path(__file__).resolve().parent
+    ]
 
-import hvtrain
-from hvtrain.config.compose import compose, run_settings
-from hvtrain.config.schema import RunConfig, default_run_dir, from_dict
+from hvtrain.config.choices import run_settings
+from hvtrain.config.compose import composed
+from hvtrain.config.schema import RunConfig, default_run_dir
 from hvtrain.errors import ConfigError, DataError, RankError
 from hvtrain.launch import environment
 from hvtrain.launch.first_failure import failed_rank
 from hvtrain.launch.output import MARK
-from hvtrain.storage.remote import local_folder
 from hvtrain.system import console
 from hvtrain.system.command import Parser, at_least, enter
+from hvtrain.system.files import local_folder
 
 EXAMPLES = """\
 examples:
@@ -48,16 +52,17 @@ def main() -> int:
     Returns the code of the rank that failed first, if one did.
     """
     options = parse(sys.argv[1:])
-    for tree in compose(options.overrides):
-        config = from_dict(tree)
-        # The same folder for all, and not one below an executor's working folder.
-        config.run.dir = str(local_folder(config.run.dir or default_run_dir(config), "run.dir"))
-        return start(config, options)
-    return 0
+    config = composed(options.overrides)
+    # One folder for all ranks, and not relative to an executor's working folder.
+    config.run.dir = str(local_folder(config.run.dir or default_run_dir(config), "run.dir"))
+    return start(config, options)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parses np (None: Spark's own number) and mpi; the others are the run's overrides. Raises ConfigError."""
+    """Parses np (None: Spark's own number) and mpi; the others are the run's overrides.
+
+    Raises ConfigError.
+    """
     parser = Parser(
         "python -m hvtrain spark",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
@@ -66,18 +71,27 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         more_help=lambda: run_settings(arguments),
     )
     parser.add_argument(
-        "--np", "-np", type=at_least(1), metavar="N", help="ranks; default: spark.default.parallelism, or N of local[N]"
+        "--np",
+        "-np",
+        type=at_least(1),
+        metavar="N",
+        help="ranks; default: spark.default.parallelism, or N of local[N]",
     )
     controller = parser.add_mutually_exclusive_group()
     controller.add_argument("--mpi", action="store_true", help="Horovod on MPI instead of Gloo")
-    controller.add_argument("--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)")
+    controller.add_argument(
+        "--gloo", dest="mpi", action="store_false", help="Horovod on Gloo (default)"
+    )
     options, overrides = parser.parse_known_args(arguments)
     options.overrides = overrides
     return options
 
 
 def start(config: RunConfig, options: argparse.Namespace) -> int:
-    """Trains in Spark tasks. Returns the exit code of the first rank that failed, or 0. Raises UserError."""
+    """Trains in Spark tasks.
+
+    Returns the exit code of the first rank that failed, or 0. Raises UserError.
+    """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     try:
@@ -96,7 +110,7 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
         session = builder.getOrCreate()
     except PySparkRuntimeError as error:
         raise ConfigError(
-            f"Spark did not start: {' '.join(str(error).split())}; its own lines stand above "
+            f"Spark did not start: {error}; its own lines stand above "
             "(Java 17 is needed: apt-get install openjdk-17-jre-headless)"
         ) from error
     try:
@@ -106,7 +120,9 @@ def start(config: RunConfig, options: argparse.Namespace) -> int:
         session.stop()
 
 
-def run_ranks(context: Any, config: RunConfig, overrides: list[str], num_ranks: int | None, mpi: bool = False) -> int:
+def run_ranks(
+    context: Any, config: RunConfig, overrides: list[str], num_ranks: int | None, mpi: bool = False
+) -> int:
     """Runs one rank in each of N tasks of a SparkContext.
 
     Returns the exit code of the first rank that failed, or 0. Raises UserError.
@@ -163,7 +179,8 @@ class SparkModel:
     def transform(self, frame: Any) -> Any:
         """Returns a Spark DataFrame with one more column, `prediction`: a struct of what predict writes for a row.
 
-        Dots in the names of its fields become `_`. The first rows are predicted at once, because they tell the types.
+        Dots in the names of its fields become `_`. The first rows are predicted at once, because
+        they tell the types.
 
         Raises DataError if there are no rows, or the model cannot take the first ones.
         """
@@ -173,9 +190,11 @@ class SparkModel:
         predicted = frame.rdd.mapPartitions(functools.partial(predict_rows, self))
         try:
             *_, prediction = predicted.first()
-        except Exception as error:  # An executor's comes with the stacks of Python and of Java.
+        except Exception as error:  # An executor's error has the stacks of Python and of Java.
             cause = re.search(r"hvtrain\.errors\.\w+: (.*)", str(error))
-            raise DataError(f"the rows cannot be predicted: {cause[1] if cause else error}") from error
+            raise DataError(
+                f"the rows cannot be predicted: {cause[1] if cause else error}"
+            ) from error
 
         session = frame.sparkSession
         added = session.createDataFrame([Row(prediction=Row(**prediction))]).schema
@@ -186,17 +205,18 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
     """Trains on the rows of a Spark DataFrame, in tasks of its session, as `dataset=table` does on a file.
 
     The rows are written as Parquet to rows/ in the run folder, where the ranks read them. The same
-    call with the same rows resumes a run.
+    call with the same rows resumes a run. Returns the trained model.
 
     Args:
         frame: features and a target, in columns as dataset=table takes them.
-        overrides: settings of the run, such as "dataset.target=label", "model=mlp" and "run.dir=/shared/first".
+        overrides: settings of the run, such as "dataset.target=label", "model=mlp" and
+            "run.dir=/shared/first".
         num_ranks: tasks, which must run at once; None: spark.default.parallelism, or N of local[N].
 
     Raises:
         UserError: a setting is wrong, or the training has failed.
     """
-    config = hvtrain.compose(["dataset=table", *overrides])
+    config = composed(["dataset=table", *overrides])
     run_dir = local_folder(config.run.dir or default_run_dir(config), "run.dir")
     rows = run_dir / "rows"
     # With its scheme: a cluster's own file system, such as HDFS, is not the one that ranks read.
@@ -206,7 +226,9 @@ def fit(frame: Any, overrides: Sequence[str], num_ranks: int | None = None) -> S
     config.dataset["file"] = str(rows)
     code = run_ranks(frame.sparkSession.sparkContext, config, list(overrides), num_ranks)
     if code:
-        raise RankError(f"the training in {run_dir} ended with exit code {code}; the lines above say why")
+        raise RankError(
+            f"the training in {run_dir} ended with exit code {code}; the lines above say why"
+        )
     return SparkModel(config.run.dir, trust=True)
 
 
@@ -221,14 +243,16 @@ def predict_rows(model: SparkModel, rows: Iterator[Any]) -> Iterator[Any]:
 
     batch_size = run.config.train.evaluation_batch_size
     for part in iter(lambda: list(itertools.islice(rows, batch_size)), []):
-        # By way of a file, so that columns are read and checked as predict does it.
+        # Through a file, so that columns are read and checked as in predict.
         with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
-            pa.parquet.write_table(pa.Table.from_pylist([row.asDict(recursive=True) for row in part]), file.name)
-            # No more rows than are one batch.
+            pa.parquet.write_table(
+                pa.Table.from_pylist([row.asDict(recursive=True) for row in part]), file.name
+            )
+            # There is only one batch, since the part has at most batch_size rows.
             ((inputs, _),) = of_input(run, Path(file.name)).batches()
 
         columns = rows_of(run, (inputs, {}), run.model.predict_on_batch)
-        # Spark takes a dot for a field of a struct.
+        # Spark reads a dot as access to a field of a struct.
         lists = {name.replace(".", "_"): column.tolist() for name, column in columns.items()}
         for row, *values in zip(part, *lists.values()):
             yield (*row, dict(zip(lists, values)))
@@ -244,12 +268,14 @@ def _open_run(model: SparkModel) -> Any:
 
     strategy = Strategy()
     strategy.start()
-    # hvtrain.load would read the run's data in each executor, to see that they are the same.
-    return open_run(finished_config([f"run={model.run}"], trust=model.trust), strategy, uses_split=False)
+    # hvtrain.load would read the run's data in each executor, to check that they are unchanged.
+    return open_run(
+        finished_config([f"run={model.run}"], trust=model.trust), strategy, uses_split=False
+    )
 
 
 class RankLines:
-    """Writes ranks' lines on the driver: without the launchers' marks, and an error that several ranks report once."""
+    """Writes ranks' lines on the driver without the launchers' marks; an error that several ranks report, once."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -276,7 +302,7 @@ def _smooth_horovod() -> None:
     from horovod.runner import launch
     from horovod.runner.common.util import network
 
-    # It imports TensorFlow in child processes to find out what it was built with; ranks report what is missing.
+    # Horovod imports TensorFlow in child processes to find out what it was built with; ranks report what is missing.
     launch.gloo_built = launch.mpi_built = lambda verbose=False: True
 
     def copy_lines(source: Any, target: Any) -> None:
@@ -284,10 +310,10 @@ def _smooth_horovod() -> None:
             target.write(line.decode("utf-8", "replace"))
             target.flush()
 
-    # It forwards ranks' output in blocks of 64 KiB: hours of epochs.
+    # Horovod forwards ranks' output in blocks of 64 KiB, which can be hours of epochs.
     network.shutil = types.SimpleNamespace(copyfileobj=copy_lines)
 
-    # When a rank fails it cancels Spark's job, whose thread then shows a long traceback of the cancellation.
+    # When a rank fails, Horovod cancels Spark's job, whose thread then shows a long traceback of the cancellation.
     def hook(args: threading.ExceptHookArgs) -> None:
         if "cancelled" not in str(args.exc_value):
             threading.__excepthook__(args)
@@ -296,7 +322,7 @@ def _smooth_horovod() -> None:
 
 
 def rank_environment(mpi: bool) -> dict[str, str]:
-    """Returns the driver's variables that ranks get. Executors have paths of their own."""
+    """Returns the driver's environment variables that ranks get. Executors have paths of their own."""
     variables = environment.for_ranks(os.environ)
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "OMPI_MCA_plm"):
         variables.pop(name, None)
@@ -309,7 +335,10 @@ def rank_environment(mpi: bool) -> dict[str, str]:
 
 
 def train_rank(config: RunConfig, overrides: list[str], folder: str) -> None:
-    """Runs one rank, in a process of its own beside a Spark task; exits with its code unless all is well."""
+    """Runs one rank, in its own process beside a Spark task.
+
+    Exits with the rank's code unless it succeeds.
+    """
     sys.argv[1:] = overrides
     # As with the other launchers, relative paths and the user's modules are those of the driver's folder.
     if Path(folder).is_dir():

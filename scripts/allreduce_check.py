@@ -17,7 +17,9 @@ tf.config.set_visible_devices([], "GPU")
 expected = sum(range(hvd.size() + 1))
 total = int(hvd.allreduce(tf.constant([hvd.rank() + 1]), op=hvd.Sum)[0])
 if hvd.size() < 2 or total != expected:
-    sys.exit(f"allreduce over {hvd.size()} process(es) gave {total}, needed {expected} over at least 2")
+    sys.exit(
+        f"allreduce over {hvd.size()} process(es) gave {total}, needed {expected} over at least 2"
+    )
 if hvd.rank() == 0:
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
     print(f"{controller}: allreduce over {hvd.size()} processes is right (1 + 2 = {total})")

@@ -41,8 +41,12 @@ def main() -> None:
         epilog="Exits with 1 if a fault was not found, with 2 if its tests fail without it.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults to try; default: all")
-    parser.add_argument("--list", action="store_true", help="list the faults and the tests that must find them")
-    parser.add_argument("--no-check", action="store_true", help="do not run the tests without the faults first")
+    parser.add_argument(
+        "--list", action="store_true", help="list the faults and the tests that must find them"
+    )
+    parser.add_argument(
+        "--no-check", action="store_true", help="do not run the tests without the faults first"
+    )
     arguments = parser.parse_args()
     known = {fault.name: fault for fault in FAULTS}
     if unknown := [name for name in arguments.names if name not in known]:
@@ -94,10 +98,17 @@ def check_that_it_fits(faults: list[Fault], copy: Path) -> None:
     for fault in faults:
         times = (copy / "hvtrain" / fault.file).read_text().count(fault.old)
         if times != 1:
-            sys.exit(f"{fault.name}: hvtrain/{fault.file} has {times} times, and needs once: {fault.old.strip()}")
+            sys.exit(
+                f"{fault.name}: hvtrain/{fault.file} has {times} times, and needs once: {fault.old.strip()}"
+            )
     code = "import hvtrain; print(hvtrain.__file__)"
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=copy.parent, env=environment(copy), capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=copy.parent,
+        env=environment(copy),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     if not Path(found.stdout.strip()).is_relative_to(copy):
         sys.exit(f"{found.stdout.strip()} is imported instead of the copy in {copy}")
@@ -106,7 +117,9 @@ def check_that_it_fits(faults: list[Fault], copy: Path) -> None:
 def check_without_faults(faults: list[Fault], copy: Path) -> None:
     """Ends the program if one of the tests fails, or is left out, without any fault."""
     for tier, marker in MARKERS.items():
-        tests = list(dict.fromkeys(test for fault in faults if fault.tier == tier for test in fault.tests))
+        tests = list(
+            dict.fromkeys(test for fault in faults if fault.tier == tier for test in fault.tests)
+        )
         if not tests:
             continue
         began = time.monotonic()
@@ -133,7 +146,10 @@ def try_out(fault: Fault, copy: Path) -> Result:
     seconds = time.monotonic() - began
     failed = re.search(r"^FAILED (.+?)(?: - |$)", output, re.MULTILINE)
     test = failed[1] if failed and code == 1 else ""
-    print(f"{fault.name}: {f'found by {test}' if test else 'NOT FOUND'} in {seconds:.0f} s", flush=True)
+    print(
+        f"{fault.name}: {f'found by {test}' if test else 'NOT FOUND'} in {seconds:.0f} s",
+        flush=True,
+    )
     if not test:
         print(output[-3000:], flush=True)
     return Result(fault, test, seconds)
@@ -141,7 +157,20 @@ def try_out(fault: Fault, copy: Path) -> Result:
 
 def run_tests(tests: tuple[str, ...] | list[str], marker: str, copy: Path) -> tuple[int, str]:
     """Pytest's exit code and output; the code is -1 if the tests did not end."""
-    line = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-m", marker, *tests]
+    line = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marker,
+        *tests,
+    ]
     process = subprocess.Popen(
         line,
         cwd=copy,
@@ -166,7 +195,9 @@ def table(results: list[Result]) -> str:
     for result in results:
         fault = result.fault
         test = f"`{result.test}`" if result.test else "**not found**"
-        rows.append(f"| {fault.harm} | `{fault.file}` | {test} | {result.seconds:.0f} | {fault.tier} |")
+        rows.append(
+            f"| {fault.harm} | `{fault.file}` | {test} | {result.seconds:.0f} | {fault.tier} |"
+        )
     return "\n".join(rows)
 
 

@@ -26,7 +26,13 @@ from typing import Any
 from safetensors.numpy import load_file
 
 TREE = Path(__file__).resolve().parents[1]
-BASE = ["model=mlp", "dataset=digits", "train.epochs=2", "train.deterministic=true", "checkpoint.every_steps=17"]
+BASE = [
+    "model=mlp",
+    "dataset=digits",
+    "train.epochs=2",
+    "train.deterministic=true",
+    "checkpoint.every_steps=17",
+]
 ONE: list[str] = []
 GLOO = ["horovodrun", "--gloo", "-np", "2"]
 MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
@@ -47,7 +53,7 @@ RUNS: dict[str, list[Any]] = {
     "resumed": [MPI, ["optimizer=adam", "dataset.shift_pixels=1"], MPI],
     "resumed on one rank": [MPI, ["optimizer=momentum"], ONE],
 }
-MEASURED = ("seconds", "images_per_second", "examples_per_second")
+MEASURED = ("seconds", "examples_per_second", "flops_per_second", "share_of_peak")
 
 
 def main() -> None:
@@ -59,7 +65,9 @@ def main() -> None:
         "record", help="run the trainings on this checkout, and write what they came to"
     )
     record_command.add_argument("file", type=Path)
-    compare_command = commands.add_parser("compare", help="exit 1 if two records differ, and say where")
+    compare_command = commands.add_parser(
+        "compare", help="exit 1 if two records differ, and say where"
+    )
     compare_command.add_argument("before", type=Path)
     compare_command.add_argument("after", type=Path)
     given = parser.parse_args()
@@ -88,9 +96,13 @@ def start(launcher: list[str], settings: list[str], folder: Path) -> None:
     """One start of the run; ends this program where it fails."""
     command = [*launcher, sys.executable, "-m", "hvtrain", *BASE, *settings, f"run.dir={folder}"]
     environment = {**os.environ, "PYTHONPATH": str(TREE), "HYDRA_FULL_ERROR": "0"}
-    done = subprocess.run(command, cwd=TREE, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=TREE, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        sys.exit(f"exit {done.returncode} of: {' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        sys.exit(
+            f"exit {done.returncode} of: {' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
 
 
 def keep_first_checkpoint(folder: Path) -> None:
@@ -105,10 +117,18 @@ def keep_first_checkpoint(folder: Path) -> None:
 def outcome(folder: Path) -> dict[str, Any]:
     """What must not change of a finished run."""
     last = max(path for path in (folder / "checkpoints").iterdir() if path.is_dir())
-    arrays = {name: array for path in sorted(last.glob("*.safetensors")) for name, array in load_file(path).items()}
-    digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in sorted(arrays.items())}
+    arrays = {
+        name: array
+        for path in sorted(last.glob("*.safetensors"))
+        for name, array in load_file(path).items()
+    }
+    digests = {
+        name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in sorted(arrays.items())
+    }
     with (folder / "history.csv").open(encoding="utf-8", newline="") as stream:
-        epochs = [{k: v for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(stream)]
+        epochs = [
+            {k: v for k, v in row.items() if k not in MEASURED} for row in csv.DictReader(stream)
+        ]
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return {
         "weights": hashlib.sha256(json.dumps(digests).encode()).hexdigest(),

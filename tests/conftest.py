@@ -4,11 +4,13 @@ Two files run at a time. Those that take longest come first, so that no worker e
 seconds that tests/durations.txt has for each file. `pytest --record-durations` writes it anew.
 """
 
+import faulthandler
 import gc
 import logging
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 DURATIONS = Path(__file__).parent / "durations.txt"
 ROOT = Path(__file__).parents[1]
+STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A copy of the file number, since pytest captures what tests write to it.
+    config.stash[STDERR] = os.dup(2)
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
 
@@ -67,6 +72,24 @@ def pytest_collection_finish() -> None:
     # TensorFlow alone makes a million objects that live until the end. Without them each collection takes far less.
     gc.collect()
     gc.freeze()
+    # An exception's frames keep the iterator over a data set. If a thread of tf.data that calls Python collects that
+    # iterator, it waits for itself for ever. So the main thread collects, after each file.
+    gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends a worker whose test hangs where pytest-timeout's signal is not handled, such as in TensorFlow's C++.
+
+    The stacks of all threads are printed; xdist names the test, and tries it again in a new worker, twice at most.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit + 60, file=item.config.stash[STDERR], exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,6 +99,7 @@ def state_of_one_file():
     That is Keras's precision, and hvtrain's loggers, which a run takes to its console and away from pytest.
     """
     yield
+    gc.collect()
     if keras := sys.modules.get("keras"):
         keras.config.set_dtype_policy("float32")
     logging.captureWarnings(False)

@@ -58,7 +58,9 @@ command.enter(fail)
     ],
     ids=["what rank 0 says too", "what this rank alone says", "Ctrl-C"],
 )
-def test_a_launcher_that_ends_the_ranks_ends_their_wait_for_each_other(error, code, said, monkeypatch):
+def test_a_launcher_that_ends_the_ranks_ends_their_wait_for_each_other(
+    error, code, said, monkeypatch
+):
     monkeypatch.setenv("HOROVOD_RANK", "1")
     program = [sys.executable, "-c", SECOND_TO_FAIL.format(error=error)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
@@ -79,7 +81,11 @@ print("done", flush=True)
 def test_a_process_that_has_done_its_work_and_hangs_at_its_exit_is_ended():
     """With the exit code of a success, whatever signal arrives then."""
     done = subprocess.run(
-        [sys.executable, "-c", HANGS_AT_EXIT], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", HANGS_AT_EXIT],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
@@ -105,12 +111,19 @@ command.enter(fail)
 
 def test_a_failure_keeps_its_exit_code_whatever_python_meets_as_it_ends():
     """Such as a thread of TensorFlow's that still reads data."""
-    done = subprocess.run([sys.executable, "-c", CRASHES_AS_PYTHON_ENDS], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "exit functions are called\n", "hvtrain: bad\n")
+    done = subprocess.run(
+        [sys.executable, "-c", CRASHES_AS_PYTHON_ENDS], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "exit functions are called\n",
+        "hvtrain: bad\n",
+    )
 
 
 @pytest.mark.parametrize(
-    ("start", "argument"), [(process, "train.epoch=3"), (hvtrain, "train.epochs=0"), (hvtrain, "model=resnext")]
+    ("start", "argument"),
+    [(process, "train.epoch=3"), (hvtrain, "train.epochs=0"), (hvtrain, "model=resnext")],
 )
 def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(start, argument, tmp_path):
     code, output, errors = start(argument, cwd=tmp_path)
@@ -121,7 +134,10 @@ def test_a_refusal_is_one_line_on_the_error_output_and_exit_code_2(start, argume
 
 def test_an_argument_that_is_not_utf_8_is_refused_in_one_line(tmp_path):
     code, output, errors = hvtrain(os.fsdecode(b"run.dir=r\xff"), cwd=tmp_path)
-    assert (code, output) == (2, "") and errors == "hvtrain: b'run.dir=r\\xff' is not UTF-8; rename what it names\n"
+    assert (code, output) == (
+        2,
+        "",
+    ) and errors == "hvtrain: b'run.dir=r\\xff' is not UTF-8; rename what it names\n"
 
 
 def test_tracebacks_are_shown_where_asked(tmp_path):
@@ -131,7 +147,9 @@ def test_tracebacks_are_shown_where_asked(tmp_path):
 
 
 def test_a_setting_counts_more_than_a_choice_of_debug(tmp_path):
-    code, output, _ = hvtrain("--cfg", "job", "debug=fast", "train.steps=7", "experiment=mnist_classic", cwd=tmp_path)
+    code, output, _ = hvtrain(
+        "--cfg", "job", "debug=fast", "train.steps=7", "experiment=mnist_classic", cwd=tmp_path
+    )
     composed = yaml.safe_load(output)
     assert (code, composed["train"]["steps"], composed["train"]["evaluation_steps"]) == (0, 7, 2)
     assert composed["train"]["divide_steps_by_size"] is False, "debug comes after the experiment"
@@ -141,9 +159,14 @@ def test_a_file_chooses_debug_in_its_defaults(tmp_path):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     text = "# @package _global_\ndefaults: [/debug/fast]\ntrain: {epochs: 3}\n"
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(text)
-    code, output, errors = hvtrain("--cfg", "job", "experiment=mine", "--config-dir", "own", cwd=tmp_path)
+    code, output, errors = hvtrain(
+        "--cfg", "job", "experiment=mine", "--config-dir", "own", cwd=tmp_path
+    )
     assert code == 0, errors
-    assert (yaml.safe_load(output)["train"]["steps"], yaml.safe_load(output)["train"]["epochs"]) == (2, 3)
+    assert (
+        yaml.safe_load(output)["train"]["steps"],
+        yaml.safe_load(output)["train"]["epochs"],
+    ) == (2, 3)
 
 
 def test_tracebacks_in_a_file_count_too(tmp_path):
@@ -189,7 +212,9 @@ def test_help_has_the_settings_of_a_choice_with_their_meaning(tmp_path):
 
 
 def test_cfg_job_shows_the_composed_run(tmp_path):
-    code, output, _ = hvtrain("--cfg", "job", "experiment=mnist_classic", "train.steps=50", cwd=tmp_path)
+    code, output, _ = hvtrain(
+        "--cfg", "job", "experiment=mnist_classic", "train.steps=50", cwd=tmp_path
+    )
     assert code == 0
     composed = yaml.safe_load(output)
     assert composed["train"]["steps"] == 50
@@ -214,8 +239,17 @@ COMMANDS = {
     "verify": ["python -m hvtrain verify", "horovodrun -np 16"],
     "find_lr": ["--output DIR", "as run.dir=DIR"],
     "find_batch": ["--first N", "--memory GIB", "horovodrun -np 4 python -m hvtrain find_batch"],
-    "sweep": ["sweep=SPACE [trials=N]", "--direction {max,min}", "choices: [adam, sgd]", "docs/sweep.md"],
-    "compare": ["strategy=A,B,... [OPTION ...]", "--single-batch {joint,rank}", "NAME@SETTING=VALUE"],
+    "sweep": [
+        "sweep=SPACE [trials=N]",
+        "--direction {max,min}",
+        "choices: [adam, sgd]",
+        "docs/sweep.md",
+    ],
+    "compare": [
+        "strategy=A,B,... [OPTION ...]",
+        "--single-batch {joint,rank}",
+        "NAME@SETTING=VALUE",
+    ],
 }
 
 
@@ -238,7 +272,9 @@ def helps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("help")
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests/support")}
     line = [sys.executable, "-c", ALL_HELP, *COMMANDS]
-    done = subprocess.run(line, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        line, cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert list(folder.iterdir()) == []
     return json.loads(done.stdout)
@@ -270,12 +306,19 @@ def test_the_table_of_commands_names_modules_that_have_them(tmp_path):
             "evalute is not a command (did you mean evaluate?); settings have the form SETTING=VALUE",
         ),
         (["model"], "model is not a command, which are runs, report, inspect, "),
-        (["evaluate", "--nonsense"], "unknown option --nonsense; see python -m hvtrain evaluate --help"),
+        (
+            ["evaluate", "--nonsense"],
+            "unknown option --nonsense; see python -m hvtrain evaluate --help",
+        ),
     ],
 )
 def test_a_misspelt_command_is_one_line(arguments, message, tmp_path):
     code, output, errors = hvtrain(*arguments, cwd=tmp_path)
-    assert (code, output) == (2, "") and errors.startswith(f"hvtrain: {message}") and errors.count("\n") == 1
+    assert (
+        (code, output) == (2, "")
+        and errors.startswith(f"hvtrain: {message}")
+        and errors.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("name", ["evaluate", "launch"])

@@ -42,7 +42,14 @@ def script(tmp_path_factory):
 @pytest.fixture(scope="module")
 def asked(script):
     def ask(line, cwd=ROOT, breaks="=:"):
-        arguments = ["bash", "--norc", "-c", f"source {script}; COMP_WORDBREAKS={breaks}; {ASK}", "bash", line]
+        arguments = [
+            "bash",
+            "--norc",
+            "-c",
+            f"source {script}; COMP_WORDBREAKS={breaks}; {ASK}",
+            "bash",
+            line,
+        ]
         done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=cwd)
         assert done.stderr == ""
         return done.stdout.split()
@@ -58,7 +65,9 @@ def stems(group):
                                      "./scripts/run mpirun -np 2 python -m hvtrain find_lr"])  # fmt: skip
 def test_a_group_has_its_choices(asked, command):
     assert asked(f"{command} model=") == stems("model")
-    assert asked(f"{command} seed=3 dataset=t") == [stem for stem in stems("dataset") if stem.startswith("t")]
+    assert asked(f"{command} seed=3 dataset=t") == [
+        stem for stem in stems("dataset") if stem.startswith("t")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -112,14 +121,18 @@ def test_every_group_and_setting_is_offered(asked):
             elif not name.startswith("_"):
                 yield prefix + name
 
-    (tree,) = compose(["callbacks=[early_stopping,reduce_lr_on_plateau]", "augment=[mix_up]"])
+    tree = compose(["callbacks=[early_stopping,reduce_lr_on_plateau]", "augment=[mix_up]"])
     offered = {*names()}
     assert {"model", "strategy", "experiment", "tracker"} <= offered
     assert {name for name in flat(tree) if name not in ("tracker",)} - offered == set()
 
 
 def test_other_commands_are_left_alone(asked):
-    for line in ("python train.py model=", "python -m hvtrain runs model=", "mpirun -np 2 ./a.out mod"):
+    for line in (
+        "python train.py model=",
+        "python -m hvtrain runs model=",
+        "mpirun -np 2 ./a.out mod",
+    ):
         assert asked(line) == []
     assert asked("python -m hvtrain find_l") == ["find_lr"]
     assert asked("python -m h") == ["hvtrain"]
@@ -151,8 +164,15 @@ def test_the_tab_key(script, tmp_path):
     child, terminal = pty.fork()
     if not child:
         os.chdir(tmp_path)
-        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**os.environ, "PS1": "> ", "TERM": "dumb"})
-    os.write(terminal, f"source {shlex.quote(str(script))}; hvtrain() {{ printf 'got %s\\n' \"$*\"; }}\n".encode())
+        os.execvpe(
+            "bash",
+            ["bash", "--norc", "--noprofile", "-i"],
+            {**os.environ, "PS1": "> ", "TERM": "dumb"},
+        )
+    os.write(
+        terminal,
+        f"source {shlex.quote(str(script))}; hvtrain() {{ printf 'got %s\\n' \"$*\"; }}\n".encode(),
+    )
     os.write(terminal, b"hvtrain mod\t\x15hvtrain model=ml\ttrain.resi\tsc\t-\n")
     shown, deadline = b"", time.monotonic() + 20
     while b"got " not in shown.replace(b"'got ", b"") and time.monotonic() < deadline:
@@ -184,4 +204,7 @@ def test_the_commands_that_take_settings():
     for name, command in COMMANDS.items():
         module = sys.modules[command.load().__module__]
         files = [Path(module.__file__), *([Path(options.__file__)] if name == "launch" else [])]
-        assert any(sign in file.read_text() for file in files for sign in signs) == command.takes_settings, name
+        assert (
+            any(sign in file.read_text() for file in files for sign in signs)
+            == command.takes_settings
+        ), name

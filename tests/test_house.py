@@ -11,9 +11,22 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hvtrain"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-ROOMS = re.findall(r"^\| `([\w/]+)` \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+ROOMS = re.findall(
+    r"^\| `([\w/]+)` \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE
+)
 NO_TENSORFLOW = (
-    *("errors", "commands", "config/", "core/", "watchdog/", "launch/", "migrate/", "report/", "__main__", "spark"),
+    *(
+        "errors",
+        "commands",
+        "config/",
+        "core/",
+        "watchdog/",
+        "launch/",
+        "migrate/",
+        "report/",
+        "__main__",
+        "spark",
+    ),
 )
 # Names that a reader has to resolve in his head each time.
 VAGUE = {"found", "one", "came", "said", "told", "giver"}
@@ -22,6 +35,7 @@ SHORT = {
     "__main__.py": "the command line",
     "core/buckets.py": "keras/ and plan/ use it, and core/ has no closer idea",
     "launch/horovodrun.py": "the program horovodrun",
+    "storage/outputs.py": "commands use it, and runs do not",
     "system/text.py": "numbers for people, which every room has",
     "trackers/tensorboard.py": "a choice of tracker=",
     "core/version.py": "every room imports it",
@@ -31,7 +45,11 @@ USE_HOROVOD = ("keras/", "launch/", "plan/", "spark")
 
 def room(location: str) -> str:
     """The room of a file or a folder below hvtrain/: the innermost one of the table."""
-    return max((room for room in ROOMS if f"{location}/".startswith(f"{room.rstrip('/')}/")), key=len, default=location)
+    return max(
+        (room for room in ROOMS if f"{location}/".startswith(f"{room.rstrip('/')}/")),
+        key=len,
+        default=location,
+    )
 
 
 def room_of(path: Path) -> str:
@@ -53,7 +71,10 @@ def top_level(path: Path) -> set[str]:
 
 def test_the_table_names_every_room_on_disk() -> None:
     places = {path.relative_to(PACKAGE).parts[0] for path in FILES}
-    on_disk = {f"{location}/" if (PACKAGE / location).is_dir() else location.removesuffix(".py") for location in places}
+    on_disk = {
+        f"{location}/" if (PACKAGE / location).is_dir() else location.removesuffix(".py")
+        for location in places
+    }
     assert on_disk == {room for room in ROOMS if "/" not in room.rstrip("/")}
     assert all((PACKAGE / room).is_dir() for room in ROOMS if room.endswith("/"))
     assert len(set(ROOMS)) == len(ROOMS) > 20
@@ -83,7 +104,9 @@ def test_who_imports_horovod_and_tensorflow() -> None:
         assert mine not in NO_TENSORFLOW or not {"tensorflow", "keras"} & imported, path
         if mine in ("core/", "watchdog/"):
             more = {"psutil"} if mine == "watchdog/" else set()
-            assert imported <= {*sys.stdlib_module_names, "hvtrain", *more}, f"{path}: only the standard library"
+            assert imported <= {*sys.stdlib_module_names, "hvtrain", *more}, (
+                f"{path}: only the standard library"
+            )
 
 
 def test_commands_and_pure_rooms_start_without_tensorflow() -> None:
@@ -100,14 +123,22 @@ def test_commands_and_pure_rooms_start_without_tensorflow() -> None:
 
 
 def test_files_stay_readable() -> None:
-    long = {str(path.relative_to(PACKAGE)): n for path in FILES if (n := len(path.read_text().splitlines())) > 400}
+    long = {
+        str(path.relative_to(PACKAGE)): n
+        for path in FILES
+        if (n := len(path.read_text().splitlines())) > 400
+    }
     assert long == {}, "look for the second idea in them"
 
 
 def test_short_files_have_a_reason() -> None:
-    short = {str(path.relative_to(PACKAGE)) for path in FILES if len(path.read_text().splitlines()) < 60}
+    short = {
+        str(path.relative_to(PACKAGE)) for path in FILES if len(path.read_text().splitlines()) < 60
+    }
     unexpected = {name for name in short if not name.endswith("__init__.py")} - {*SHORT}
-    assert unexpected == set(), "fold them into the file of their idea, or say in SHORT why they stand alone"
+    assert unexpected == set(), (
+        "fold them into the file of their idea, or say in SHORT why they stand alone"
+    )
 
 
 def test_names_say_something() -> None:
@@ -115,7 +146,9 @@ def test_names_say_something() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno} {name}"
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text()))
-        for name in [node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else ""]
+        for name in [
+            node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else ""
+        ]
         if name in VAGUE
     ]
     assert vague == [], "name the thing: records, matches, row, message"

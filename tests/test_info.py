@@ -20,7 +20,9 @@ def info(*arguments, **variables):
 
 
 def test_the_block_has_versions_build_and_devices_and_no_secret():
-    code, output, _ = info(NCCL_DEBUG="INFO", HOROVOD_TOKEN="hunter2", TF_PLACE="http://me:hunter2@host/")
+    code, output, _ = info(
+        NCCL_DEBUG="INFO", HOROVOD_TOKEN="hunter2", TF_PLACE="http://me:hunter2@host/"
+    )
     assert code == 0
     first, *lines, last = output.splitlines()
     assert (first, last) == ("```text", "```")
@@ -42,7 +44,11 @@ def test_a_host_that_does_not_answer_is_a_line_and_not_the_end():
 
 
 def test_bad_input_is_one_line():
-    assert info("--foo") == (2, "", "hvtrain: unrecognized arguments: --foo; see python -m hvtrain info --help\n")
+    assert info("--foo") == (
+        2,
+        "",
+        "hvtrain: unrecognized arguments: --foo; see python -m hvtrain info --help\n",
+    )
 
 
 def test_a_checkout_is_named_by_its_commit_and_changes(tmp_path):
@@ -53,7 +59,9 @@ def test_a_checkout_is_named_by_its_commit_and_changes(tmp_path):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *arguments], check=True)
-    head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True).stdout
+    head = subprocess.run(
+        [*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout
     assert commit_of(str(package)) == f" ({head.strip()})"
     (package / "a.py").write_text("2")
     assert commit_of(str(package)) == f" ({head.strip()}, 1 changed)"

@@ -10,8 +10,9 @@ from benchmarks.clock import Clock
 from benchmarks.measure import JOB
 from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
+from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import RunConfig, from_dict
-from hvtrain.core.step_plan import StepPlan, make_plan
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
 from hvtrain.system import resources
@@ -52,7 +53,9 @@ class Setup:
     def fit(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, rank: int) -> None:
         """Trains with Keras's fit for plan.num_steps. The callback Clock writes the report of this rank or job."""
         # Without XLA, as the runner trains by default.
-        model.compile(optimizer=optimizer, loss=self.loss(), metrics=[self.accuracy()], jit_compile=False)
+        model.compile(
+            optimizer=optimizer, loss=self.loss(), metrics=[self.accuracy()], jit_compile=False
+        )
         clock = Clock(self.plan.num_steps, rank)
 
         def train(first_epoch: int, last_epoch: int, steps: int) -> None:
@@ -86,7 +89,8 @@ def use_gpu(number: int | None) -> bool:
 
     number: of the GPU; None hides all.
     """
-    gpus = tf.config.list_physical_devices("GPU")
+    # As the runner finds them: TensorFlow by itself may leave all GPUs out, and the contender would run on CPUs.
+    gpus = resources.physical_gpus()
     # More processes than GPUs share them.
     visible = [gpus[number % len(gpus)]] if gpus and number is not None else []
     tf.config.set_visible_devices(visible, "GPU")
@@ -108,7 +112,7 @@ def make_setup(rank: int = 0, size: int = 1, overrides: list[str] | None = None)
 
     overrides: its settings; default: those of the command line.
     """
-    config = from_dict(compose(overrides)[0])
+    config = from_dict(compose(overrides))
     keras.utils.set_random_seed(config.seed + rank)
     source = build(config, "dataset", Source)
     if config.augment:

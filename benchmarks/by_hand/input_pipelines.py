@@ -49,7 +49,9 @@ def hvtrain_source(folder: Path, file_format: str, work: str) -> tf.data.Dataset
     if not setup.source.raw_batches:
         return batches
     # What the step does otherwise.
-    return batches.map(lambda images, labels: (setup.source.finish(images), labels), num_parallel_calls=AUTO)
+    return batches.map(
+        lambda images, labels: (setup.source.finish(images), labels), num_parallel_calls=AUTO
+    )
 
 
 def keras_folder(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
@@ -65,7 +67,9 @@ def keras_folder(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
     )
     crop = keras.layers.CenterCrop(*TRAINED[:2])
     rescale = keras.layers.Rescaling(1 / 255)
-    scaled = batches.map(lambda images, labels: (rescale(crop(images)), labels), num_parallel_calls=AUTO)
+    scaled = batches.map(
+        lambda images, labels: (rescale(crop(images)), labels), num_parallel_calls=AUTO
+    )
     return scaled.repeat().prefetch(AUTO)
 
 
@@ -84,7 +88,9 @@ def by_hand(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
         """The first of ten draws that fits into the image."""
         areas = tf.random.uniform([10], *AREAS) * tf.cast(tf.reduce_prod(limits), tf.float32)
         aspects = tf.exp(tf.random.uniform([10], *map(math.log, ASPECTS)))
-        sizes = tf.cast(tf.round(tf.sqrt(tf.stack([areas / aspects, areas * aspects], axis=1))), tf.int32)
+        sizes = tf.cast(
+            tf.round(tf.sqrt(tf.stack([areas / aspects, areas * aspects], axis=1))), tf.int32
+        )
         first = tf.argmax(tf.reduce_all(sizes <= limits, axis=1))
         size = tf.minimum(sizes[first], limits)
         corner = tf.cast(tf.random.uniform([2]) * tf.cast(limits - size + 1, tf.float32), tf.int32)
@@ -116,7 +122,11 @@ def by_hand(folder: Path, file_format: str, work: str) -> tf.data.Dataset:
 def _files(folder: Path) -> tf.data.Dataset:
     paths = sorted(folder.glob("train/*/*.jpg"))
     labels = [int(path.parent.name.removeprefix("class_")) for path in paths]
-    files = tf.data.Dataset.from_tensor_slices((list(map(str, paths)), labels)).shuffle(len(paths)).repeat()
+    files = (
+        tf.data.Dataset.from_tensor_slices((list(map(str, paths)), labels))
+        .shuffle(len(paths))
+        .repeat()
+    )
     return files.map(lambda path, label: (tf.io.read_file(path), label), num_parallel_calls=AUTO)
 
 
@@ -144,7 +154,12 @@ def _rows(folder: Path) -> tf.data.Dataset:
                 yield batch["image"].to_numpy(zero_copy_only=False), batch["label"].to_numpy()
 
     spec = tf.TensorSpec([None], tf.string), tf.TensorSpec([None], tf.int64)
-    return tf.data.Dataset.from_generator(batches, output_signature=spec).unbatch().shuffle(SHUFFLED).repeat()
+    return (
+        tf.data.Dataset.from_generator(batches, output_signature=spec)
+        .unbatch()
+        .shuffle(SHUFFLED)
+        .repeat()
+    )
 
 
 PIPELINES: dict[str, Callable[[Path, str, str], tf.data.Dataset]] = {
@@ -172,7 +187,11 @@ def main() -> None:
         # A pipeline that gives other pixels would win by doing less.
         if not step:
             mean = float(tf.reduce_mean(images))
-            assert images.shape == (BATCH_SIZE, *TRAINED) and images.dtype == tf.float32 and 0.2 < mean < 0.8, mean
+            assert (
+                images.shape == (BATCH_SIZE, *TRAINED)
+                and images.dtype == tf.float32
+                and 0.2 < mean < 0.8
+            ), mean
         take(images, labels)
         stopwatch.step_ended()
 

@@ -29,7 +29,9 @@ def main() -> None:
     optimizer = reducing(setup.optimizer())
     # Before the broadcast, which covers the slots too.
     optimizer.build(model.trainable_variables)
-    hvd.broadcast_variables([v.value for v in (*model.variables, *optimizer.variables)], root_rank=0)
+    hvd.broadcast_variables(
+        [v.value for v in (*model.variables, *optimizer.variables)], root_rank=0
+    )
     setup.fit(model, optimizer, hvd.rank())
 
 

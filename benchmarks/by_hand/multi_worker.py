@@ -31,7 +31,8 @@ def main() -> None:
         def on_replica(images: tf.Tensor, labels: tf.Tensor) -> None:
             with tf.GradientTape() as tape:
                 logits = model(images, training=True)
-                share = loss_of(labels, logits)  # Keras divides by the number of replicas here; the optimizer sums.
+                # Keras divides by the number of replicas here; the optimizer sums.
+                share = loss_of(labels, logits)
             gradients = tape.gradient(share, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables))
             mean.update_state(share * size)

@@ -16,7 +16,9 @@ def main() -> None:
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     use_gpu(resolver.task_id if resolver.task_type == "worker" else None)
     if resolver.task_type != "chief":
-        server = tf.distribute.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id, protocol="grpc")
+        server = tf.distribute.Server(
+            resolver.cluster_spec(), resolver.task_type, resolver.task_id, protocol="grpc"
+        )
         server.join()
     coordinate(resolver)
 

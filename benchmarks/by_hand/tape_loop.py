@@ -35,7 +35,9 @@ def main() -> None:
         mean.update_state(loss)
         accuracy.update_state(labels, logits)
 
-    hvd.broadcast_variables([v.value for v in (*model.variables, *optimizer.variables)], root_rank=0)
+    hvd.broadcast_variables(
+        [v.value for v in (*model.variables, *optimizer.variables)], root_rank=0
+    )
     for number, (images, labels) in enumerate(setup.batches_from(0).take(setup.plan.num_steps)):
         # Metrics are those of the last epoch, as Keras reports them.
         if number % setup.plan.steps_per_epoch == 0:

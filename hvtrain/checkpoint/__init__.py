@@ -1,1 +1,1 @@
-"""Checkpoints on disk: their format, and the writer in the background."""
+"""Checkpoints on disk: their format, and the background writer."""

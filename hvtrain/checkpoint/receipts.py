@@ -1,8 +1,11 @@
-"""Receipts of a run: digests of its weights and slots at each checkpoint, in receipts.jsonl. Knows no ranks.
+"""Receipts of a run: digests of its weights and slots at each checkpoint, in receipts.jsonl.
 
-The file has two kinds of lines. A start has what the bits may depend on (facts), written once for equal facts:
-{"start": DIGEST, "first_step": 0, "facts": {KIND: {NAME: VALUE}}}. A receipt follows each checkpoint:
-{"step": 44, "start": DIGEST, "digests": {KEY: DIGEST}}, with the keys of the checkpoint's arrays.
+Does not communicate.
+
+The file has two kinds of lines. A start has the facts on which the bits may depend, written once
+for equal facts: {"start": DIGEST, "first_step": 0, "facts": {KIND: {NAME: VALUE}}}. A receipt follows
+each checkpoint: {"step": 44, "start": DIGEST, "digests": {KEY: DIGEST}}, with keys of the
+checkpoint's arrays.
 """
 
 import hashlib
@@ -16,23 +19,23 @@ from typing import Any
 import numpy as np
 
 from hvtrain.checkpoint.writer import Writer
-from hvtrain.core.files import append_text, is_own_file, read_file, whole_lines, write_atomic
 from hvtrain.core.run_files import RECEIPTS_FILE
 from hvtrain.errors import StorageError, in_one_line
+from hvtrain.system.files import append_text, is_own_file, read_file, whole_lines, write_atomic
 
 log = logging.getLogger(__name__)
 
 Facts = dict[str, dict[str, Any]]
-"""By kind (data, settings, ...) and name."""
+"""Facts by kind (data, settings, ...) and name."""
 Digests = dict[str, str]
 
 MAX_BYTES = 8 << 20
-"""Of the file. Above it, every second of the older receipts goes."""
+"""Size of the file above which every second receipt of the older half is dropped."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a run was at a step, and what it depended on."""
+    """The digests of a run at a step, and the facts on which they depended."""
 
     facts: Facts
     digests: Digests
@@ -40,20 +43,24 @@ class Receipt:
 
 def digests_of(arrays: dict[str, np.ndarray]) -> Digests:
     """Digests of the weights and slots among the arrays of a checkpoint, by key: the first 8 bytes of SHA-256."""
-    return {key: _digest(array) for key, array in arrays.items() if key.startswith(("model/", "optimizer/"))}
+    return {
+        key: _digest(array)
+        for key, array in arrays.items()
+        if key.startswith(("model/", "optimizer/"))
+    }
 
 
 def _digest(array: np.ndarray) -> str:
     contiguous = np.ascontiguousarray(array).reshape(-1)
-    # Faster than BLAKE2b where the processor has instructions for it: 1.0 and 0.7 GB/s (2026-11-27).
+    # Faster than BLAKE2b if the processor has SHA instructions: 1.0 against 0.7 GB/s (2026-11-27).
     return hashlib.sha256(contiguous.view(np.uint8).data).hexdigest()[:16]
 
 
 def read_receipts(folder: Path) -> dict[int, Receipt]:
-    """Returns a run's receipts by step; of steps that were trained again the newer ones.
+    """Returns a run's receipts by step; for repeated steps, the newer ones.
 
     Raises:
-        StorageError: there are none, or the file is damaged.
+        StorageError: there is no such file, or the file is damaged.
     """
     path = folder / RECEIPTS_FILE
     if not is_own_file(path):
@@ -67,12 +74,16 @@ def read_receipts(folder: Path) -> dict[int, Receipt]:
                 receipts[step] = Receipt(facts[line["start"]], dict(line["digests"]))
                 continue
             if "facts" in line:
-                facts[line["start"]] = {kind: dict(values) for kind, values in dict(line["facts"]).items()}
-            # What came after the step of a resume was lost, and trained again.
+                facts[line["start"]] = {
+                    kind: dict(values) for kind, values in dict(line["facts"]).items()
+                }
+            # Steps after the one from which the run resumed were lost, and are trained again.
             first_step = int(line["first_step"])
             receipts = {step: receipt for step, receipt in receipts.items() if step <= first_step}
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise StorageError(f"{path} is damaged ({in_one_line(error)}); restore it or move it away") from error
+        raise StorageError(
+            f"{path} is damaged ({in_one_line(error)}); restore it or move it away"
+        ) from error
     return dict(sorted(receipts.items()))
 
 
@@ -87,11 +98,11 @@ def _text(lines: list[dict[str, Any]]) -> str:
 class ReceiptWriter(Writer):
     """Writes checkpoints, and a receipt after each, in the same background thread (chief only).
 
-    A receipt that cannot be written is only a warning.
+    A failure to write a receipt only logs a warning.
     """
 
     def begin(self, folder: Path, first_step: int, make_facts: Callable[[], Facts]) -> None:
-        """Sets the run folder, the steps that are done, and what makes the facts, at the first receipt."""
+        """Sets the run folder, the first step, and a function that returns the facts."""
         self.folder = folder
         self.first_step = first_step
         self.make_facts = make_facts
@@ -113,18 +124,20 @@ class ReceiptWriter(Writer):
             self._begin_file(path)
         receipt = {"step": step, "start": self._start, "digests": digests}
         if step in self._lost:
-            # The run had trained to this step before, and lost it.
+            # The run had reached this step before, and lost it.
             receipt["repeated"] = "same bits" if self._lost[step] == digests else "other bits"
         append_text(path, _text([receipt]))
         if path.stat().st_size > MAX_BYTES:
             write_atomic(path, _text(thinned(_lines(path))))
 
     def _begin_file(self, path: Path) -> None:
-        """Adds the line of this start, in place of a line that a killed process did not end."""
+        """Adds the line of this start, and drops an incomplete last line."""
         lines: list[dict[str, Any]] = []
         if path.exists():
             earlier = read_receipts(self.folder).items()
-            self._lost = {step: receipt.digests for step, receipt in earlier if step > self.first_step}
+            self._lost = {
+                step: receipt.digests for step, receipt in earlier if step > self.first_step
+            }
             lines = _lines(path)
         facts = json.loads(json.dumps(self.make_facts(), default=str))
         start = _digest(np.frombuffer(json.dumps(facts, sort_keys=True).encode(), np.uint8))
@@ -136,7 +149,7 @@ class ReceiptWriter(Writer):
 
 
 def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leaves out every second of the receipts in the first half; starts stay.
+    """Drops every second receipt of the first half; lines of starts are kept.
 
     >>> [line.get("step") for line in thinned([{"start": "a"}, *({"step": step} for step in range(1, 9))])]
     [None, 2, 4, 5, 6, 7, 8]

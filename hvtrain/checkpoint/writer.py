@@ -1,8 +1,8 @@
 """Writes checkpoints, completely or not at all, while training continues.
 
-Knows no ranks; only the chief calls it. Files are flushed to the disk under a temporary name and
-appear by a rename; old ones are renamed before they are deleted. So step-NNNNNNNN is complete at
-any moment, and `sweep` finds what a killed process left by its name.
+Does not communicate; only the chief calls it. Files are flushed to disk under a temporary name and
+then renamed; old ones are renamed before they are deleted. So a folder step-NNNNNNNN is always
+complete, and `sweep` recognizes by name what a killed process left behind.
 """
 
 import json
@@ -36,8 +36,8 @@ from hvtrain.checkpoint.store import (
     unchecked_meta,
 )
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.core.files import TEMPORARY, flush, read_file, remove, write_json, writing
-from hvtrain.errors import CheckpointError, UserError
+from hvtrain.errors import CheckpointError, StorageError, UserError
+from hvtrain.system.files import TEMPORARY, flush, read_file, remove, write_json, writing
 
 if TYPE_CHECKING:
     import keras
@@ -56,11 +56,11 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
     Args:
         folder: folder of the run's checkpoints.
         step: step of the training.
-        arrays: arrays by key, see store.snapshot.
+        arrays: arrays by key, see model_state.snapshot.
         meta: everything else, as JSON.
 
     Raises:
-        CheckpointError: if it was not written; older checkpoints stay as they are.
+        CheckpointError: if it was not written; older checkpoints are unchanged.
     """
     # safetensors has no bfloat16 for NumPy: meta lists such arrays, which are stored as their bits.
     halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
@@ -74,14 +74,16 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
     with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
         (temporary / META).write_bytes(text)
-        # Those in files may be larger than the memory, so they are read from files too.
+        # Memory-mapped tables may be larger than the memory, so they get a file that is mapped when read.
         tables = {key: array for key, array in storable.items() if isinstance(array, np.memmap)}
-        files: dict[str, Any] = {ARRAYS: {key: array for key, array in storable.items() if key not in tables}}
+        files: dict[str, Any] = {
+            ARRAYS: {key: array for key, array in storable.items() if key not in tables}
+        }
         if tables:
             files[TABLES] = tables
         for name, file_arrays in files.items():
             _write_arrays(temporary / name, file_arrays)
-            # safetensors makes a file that its owner alone can read.
+            # safetensors creates files that only their owner can read.
             shutil.copymode(temporary / META, temporary / name)
         sums = [_flush_and_sum(temporary / name) for name in (*files, META)]
         (temporary / SUMS).write_text("".join(sums), encoding="utf-8")
@@ -91,10 +93,10 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Gives a checkpoint whose files are on the disk its name. Raises OSError."""
-    # The folder too, or a power cut might lose the names of its files.
+    """Renames a checkpoint whose files are flushed to its final name. Raises OSError."""
+    # The folder is flushed too, or a power cut might lose the names of its files.
     flush(temporary)
-    # If the replacement of an older checkpoint of this step is cut short, sweep restores it.
+    # If replacing an older checkpoint of this step is interrupted, sweep restores the older one.
     old = target.with_name(f"{_REPLACED}{target.name}")
     remove(old)
     if os.path.lexists(target):
@@ -109,7 +111,7 @@ def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     try:
         save_file({key: np.asarray(array, order="C") for key, array in arrays.items()}, path)
     except SafetensorError as error:
-        # An error of the disk has its number in the text alone.
+        # safetensors reports a disk error's number only in its text.
         match = re.search(r"I/O error: (.*) \(os error (\d+)\)", str(error))
         if not match:
             raise
@@ -123,7 +125,7 @@ def _flush_and_sum(path: Path) -> str:
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
-    """Records the best checkpoint so far, which prune keeps, and its host if it is another."""
+    """Records the best checkpoint so far, which prune keeps, and its host if that is another one."""
     write_json(folder / BEST, {"step": step, "metric": metric, "value": value, **host})
 
 
@@ -133,19 +135,24 @@ def read_best(folder: Path) -> dict[str, Any] | None:
     Its keys are step, metric, value and, if the checkpoint is on another host, host.
     """
     path = folder / BEST
-    if not path.exists():
-        return None
     try:
         best = json.loads(read_file(path))
         name = folder_name(best["step"])
         if not isinstance(best["metric"], str) or not math.isfinite(best["value"]):
             raise ValueError("no metric and value")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        # An input/output error does not mean damage.
+        raise StorageError(
+            f"{path} cannot be read: {error.strerror}; fix that, and start again"
+        ) from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         log.warning("%s is damaged (%s); the next checkpoint becomes the best", path, error)
         with suppress(OSError):
             remove(path)
         return None
-    # A checkpoint on another host cannot be looked for here.
+    # A checkpoint on another host cannot be checked from here.
     return best if "host" in best or (folder / name).is_dir() else None
 
 
@@ -158,23 +165,26 @@ def prune(
 ) -> None:
     """Deletes all but the `keep` newest checkpoints, the best one, and those that are kept for good.
 
-    Those after written_step are left alone and do not count: they were damaged and could not be set
-    aside.
+    Checkpoints after written_step are ignored: they are damaged and could not be set aside.
 
     Args:
-        every_epochs, every_hours: the last checkpoint of each span of so many epochs of training, or
-            hours of the clock (UTC), is kept for good.
+        every_epochs, every_hours: the last checkpoint of each span of this many epochs of training,
+            or clock hours (UTC), is kept for good.
     """
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= written_step]
     kept = {path.name for path in paths[-keep:]}
-    best = read_best(folder)
+    try:
+        best = read_best(folder)
+    except StorageError as error:
+        log.warning("%s; no checkpoint is deleted this time", error)
+        return
     if best:
         kept.add(folder_name(best["step"]))
     if every_epochs or every_hours:
         kept |= _last_of_spans(paths, every_epochs or math.inf, every_hours or math.inf)
     for path in paths:
         if path.name not in kept:
-            # Renamed first: nothing that is deleted in part has the name of a checkpoint.
+            # Renamed first, so that nothing partly deleted has the name of a checkpoint.
             gone = path.with_name(f"{_GONE}{path.name}")
             with suppress(OSError):
                 remove(gone)
@@ -183,15 +193,15 @@ def prune(
 
 
 def _last_of_spans(paths: list[Path], every_epochs: float, every_hours: float) -> set[str]:
-    """Names the checkpoints after which another span of epochs or of hours began.
+    """Names the checkpoints after which a new span of epochs or of hours began.
 
-    They tell from what the checkpoints say of themselves, so that a restart keeps the same ones. A
-    checkpoint that was kept stays the last of its span, whatever was deleted after it.
+    Decided only from the checkpoints' own meta, so a restart keeps the same ones. A checkpoint that
+    was kept stays the last of its span, whatever is deleted after it.
     """
     spans: list[tuple[str, float, float]] = []
     for path in paths:
         meta = unchecked_meta(path)
-        # A damaged checkpoint says nothing, and is not kept for good.
+        # A damaged checkpoint has no readable meta, and is not kept for good.
         with suppress(LookupError, TypeError, ValueError, OverflowError):
             # Epoch 10 ends the first span of ten, and its middle is in that span too.
             num_epochs = meta["epoch"] + (meta["step_in_epoch"] > 0)
@@ -201,7 +211,7 @@ def _last_of_spans(paths: list[Path], every_epochs: float, every_hours: float) -
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed processes left, and undoes a replacement that was cut short."""
+    """Removes what killed processes left, and undoes an interrupted replacement."""
     for path in folder.glob(f"{TEMPORARY}*"):
         replaced = folder / path.name.removeprefix(_REPLACED)
         with suppress(OSError):
@@ -217,7 +227,8 @@ def save_model(model: "keras.Model", path: Path) -> None:
     Raises:
         StorageError: if it was not saved.
     """
-    temporary = path.with_name(f"{TEMPORARY}model")  # A folder: Keras may put temporary files beside the model.
+    # A folder: Keras may put temporary files beside the model.
+    temporary = path.with_name(f"{TEMPORARY}model")
     save = model.save_weights if path.suffix == ".h5" else model.save
     with writing(path, temporary, sum(weight.numpy().nbytes for weight in model.weights)):
         temporary.mkdir()
@@ -230,14 +241,14 @@ def save_model(model: "keras.Model", path: Path) -> None:
 class Writer:
     """Writes checkpoints in a background thread, one at a time (chief only).
 
-    Records the best, and deletes old ones. As a context manager it finishes a write even if
-    training fails, within SECONDS_TO_FINISH.
+    Records the best, and deletes old ones. As a context manager it waits for a write even if
+    training fails, up to SECONDS_TO_FINISH.
 
     Args:
         folder: folder of the run's checkpoints.
         config: settings: how many are kept, and what an error does.
         best: the metric whose best checkpoint is kept.
-        sign: 1 if more of it is better, otherwise -1.
+        sign: 1 if higher values of that metric are better, otherwise -1.
         copy: sends another host the checkpoints that it lacks.
     """
 
@@ -257,7 +268,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._unsaved = ""
-        # The last step that was written, and when by time.time(); before, when this start began.
+        # The last step that was written, and the time.time() of that write; before the first, that of this start.
         self.whole_step = 0
         self.whole_at = time.time()
 
@@ -276,7 +287,7 @@ class Writer:
         self._begin(self._send)
 
     def _begin(self, work: Callable[..., None], *args: Any) -> None:
-        # A daemon: a process that fails waits for the disk in __exit__, and not forever.
+        # A daemon thread: a failing process waits for the disk in __exit__, but not forever.
         self._thread = threading.Thread(target=work, args=args, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -292,7 +303,7 @@ class Writer:
         raise self._error
 
     def finish(self) -> int:
-        """Waits for the last write, and returns the step of the last that was whole.
+        """Waits for the last write; returns the step of the last complete checkpoint.
 
         Raises its error, or warns that the last state is not saved.
         """
@@ -310,7 +321,9 @@ class Writer:
         if self._thread:
             self._thread.join(SECONDS_TO_FINISH)
 
-    def _work_and_copy(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+    def _work_and_copy(
+        self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]
+    ) -> None:
         self._work(step, arrays, meta)
         if self.whole_step == step:
             self._send()
@@ -329,7 +342,9 @@ class Writer:
             if math.isfinite(value) and self._is_best(value):
                 mark_best(self._folder, step, self._best, value)
             config = self._config
-            prune(self._folder, config.keep, step, config.keep_every_epochs, config.keep_every_hours)
+            prune(
+                self._folder, config.keep, step, config.keep_every_epochs, config.keep_every_hours
+            )
             self._unsaved = ""
             self.whole_step = step
             self.whole_at = time.time()
@@ -341,13 +356,22 @@ class Writer:
         if not isinstance(error, UserError):  # A bug; outcome() raises it in the training thread.
             self._error = error
         elif self._config.on_error == "stop":
-            self._error = CheckpointError(f"{error}, then start again with the same run.dir to continue")
+            self._error = CheckpointError(
+                f"{error}, then start again with the same run.dir to continue"
+            )
         else:
             self._unsaved = str(error)
-            log.warning("%s; training continues (checkpoint.on_error=warn), the next save tries again", error)
+            log.warning(
+                "%s; training continues (checkpoint.on_error=warn), the next save tries again",
+                error,
+            )
 
     def _is_best(self, value: float) -> bool:
-        best = read_best(self._folder)
+        try:
+            best = read_best(self._folder)
+        except StorageError as error:
+            log.warning("%s; this checkpoint is not compared with the best", error)
+            return False
         if best is None or best["metric"] != self._best:
             return True
         return self._sign * value > self._sign * best["value"]

@@ -1,1 +1,1 @@
-"""Checks of hosts and of ranks: doctor, verify, info."""
+"""Checks of hosts, ranks, data sets and past runs: doctor, verify, inspect, replay, bisect, info."""

@@ -1,4 +1,4 @@
-"""Sends the probe to all hosts at once and takes their answers. This host runs it without ssh."""
+"""Runs the probe on all hosts at once, over ssh except on this host, and collects their answers."""
 
 import os
 import subprocess
@@ -10,18 +10,24 @@ from typing import Any
 
 from hvtrain.checks import probe
 from hvtrain.errors import RankError
-from hvtrain.launch.remote_hosts import LOADER, SSH_FAILED, Ssh, answer, is_local, request
+from hvtrain.launch.remote_hosts import (
+    LOADER,
+    SSH_FAILED,
+    Ssh,
+    answer,
+    captured,
+    is_local,
+    request,
+)
 from hvtrain.system import host_facts
 
 Facts = dict[str, Any]
 
-MAX_AT_ONCE = 64
 _PROBE = (host_facts, probe)
 # Exit codes of _SCRIPT.
 _TIMED_OUT = 124
 _NO_PYTHON = 86
-# Where the environment is missing, any Python 3 tells what else is there. Nothing may outlast its
-# time by much.
+# If the environment is missing, any Python 3 can report the other facts. `timeout` bounds the time of a hung probe.
 _SCRIPT = (
     'limit=; command -v timeout >/dev/null && limit="timeout -k 1 $2"; '
     'if [ -x "$0" ]; then exec $limit "$0" -c "$1"; fi; '
@@ -30,7 +36,7 @@ _SCRIPT = (
 
 
 def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None = None) -> Facts:
-    """The request for a host's facts, in this process's environment and folder.
+    """Returns a request for a host's facts, including whether it has this process's Python and folder.
 
     Args:
         names: All hosts; each host looks up the addresses of all.
@@ -40,8 +46,10 @@ def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None =
     return {
         "work": "facts",
         "folder": str(Path.cwd()),
-        # Ranks get it from the launcher, whatever a login on the host sets.
-        "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
+        # Ranks inherit PYTHONPATH from the launcher, whatever a login shell on the host sets.
+        "python_path": [
+            path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
+        ],
         "python": sys.executable,
         "names": names,
         "run_dir": run_dir,
@@ -49,16 +57,19 @@ def facts_request(names: list[str], run_dir: str = "runs", dataset: str | None =
     }
 
 
-def ask(requests: Mapping[str, Facts], ssh: Ssh, seconds: float) -> tuple[dict[str, Facts], dict[str, str]]:
-    """Sends each host its request, all at once, and takes their answers within about `seconds`.
+def ask(
+    requests: Mapping[str, Facts], ssh: Ssh, seconds: float
+) -> tuple[dict[str, Facts], dict[str, str]]:
+    """Sends every host its request at once, and collects the answers within about `seconds`.
 
     Returns:
-        The answers by host; and for each host without one the reason and what to do, in one line.
+        The answers by host; and, for each host that gave none, the reason and what to do, in one line.
     """
     answers = {}
-    # A host that is silent must not hide what others say.
+    # One unreachable host must not hide the answers of the others.
     troubles = {}
-    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+    # All at once, since hosts also try each other's ports.
+    with ThreadPoolExecutor(max(1, len(requests))) as pool:
         calls = {host: pool.submit(_ask, host, requests[host], ssh, seconds) for host in requests}
     for host, call in calls.items():
         try:
@@ -75,30 +86,34 @@ def _ask(host: str, host_request: Facts, ssh: Ssh, seconds: float) -> Facts:
     # The limit on the host ends the probe first; this one is for ssh itself.
     timeout = seconds + 3
     try:
-        if is_local(host):
-            done = subprocess.run(
-                command,
-                input=text,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                check=False,
-            )
-        else:
-            done = ssh.run(host, command, text, timeout=timeout)
+        done = (
+            captured(command, text, timeout)
+            if is_local(host)
+            else ssh.run(host, command, text, timeout)
+        )
     except subprocess.TimeoutExpired:
         done = subprocess.CompletedProcess(command, _TIMED_OUT)
+    except FileNotFoundError as error:
+        raise RankError(
+            f"host {host} was not asked: {error.filename} is missing here; install openssh-client"
+        ) from error
 
     if done.returncode == _TIMED_OUT:
-        raise RankError(f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS")
+        raise RankError(
+            f"host {host} did not answer in {seconds:.0f} s; look at its load, disks and DNS"
+        )
     if done.returncode == _NO_PYTHON:
-        raise RankError(f"host {host} has neither {sys.executable} nor a python3; put hvtrain there")
+        raise RankError(
+            f"host {host} has neither {sys.executable} nor a python3; put hvtrain there"
+        )
     if done.returncode == SSH_FAILED:
         raise RankError(ssh.trouble(host, done.stderr))
 
     # A login shell may have printed a greeting before the answer.
-    facts: Facts | None = answer(done.stdout)
+    facts = answer(done.stdout)
     if facts is None:
         last_line = done.stderr.strip().rpartition("\n")[2] or "it said nothing"
-        raise RankError(f"the probe failed on host {host}: {last_line}; try: ssh {host} {sys.executable} -V")
+        raise RankError(
+            f"the probe failed on host {host}: {last_line}; try: ssh {host} {sys.executable} -V"
+        )
     return facts

@@ -1,4 +1,4 @@
-"""Figures of what `inspect` found in a data set: tables, pictures with masks, texts."""
+"""Figures for the page of `inspect`: tables, pictures with masks, texts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,12 +18,12 @@ from hvtrain.tasks.segmentation import overlay, overlay_color
 MAX_ROWS = 40
 NUM_TEXTS = 3
 SHOWN_CHARACTERS = 400
-# Of a row's cell, which may hold a vector.
+# A cell may hold a vector, of which at most this many numbers are shown.
 SHOWN_NUMBERS = 8
 
 
 def figures_of(findings: Findings) -> list[Figure]:
-    """The figures of the page, those that the data have something for."""
+    """Returns the figures of the page, without those for which the data set has nothing to show."""
     figures: list[Figure] = []
     for facts in findings.splits[:1]:
         if findings.views:
@@ -33,21 +33,29 @@ def figures_of(findings: Findings) -> list[Figure]:
 
     raw_rows = findings.raw_rows
     if raw_rows:
-        # Columns become rows of the page, since a table may have many of them.
+        # Transposed, since a table may have many columns.
         names = list(raw_rows[0])[: 5 * MAX_ROWS]
         rows = [[name, *(_cell(row[name]) for row in raw_rows)] for name in names]
         columns = ["column", *(f"row {number}" for number in range(len(raw_rows)))]
-        figures.append(Table("First training rows", "As the saved model takes them.", columns, rows))
+        figures.append(
+            Table("First training rows", "As the saved model takes them.", columns, rows)
+        )
     return figures
 
 
 def tables_of(findings: Findings) -> list[Table]:
-    """The values of each split, and the classes if there are any."""
+    """Returns tables of each split's value ranges and, if there are classes, of their counts."""
     rows = [row for facts in findings.splits for row in _value_rows(facts)]
     columns = ["split", "what", "kind", "lowest", "highest", "mean"]
-    tables = [Table("Inputs and targets", f"As the model gets them. {scope(findings)}", columns, rows)]
+    tables = [
+        Table("Inputs and targets", f"As the model gets them. {scope(findings)}", columns, rows)
+    ]
 
-    counts = {facts.name: facts.class_counts for facts in findings.splits if facts.class_counts is not None}
+    counts = {
+        facts.name: facts.class_counts
+        for facts in findings.splits
+        if facts.class_counts is not None
+    }
     if counts:
         rows = [[name] for name in findings.class_names[:MAX_ROWS]]
         for split_counts in counts.values():
@@ -66,22 +74,24 @@ def _value_rows(facts: SplitFacts) -> Iterable[list[str]]:
         cells = [facts.name, name, values.kind, "", "", ""]
         if values.num_finite:
             cells[3:5] = [f"{values.low:.4g}", f"{values.high:.4g}"]
-        # The mean of the numbers of classes or tokens would mean nothing.
+        # A mean of class numbers or token ids would mean nothing.
         if values.num_finite and values.kind.startswith("numbers"):
             cells[5] = f"{values.total / values.num_finite:.4g}"
         yield cells
 
 
 def scope(findings: Findings) -> str:
-    """The examples that were read, in a sentence."""
+    """A sentence that says how many examples were read."""
     if all(facts.num_read == facts.num_examples for facts in findings.splits):
         return "All examples were read."
-    parts = (f"{facts.num_read:,} of {facts.num_examples:,} {facts.name}" for facts in findings.splits)
+    parts = (
+        f"{facts.num_read:,} of {facts.num_examples:,} {facts.name}" for facts in findings.splits
+    )
     return f"Read: {', '.join(parts)} examples."
 
 
 def _pictures(facts: SplitFacts, class_names: Sequence[str]) -> Figure:
-    """Images with their classes, or under their masks."""
+    """Shows images with their class names or masks."""
     pictures = []
     for number, inputs, target in facts.shown:
         (pixels,) = _painted([(inputs, target)])
@@ -112,7 +122,7 @@ def _views(findings: Findings) -> Figure:
 
 
 def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Pixels of images in one range of values, so that brightness shows, with masks over them."""
+    """Returns the images as bytes, scaled together so that brightness can be compared, under their masks."""
     images = np.concatenate([np.asarray(image_of(inputs)) for inputs, _ in rows], axis=1)
     panels = np.split(as_bytes(images), len(rows), axis=1)
     for index, (_, target) in enumerate(rows):
@@ -122,7 +132,7 @@ def _painted(rows: Sequence[Row]) -> list[np.ndarray]:
 
 
 def _caption(target: Any, class_names: Sequence[str]) -> str:
-    """The class, or the numbers of the target; nothing for masks and several targets."""
+    """The target's class name or numbers; empty for masks and for several targets."""
     if isinstance(target, dict) or np.ndim(target) > 1:
         return ""
     if np.ndim(target) == 0 and 0 <= target < len(class_names):
@@ -136,12 +146,12 @@ def _cell(values: Any) -> str:
 
 
 def _texts(facts: SplitFacts, source: Source) -> list[Figure]:
-    """The first texts, from tokens or as they are."""
+    """The first texts of a split, decoded if its examples are tokens."""
     pairs = []
     for number, inputs, _ in facts.shown[:NUM_TEXTS]:
         arrays = list(map(np.asarray, inputs_of(inputs).values()))
         text = "\n".join(_cell(array) for array in arrays if array.dtype.kind in "OSU")
-        # One input of whole numbers in a row may be tokens; the data set knows.
+        # A single vector of whole numbers may be tokens; only the data set knows.
         if len(arrays) == 1 and arrays[0].ndim == 1 and arrays[0].dtype.kind in "iu":
             text = source.text_of(arrays[0].tolist()) or ""
         if text:

@@ -1,29 +1,31 @@
 """`python -m hvtrain doctor`: finds what is wrong with these hosts before a run does.
 
-Asks all hosts, judges, tries their ports and measures their links; prints a table or JSON.
+Collects facts from all hosts, checks them, tries ports and measures links; prints a table or JSON.
 """
 
 import argparse
 import json
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from hvtrain.checks.ask_hosts import Facts, ask, facts_request
 from hvtrain.checks.judge_hosts import judge_clocks, judge_machines, judge_software
 from hvtrain.checks.judge_network import Endpoint, judge_interfaces, judge_names, judge_ports
 from hvtrain.checks.measure_links import measure
 from hvtrain.checks.table import CheckTable, Row, fail, passed, skip
-from hvtrain.config.compose import compose
-from hvtrain.config.schema import from_dict
+from hvtrain.config.compose import composed
 from hvtrain.launch.job import parse_hosts
 from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system.command import RUN_SETTINGS, Parser
+from hvtrain.system.files import is_remote
 
 FACTS_SECONDS = 30.0
 PORTS_SECONDS = 10.0
-# If one of these fails, ranks would not start, or would wait for each other.
+# If one of these fails, ranks would not start, or would hang.
 _BEFORE_LINKS = (
     "ssh",
     "folder",
@@ -57,22 +59,19 @@ checks:
 
 def main() -> int:
     """Examines the hosts of -H. Returns 0 when no check failed, 1 otherwise. Raises ConfigError."""
-    options = _parser().parse_with_overrides(sys.argv[1:])
+    options = _parser().parse_with_overrides()
     slots = {host.name: host.slots for host in parse_hosts(options.hosts)}
-    request = facts_request([*slots])
+    run_dir = None
+    dataset = None
     if options.overrides:
-        trees = compose(options.overrides)
-        if not trees:
-            return 0
-
-        config = from_dict(trees[0])
-        folders = [config.dataset.get(name) for name in ("dir", "path")]
-        # A user's own data set may have a `path` that is no string.
-        dataset = next((folder for folder in folders if isinstance(folder, str)), None)
-        request = facts_request([*slots], config.run.dir or "runs", dataset)
+        config = composed(options.overrides)
+        run_dir = config.run.dir
+        dataset = _local_data(config.dataset)
+    if run_dir is None or is_remote(run_dir):
+        run_dir = "runs"
 
     table = CheckTable(width=13, is_quiet=options.json)
-    facts = examine(slots, request, options, table)
+    facts = examine(slots, facts_request([*slots], run_dir, dataset), options, table)
     failed = table.failed_checks
     if options.json:
         rows = [asdict(row) for row in table.rows]
@@ -97,9 +96,9 @@ def examine(
 
     Args:
         slots: The number of ranks of each host of -H.
-        request: For each host's facts.
-        options: Of the command line.
-        table: Gets the rows.
+        request: The request for facts that is sent to each host.
+        options: The parsed command line.
+        table: The table to which rows are added.
     """
     names = list(slots)
     ssh = Ssh(options.port, options.identity_file)
@@ -116,11 +115,11 @@ def examine(
     table.add(judge_names(cluster, names))
     rows, endpoints = judge_interfaces(cluster, names, options.network_interfaces)
     table.add(rows)
-    # A host that failed has no endpoint, and is left out of the calls.
+    # A host that failed has no endpoint, so its ports are not tried.
     if len(endpoints) > 1:
         facts["ports"], silent = _try_ports(endpoints, ssh)
         table.add(judge_ports(facts["ports"], silent, endpoints))
-        # The other clocks against the first host's.
+        # Clocks are compared with the first host's.
         first = next(iter(cluster))
         table.add(judge_clocks(facts["ports"].get(first, {}).get("clocks", {}), first))
     else:
@@ -131,7 +130,7 @@ def examine(
     if obstacle:
         table.add([skip("allreduce", obstacle), skip("links", obstacle)])
     else:
-        # Half a minute, so it comes last, and only where ranks would start.
+        # This takes half a minute, so it comes last, and only if ranks would start.
         facts["links"], rows = measure(names, ssh, options.network_interfaces)
         table.add(rows)
 
@@ -139,7 +138,7 @@ def examine(
 
 
 def _obstacle(options: argparse.Namespace, names: Sequence[str], table: CheckTable) -> str:
-    """Why the links are not measured; empty if they can be."""
+    """Returns why the links cannot be measured; empty if they can."""
     if len(names) < 2:
         return "one host"
     if not options.links:
@@ -157,25 +156,45 @@ def _judge_ssh(names: Sequence[str], troubles: Mapping[str, str]) -> list[Row]:
     return rows or [passed("ssh", f"reached: {', '.join(names)}")]
 
 
-def _try_ports(endpoints: Mapping[str, Endpoint], ssh: Ssh) -> tuple[dict[str, Facts], dict[str, str]]:
-    """Has all hosts listen and connect at once. Returns their results, and why others have none."""
-    # A port may be reached by another program; only these hosts know the token.
+def _try_ports(
+    endpoints: Mapping[str, Endpoint], ssh: Ssh
+) -> tuple[dict[str, Facts], dict[str, str]]:
+    """Has all hosts listen and connect at once. Returns each host's result, or the reason why it gave none."""
+    # Another program may listen or call on a port; only these hosts know the token.
     token = secrets.token_hex(8)
-    addresses = {host: [endpoint.address, endpoint.port] for host, endpoint in endpoints.items()}
-
-    requests: dict[str, Facts] = {
+    requests = {
         host: {
             "work": "ports",
             "me": host,
             "port": endpoint.port,
             "token": token,
-            "others": {other: address for other, address in addresses.items() if other != host},
+            "others": {
+                other: [there.address, there.port]
+                for other, there in endpoints.items()
+                if other != host
+            },
             "seconds": PORTS_SECONDS,
         }
         for host, endpoint in endpoints.items()
     }
-    # The other seconds are for ssh and for starting Python.
+    # The extra seconds are for ssh and for starting Python.
     return ask(requests, ssh, PORTS_SECONDS + 10)
+
+
+def _local_data(dataset: Mapping[str, Any]) -> str | None:
+    """Returns the file or folder of a data set; None if it has none, or is in object storage."""
+    for name in ("dir", "path", "file"):
+        value = dataset.get(name)
+        # A user's own data set may have a `path` that is not a string, and `file` may name a table of a library.
+        if isinstance(value, str) and not is_remote(value):
+            path = Path(value)
+            # As user_path: a user in a container may have no home.
+            with suppress(RuntimeError):
+                path = path.expanduser()
+            is_pattern = bool({*value} & {*"*?["})
+            if name != "file" or path.exists() or (path.suffix and not is_pattern):
+                return str(path)
+    return None
 
 
 def _parser() -> Parser:

@@ -1,10 +1,10 @@
-"""Reads examples of each split of a data set, and notes their values, classes, repeats and faults.
+"""Reads examples of each split of a data set, and records their values, classes, duplicates and faults.
 
-One process, without Horovod; examples are read as streams of the evaluation give them.
+Runs in one process, without Horovod; examples are read through the evaluation pipeline.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,8 +25,8 @@ from hvtrain.data.description import (
 from hvtrain.data.kinds import NAMES, input_kind, inputs_of
 from hvtrain.data.pipeline.streams import IndexedSource
 from hvtrain.data.pipeline.transform import IGNORED
-from hvtrain.data.source import Source, StreamRequest
-from hvtrain.errors import UserError
+from hvtrain.data.source import Source, StreamRequest, Unreadable
+from hvtrain.errors import UserError, message_of
 from hvtrain.finished.outputs import ProgressLines
 from hvtrain.training.augment import open_augmentation
 from hvtrain.training.setup import open_source, open_task
@@ -39,11 +39,11 @@ NUM_DRAWS = 3
 
 
 Row = tuple[Any, Any]
-"""The inputs and the target of an example, nested arrays without a batch axis."""
+"""The inputs and the target of an example, as nested arrays without a batch axis."""
 
 
 class Example(NamedTuple):
-    """An example to be shown: its number among those that were read, its inputs and its target."""
+    """An example to show: its index among the examples read, its inputs and its target."""
 
     number: int
     inputs: Any
@@ -55,7 +55,7 @@ class Values:
     """The values of an input or a target in the examples that were read."""
 
     kind: str
-    """In words, with the shape."""
+    """The type and shape, in words."""
     low: float = math.inf
     high: float = -math.inf
     total: float = 0.0
@@ -72,28 +72,31 @@ class Values:
         if finite.size:
             self.low = min(self.low, float(finite.min()))
             self.high = max(self.high, float(finite.max()))
-            # Sums of many float32 would lose the digits of the mean.
+            # A long sum in float32 would lose digits of the mean.
             self.total += float(finite.sum(dtype=np.float64))
 
 
 @dataclass
 class SplitFacts:
-    """What was read of a split.
+    """What was found in the examples read from a split.
 
     Attributes:
         name: train, validation or test.
-        num_examples: examples in all.
-        step: distance of the examples that are read.
-        values: by "inputs", "targets" and their names.
+        num_examples: the size of the split.
+        step: every step-th example is read.
+        num_asked: how many examples were to be read.
+        values: by "inputs" or "targets", followed by ".name" where they have names.
         class_counts: examples (of masks: pixels) of each class; None if targets are not classes.
-        num_outside: labels that are no class.
-        digests: of the inputs and of the target of each example that was read.
-        shown: the first examples, of every class.
+        num_outside: the number of labels that are not a class.
+        digests: hashes of the inputs and of the target of each example read.
+        shown: the first few examples of each class.
     """
 
     name: str
     num_examples: int
     step: int = 1
+    num_asked: int = 0
+    num_skipped: int = 0
     values: dict[str, Values] = field(default_factory=dict)
     class_counts: np.ndarray | None = None
     num_outside: int = 0
@@ -106,16 +109,16 @@ class SplitFacts:
 
     @property
     def is_whole(self) -> bool:
-        """True if no example was left out, so that numbers of examples are known."""
-        return self.num_read == math.ceil(self.num_examples / self.step)
+        """True if no example was skipped, so that each one's number in the split is known."""
+        return self.num_read == self.num_asked and not self.num_skipped
 
     def example(self, number: int) -> str:
-        """Names an example by its number in the split; what could not be read has none."""
+        """Names an example by its number in the split, or among the readable ones if some were skipped."""
         name = f"example {number * self.step}"
         return name if self.is_whole else f"readable {name}"
 
     def equals(self, other: "SplitFacts") -> list[tuple[int, int]]:
-        """Numbers of examples, each with the first of the other split that has the same inputs."""
+        """Returns pairs: the number of an example, and that of the first one in `other` with the same inputs."""
         first: dict[bytes, int] = {}
         for number, (digest, _) in enumerate(other.digests):
             first.setdefault(digest, number)
@@ -135,10 +138,10 @@ class SplitFacts:
         if num_classes and isinstance(targets, np.ndarray) and targets.dtype.kind in "iu":
             self._count_classes(targets, num_classes)
         if len(elements) > 2 and getattr(inputs, "shape", None) == targets.shape:
-            # Texts with hidden tokens hide others in each row; their targets are whole.
+            # Masked language modeling hides random tokens of the inputs; the targets are the whole text.
             inputs = targets
 
-        # Files are often listed class by class, so the first examples may all be of one.
+        # Files are often listed class by class, so the first examples may all be of one class.
         most = math.ceil(NUM_SHOWN / max(num_classes, 1))
         for example, target in rows_of((inputs, targets)):
             target_digest = array_digest(tf.nest.flatten(target))
@@ -150,7 +153,7 @@ class SplitFacts:
     def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
         counts = count_classes(targets, num_classes)
         self.num_outside += targets.size - int(counts.sum())
-        # A mask may have pixels that do not count.
+        # A mask may have pixels that the loss ignores.
         if targets.ndim > 1 and num_classes <= IGNORED:
             self.num_outside -= int((targets == IGNORED).sum())
         if self.class_counts is not None:
@@ -158,7 +161,7 @@ class SplitFacts:
         self.class_counts = counts
 
     def faults(self, class_names: list[str]) -> list[str]:
-        """What a training would be refused for, a line each."""
+        """Returns one line for each fault for which training would be refused."""
         lines = [
             f"{self.name}: {values.num_gaps:,} values of {name} are NaN or infinite; fix them"
             for name, values in self.values.items()
@@ -166,16 +169,18 @@ class SplitFacts:
         ]
         if self.num_outside:
             last = len(class_names) - 1
-            lines.append(f"{self.name}: {self.num_outside:,} labels are outside 0 ... {last}; fix the targets")
+            lines.append(
+                f"{self.name}: {self.num_outside:,} labels are outside 0 ... {last}; fix the targets"
+            )
         return lines
 
     def oddities(self, class_names: list[str], train: "SplitFacts") -> list[str]:
-        """What a user should look at, a line each."""
+        """Returns one line for each finding that a user should look at."""
         lines = []
         for name, values in self.values.items():
             if values.low == values.high and self.num_read > 1 and name.startswith("inputs"):
                 lines.append(f"{self.name}: all values of {name} are {values.low:g}")
-        # A class may well be missing among a few of many examples.
+        # In a sample of the split, a class may be missing by chance.
         if self.class_counts is not None and self.num_read == self.num_examples:
             lines += missing_classes({self.name: self.class_counts.tolist()}, class_names)
 
@@ -183,7 +188,9 @@ class SplitFacts:
         if repeats:
             number, earlier = repeats[0]
             # The second digest is the target's: the same image in two classes cannot be learned.
-            num_others = sum(self.digests[index][1] != self.digests[first][1] for index, first in repeats)
+            num_others = sum(
+                self.digests[index][1] != self.digests[first][1] for index, first in repeats
+            )
             others = f", with another target {num_others:,}" if num_others else ""
             lines.append(
                 f"{self.name}: repeated {len(repeats):,} of {self.num_read:,} examples{others}; "
@@ -202,18 +209,19 @@ class SplitFacts:
 
 @dataclass
 class Findings:
-    """What was found of a data set.
+    """What was found in a data set.
 
     Attributes:
         source: the data set.
         class_names: names, or numbers, of the classes.
-        described: what the source itself says.
-        splits: what was read of each split.
-        views: training images, each as a whole (without a target), as training draws it, and as
-            validation gives it to the model.
+        described: the source's description of itself.
+        splits: what was found in each split.
+        views: for each training image shown, the whole image (without a target), its augmented
+            draws, and the input that validation gives the model; only a draw if it is
+            unknown which example a stream yields.
         raw_rows: the first training rows of a table, by column.
-        warnings: what is odd, a line each.
-        refused: what a training would stop at, a line each.
+        warnings: oddities, one line each.
+        refused: faults for which training would be refused, one line each.
     """
 
     source: Source
@@ -227,30 +235,30 @@ class Findings:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Notes an error of the block as a line, and goes on after it."""
+        """Adds a user's error in the block to `refused`, and continues after the block."""
         try:
             yield
         except (UserError, tf.errors.OpError) as error:
             explained = self.source.explain(error)
             if not isinstance(explained, UserError):
                 raise
-            # A file that cannot be read spoils every split in the same words.
-            self.refused = list(dict.fromkeys([*self.refused, " ".join(str(explained).split())]))
+            # An unreadable file gives the same error in every split.
+            self.refused = list(dict.fromkeys([*self.refused, message_of(explained)]))
 
 
 def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
-    """Reads up to `limit` examples of each split.
+    """Reads up to `limit` examples of each split, and returns what was found.
 
     Args:
-        config: the settings, of which data, dataset and augment count, and task if has_task.
-        limit: the most examples of a split.
-        has_task: checks that the data fit the task.
+        config: the settings, of which data, dataset, augment and seed matter, and task if has_task or augment is set.
+        limit: the most examples to read of a split.
+        has_task: check that the data fit the task.
 
     Raises:
         UserError: the data set cannot be opened.
     """
     source = open_source(config)
-    # Then all that cannot be read is named, and not only the first example.
+    # With "skip", all unreadable examples are reported, not only the first.
     if type(source).unreadable is not Source.unreadable:
         source.on_error = "skip"
     findings = Findings(source)
@@ -264,21 +272,23 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
         if config.augment:
             open_augmentation(config, source, task)
         if source.augmentation:
-            # Nothing is on a device here: the layers work in the input pipeline, as in a resized run.
+            # No step runs on a device here, so the layers work in the input pipeline, as in a resized run.
             source.augmentation.in_step = False
+    left_out: list[Unreadable] = []
     for split in source.SPLITS:
         with findings.collecting():
             facts = SplitFacts(split, source.num_examples(split))
             if facts.num_examples:
                 findings.splits.append(facts)
-                _read(source, facts, limit, len(findings.class_names))
+                left_out += _read(source, facts, limit, len(findings.class_names))
     with findings.collecting():
         if findings.splits:
             findings.views = _views(source, findings.splits[0], config.seed)
         if isinstance(source.preprocessing().shape, dict):
             findings.raw_rows = source.raw_examples("train", Topology(), NUM_ROWS)
 
-    skipped = [f"{item.location}: {item.problem}" for item in source.unreadable()]
+    left_out += source.unreadable()
+    skipped = [f"{item.location}: {item.problem}" for item in left_out]
     if config.data.on_error == "stop":
         findings.refused += skipped
     else:
@@ -287,40 +297,45 @@ def examine(config: RunConfig, limit: int, has_task: bool) -> Findings:
     for facts in findings.splits:
         findings.refused += facts.faults(findings.class_names)
         findings.warnings += facts.oddities(findings.class_names, findings.splits[0])
-    # The source may have said some of it.
+    # The source's own warnings may repeat some of these.
     findings.warnings = list(dict.fromkeys(findings.warnings))
     return findings
 
 
-def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> None:
-    """Reads a split.
+def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> Sequence[Unreadable]:
+    """Reads at most `limit` examples of a split: evenly spaced if it can open single ones, else the first.
 
-    Of one with more than `limit` examples evenly spaced ones, if it can open single ones.
+    Returns those that were left out.
     """
     if isinstance(source, IndexedSource):
         facts.step = math.ceil(facts.num_examples / limit)
-    # A rank's share is evenly spaced.
+    # The share of one of `step` ranks is evenly spaced.
     topology = Topology(0, facts.step)
     number = min(topology.share_size(facts.num_examples), limit)
     progress = ProgressLines(f"{facts.name}: read", number, is_chief=True)
-    examples = source.evaluation(facts.name, topology, min(BATCH_SIZE, number))
-    for elements in examples.take(math.ceil(number / BATCH_SIZE)).as_numpy_iterator():
+    facts.num_asked = number
+    batches = source.evaluation(facts.name, topology, min(BATCH_SIZE, number))
+    examples = batches.unbatch().take(number).batch(BATCH_SIZE)
+    for elements in examples.as_numpy_iterator():
         facts.add(elements, num_classes)
         progress.update(facts.num_read)
+    left_out = source.unreadable()
+    facts.num_skipped = len(left_out)
+    return left_out
 
 
 def _views(source: Source, train: SplitFacts, seed: int) -> list[list[Row]]:
-    """Reads training images as training and validation do; none if the inputs are not images."""
+    """Reads training images as training and validation do; empty if the inputs are not images."""
     if not train.shown or image_of(train.shown[0].inputs) is None:
         return []
-    # Only of single examples that all could be opened it is known which one a stream gives.
+    # Which example a stream yields is known only if single ones can be opened and none was skipped.
     if not (isinstance(source, IndexedSource) and train.is_whole):
         number = min(NUM_SHOWN, train.num_examples)
         return [[row] for row in _drawn(source, Topology(), number, seed, steps=1)]
 
     views = []
     for example in train.shown[:NUM_VIEWED]:
-        # Among as many ranks as examples each one has a single example, and each step draws anew.
+        # With as many ranks as examples, each rank has one example, which each step augments again.
         topology = Topology(example.number * train.step, train.num_examples)
         whole = [(image, None) for image in source.raw_examples("train", topology, 1)]
         plain = next(source.evaluation("train", topology, 1).as_numpy_iterator())
@@ -336,14 +351,14 @@ def _drawn(source: Source, topology: Topology, batch_size: int, seed: int, steps
         batches = source.augmentation.of_stream(batches, request)
     rows = []
     for inputs, *others in batches.take(steps):
-        # With layers of augmentation, streams leave it to the step to normalize.
+        # With augmentation layers, inputs are normalized in the step, not in the pipeline.
         finished = source.finish(inputs) if source.raw_batches else inputs
         rows += rows_of(tf.nest.map_structure(np.asarray, (finished, *others)))
     return rows
 
 
 def rows_of(batch: tuple[Any, ...]) -> list[Row]:
-    """Inputs and target of each example of a batch of NumPy arrays."""
+    """Splits a batch of NumPy arrays into the inputs and target of each example."""
     pair = batch[:2]
     size = len(tf.nest.flatten(pair)[0])
     return [tf.nest.map_structure(lambda array, row=row: array[row], pair) for row in range(size)]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,21 @@ from hvtrain.system.host_facts import checkout
 from hvtrain.system.text import human_bytes
 
 SECONDS = 30.0
-# Variables that change how ranks meet, reduce and compute; the rest of an environment is private.
-_TELLING = re.compile(r"(HOROVOD|HVTRAIN|NCCL|TF|XLA|OMPI_MCA|GLOO|UCX|OMP)_\w+|CUDA_VISIBLE_DEVICES|LD_LIBRARY_PATH")
+# Environment variables that change how ranks connect, reduce and compute; the others are private.
+_TELLING = re.compile(
+    r"(HOROVOD|HVTRAIN|NCCL|TF|XLA|OMPI_MCA|GLOO|UCX|OMP)_\w+|CUDA_VISIBLE_DEVICES|LD_LIBRARY_PATH"
+)
 
 
 def main() -> int:
     """Prints the block. Raises ConfigError for unknown options."""
-    options = _parser().parse_args(sys.argv[1:])
-    # This host alone without -H.
+    options = _parser().parse_args()
+    # Without -H, only this host.
     names = [host.name for host in parse_hosts(options.hosts)]
     ssh = Ssh(options.port, options.identity_file)
     answers, troubles = ask(dict.fromkeys(names, facts_request(names)), ssh, SECONDS)
 
-    # A host that does not answer is a line, not the end.
+    # A host that does not answer takes one line; the others are still shown.
     lines: dict[str, str] = {}
     for host in names:
         described = {"ssh": troubles.get(host, "")}
@@ -44,7 +45,7 @@ def main() -> int:
 
 
 def _describe(facts: Facts) -> dict[str, str]:
-    """A host's facts by name, those that it has."""
+    """Returns a host's facts as text by name, without empty ones."""
     machine = facts["machine"]
     packages = {name: version for name, version in facts["packages"].items() if version}
     version = packages.pop("hvtrain", "without metadata")
@@ -53,12 +54,15 @@ def _describe(facts: Facts) -> dict[str, str]:
         "hvtrain": f"{version}{commit_of(facts['code']['folder'])}",
         "python": facts["python"]["version"],
         "packages": _versions(packages),
-        "horovod built with": ", ".join(facts["horovod"]["built_with"]) or "nothing: its library is missing",
+        "horovod built with": ", ".join(facts["horovod"]["built_with"])
+        or "nothing: its library is missing",
         "cuda": _versions(facts["cuda"]),
         "system": machine["system"],
         "machine": f"{machine['cores']} cores, {human_bytes(machine['memory'])} of memory",
         "gpus": _gpus(facts["gpus"]),
-        "interfaces": ", ".join(f"{item['name']} {item['network']}" for item in facts["interfaces"]),
+        "interfaces": ", ".join(
+            f"{item['name']} {item['network']}" for item in facts["interfaces"]
+        ),
     }
     return {name: text for name, text in lines.items() if text}
 
@@ -69,7 +73,7 @@ def _versions(packages: Mapping[str, str]) -> str:
 
 def _gpus(gpus: Mapping[str, Any]) -> str:
     if gpus["error"]:
-        return str(gpus["error"])
+        return gpus["error"]
     if not gpus["names"]:
         return "none"
     return f"{', '.join(gpus['names'])}; driver {gpus['driver']}"
@@ -96,10 +100,10 @@ def commit_of(folder: str | None) -> str:
 
 
 def _is_shown(name: str) -> bool:
-    """True for a variable that matters, and whose name and value look like no secret."""
+    """True for a relevant variable whose name and value do not look like a secret."""
     if not _TELLING.fullmatch(name):
         return False
-    # The launcher sends no secret to other hosts; nor is one shown here.
+    # The launcher's test for what must not be sent to other hosts.
     return name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ)
 
 

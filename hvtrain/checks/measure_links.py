@@ -1,14 +1,21 @@
-"""Measures how fast hosts reduce together, and judges which host or link is slow.
+"""Measures how fast hosts all-reduce together, and finds slow hosts and links.
 
-link_worker does it on one rank per host, under Horovod's launcher on Gloo. Algorithm bandwidth is
-bytes / seconds. Bus bandwidth is that times 2 (n - 1) / n, what a ring sends over each link; it
-compares with the link's own speed for any number of hosts n. Both are in Gbit/s.
+`python -m hvtrain.checks.measure_links` is one rank of the measurement, one on each host, under
+Horovod's launcher on Gloo. Rank 0 prints one line, MARK and a JSON object: {"all": TIMES, "pairs":
+[[rank, rank, TIMES], ...]}. TIMES is {"bytes", "seconds", "latency_seconds"}: a size, the best time
+of an all-reduce of that size, and that of one of 4 KiB.
+
+Algorithm bandwidth is bytes / seconds. Bus bandwidth is 2 (n - 1) / n times that: a ring of n hosts
+sends so much over each link, so it compares with the link's speed for any n. Both are in Gbit/s.
 """
 
 import json
 import os
 import shlex
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -19,14 +26,14 @@ from hvtrain.launch import environment
 from hvtrain.launch.child import end, ends_within, failure, started
 from hvtrain.launch.job import Host, Job, launcher_command
 from hvtrain.launch.remote_hosts import Ssh
+from hvtrain.system.command import end_within
 from hvtrain.system.text import human_bytes
 
 MARK = "hvtrain-links:"
 START_SECONDS = 120
 SECONDS_FOR_A_PAIR = 3
 SLOW_SHARE = 1 / 3
-# Slower than this is slow without comparison: a step of ResNet-50, 100 MB of gradients, would wait
-# 16 s.
+# Below this, a link is slow whatever the others are: ResNet-50's 100 MB of gradients would take 16 s per step.
 FLOOR_GBITS = 0.1
 
 
@@ -35,14 +42,14 @@ def measure(
     ssh: Ssh,
     interfaces: str | None,
 ) -> tuple[dict[str, Any] | None, list[Row]]:
-    """Runs link_worker, in limited time.
+    """Runs the ranks within a time limit.
 
     Returns:
-        What link_worker prints, None if the ranks did not reduce, and the rows.
+        The measurement that rank 0 prints, or None if the ranks did not reduce; and the rows.
     """
     # One rank per host: ranks of one host would share its link.
     job = Job(
-        ("python", "-m", "hvtrain.checks.link_worker"),
+        ("python", "-m", "hvtrain.checks.measure_links"),
         len(hosts),
         tuple(Host(name, 1) for name in hosts),
         ssh=ssh,
@@ -50,14 +57,14 @@ def measure(
     )
     launcher, *arguments = launcher_command(job)
     line = [launcher, "--prefix", *arguments]
-    # Sets of two ranks come and go while the job runs.
+    # Process sets of two ranks are added and removed while the job runs.
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     of_ranks = {**environment.for_ranks(os.environ), **settings}
     variables = environment.for_launcher(os.environ, of_ranks)
     time_limit = most_seconds(len(hosts))
     with TemporaryDirectory(prefix="hvtrain-links-") as folder:
         log = Path(folder) / "output.txt"
-        # Python would hold back its last lines.
+        # Otherwise Python would buffer its last lines.
         with started(line, log, environment={**variables, "PYTHONUNBUFFERED": "1"}) as process:
             has_ended = ends_within(process, time_limit)
             if not has_ended:
@@ -66,7 +73,7 @@ def measure(
         output = log.read_text(errors="replace")
 
     for text in output.splitlines():
-        # The launcher writes the rank before it.
+        # The launcher prefixes each line with the rank.
         if MARK in text:
             measured = json.loads(text.partition(MARK)[2])
             return measured, judge_links(measured, hosts)
@@ -78,9 +85,9 @@ def measure(
 
 
 def most_seconds(num_hosts: int) -> int:
-    """How long a measurement may take.
+    """Returns the time limit of a measurement, in seconds.
 
-    The workers also end by then: a killed launcher cannot end them.
+    The ranks also enforce it, since a killed launcher cannot end them.
     """
     return START_SECONDS + SECONDS_FOR_A_PAIR * num_hosts**2 // 2
 
@@ -96,15 +103,13 @@ def bandwidths(num_bytes: float, seconds: float, num_hosts: int) -> tuple[float,
 
 
 def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
-    """Fails links below a third of what hosts usually reach.
+    """Returns the rows, which fail links slower than a third of the usual speed, or a host if all of its links are.
 
-    A host whose links are all slow is named itself.
-
-    A host reaches what its best link does, so that one slow host among three does not make the
-    others look slow.
+    The usual speed is the median of the hosts' best links, so that one slow host among three does
+    not make the others look slow.
 
     Args:
-        measured: What link_worker prints.
+        measured: What rank 0 prints.
         hosts: The host of each rank.
     """
     times = measured["all"]
@@ -117,13 +122,12 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
         (hosts[first], hosts[second]): bandwidths(pair["bytes"], pair["seconds"], 2)[1]
         for first, second, pair in measured["pairs"]
     }
-    # By its best link, or one slow host among three would slow the other two.
     best = {host: max(speed for pair, speed in speeds.items() if host in pair) for host in hosts}
     usual = median(best.values())
     bound = max(FLOOR_GBITS, usual * SLOW_SHARE)
     needed = f"{bound:.2f} is needed (hosts usually reach {usual:.2f})"
 
-    # A slow host makes all its links slow; it is named once, and they are not.
+    # A slow host makes all its links slow; it is reported instead of them.
     slow_hosts = [host for host in hosts if best[host] < bound]
 
     rows = []
@@ -144,3 +148,106 @@ def judge_links(measured: Mapping[str, Any], hosts: Sequence[str]) -> list[Row]:
         f"to {max(speeds.values()):.2f}"
     )
     return [passed("allreduce", together), *(rows or [passed("links", finding)])]
+
+
+ALL_BYTES = 64 << 20
+# Smaller, since there are many pairs: over a link of 50 Mbit/s even this takes more than a second.
+PAIR_BYTES = 8 << 20
+SMALL_BYTES = 4 << 10
+MOST_HOSTS_FOR_ALL_PAIRS = 16
+REPEATS = 5
+# A repetition this slow is the last: more would take long and add nothing.
+SLOW_SECONDS = 0.5
+
+
+def time_allreduce(num_bytes: int, process_set: Any, name: str) -> dict[str, float]:
+    """Returns TIMES (see the module's docstring), the same on all ranks of the set (every rank of the set).
+
+    Args:
+        num_bytes: Size of the large all-reduce.
+        process_set: The ranks that take part.
+        name: Prefix of the names of Horovod's tensors.
+    """
+    import tensorflow as tf
+
+    import hvtrain.keras as hvd
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
+    def reduce(value: tf.Tensor) -> tf.Tensor:
+        # Only one element: copying the whole result out of the graph would be counted as the link's time.
+        return hvd.allreduce(value, name=name, process_set=process_set)[0]
+
+    def best(size: int) -> float:
+        value = tf.ones([size // 4])
+        best_seconds = float("inf")
+
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            reduce(value).numpy()
+            seconds = time.perf_counter() - began
+            # The slowest rank's time: a rank that enters late finds the others waiting and measures too little.
+            slowest = float(
+                hvd.allreduce(seconds, name=f"{name}.time", op=hvd.Max, process_set=process_set)
+            )
+            best_seconds = min(best_seconds, slowest)
+            if slowest > SLOW_SECONDS:
+                break
+
+        return best_seconds
+
+    best(SMALL_BYTES)  # Warm-up: connects the ranks and traces the graph.
+    return {"bytes": num_bytes, "seconds": best(num_bytes), "latency_seconds": best(SMALL_BYTES)}
+
+
+def rank_main() -> None:
+    """Measures all hosts together, then pair by pair while the other ranks wait."""
+    import hvtrain.keras as hvd
+
+    # If the launcher is killed, nothing else ends this rank.
+    end_within(most_seconds(int(os.environ["HOROVOD_SIZE"])), 1)
+    hvd.init()
+    hvd.pin_gpu()
+
+    together = time_allreduce(ALL_BYTES, hvd.global_process_set, "hvtrain.links.all")
+    pairs = list(combinations(range(hvd.size()), 2))
+    if hvd.size() > MOST_HOSTS_FOR_ALL_PAIRS:
+        # Neighbours in the ring.
+        pairs = [(rank, (rank + 1) % hvd.size()) for rank in range(hvd.size())]
+
+    # One after the other: pairs that share a host would share its link.
+    by_pair = {pair: _measure_pair(pair, "first") for pair in pairs}
+    quickest = min(times["seconds"] for times in by_pair.values())
+
+    for pair, times in by_pair.items():
+        # A slow pair is measured once more: a host may have been busy at that moment.
+        if times["seconds"] > 2 * quickest:
+            again = _measure_pair(pair, "again")
+            by_pair[pair] = {name: min(value, again[name]) for name, value in times.items()}
+
+    if hvd.rank() == 0:
+        measured = {"all": together, "pairs": [[*pair, times] for pair, times in by_pair.items()]}
+        # One write, because the launcher puts the rank before each piece of output.
+        sys.stdout.write(f"{MARK} {json.dumps(measured)}\n")
+        sys.stdout.flush()
+
+    hvd.shutdown()
+
+
+def _measure_pair(pair: tuple[int, int], attempt: str) -> dict[str, float]:
+    """Returns the pair's times (every rank)."""
+    import hvtrain.keras as hvd
+
+    name = f"hvtrain.links.{pair[0]}.{pair[1]}.{attempt}"
+    if hvd.size() == 2:
+        return time_allreduce(PAIR_BYTES, hvd.global_process_set, name)
+
+    process_set = hvd.add_process_set(pair)
+    times = time_allreduce(PAIR_BYTES, process_set, name) if process_set.included() else None
+    times = hvd.broadcast_object(times, root_rank=pair[0], name=f"{name}.times")
+    # Each process set slows Horovod's background loop.
+    hvd.remove_process_set(process_set)
+    return times
+
+
+if __name__ == "__main__":
+    rank_main()

@@ -1,8 +1,8 @@
 """Collects one host's facts, and tests connections between hosts.
 
-ask_hosts sends this file to every host and runs it there even if hvtrain is not installed: in the
-environment's Python, or in any python3 where that is missing. So it needs nothing but the standard
-library of Python 3.9.
+ask_hosts sends this file and host_facts.py to every host and runs them there even if hvtrain is not
+installed: in the environment's Python, or in any python3 if that is missing. So both need nothing but
+the standard library of Python 3.9.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NVIDIA_SMI_SECONDS = 15
 LOOKUP_SECONDS = 6.0
 CONNECT_SECONDS = 2.0
 END_BYTES = 64 << 10
-# At most this many files are read, END_BYTES at both ends; of the others only name and size count.
+# The ends (END_BYTES each) of at most this many files are read; others count by name and size only.
 MAX_FILES_READ = 256
 # With more files than this, there is one entry per folder.
 MAX_ENTRIES = 5_000
@@ -49,10 +49,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
     """Collects the facts.
 
-    request: what facts_request makes. Its folder is where ranks start; run_dir and dataset are
-    relative to it.
+    request: what facts_request makes. Its folder is where ranks start; run_dir and dataset are relative to it.
     """
-    # As ranks have it, so that the same hvtrain is looked at.
+    # The ranks' path, so that the hvtrain they would import is examined.
     sys.path[:] = [request["folder"], *request["python_path"], *(path for path in sys.path if path)]
     folder = Path(request["folder"])
     dataset = request["dataset"]
@@ -65,7 +64,7 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "python": {
             "version": platform.python_version(),
             "executable": sys.executable,
-            "wanted": request["python"],  # Where it is missing, another one answers.
+            "wanted": request["python"],  # If it is missing, another Python answers.
             "is_wanted": sys.executable == request["python"],
         },
         "packages": host_facts.package_versions(),
@@ -92,11 +91,10 @@ def _machine() -> dict[str, Any]:
     except (OSError, KeyError):
         name = platform.system()
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": f"{name}, Linux {platform.release()}",
         "cores": len(os.sched_getaffinity(0)),
-        "memory": memory,
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
 
 
@@ -116,7 +114,7 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    """GPU names and driver version from nvidia-smi, or its error; neither without nvidia-smi."""
+    """GPU names and driver version from nvidia-smi, or its error; all empty without nvidia-smi."""
     gpus: dict[str, Any] = {"names": [], "driver": None, "error": None}
     # ssh starts a shell whose PATH may lack these folders.
     elsewhere = "/usr/bin:/usr/local/nvidia/bin"
@@ -126,7 +124,9 @@ def _gpus() -> dict[str, Any]:
 
     line = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        output = check_output(line, stdin=DEVNULL, stderr=STDOUT, text=True, timeout=NVIDIA_SMI_SECONDS)
+        output = check_output(
+            line, stdin=DEVNULL, stderr=STDOUT, text=True, timeout=NVIDIA_SMI_SECONDS
+        )
     except (OSError, SubprocessError) as error:
         # nvidia-smi prints what is wrong before it fails.
         message = getattr(error, "output", None) or error
@@ -174,7 +174,7 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
 
 
 def _sizes(path: Path, deadline: float) -> dict[str, int]:
-    """Bytes of each file below a folder, by relative name; of a file itself as "."."""
+    """Bytes of each file below a folder, by relative name; a single file is named "."."""
     if not path.is_dir():
         return {".": path.stat().st_size}
 
@@ -182,7 +182,7 @@ def _sizes(path: Path, deadline: float) -> dict[str, int]:
         raise error
 
     sizes = {}
-    # A folder that cannot be read would be left out in silence.
+    # By default os.walk silently skips folders that it cannot read.
     for folder, _, names in os.walk(path, onerror=fail, followlinks=True):
         for file in (Path(folder, name) for name in names):
             _check_time(deadline)
@@ -218,9 +218,9 @@ def _check_time(deadline: float) -> None:
 
 
 def addresses(names: Sequence[str]) -> dict[str, str | None]:
-    """The IPv4 address that this host finds for each name.
+    """Returns the IPv4 address to which this host resolves each name.
 
-    None if it finds none within LOOKUP_SECONDS.
+    None if that fails, or takes longer than LOOKUP_SECONDS.
     """
     resolved: dict[str, str | None] = dict.fromkeys(names)
 
@@ -244,7 +244,7 @@ def free_port() -> int:
     """A free port above 1023, chosen by the kernel, as ports for Horovod and MPI are."""
     with socket.socket() as server:
         server.bind(("", 0))
-        return int(server.getsockname()[1])
+        return server.getsockname()[1]
 
 
 class Exchange:
@@ -256,7 +256,7 @@ class Exchange:
             port: The port to listen on.
             token: A secret that these hosts share, without which a caller is ignored.
             others: The [address, port] of each other host, by name.
-            seconds: The time limit in all.
+            seconds: The overall time limit.
 
     Raises:
         OSError: The port is taken.
@@ -281,12 +281,12 @@ class Exchange:
             clocks: For each host reached, by how many seconds its clock is ahead of this one's, and
                 the error: half the round-trip time.
         """
-        # Daemons: accept() has no end, and connect() may outlast the time limit.
+        # Daemon threads: accept() may never return, and connect() may outlast the time limit.
         threading.Thread(target=self._listen, daemon=True).start()
         for name in self._others:
             threading.Thread(target=self._connect, args=(name,), daemon=True).start()
 
-        # This host goes on listening until all others have got through to it.
+        # Keep listening until all other hosts have connected.
         while self._missing or self._heard < set(self._others):
             if time.monotonic() > self._deadline:
                 break
@@ -306,7 +306,7 @@ class Exchange:
         ):
             caller.settimeout(CONNECT_SECONDS)
             token, _, name = stream.readline(200).strip().partition(" ")
-            # Another program, or a host of another doctor, gets no answer.
+            # Other programs and hosts of another doctor run get no answer.
             if token == self._token and name in self._others:
                 stream.write(f"{self._token} {time.time()}\n")
                 stream.flush()

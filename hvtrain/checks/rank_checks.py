@@ -1,6 +1,6 @@
 """The checks of verify: of the installation, and of the user's run.
 
-All ranks take part in each; one that fails raises CheckError after the check's last collective.
+Every rank takes part in every check; a failed check raises CheckError after its last collective.
 """
 
 import tempfile
@@ -12,9 +12,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import SGD, Adam, LossScaleOptimizer, Optimizer
 
 import hvtrain.keras as hvd
-from hvtrain.checkpoint import store, writer
+from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.checks.joint_batch import CASES, check_joint_batch, largest_difference
 from hvtrain.checks.table import CheckError, Checks
 from hvtrain.config.schema import RunConfig
@@ -36,12 +37,12 @@ from hvtrain.training.setup import (
 )
 
 BATCHES = 20
-# A data set may hold a few images twice; overlapping shards share far more.
+# A data set may hold a few duplicates; overlapping shards share far more.
 MAX_SHARED_FRACTION = 0.05
 
 
 def library_checks(strategy: Strategy, config: RunConfig) -> Checks:
-    """The checks in an order in which an early failure explains later ones (two ranks or more)."""
+    """Returns the library's checks, ordered so that an early failure explains later ones; they need two ranks."""
     return {
         "versions": partial(_versions, strategy, config),
         "controller": partial(_controller, strategy),
@@ -63,9 +64,11 @@ def _versions(strategy: Strategy, config: RunConfig) -> str:
 
 def _controller(strategy: Strategy) -> str:
     ranks = strategy.comm.gather((strategy.topology.host, hvd.local_rank()))
-    # They would take the same GPU, or the same cores.
+    # Ranks with the same local rank on a host would take the same GPU or the same cores.
     if len(set(ranks)) < len(ranks):
-        raise CheckError("two ranks have the same local rank on one host; give each host a name of its own")
+        raise CheckError(
+            "two ranks have the same local rank on one host; give each host a name of its own"
+        )
 
     hosts = dict.fromkeys(host for host, _ in ranks)
     return f"{strategy.description()}, {len(ranks)} rank(s) on {len(hosts)} host(s): {', '.join(hosts)}"
@@ -78,9 +81,6 @@ def _devices(strategy: Strategy) -> str:
     if is_shared and not getattr(strategy, "share_gpus", False):
         raise CheckError(f"ranks share a GPU: {devices}; start fewer ranks or give each its own")
 
-    # With it, products of float32 have ten bits on GPUs from Ampere on.
-    if tf.config.experimental.tensor_float_32_execution_enabled():
-        return f"{devices}; TF32 on"
     return f"{devices}; TF32 off"
 
 
@@ -96,7 +96,7 @@ def _broadcast() -> str:
         np.array([hvd.rank() == 0]),
     ]
     variables = [tf.Variable(value) for value in values]
-    # The control: ranks that held the same values would agree without a broadcast.
+    # Control: ranks with the same values would agree without a broadcast.
     num_different = len(set(hvd.allgather_object(fingerprint(variables))))
     hvd.broadcast_variables(variables, 0)
     after = hvd.allgather_object((fingerprint(variables), int(variables[3])))
@@ -114,8 +114,8 @@ def _broadcast() -> str:
 
 def _overflow() -> str:
     """Gives the last rank alone an infinite gradient."""
-    # Outermost: inside of the loss scale, ranks that skip a step alone would leave others waiting.
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    # The wrapper is outermost: inside the loss scale, a rank that skips a step alone would leave others waiting.
+    scaled = LossScaleOptimizer(SGD(1.0))
     optimizer = hvd.DistributedOptimizer(scaled)
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
@@ -123,17 +123,19 @@ def _overflow() -> str:
     is_last = hvd.rank() == hvd.size() - 1
     gradient = tf.constant([np.inf if is_last else 1.0, 1.0])
     tf.function(lambda gradient: optimizer.apply([gradient], [variable]))(gradient)
-    # Weights as they were, and half the loss scale.
+    # Expected: unchanged weights and half the loss scale.
     states = hvd.allgather_object((variable.numpy().tolist(), float(optimizer.dynamic_scale)))
     if states != [([1.0, 2.0], scale / 2)] * hvd.size():
-        raise CheckError(f"ranks did not skip an overflow together: {states}; look at the build of Horovod")
+        raise CheckError(
+            f"ranks did not skip an overflow together: {states}; look at the build of Horovod"
+        )
     return "one rank's infinite gradient: all ranks skip the step and halve the loss scale"
 
 
 def _different_models() -> str:
-    """Gives the last rank a model of another width."""
+    """Gives the last rank a variable of another width."""
     width = 3 if hvd.rank() == hvd.size() - 1 else 2
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer = hvd.DistributedOptimizer(SGD(1.0))
     variable = keras.Variable([0.0] * width)
     is_refused = False
 
@@ -143,12 +145,14 @@ def _different_models() -> str:
         is_refused = "cannot reduce the gradients" in str(error)
 
     if not all(hvd.allgather_object(is_refused)):
-        raise CheckError("gradients of different shapes were summed; a bug of hvtrain.keras or of Horovod's build")
+        raise CheckError(
+            "gradients of different shapes were summed; a bug of hvtrain.keras or of Horovod's build"
+        )
     return "gradients of different shapes are refused on all ranks before they are summed"
 
 
 def _shards(strategy: Strategy) -> str:
-    """Counts the images that each rank reads in an epoch; each image holds its number."""
+    """Checks that the ranks read each image once in an epoch; the pixel of an image is its number."""
     # One more than the ranks can share evenly.
     count = 40 * hvd.size() + 1
     images = np.arange(count, dtype=np.int32).reshape(-1, 1, 1, 1)
@@ -160,7 +164,9 @@ def _shards(strategy: Strategy) -> str:
     everyone = [number for numbers in strategy.comm.gather(read) for number in numbers]
     if sorted(everyone) != list(range(count)):
         num_read = len(set(everyone))
-        raise CheckError(f"{num_read} of {count} samples were read, {len(everyone)} times; look at data/")
+        raise CheckError(
+            f"{num_read} of {count} samples were read, {len(everyone)} times; look at data/"
+        )
     return f"{count} samples over {hvd.size()} rank(s): each read once, by one rank"
 
 
@@ -169,7 +175,7 @@ def _metrics(strategy: Strategy) -> str:
     generator = np.random.default_rng(5)
     x = generator.normal(size=(51, 4)).astype("float32")
     y = generator.integers(0, 3, 51)
-    # All ranks need one model, and `alone` is computed on each of them.
+    # All ranks need the same model, since each of them computes `alone`.
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -186,7 +192,9 @@ def _metrics(strategy: Strategy) -> str:
     own_gap = max(abs(together[name] - alone[name]) for name in together)
     gap = max(strategy.comm.gather(own_gap))
     if gap > 1e-5:
-        raise CheckError(f"metrics over ranks differ from one process by {gap:.2g}; they are not weighted by examples")
+        raise CheckError(
+            f"metrics over ranks differ from one process by {gap:.2g}; they are not weighted by examples"
+        )
     return f"uneven shards give one process's loss and accuracy to {gap:.1g}"
 
 
@@ -196,35 +204,37 @@ def _checkpoint(strategy: Strategy) -> str:
     # Moving statistics are variables that no gradient touches.
     layers = [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()]
     model = keras.Sequential(layers)
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam())
+    optimizer = hvd.DistributedOptimizer(Adam())
     model.compile(optimizer, "mse", jit_compile=False)
     hvd.broadcast_model(model)
     return round_trip(model, strategy)
 
 
 def round_trip(model: keras.Model, strategy: Strategy) -> str:
-    """Writes a checkpoint, loses all variables, restores them and broadcasts (every rank).
+    """Writes a checkpoint, zeroes all variables, restores and broadcasts them (every rank).
 
-    The model's optimizer must be built. Its variables are unchanged afterwards.
+    The optimizer must be built. All variables are unchanged afterwards.
     """
     variables = [*model.weights, *model.optimizer.variables]
     before = fingerprint([variable.value for variable in variables])
     saved: list[store.Checkpoint] = []
-    parts = strategy.comm.gather_parts(store.sharded_variables(model), Path(tempfile.gettempdir()))
+    parts = strategy.comm.gather_parts(
+        model_state.sharded_variables(model), Path(tempfile.gettempdir())
+    )
 
     def write() -> None:
-        snapshot = store.snapshot(model, [store.rank_state(model)], parts=parts)
+        snapshot = model_state.snapshot(model, [model_state.rank_state(model)], parts=parts)
         with tempfile.TemporaryDirectory() as folder:
             path = writer.write(Path(folder), 1, snapshot, {})
             saved.append(store.read(path))
 
     # Only the chief touches the disk; the broadcast brings the values to the others.
     strategy.comm.on_chief(write)
-    # On all ranks, so that nothing but the file can bring the values back.
+    # Zeroed on all ranks, so that nothing but the file can bring the values back.
     for variable in variables:
         variable.assign(keras.ops.zeros_like(variable.value))
 
-    strategy.comm.on_chief(lambda: store.restore(saved[0], model))
+    strategy.comm.on_chief(lambda: model_state.restore(saved[0], model))
     strategy.comm.broadcast_model(model)
     after = fingerprint([variable.value for variable in variables])
     if not all(strategy.comm.gather(after == before)):
@@ -250,13 +260,13 @@ class OwnRun:
         strategy.comm.broadcast_model(self.model)
 
     def batches(self) -> tf.data.Dataset:
-        """This rank's first batches."""
+        """Returns this rank's first batches: BATCHES, or fewer if an epoch has fewer."""
         stream = training_batches(self.source, self.plan, self.topology, self.config.seed, step=0)
         return stream.take(min(BATCHES, self.plan.steps_per_epoch))
 
 
 def own_run_checks(config: RunConfig, strategy: Strategy) -> Checks:
-    """The checks in an order in which an early failure explains later ones."""
+    """Returns the run's checks, ordered so that an early failure explains later ones."""
     run = OwnRun(config, strategy)
 
     return {
@@ -275,11 +285,13 @@ def _data(run: OwnRun) -> str:
     by_rank = run.strategy.comm.gather(hashes)
     num_readers = Counter(digest for rank_hashes in by_rank for digest in rank_hashes)
     num_shared = sum(count > 1 for count in num_readers.values())
-    # The shards' sizes are those that the run's steps are computed from.
+    # The run's number of steps is computed from these shard sizes.
     sizes = run.source.shard_sizes("train", run.plan.size, run.topology.weights)
     total = run.source.num_examples("train")
     if sum(sizes) != total:
-        raise CheckError(f"shards of {sizes} examples are not the {total} of the data set; look at shard_sizes")
+        raise CheckError(
+            f"shards of {sizes} examples are not the {total} of the data set; look at shard_sizes"
+        )
     if num_shared > MAX_SHARED_FRACTION * len(num_readers) and not run.source.same_on_all_ranks:
         raise CheckError(
             f"{num_shared} of {len(num_readers)} samples looked at are read by more than one rank; give each rank its "
@@ -308,18 +320,21 @@ def _step(run: OwnRun) -> str:
 
     # A variable that the loss does not depend on has no gradient.
     own = [None if gradient is None else gradient.numpy() for gradient in gradients()]
-    shared = [None if hasattr(item, "rank_part") else values for item, values in zip(model.trainable_variables, own)]
+    shared = [
+        None if hasattr(item, "rank_part") else values
+        for item, values in zip(model.trainable_variables, own)
+    ]
     joint = [_mean(parts) for parts in zip(*comm.gather(shared))]
     for i, gradient in enumerate(own):
         if gradient is not None and shared[i] is None:
-            # This rank's rows of a table have the gradients of all ranks already.
+            # The gradient of this rank's part of a table is already the sum over all ranks.
             joint[i] = gradient / run.strategy.topology.size
-    # The plain step is that of the optimizer which the strategy would wrap.
 
+    # Copies: the run's own variables take the distributed step below.
     copies = [keras.Variable(variable.numpy()) for variable in model.trainable_variables]
+    # The plain optimizer is the one that the strategy would wrap.
     plain = build_optimizer(run.config, run.plan)
     multiply_rates(plain, copies, factors_of(model, run.config.train.rates))
-    # Copies: the run's own variables take the distributed step below.
     expected = _change(plain, joint, copies)
     reductions_before = hvd.num_reductions(model.optimizer)
     change = _change(model.optimizer, own, model.trainable_variables)
@@ -340,22 +355,22 @@ def _step(run: OwnRun) -> str:
 
 
 def _mean(gradients: tuple[Any, ...]) -> Any:
-    """The mean over ranks of one variable's gradients; None if the loss does not depend on it."""
+    """The mean over ranks of one variable's gradients; None if the ranks give None for it."""
     if gradients[0] is None:
         return None
     return np.mean(gradients, axis=0, dtype=gradients[0].dtype)
 
 
 def _change(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     gradients: list[Any],
     variables: list[Any],
 ) -> list[np.ndarray]:
     """Takes one step and returns the changes of the variables.
 
-    gradients: of a loss before the optimizer's scale_loss.
+    gradients: of the loss, not yet scaled by the optimizer's scale_loss.
     """
-    # The run's own is built; a plain one is not.
+    # The run's optimizer is built; a plain one is not.
     if not optimizer.built:
         optimizer.build(variables)
 
@@ -364,7 +379,7 @@ def _change(
     scaled = [None if part is None else tf.constant(part * scale, part.dtype) for part in gradients]
     apply = tf.function(lambda: optimizer.apply(scaled, variables))
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    # With accumulation, the weights change only after so many calls.
+    # With accumulation, the weights change only after this many calls.
     for _ in range(inner.gradient_accumulation_steps or 1):
         apply()
 

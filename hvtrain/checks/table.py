@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 
 from hvtrain.errors import UserError
 
-# By its name, a check on all ranks: returns what it found, in a few words, or raises CheckError
-# (every rank).
+# Checks by name. Each runs on every rank, and returns its finding in a few words or raises CheckError.
 Checks = dict[str, Callable[[], str]]
 
 
 class CheckError(UserError):
     """A failed check: what was found, and what to look at.
 
-    Raise it after the check's last collective: other ranks would wait in those that follow.
+    Raise it only after the check's last collective, or the other ranks would wait in the next one.
     """
 
 
@@ -27,7 +26,7 @@ class Row:
         check: Name of the check.
         status: PASS, FAIL or SKIP.
         finding: What was found, or why the check was skipped.
-        host: The host at fault; None for a row on all hosts.
+        host: The host at fault; None for a row about all hosts.
         fix: What to do, as a command to type where possible.
     """
 
@@ -38,7 +37,7 @@ class Row:
     fix: str | None = None
 
     def text(self, width: int) -> str:
-        """The row as printed, the check's name in `width` columns and the fix on a line below."""
+        """The row as printed, the check's name padded to `width` characters and the fix on a line below."""
         finding = self.finding
         if self.host:
             finding = f"{self.host}: {finding}"
@@ -53,7 +52,7 @@ class CheckTable:
     """Prints rows as they come and keeps them.
 
     Attributes:
-        width: Columns of the check's name.
+        width: Width of a check's name, in characters.
         is_quiet: Print nothing: rows are wanted as JSON, or another rank prints them.
     """
 

@@ -8,8 +8,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from hvtrain.checks.table import Checks, CheckTable, fail, passed
-from hvtrain.config.compose import compose
-from hvtrain.config.schema import RunConfig, from_dict
+from hvtrain.config.compose import composed
+from hvtrain.config.schema import RunConfig
 from hvtrain.errors import RankError, UserError, in_one_line
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser
@@ -29,7 +29,7 @@ examples:
 
 
 def main() -> int:
-    """Checks the library, and the user's run if the line has settings of one."""
+    """Checks the library, and the user's run if the command line has settings of one."""
     Parser(
         "python -m hvtrain verify",
         usage="%(prog)s [GROUP=CHOICE ...] [SETTING=VALUE ...]",
@@ -40,26 +40,22 @@ Exits with 1 when a check fails.""",
     ).parse_known_args()
     arguments = sys.argv[1:]
     if not console.is_launched():
-        # One rank has no other to train with.
+        # verify needs at least two ranks.
         horovodrun = f"{sys.prefix}/bin/horovodrun"
         command = [horovodrun, "-np", "2", sys.executable, "-m", "hvtrain", "verify", *arguments]
         os.execv(horovodrun, command)
 
-    trees = compose()
-    if not trees:
-        return 0
-
-    # Options of Hydra (--config-dir) alone are no settings of a run.
+    # Hydra's options, such as --config-dir, are not settings of a run.
     has_own_run = any("=" in argument and not argument.startswith("--") for argument in arguments)
-    return 0 if verify(from_dict(trees[0]), has_own_run) else 1
+    return 0 if verify(composed(), has_own_run) else 1
 
 
 def verify(config: RunConfig, has_own_run: bool) -> bool:
     """Returns True if every check passes on every rank.
 
     Args:
-        config: The run whose strategy, model and data are checked with has_own_run.
-        has_own_run: Check more than the library.
+        config: The settings; with has_own_run, their strategy, model and data are checked.
+        has_own_run: Check the run too, not only the library.
     """
     with console.quiet_import(config.verbose):
         import tensorflow as tf
@@ -77,10 +73,12 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
     try:
         topology = strategy.start()
         if topology.size == 1:
-            raise RankError("one rank was started and at least two are needed; start them with horovodrun -np 2")
+            raise RankError(
+                "one rank was started and at least two are needed; start them with horovodrun -np 2"
+            )
 
         console.start_log(topology.is_chief)
-        # Notes of a run would stand between the rows.
+        # Log lines of a run would appear between the rows.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         own_checks = own_run_checks(config, strategy) if has_own_run else {}
         has_passed = run_checks({**library_checks(strategy, config), **own_checks}, strategy)
@@ -100,7 +98,7 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
     table = CheckTable(width=22, is_quiet=not strategy.topology.is_chief)
 
     for name, check in checks.items():
-        # A rank that is gone leaves the others in a collective without an end.
+        # If a rank is gone, the others would wait in a collective forever.
         deadline = threading.Timer(SECONDS_PER_CHECK, _time_out, [name])
         deadline.daemon = True
         deadline.start()
@@ -111,18 +109,18 @@ def run_checks(checks: Checks, strategy: "Strategy") -> bool:
             finding = check()
         except UserError as error:
             own_error = str(error)
-        # Any error fails this check alone; the next ones still run.
+        # Any error fails only this check; the next ones still run.
         except Exception as error:
             own_error = in_one_line(error)
         finally:
             deadline.cancel()
 
-        # Every rank enters this collective, also the one that has failed.
+        # Every rank enters this collective, including one that failed.
         errors = strategy.comm.gather(own_error)
         failed_ranks = [rank for rank, error in enumerate(errors) if error is not None]
         if failed_ranks:
             first = failed_ranks[0]
-            # If rank 0 failed too, its error may be that of all ranks.
+            # An error of rank 0 may be that of all ranks, so no rank is named.
             host = f"rank {first}" if first else None
             table.add([fail(name, host, errors[first])])
         else:

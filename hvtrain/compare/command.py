@@ -11,11 +11,11 @@ from typing import Any
 
 from hvtrain.compare.conclusion import on_more_ranks, plan_arguments
 from hvtrain.compare.contest import JOINT, RANK, Contest, Launcher, contestants
-from hvtrain.compare.measure import exit_at_signals
 from hvtrain.compare.results import html, summary, table, write_png
-from hvtrain.core.files import write_atomic, write_json
 from hvtrain.errors import INTERRUPTED, ConfigError
+from hvtrain.launch.child import exit_at_signals
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, make_output
+from hvtrain.system.files import write_atomic, write_json
 from hvtrain.system.host_facts import processor, versions
 from hvtrain.system.secrets import command_line, without_secrets
 from hvtrain.system.text import aligned
@@ -34,15 +34,14 @@ docs/compare.md has the method, and measured comparisons.
 
 def main() -> int:
     """Checks all runs, then starts them one after another. Returns 1 if one of them failed."""
-    options = _parser().parse_with_overrides(sys.argv[1:])
+    options = _parser().parse_with_overrides()
     target = parse_target(options.target) if options.target else None
     strategies = contestants(options.overrides, options.np, options.single_batch)
-    if not strategies:
-        return 0
-
     folder = Path(options.output or f"compare/{datetime.now():%Y-%m-%d_%H-%M-%S}").absolute()
     launcher = Launcher(options.np, tuple(options.hosts), options.num_ps, options.single_cores)
-    contest = Contest(strategies, launcher, folder, options.rounds, options.speed_steps, options.speed_only)
+    contest = Contest(
+        strategies, launcher, folder, options.rounds, options.speed_steps, options.speed_only
+    )
     # Only now: a mistake on the command line leaves no folder behind.
     make_output(folder)
     # Before the first run, which makes the machine busy.
@@ -59,13 +58,13 @@ def main() -> int:
     except (KeyboardInterrupt, SystemExit) as error:
         ended_by = error
 
-    # Whatever ended the runs, those before it have results.
+    # If the runs were interrupted, the finished ones still have results.
     comparison = {
         **facts,
         "interrupted": ended_by is not None,
         **summary(contest, target),
     }
-    # They go with the conclusions, which they limit.
+    # Warnings are shown with the conclusions, which they qualify.
     comparison["conclusion"] += facts["warnings"]
     # Written before the plan is made, which takes a while and can fail.
     write(comparison, folder)
@@ -81,7 +80,7 @@ def main() -> int:
         print("hvtrain: interrupted; what was measured so far is written", file=sys.stderr)
         return INTERRUPTED
 
-    if ended_by:  # A signal, whose exit code is 128 and its number.
+    if ended_by:  # A signal: the exit code is 128 plus its number.
         raise ended_by
 
     # Some results are better than none, but a script should see the failure.
@@ -105,21 +104,23 @@ def parse_target(text: str) -> tuple[str, float]:
     try:
         number = float(value)
     except ValueError:
-        # Refused below, with the other values that are no numbers.
+        # Refused below, with values that are not finite.
         number = math.nan
 
     if not metric or not math.isfinite(number):
-        raise ConfigError(f"--target {text} is not a metric and its value; write it as val_accuracy=0.97")
+        raise ConfigError(
+            f"--target {text} is not a metric and its value; write it as val_accuracy=0.97"
+        )
 
     return metric, number
 
 
 def busy_warning(load: float, cores: int) -> list[str]:
-    """Warns if others use this machine.
+    """Warns if other processes use this machine.
 
     Args:
         load: processes that ran before the first run, on average over a minute.
-        cores: that this process may use.
+        cores: the number of cores that this process may use.
 
     >>> busy_warning(0.2, 2)
     []
@@ -134,9 +135,9 @@ def busy_warning(load: float, cores: int) -> list[str]:
 
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
-    """Facts about this start, for the results."""
+    """Returns facts about this comparison and its machine, for the results."""
     load = os.getloadavg()[0]  # Over the last minute.
-    # Those of this process: a container or a job may have fewer than the host.
+    # The cores of this process: a container or a job may have fewer than the host.
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -152,7 +153,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {name: version for name, version in versions().items() if version},
         "num_rounds": options.rounds,
         "speed_steps": options.speed_steps,
-        # Also a conclusion: it says how far the others can be trusted.
+        # Also shown with the conclusions: it says how far they can be trusted.
         "warnings": busy_warning(load, cores),
     }
 
@@ -169,7 +170,13 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
     option = parser.add_argument
     add_number(parser, "-np", at_least(1), "ranks, workers or replicas", 2)
     parser.add_hosts()
-    add_number(parser, "--num-ps", at_least(1), "parameter servers, for strategies that have some", metavar="P")
+    add_number(
+        parser,
+        "--num-ps",
+        at_least(1),
+        "parameter servers, for strategies that have some",
+        metavar="P",
+    )
     about = "rounds of short runs; 6 rounds give intervals of 97%% confidence"
     add_number(parser, "--rounds", at_least(1), about, 6)
     add_number(parser, "--speed-steps", at_least(2), "steps of a short run", 100)
@@ -185,7 +192,9 @@ Prints a table and the conclusions, and writes compare.html, compare.json and co
         default=JOINT,
         help=f"batch of strategy=single: that of all ranks together ({JOINT}, default) or of one rank ({RANK})",
     )
-    add_number(parser, "--single-cores", at_least(1), "cores that strategy=single may use; default: all")
+    add_number(
+        parser, "--single-cores", at_least(1), "cores that strategy=single may use; default: all"
+    )
     about = "ranks up to which hvtrain plan extends the result; 0: not at all"
     add_number(parser, "--plan", at_least(0), about, 16)
     option("--output", metavar="DIR", help="default: compare/DATE_TIME")

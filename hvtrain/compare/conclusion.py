@@ -14,9 +14,9 @@ from hvtrain.system.secrets import command_line
 
 # With fewer than 3 rounds the interval of order statistics says nothing: its coverage is at most this.
 NO_CONFIDENCE = 0.5
-# The strategy whose ring `hvtrain plan` describes.
+# The strategy whose ring all-reduce `hvtrain plan` models.
 PLANNED = "horovod"
-# More ranks pay if they reach more than this many times the speed of one.
+# More ranks pay off above this multiple of the speed of one.
 PAYS = 1.05
 
 # Examples/s by contestant and round.
@@ -33,12 +33,13 @@ def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) 
     if not common:
         return None
 
-    # A strategy that failed or was interrupted has fewer rounds; they are not compared with those of another time.
+    # A strategy that failed or was interrupted has fewer rounds; each is compared only with the
+    # same round of the other.
     return ratio([numerators[n] for n in common], [denominators[n] for n in common])
 
 
 def ratio_text(speed_ratio: Ratio) -> str:
-    """A ratio with its interval, which too few rounds do not have.
+    """Returns a ratio as text, with its interval if there are enough rounds for one.
 
     >>> ratio_text(Ratio(1.344, 1.2, 1.41, 0.969))
     '1.34 times (1.20 to 1.41 with 97% confidence)'
@@ -55,7 +56,7 @@ def ratio_text(speed_ratio: Ratio) -> str:
 
 def on_speed(speeds: Speeds) -> list[str]:
     """States which contestant is the fastest, and how the others compare with it."""
-    # The order is that of medians; whether a difference is real is decided within the rounds.
+    # Sorted by median; whether a difference is real is decided by the ratios within rounds.
     medians = {name: median(rounds.values()) for name, rounds in speeds.items() if rounds}
     if len(medians) < 2:
         return ["Fewer than two strategies were timed, so nothing can be compared."]
@@ -77,11 +78,19 @@ def on_speed(speeds: Speeds) -> list[str]:
 
     # "Fastest" claims a difference from all others.
     verdict = "Most examples/s" if equal or unknown else "Fastest"
-    groups = {"Not distinguishable from it": equal, "Too few rounds to say": unknown, "Slower": slower}
+    groups = {
+        "Not distinguishable from it": equal,
+        "Too few rounds to say": unknown,
+        "Slower": slower,
+    }
 
     return [
         f"{verdict} here: {first}, with {medians[first]:,.0f} examples/s.",
-        *(f"{title}: {'; '.join(group)} as fast as {first}." for title, group in groups.items() if group),
+        *(
+            f"{title}: {'; '.join(group)} as fast as {first}."
+            for title, group in groups.items()
+            if group
+        ),
     ]
 
 
@@ -90,7 +99,7 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
     lines = []
     unknown = []
     for name in speeds:
-        # A user who has no run of `single` did not ask this question.
+        # Without a run of `single`, the user did not ask this question.
         speed_ratio = against(speeds[name], speeds.get(SINGLE, {}))
         if name == SINGLE or speed_ratio is None:
             continue
@@ -101,7 +110,9 @@ def on_scaling(speeds: Speeds, num_ranks: int) -> list[str]:
             lines.append(f"{name} on {num_ranks} ranks: {times}; not distinguishable from it.")
         elif speed_ratio.low > 1:
             efficiency = speed_ratio.median / num_ranks
-            lines.append(f"{name} pays here on {num_ranks} ranks: {times}, an efficiency of {efficiency:.0%}.")
+            lines.append(
+                f"{name} pays here on {num_ranks} ranks: {times}, an efficiency of {efficiency:.0%}."
+            )
         else:
             lines.append(f"{name} does not pay on {num_ranks} ranks here: {times}.")
 
@@ -127,7 +138,9 @@ def on_target(metric: str, value: float, reached: Mapping[str, tuple[int, float]
             epoch, seconds = epoch_and_seconds
             times.append((seconds, name, epoch))
 
-    parts = [f"{name} after {seconds:.1f} s (epoch {epoch})" for seconds, name, epoch in sorted(times)]
+    parts = [
+        f"{name} after {seconds:.1f} s (epoch {epoch})" for seconds, name, epoch in sorted(times)
+    ]
     text = f"{metric} {value:.4g}: {', '.join(parts) or 'no strategy'}"
     if missing:
         text += f"; not reached: {', '.join(missing)}"
@@ -161,28 +174,31 @@ def on_examples(examples: Mapping[str, int]) -> list[str]:
         return []
     # Strategies count train.steps differently; an epoch is the same for all.
     counts = ", ".join(f"{name} {count:,}" for name, count in examples.items())
-    return [f"Not the same training: not the same number of examples ({counts}); give train.epochs."]
+    return [
+        f"Not the same training: not the same number of examples ({counts}); give train.epochs."
+    ]
 
 
 def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] | None:
     """Returns the arguments of `hvtrain plan` that extend the comparison to num_ranks ranks.
 
-    The plan takes a rank's own work in a step from the rounds of horovod; None if it has not been
-    measured.
+    The time of a rank's own work in a step comes from the rounds of horovod; None if it was not measured.
     """
     strategies = comparison["strategies"]
-    entry = next((entry for entry in strategies if entry["name"].partition("@")[0] == PLANNED), None)
+    entry = next(
+        (entry for entry in strategies if entry["name"].partition("@")[0] == PLANNED), None
+    )
     if entry is None:
         return None
     splits = [run["split"] for run in entry["rounds"] if run["split"]]
     if not splits:
         return None
-    # Communication is what the plan computes anew, from the links and the number of ranks.
+    # Without communication, which the plan computes from the links and the number of ranks.
     seconds = median(split["data_seconds"] + split["compute_seconds"] for split in splits)
 
     return [
         *("-np", str(num_ranks)),
-        # As if the measured ranks were one host, to which others like it are added.
+        # The measured ranks count as one host, to which identical hosts are added.
         *("--ranks-per-host", str(comparison["num_ranks"])),
         *("--step-seconds", f"{seconds:.4g}"),
         *entry["words"],
@@ -190,7 +206,10 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
 
 
 def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Runs `hvtrain plan`, which writes into the folder; states its result and the command that repeats it."""
+    """Runs `hvtrain plan`, which writes into the folder.
+
+    States its result and the command that repeats it.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "hvtrain", "plan", "--output", str(folder), *arguments],
         capture_output=True,
@@ -198,7 +217,7 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
         stdin=subprocess.DEVNULL,
         check=False,
     )
-    # The comparison itself has succeeded, so an error of the plan is one more line of it.
+    # The comparison itself has succeeded, so an error of the plan is only one more line.
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
         return [f"More ranks: hvtrain plan cannot say ({lines[-1].removeprefix('hvtrain: ')})."]
@@ -212,7 +231,7 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def pays_from(costs: Sequence[Mapping[str, Any]]) -> str:
-    """States from how many ranks on a plan's costs beat one rank, and the speed of the most ranks.
+    """States from how many ranks a plan's speed exceeds that of one, and the speedup of the most ranks.
 
     >>> costs = [{"num_ranks": 1, "efficiency": 1.0}, {"num_ranks": 2, "efficiency": 0.5}]
     >>> pays_from([*costs, {"num_ranks": 4, "efficiency": 0.4}])

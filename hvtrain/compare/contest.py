@@ -1,6 +1,6 @@
 """The strategies of a comparison, each with the settings that make it train the same as the others, and their runs.
 
-Short runs take turns, for the speed; then each strategy has a whole one.
+Short runs take turns to measure speed; then each strategy has one whole run.
 """
 
 import os
@@ -10,20 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-from hvtrain.compare.measure import Training, in_turns, progress, train
-from hvtrain.config.compose import compose, override
-from hvtrain.config.schema import RunConfig, from_dict, round_up_to_accumulation
-from hvtrain.core.files import remove
-from hvtrain.core.step_plan import learning_rate_factor
+from hvtrain.compare.measure import Training, in_turns, train
+from hvtrain.config.compose import composed, override
+from hvtrain.config.make_plan import learning_rate_factor
+from hvtrain.config.schema import RunConfig, round_up_to_accumulation
 from hvtrain.errors import ConfigError, LostRankError
+from hvtrain.system.command import take_values
+from hvtrain.system.console import progress
+from hvtrain.system.files import remove
 from hvtrain.system.text import duration
 
 SINGLE = "single"
 JOINT = "joint"
 RANK = "rank"
-# Law 1: data is sharded, then shuffled, so the shards of all ranks are another order than one shard.
+# Data is sharded, then shuffled, so several shards give a different order than one.
 ORDER = "takes the examples in another order, since its data is one shard"
-# A short run only takes steps, and all of them: validation and checkpoints would be timed too.
+# A short run takes its steps and nothing else: validation and checkpoints would be timed too.
 _ONLY_STEPS = (
     "train.divide_steps_by_size=false",
     "train.validate_every_epochs=null",
@@ -33,7 +35,7 @@ _ONLY_STEPS = (
     "checkpoint.every_minutes=null",
 )
 
-# In place of the number of a round: a whole run.
+# In place of a round's number, this stands for a whole run.
 WHOLE = 0
 # Removed from short runs, of which there are many; whole runs keep them.
 _LARGE = ("checkpoints", "model.keras", "best.keras")
@@ -49,8 +51,8 @@ class Contestant:
         overrides: all settings of its run.
         accumulate: train.accumulate, of which a run's steps are a multiple.
         has_servers: True for strategies with parameter servers.
-        differences: the inequalities that the comparison itself makes; those of the strategy are in
-            the record of its run.
+        differences: ways in which the comparison makes this training unlike the others; those of
+            the strategy itself are in the record of its run.
     """
 
     name: str
@@ -71,53 +73,46 @@ class Contestant:
         return [*self.overrides, f"train.steps={steps}", *_ONLY_STEPS]
 
 
-def contestants(overrides: Sequence[str], num_ranks: int, single_batch: str = JOINT) -> list[Contestant]:
-    """Composes and checks the run of each strategy.
+def contestants(
+    overrides: Sequence[str], num_ranks: int, single_batch: str = JOINT
+) -> list[Contestant]:
+    """Returns the strategies to compare, after composing and checking the run of each.
 
     Args:
         overrides: `strategy=A,B,...` and settings of the run.
-        num_ranks: of all strategies but `single`.
+        num_ranks: ranks for all strategies but `single`.
         single_batch: JOINT if `single` takes the batch of all ranks, RANK for that of one.
-
-    Returns:
-        The contestants; none if the overrides only ask Hydra to print the run.
 
     Raises:
         ConfigError: fewer than two strategies, an unknown one, or a wrong setting.
     """
-    choice = ""
-    common = []
-    for text in overrides:
-        if text.startswith("strategy="):
-            choice = text
-        else:
-            common.append(text)
-
-    # A comma separates strategies, so their own settings begin with @.
-    names = choice.partition("=")[2].split(",")
+    own, common = take_values(overrides, "strategy")
+    choice = own.get("strategy", "")
+    # Commas separate strategies, so each strategy's own settings begin with @.
+    names = choice.split(",")
     if len(names) < 2:
+        given = f"strategy={choice}" if own else "no strategy=A,B"
         raise ConfigError(
-            f"{choice or 'no strategy=A,B'} came where at least two strategies were needed; "
-            "for example: strategy=single,horovod"
+            f"{given} came where at least two strategies were needed; for example: strategy=single,horovod"
         )
 
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated:
         raise ConfigError(
-            f"{choice} names {repeated} twice; write each once, or give one settings: {repeated}@NAME=VALUE"
+            f"strategy={choice} names {repeated} twice; write each once, or give one settings: {repeated}@NAME=VALUE"
         )
 
-    folder = next((text for text in overrides if text.startswith("run.")), None)
+    folder = next((text for text in common if text.startswith("run.")), None)
     if folder:
-        raise ConfigError(f"{folder} came, and each strategy has a run folder of its own; choose --output DIR instead")
+        raise ConfigError(
+            f"{folder} came, and each strategy has a run folder of its own; choose --output DIR instead"
+        )
 
     # All runs are composed before the first one starts, so no mistake shows up hours later.
-    composed = [_contestant(name, common, num_ranks, single_batch) for name in names]
-
-    return [contestant for contestant in composed if contestant]
+    return [_contestant(name, common, num_ranks, single_batch) for name in names]
 
 
-def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str) -> Contestant | None:
+def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str) -> Contestant:
     strategy, *settings = name.split("@")
     overrides = [*common, f"strategy={strategy}"]
 
@@ -127,12 +122,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
             setting = f"strategy.{setting}"
         overrides.append(setting)
 
-    trees = compose(overrides)
-    # Hydra has printed what was asked for; there is nothing to compare.
-    if not trees:
-        return None
-
-    config = from_dict(trees[0])
+    config = composed(overrides)
     if not isinstance(config.train.batch_size, int):
         raise ConfigError(
             f"train.batch_size={config.train.batch_size} has a number for each rank; compare needs one number for all"
@@ -143,9 +133,11 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
         differences = (ORDER, "takes the batch and the learning rate of one rank")
     elif strategy == SINGLE:
         overrides += joint_overrides(config, num_ranks)
-        compose(overrides)  # Raises if the added settings do not fit.
+        composed(overrides)  # Raises if the added settings do not fit.
         differences = (ORDER,)
-        if learning_rate_factor(config.train, num_ranks) != 1 and config.schedule.get("warmup_epochs"):
+        if learning_rate_factor(config.train, num_ranks) != 1 and config.schedule.get(
+            "warmup_epochs"
+        ):
             differences += ("has no warm-up: its learning rate begins at the peak",)
 
     return Contestant(
@@ -161,17 +153,17 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
 def joint_overrides(config: RunConfig, num_ranks: int) -> list[str]:
     """Returns the settings with which one process trains as num_ranks ranks would.
 
-    It takes the batch of all ranks, their peak learning rate, and as many steps as each of them.
+    The process takes the batch of all ranks, their peak learning rate, and as many steps as each of them.
     """
     train = config.train
     assert isinstance(train.batch_size, int)
-    # For the number of ranks alone: accumulation is the same for one process.
+    # Scaled for the number of ranks only: accumulation is the same for one process.
     peak = config.optimizer["learning_rate"] * learning_rate_factor(train, num_ranks)
     overrides = [
         f"train.batch_size={train.batch_size * num_ranks}",
         f"optimizer.learning_rate={peak!r}",
     ]
-    # The user gave the steps that one process would take, which the ranks divide among them.
+    # The user gave the steps of one process, which the ranks divide among themselves.
     if train.steps and train.divide_steps_by_size:
         overrides.append(f"train.steps={max(1, train.steps // num_ranks)}")
 
@@ -183,7 +175,7 @@ class Launcher:
     """Makes the command lines of runs.
 
     Attributes:
-        num_ranks: of all strategies but `single`.
+        num_ranks: ranks for all strategies but `single`.
         host_options: -H or --hostfile, for `hvtrain launch`.
         num_ps: parameter servers, for strategies that have some.
         single_cores: cores that `single` may use; None: all.
@@ -197,11 +189,11 @@ class Launcher:
     def command(self, contestant: Contestant, overrides: Sequence[str], folder: Path) -> list[str]:
         """Returns the command of a run that leaves its results in this folder."""
         python = [sys.executable, "-m", "hvtrain"]
-        # The comparison is one piece of work for the user, so its runs send no notices.
+        # The user waits for the comparison as a whole, so its runs send no notices.
         settings = [*overrides, override("run.dir", str(folder)), "notify=[]"]
         if contestant.is_single:
             return [*python, *settings]
-        # Every other strategy is launched, also on one host: so all have the same launcher.
+        # All other strategies use the same launcher, even on one host.
         options = ["-np", str(self.num_ranks), *self.host_options]
         # The launcher refuses servers for a strategy that has none.
         if self.num_ps and contestant.has_servers:
@@ -225,13 +217,13 @@ class Contest:
     Attributes:
         contestants: the strategies.
         launcher: how their runs are started.
-        folder: of the output.
-        num_rounds: of short runs.
+        folder: the output folder.
+        num_rounds: rounds of short runs.
         speed_steps: steps of a short run.
         speed_only: True leaves out the whole runs.
-        rounds: short runs by contestant and number of the round.
+        rounds: short runs by contestant and round number.
         whole: whole runs by contestant.
-        errors: of contestants that failed.
+        errors: messages by contestant that failed.
     """
 
     contestants: Sequence[Contestant]
@@ -273,7 +265,7 @@ class Contest:
                 outcome = "failed"
 
             progress("")
-            # The results stand below each other, as in a table.
+            # Padded, so that the results line up as in a table.
             print(f"{title:<58} {outcome}; {self.time_left(schedule[index + 1 :])}", flush=True)
 
     def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:

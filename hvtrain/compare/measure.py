@@ -1,14 +1,10 @@
-"""Measures trainings: one in processes of its own, many in rounds by turns, and the ratios between them.
+"""Measures trainings: one in its own processes, several in alternating rounds, and the ratios between them.
 
 A shared machine can be slower for minutes at a time. So contenders take turns, and only runs of the
 same round are compared.
 """
 
-import json
 import resource
-import shutil
-import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,16 +17,15 @@ from typing import Any, TypeVar
 
 import psutil
 
-from hvtrain.core.run_files import RESULT_FILE, EpochRecord, read_history
-from hvtrain.errors import LostRankError
-from hvtrain.launch.child import ends_within, failure, started
+from hvtrain.core.run_files import EpochRecord, read_history
+from hvtrain.launch.child import ends_within, read_result, started
 from hvtrain.report.charts import INK
 
 T = TypeVar("T")
 
-# A sample takes several milliseconds, which the run lacks too.
+# A sample takes several milliseconds of processor time from the run.
 SECONDS_BETWEEN_SAMPLES = 1.0
-# Probability that an interval should contain the true median.
+# Required probability that an interval contains the true median.
 COVERAGE = 0.95
 
 
@@ -42,7 +37,7 @@ class Training:
         result: its record, result.json.
         epochs: its history.csv.
         seconds: from the start of the command to its end.
-        cpu_seconds: of all its processes.
+        cpu_seconds: processor time of all its processes.
         peak_bytes: the largest sum of their resident memory; None if unknown.
         gpu_bytes: the largest growth of the used memory of all GPUs together; None if unknown.
     """
@@ -56,18 +51,18 @@ class Training:
 
 
 def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
-    """Runs the command, whose run folder is folder/run.
+    """Runs and measures the command, whose run folder is folder/run.
 
     Raises:
         LostRankError: the run failed; the message has the line of its output that says why.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Beside the run folder, which the run makes itself.
+    # Beside the run folder, which the run creates itself.
     log = folder / "output.txt"
     began = time.monotonic()
     # getrusage counts children that have been waited for, so this run is the difference.
     cpu_before = _children_seconds()
-    # Other processes may hold memory of the GPUs, which does not count.
+    # GPU memory held by other processes does not count.
     gpu_before = gpu_bytes()
     peak_bytes = 0
 
@@ -77,16 +72,14 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
             peak_bytes = max(peak_bytes, resident_bytes(process.pid))
             peak_gpu_bytes = max(peak_gpu_bytes, gpu_bytes() or 0)
 
-    if process.returncode:
-        raise LostRankError(failure(log.read_text(errors="replace"), process.returncode))
-
-    # The others' share may have shrunk meanwhile.
+    result = read_result(folder / "run", process.returncode, log)
+    # Never negative, though other processes may have freed memory meanwhile.
     grown_bytes = None
     if gpu_before is not None:
         grown_bytes = max(0, peak_gpu_bytes - gpu_before)
 
     return Training(
-        result=read_result(folder / "run"),
+        result=result,
         epochs=read_history(folder / "run"),
         seconds=time.monotonic() - began,
         cpu_seconds=_children_seconds() - cpu_before,
@@ -95,24 +88,13 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
     )
 
 
-def exit_at_signals() -> None:
-    """Makes SIGTERM and SIGHUP raise SystemExit, so that the run in progress ends with this process."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
-def read_result(run: Path) -> dict[str, Any]:
-    """Reads the record of a run. Raises LostRankError if there is none."""
-    try:
-        return json.loads((run / RESULT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LostRankError(f"the run ended well, but {run / RESULT_FILE} cannot be read: {error}") from error
-
-
 def resident_bytes(pid: int) -> int:
-    """Resident memory of the training processes at or below a process; shared pages count in each."""
+    """Resident memory of the training processes at or below a process.
+
+    Shared pages are counted in each of them.
+    """
     total = 0
-    # Processes end while they are counted.
+    # Processes may end while they are counted.
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
@@ -144,8 +126,7 @@ def _children_seconds() -> float:
 class Ratio:
     """Median ratio over the rounds, and an interval that contains the true median with probability `coverage`.
 
-    The interval is the narrowest with a coverage of at least 0.95; below 6 rounds even the widest
-    has less.
+    The interval is the narrowest with a coverage of at least 0.95; below 6 rounds even the widest has less.
     """
 
     median: float
@@ -170,8 +151,8 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     fewer than k of n tosses of a coin show heads, and above the k-th largest as often.
 
     Args:
-        numerators: of each round.
-        denominators: of the same rounds.
+        numerators: one measurement by round.
+        denominators: the other measurement, of the same rounds.
 
     >>> ratio([3.0, 5.0, 4.0], [2.0, 2.0, 2.0])
     Ratio(median=2.0, low=1.5, high=2.5, coverage=0.75)
@@ -179,7 +160,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
     # From here on only the order of the ratios counts.
     count = len(ratios)
-    # Leaves out as many values at one end as at the other, while what is left is sure enough.
+    # Drop equally many values at both ends, as long as the coverage suffices.
     cut = 0
     while cut + 1 < count / 2 and _coverage(count, cut + 1) >= COVERAGE:
         cut += 1
@@ -193,10 +174,9 @@ def _coverage(count: int, cut: int) -> float:
 
 
 def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]]]:
-    """Yields each round's number, from 1, and its order; every second round goes backwards.
+    """Yields each round's number, from 1, and its order; every second round is reversed.
 
-    A machine that becomes slower during a round thus favors each of two contenders as often as the
-    other.
+    A machine that slows down during a round thus favors each of two contenders equally often.
 
     >>> list(in_turns("ab", 3))
     [(1, ['a', 'b']), (2, ['b', 'a']), (3, ['a', 'b'])]
@@ -208,27 +188,20 @@ def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]
         yield number, order
 
 
-def progress(text: str) -> None:
-    """Shows what is running, on a terminal only, until the next call; "" clears the line."""
-    if sys.stderr.isatty():
-        # A line that wraps could not be cleared.
-        columns = shutil.get_terminal_size().columns
-        sys.stderr.write(f"\r\033[K{text[: columns - 1]}")
-        sys.stderr.flush()
-
-
 def draw_rounds(axes: Any, values: Mapping[str, Sequence[float]], colors: Sequence[str]) -> None:
-    """Draws a bar with the median of each contender, the first at the top; those without values keep their row.
+    """Draws a bar with the median of each contender, the first at the top.
+
+    Those without values keep their row.
 
     Args:
-        axes: Matplotlib's.
-        values: of each contender, by round.
-        colors: of the bars.
+        axes: Matplotlib axes.
+        values: each contender's values, by round.
+        colors: one for each bar.
     """
     for row, (runs, color) in enumerate(zip(values.values(), colors)):
         if runs:
             axes.barh(row, median(runs), color=color, height=0.6)
-        # The dots show how much a round differs from the others, which a median hides.
+        # The dots show the spread of the rounds, which the median hides.
         axes.plot(runs, [row] * len(runs), "o", color=INK, markersize=3, alpha=0.7)
 
     axes.set_yticks(range(len(values)), list(values))

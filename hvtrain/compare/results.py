@@ -1,4 +1,4 @@
-"""The results of a comparison: plain values, as compare.json has them, and the table, page and picture of them."""
+"""The results of a comparison: the plain values of compare.json, and their table, page and picture."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,19 +19,18 @@ from hvtrain.compare.conclusion import (
 )
 from hvtrain.compare.contest import SINGLE, Contest, Contestant
 from hvtrain.compare.measure import Ratio, Training, draw_rounds
+from hvtrain.core.run_files import lower_is_better
 from hvtrain.report.charts import GREY, SERIES, Panel, page_svg, write_panels
 from hvtrain.report.page import render
 from hvtrain.system.text import format_known
 
-# A point for each epoch of a whole run: epoch, seconds, examples, and metrics.
+# One point per epoch of a whole run: epoch, seconds, examples, and metrics.
 Curve = list[dict[str, Any]]
 
-# Parts of names of metrics. Of the others, such as accuracy, higher values are better.
-_LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse")
-# Of a default target, the first that all runs have. Metrics in validation say more than those in training.
+# The default target metric is the first of these that all runs have. Validation says more than training.
 _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
 
-# Inches. A chart on the page has room for the names of the strategies.
+# In inches. Charts on the page leave room for the names of the strategies.
 _CHART_SIZE = (5.2, 3.3)
 _PICTURE_WIDTH = 11.0
 _PANEL_HEIGHT = 4.0
@@ -39,20 +38,23 @@ _UNITS = {"seconds": "seconds of training", "examples": "examples"}
 
 
 def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any]:
-    """Joins all runs of a comparison.
+    """Returns a comparison's part of compare.json: the target, an entry for each strategy, and the conclusions.
 
     Args:
-        contest: with the runs so far.
+        contest: the comparison, with its runs so far.
         target: metric and value; None: the best value that all whole runs reached.
     """
     curves = {name: curve(training) for name, training in contest.whole.items()}
-    # Without a target of the user's: one that all runs reach, so that all have a time.
+    # The default target is a value that all runs reach, so that all have a time.
     target = target or best_of_all(list(curves.values()))
     reached = {}
     if target:
         reached = {name: reached_at(points, *target) for name, points in curves.items()}
 
-    entries = [_entry(each, contest, curves.get(each.name, []), reached.get(each.name)) for each in contest.contestants]
+    entries = [
+        _entry(each, contest, curves.get(each.name, []), reached.get(each.name))
+        for each in contest.contestants
+    ]
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
     for contestant, entry in zip(contest.contestants, entries):
         entry["against_single"] = None
@@ -85,8 +87,10 @@ def _on_target(
     if not target or not whole:
         return []
     metric, value = target
-    # The order of history.csv, as the user sees it there.
-    known = dict.fromkeys(name for training in whole.values() for row in training.epochs for name in row.metrics)
+    # In the order of history.csv, which the user sees.
+    known = dict.fromkeys(
+        name for training in whole.values() for row in training.epochs for name in row.metrics
+    )
     if metric not in known:
         return [f"{metric} is not a metric of these runs; they have {', '.join(known)}."]
 
@@ -104,10 +108,14 @@ def _on_whole_runs(whole: Mapping[str, Training]) -> list[str]:
         accuracies = [name for name in first if "accuracy" in name]
         if accuracies:
             metric = accuracies[0]
-            lines.append(on_test(metric, {name: metrics[metric] for name, metrics in tests.items()}))
+            lines.append(
+                on_test(metric, {name: metrics[metric] for name, metrics in tests.items()})
+            )
 
     results = {name: training.result for name, training in whole.items()}
-    examples = {name: result["num_steps"] * result["global_batch"] for name, result in results.items()}
+    examples = {
+        name: result["num_steps"] * result["global_batch"] for name, result in results.items()
+    }
 
     return lines + on_examples(examples)
 
@@ -118,23 +126,25 @@ def _entry(
     points: Curve,
     reached: tuple[int, float] | None,
 ) -> dict[str, Any]:
-    """One strategy in compare.json. What a whole run measures is None or empty without one."""
+    """Returns a strategy's entry in compare.json. What only a whole run measures is None or empty without one."""
     name = contestant.name
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
     runs = list(rounds.values())
     if whole:
         runs.append(whole)
-    # Facts that are the same in all runs of a strategy are those of the last one.
+    # Facts that are the same in all runs of a strategy are taken from the last one.
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = reached or (None, None)
 
     entry: dict[str, Any] = {
         "name": name,
         "words": list(contestant.overrides),
-        "differences": list(dict.fromkeys([*contestant.differences, *record.get("differences", ())])),
+        "differences": list(
+            dict.fromkeys([*contestant.differences, *record.get("differences", ())])
+        ),
         "rounds": [_round_entry(number, run) for number, run in sorted(rounds.items())],
-        # None in a run without GPUs, and in one that was over before it was looked at.
+        # None if a run ended before memory was sampled; gpu_bytes also without GPUs.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
         **{fact: record.get(fact) for fact in ("global_batch", "num_parameters", "versions")},
@@ -154,8 +164,12 @@ def _entry(
 
 
 def _round_entry(number: int, run: Training) -> dict[str, Any]:
-    measured = {name: run.result.get(name) for name in ("examples_per_second", "step_seconds", "split")}
-    used = {name: getattr(run, name) for name in ("seconds", "cpu_seconds", "peak_bytes", "gpu_bytes")}
+    measured = {
+        name: run.result.get(name) for name in ("examples_per_second", "step_seconds", "split")
+    }
+    used = {
+        name: getattr(run, name) for name in ("seconds", "cpu_seconds", "peak_bytes", "gpu_bytes")
+    }
     return {"round": number, **measured, **used}
 
 
@@ -190,19 +204,10 @@ def curve(training: Training) -> Curve:
     return points
 
 
-def lower_is_better(metric: str) -> bool:
-    """Judges by the metric's name.
-
-    >>> lower_is_better("val_loss"), lower_is_better("val_accuracy")
-    (True, False)
-    """
-    return any(part in _LOWER_IS_BETTER for part in metric.split("_"))
-
-
 def reached_at(points: Curve, metric: str, value: float) -> tuple[int, float] | None:
     """Returns the first epoch whose metric reaches the value, and the seconds of training up to its end."""
     sign = _sign(metric)
-    # The first counts: a metric may reach the value and lose it again.
+    # The first epoch counts: a metric may reach the value and then fall back.
     for point in points:
         if metric in point and sign * point[metric] >= sign * value:
             return point["epoch"], point["seconds"]
@@ -211,9 +216,9 @@ def reached_at(points: Curve, metric: str, value: float) -> tuple[int, float] | 
 
 
 def best_of_all(curves: Sequence[Curve]) -> tuple[str, float] | None:
-    """Returns the metric to compare, in validation if there is any, and the best value that every run reached."""
+    """Returns the metric to compare, of validation if possible, and the best value that every run reached."""
     names = [{name for point in points for name in point} for points in curves]
-    # A target that one run does not even measure would say nothing about it.
+    # A target that a run does not measure would say nothing about that run.
     shared = set.intersection(*names) if names else set()
     metric = next((name for name in _TARGET_METRICS if name in shared), None)
     if metric is None:
@@ -235,7 +240,7 @@ def _test_metrics(training: Training) -> dict[str, float]:
 
 
 def table(comparison: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the table, header first; a strategy that failed has what is known."""
+    """Returns the table, header first; the row of a strategy that failed has what is known."""
     strategies = comparison["strategies"]
     target = comparison["target"]
     tests = list(dict.fromkeys(name for entry in strategies for name in entry["tests"]))
@@ -248,7 +253,9 @@ def table(comparison: Mapping[str, Any]) -> list[list[str]]:
     return [list(rows[0]), *(list(row.values()) for row in rows)]
 
 
-def _table_row(entry: Mapping[str, Any], goal: str, tests: Sequence[str], has_gpus: bool) -> dict[str, str]:
+def _table_row(
+    entry: Mapping[str, Any], goal: str, tests: Sequence[str], has_gpus: bool
+) -> dict[str, str]:
     """The cells of a strategy by column."""
     against_single = "-"
     if entry["against_single"]:
@@ -269,7 +276,7 @@ def _table_row(entry: Mapping[str, Any], goal: str, tests: Sequence[str], has_gp
         "memory MB": _megabytes(entry["peak_bytes"]),
         **gpus,
         "CPU s": format_known(entry["cpu_seconds"], ",.0f"),
-        # In the last column, so that what was measured before stays in its place.
+        # A failure shows in the last column, so that what was measured keeps its place.
         "s in all": "failed" if entry["error"] else format_known(entry["seconds"], ",.0f"),
     }
 
@@ -279,7 +286,7 @@ def _megabytes(num_bytes: int | None) -> str:
 
 
 def html(comparison: Mapping[str, Any]) -> str:
-    """Returns the page of a comparison as compare.json holds it; it needs no other files."""
+    """Returns the self-contained page of a comparison, given the content of compare.json."""
     strategies = comparison["strategies"]
     names = [entry["name"] for entry in strategies]
     return render(
@@ -295,7 +302,7 @@ def html(comparison: Mapping[str, Any]) -> str:
 
 
 def write_png(comparison: Mapping[str, Any], path: Path) -> None:
-    """Draws all panels, at least one, into one picture."""
+    """Draws all panels, of which there must be at least one, into one picture."""
     # Two in a row, unless there is only one.
     shown = panels(comparison)
     columns = min(2, len(shown))
@@ -307,7 +314,7 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
     strategies = comparison["strategies"]
     target = comparison["target"] or {"metric": "loss", "value": None}
     points = [point for entry in strategies for point in entry["curve"]]
-    # What is learned shows in validation, if there is any.
+    # The validation loss, if there is one, shows what was learned.
     loss = "loss"
     if any("val_loss" in point for point in points):
         loss = "val_loss"
@@ -321,7 +328,7 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
     if not points:
         return shown
 
-    # Over seconds the faster strategy is ahead, over examples the one that learns more of each.
+    # Over seconds the faster strategy leads; over examples, the one that learns more from each.
     curves = [(loss, "seconds"), (loss, "examples")]
     if target["metric"] != loss:
         curves.append((target["metric"], "seconds"))
@@ -365,7 +372,7 @@ def _by_round(strategies: list[Mapping[str, Any]]) -> list[list[str]]:
 
     for entry in strategies:
         speeds = speeds_by_round(entry)
-        # A strategy that failed has fewer rounds, and a short run may have had no time to be timed.
+        # A strategy that failed has fewer rounds, and a run may have been too short to be timed.
         cells = [format_known(speeds.get(number), ",.0f") for number in numbers]
         rows.append([entry["name"], *cells])
 

@@ -9,11 +9,11 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
-from hvtrain.config.compose import CONFIGS
+from hvtrain.config.choices import CONFIGS
 from hvtrain.config.schema import MODEL_OPTIONS, RunConfig
-from hvtrain.config.validate import flatten
 from hvtrain.errors import ConfigError, UserError, in_one_line, place_of
 from hvtrain.system.secrets import HIDDEN
+from hvtrain.system.text import flatten
 
 NEEDED = {
     "model": "a keras.Model",
@@ -40,12 +40,12 @@ def build(
     source_name: str = "",
     **values: Any,
 ) -> Any:
-    """Calls the _target_ of a group with the group's other settings.
+    """Returns what the _target_ of a group makes from the group's other settings.
 
     Args:
         group: A group of the configuration, or callbacks.NAME, augment.NAME or tracker.NAME.
         kind: The type that the target must return.
-        facts: What a data set knows of itself. The target gets those that it declares as arguments.
+        facts: Facts of a data set, by name. The target gets those that it declares as arguments.
         source_name: The name of that data set, for messages.
         values: More arguments, which take precedence over the settings.
 
@@ -65,10 +65,13 @@ def build(
     if not name:
         files = sorted((CONFIGS / group).glob("*.yaml"))
         choices: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
-        # The class of a choice refuses the arguments of another one.
+        # A choice's own class must refuse the arguments of another choice, so these stay; only those of
+        # nested groups may be dropped.
         if settings["_target_"] in [choice.get("_target_") for choice in choices]:
             nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
-            choices = [{name: choice[name] for name in nested if name in choice} for choice in choices]
+            choices = [
+                {name: choice[name] for name in nested if name in choice} for choice in choices
+            ]
         settings = _own_arguments(settings, choices)
     _check_settings(config, group, settings)
 
@@ -93,20 +96,20 @@ def declared(
 
     Args:
         settings: Names of the arguments that the user has set.
-        facts: What a data set and a task know of themselves, by name.
-        name: The builder as messages begin with it.
-        source_name: The data set that has the facts.
+        facts: Facts of a data set and a task, by name.
+        name: The builder's name, with which messages begin.
+        source_name: The name of the data set, for messages.
 
     Raises:
         ConfigError: An argument has no default, no setting and no fact.
     """
-    function = getattr(builder, "__init__", builder) if inspect.isclass(builder) else builder
+    always = {name: facts[name] for name in ALWAYS if name in facts}
+    is_class = inspect.isclass(builder)
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        signature = inspect.signature(builder.__init__ if is_class else builder)
     except (TypeError, ValueError):  # Some built-in functions have no signature.
-        return {name: facts[name] for name in ALWAYS if name in facts}
-    if inspect.isclass(builder):
-        parameters = parameters[1:]  # Without self.
+        return always
+    parameters = list(signature.parameters.values())[is_class:]  # Without self.
 
     selected: dict[str, Any] = {}
     for parameter in parameters:
@@ -120,7 +123,7 @@ def declared(
                 f"does not give (it gives {', '.join(facts)}); set it, or choose another data set"
             )
     if not selected and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return {name: facts[name] for name in ALWAYS if name in facts}
+        return always
     return selected
 
 
@@ -148,13 +151,14 @@ def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
 
 
 def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
-    """The settings without arguments that a choice has for its own class, where another class has its place.
+    """Returns the settings without those defaults of a choice that the user's own class does not take.
 
-    `task.loss._target_=package.Loss` keeps from_logits of the task's own loss. The user's class gets it if it
-    declares it. What the user has set stays, so that a misspelt argument is refused.
+    With `task.loss._target_=package.Loss` the settings still hold from_logits, a default for the
+    task's own loss. The user's class gets it only if it declares it. Arguments that the user has set
+    stay, so that a misspelt one is refused.
 
     Args:
-        choices: What the choices of the group have in the place of the settings.
+        choices: The corresponding settings in the choices of the group.
     """
     target = None
     with suppress(Exception):  # Calling it fails in the same way, with a better message.
@@ -164,7 +168,9 @@ def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[
     for name, value in settings.items():
         defaults = [choice[name] for choice in choices if name in choice]
         if isinstance(value, Mapping):
-            own[name] = _own_arguments(value, [default for default in defaults if isinstance(default, Mapping)])
+            own[name] = _own_arguments(
+                value, [default for default in defaults if isinstance(default, Mapping)]
+            )
             continue
         # A reference to another setting, such as ${task.ignored_label}, may have any value.
         is_default = any(default == value or str(default).startswith("${") for default in defaults)
@@ -174,7 +180,7 @@ def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[
 
 
 def _declares(target: Callable[..., Any], argument: str) -> bool:
-    """True if a function, or the class or a base to which its **kwargs go, has this argument."""
+    """True if a function or class has this argument, or a base class to which its **kwargs go."""
     functions = [target]
     if inspect.isclass(target):
         functions = [vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base)]
@@ -192,23 +198,29 @@ def _declares(target: Callable[..., Any], argument: str) -> bool:
 
 
 def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a secret that a record left out, and for ${run.dir} before the folder is known."""
+    """Raises ConfigError for a secret that a record has left out, or for ${run.dir} while no folder is known."""
     for name, value in flatten({group: settings}).items():
         if HIDDEN in str(value):
-            raise ConfigError(f"{name} holds a secret, which a run's records leave out; give {name}=VALUE once more")
+            raise ConfigError(
+                f"{name} holds a secret, which a run's records leave out; give {name}=VALUE once more"
+            )
     if config.run.dir is None and "${run.dir}" in str(settings):
-        raise ConfigError(f"{group} names ${{run.dir}} but is built before the run folder is known; give run.dir=PATH")
+        raise ConfigError(
+            f"{group} names ${{run.dir}} but is built before the run folder is known; give run.dir=PATH"
+        )
 
 
 def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, Any]) -> Any:
-    """Instantiates the arguments' _target_, with errors of one line for what the user can fix."""
-    tree = OmegaConf.create({"run": {"dir": config.run.dir}, "called": arguments}, flags={"allow_objects": True})
+    """Instantiates the arguments' _target_, with one-line errors for what the user can fix."""
+    tree = OmegaConf.create(
+        {"run": {"dir": config.run.dir}, "called": arguments}, flags={"allow_objects": True}
+    )
     try:
         return instantiate(tree.called, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, UserError):
-            raise cause from None  # A refusal of hvtrain's own.
+            raise cause from None  # An error of hvtrain's own.
         # Hydra wraps an error of the user's import in one of its own about the module.
         innermost = cause
         while not place_of(innermost) and innermost.__cause__:
@@ -221,4 +233,4 @@ def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, An
             reason = " ".join(str(cause).split())
             advice = f"fix the settings of {group}, or see --help"
             raise ConfigError(f"{target} cannot be used: {reason}; {advice}") from error
-        raise cause from None  # A defect: its traceback, without Hydra's around it.
+        raise cause from None  # A bug: its traceback, without Hydra's around it.

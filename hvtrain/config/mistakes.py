@@ -1,23 +1,35 @@
-"""Answers a command line that Hydra refuses: one line with what came and what to write instead."""
+"""Explains a command line that Hydra refuses, in one line: what was given and what to write instead."""
 
 import re
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
-from omegaconf import OmegaConf
-
-from hvtrain.config.compose import ALL_GROUPS, choice_files, compose, own_folders
+from hvtrain.config.choices import ALL_GROUPS, choice_files, own_folders
 from hvtrain.config.schema import GROUPS, SEVERAL
-from hvtrain.config.validate import closest, flatten, nearest
+from hvtrain.config.validate import closest, nearest
 from hvtrain.errors import ConfigError
+from hvtrain.system.text import flatten
 
+Compose: TypeAlias = Callable[[list[str]], dict[str, Any]]
+"""compose.compose, which finds the settings of the choices on a refused command line."""
 # An argument that chooses: model=cnn, and not model={...}.
 _CHOICE = re.compile(rf"\+?({'|'.join(ALL_GROUPS)})=[^{{]+")
-# What other libraries set, and here the launcher does.
-_NUMBERS_OF_RANKS = ("np", "gpus", "num_gpus", "devices", "nodes", "num_nodes", "ranks", "workers", "num_workers")
+# Names that other libraries use for the number of ranks, which the launcher sets here.
+_NUMBERS_OF_RANKS = (
+    "np",
+    "gpus",
+    "num_gpus",
+    "devices",
+    "nodes",
+    "num_nodes",
+    "ranks",
+    "workers",
+    "num_workers",
+)
 _START = "the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ..."
-# Characters of a value that a message repeats.
+# Most characters of a value that a message repeats.
 _MOST_QUOTED = 200
-# Texts of Hydra 1.3, with what they quote, and what is said instead.
+# Messages of Hydra 1.3, as patterns with what they quote, and their replacements.
 _ANSWERS = {
     r"(?:item is already at '|force-add of config groups is not supported: '\++|Multiple values for )([\w.]*\w)": (
         "{0} is there already; write it without a plus: {0}=VALUE"
@@ -30,35 +42,45 @@ _ANSWERS = {
 }
 
 
-def check_form(arguments: list[str]) -> None:
+def check_form(arguments: list[str], compose: Compose) -> None:
     """Raises ConfigError for an argument that is neither a setting nor an option of ours.
 
-    Hydra would answer it with a page of usage, or take it for an option of its own.
+    Hydra would print its usage, or treat it as an option of its own.
     """
     for argument in arguments:
         if argument.startswith("-"):
             name = argument.strip("-").partition("=")[0].replace("-", "_")
-            hint = _meaning(name, [*flatten(compose([])[0]), *ALL_GROUPS])
-            raise ConfigError(f"unknown option {argument}; {hint or 'see python -m hvtrain --help'}")
+            hint = _meaning(name, [*flatten(compose([])), *ALL_GROUPS])
+            raise ConfigError(
+                f"unknown option {argument}; {hint or 'see python -m hvtrain --help'}"
+            )
         if not re.match("~|[^=]+=", argument):
-            raise ConfigError(f"{argument!r} is not a setting; write SETTING=VALUE in one word, such as train.epochs=3")
+            raise ConfigError(
+                f"{argument!r} is not a setting; write SETTING=VALUE in one word, such as train.epochs=3"
+            )
         group, _, choice = argument.partition("=")
-        # Hydra would merge them into one, of which nobody could say what it is.
+        # Hydra would merge the choices into one that means nothing.
         if group in GROUPS and choice.startswith("["):
-            raise ConfigError(f"{argument} has several choices, and a run has one {group}; write {group}=NAME")
+            raise ConfigError(
+                f"{argument} has several choices, and a run has one {group}; write {group}=NAME"
+            )
 
 
-def explain(error: Exception, line: list[str]) -> str:
-    """Rewrites an error of Hydra 1.3 about a command line in one line. Its texts are matched literally."""
+def explain(error: Exception, line: list[str], compose: Compose) -> str:
+    """Returns one line for an error of Hydra 1.3 about a command line: what is wrong, and what to write.
+
+    Hydra's texts are matched literally.
+    """
     text = " ".join(str(error).split())
     unknown = re.search(r"(?:Could not override|config group) '([^']+)'", text)
     if unknown:
-        return _unknown_setting(unknown[1], line)
+        return _unknown_setting(unknown[1], line, compose)
     choice = re.search(r"Could not (?:find|load) '([^'/]+)/([^']*)'", text)
     if choice:
         return _unknown_choice(choice[1], choice[2], line)
     if "Config group override" in text or isinstance(error, OSError):
-        # Of a value that is no text, such as null, Hydra names only the type; and a long one is no name of a file.
+        # For a value that is not text, such as null, Hydra names only the type; and a long value is
+        # not a valid file name.
         for group, _, name in (argument.lstrip("+~").partition("=") for argument in line):
             if group in ALL_GROUPS and name not in _names(group, line):
                 return _unknown_choice(group, name, line)
@@ -88,35 +110,38 @@ def _unknown_choice(group: str, name: str, line: list[str]) -> str:
     advice = "--help describes them"
     if match:
         advice = f"did you mean {group}={match}?"
-    # As Keras writes its classes.
+    # A name in the style of Keras's classes.
     if group == "model" and name[:1].isupper():
         advice += f" Networks of keras.applications: model=application model.name={name}"
     return f"{group}={name} is not one of {', '.join(names)}; {advice}"
 
 
-def _unknown_setting(name: str, line: list[str]) -> str:
-    """Why there is no such setting in the choices of this command line, and what to write."""
+def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
+    """Says why the choices of this command line have no such setting, and what to write."""
+    # Imported only for a wrong command line.
+    from omegaconf import OmegaConf
+
     chosen = [argument for argument in line if _CHOICE.fullmatch(argument)]
     chosen += [f"--config-dir={folder}" for folder in own_folders(line)]
     tree: dict[str, Any] = {}
-    # The choices alone may be what cannot be composed.
+    # If the line has only choices, these are what cannot be composed.
     if chosen != line:
-        (tree,) = compose(chosen)
+        tree = compose(chosen)
     parent = name
     while parent and not isinstance(_at(tree, parent), dict):
         parent = parent.rpartition(".")[0]
 
     group, _, setting = name.partition(".")
     key = setting.partition(".")[0]
-    choices = [path.stem for path in choice_files(group, line) if key in cast("dict", OmegaConf.load(path))]
+    choices = [path.stem for path in choice_files(group, line) if key in OmegaConf.load(path)]
     if choices and key not in tree.get(group, ()):
         return f"{name} is a setting of {group}={', '.join(choices)} alone; choose one of these, or leave it out"
 
-    # Without what belongs to Hydra, such as _target_.
+    # Without Hydra's own keys, such as _target_.
     known = [other for other in flatten(tree) if "._" not in other]
     inside = [other for other in known if other.startswith(f"{parent}.")]
     hint = _meaning(name, inside if "." in parent else [*known, *ALL_GROUPS])
-    # The other groups are declared, so nothing can be added to them.
+    # Everything else is declared, so nothing can be added to it.
     if hint is None and parent and group in (*GROUPS, *SEVERAL):
         present = ", ".join(part for part in _at(tree, parent) if not part.startswith("_"))
         hint = f"{parent} has {present or 'none'}; a plus adds a new one: +{name}=VALUE"
@@ -124,17 +149,15 @@ def _unknown_setting(name: str, line: list[str]) -> str:
 
 
 def _meaning(name: str, known: list[str]) -> str | None:
-    """What a wrong name most likely stands for, as advice; None if nothing is like it."""
+    """Advice on what a wrong name most likely stands for; None if no name is similar."""
     if name.rpartition(".")[2] in _NUMBERS_OF_RANKS:
         return _START
     match = closest(name, known)
-    if match is None:
-        return None
-    return f"did you mean '{match}'?"
+    return match and f"did you mean '{match}'?"
 
 
 def _at(tree: Any, name: str) -> Any:
-    """The part of a tree of settings that has this dotted name; None if it has none."""
+    """The part of a settings tree at this dotted name; None if there is none."""
     for part in name.split("."):
         if not isinstance(tree, dict):
             return None

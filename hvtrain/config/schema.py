@@ -1,7 +1,7 @@
 """The typed schema of a run, with the rules for single settings. Pure.
 
-`from_dict` turns Hydra's composed tree into a RunConfig. The groups (model, dataset, task, ...) stay open dictionaries
-with a `_target_`, so that YAML alone can name anything in a user's own package.
+`from_dict` turns Hydra's composed tree into a RunConfig. The groups (model, dataset, task, ...)
+stay open dictionaries with a `_target_`, so that YAML can name anything in a user's own package.
 """
 
 import sys
@@ -10,12 +10,13 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from hvtrain.config.validate import flatten, seconds, setting, typed
+from hvtrain.config.validate import seconds, setting, typed
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
+from hvtrain.system.text import flatten
 
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
-# Groups of which none or several are chosen, each under its name.
+# Groups with any number of choices, each under its name.
 SEVERAL = ("augment", "callbacks", "tracker")
 # Groups whose choices set other settings, in this order.
 BUNDLES = ("experiment", "debug")
@@ -27,43 +28,52 @@ class TrainConfig:
 
     epochs: int = setting(12, "passes over the training data", low=1)
     steps: int | None = setting(None, "total optimizer steps, instead of epochs", low=1)
-    divide_steps_by_size: bool = setting(False, "divide train.steps by the number of ranks (same samples seen)")
+    divide_steps_by_size: bool = setting(False, "divide train.steps by the number of ranks")
     batch_size: int | list[int] = setting(  # noqa: RUF009
-        32, "training examples per step and rank; a list: one for each rank or host, if their speeds differ", low=1
+        32,
+        "training examples per step and rank; a list: one for each rank or host, if their speeds differ",
+        low=1,
     )
     balance: bool = setting(
         False, "after an epoch, give faster ranks more of the global batch, by their measured speed"
     )
-    accumulate: int = setting(1, "steps whose gradients are averaged before one reduction and update", low=1)
-    evaluation_batch_size: int = setting(256, "examples per step and rank in validation and test", low=1)
-    evaluation_steps: int | None = setting(None, "steps of validation and test at most; null: all examples", low=1)
+    accumulate: int = setting(1, "steps whose gradients are averaged before one update", low=1)
+    evaluation_batch_size: int = setting(256, "examples per step and rank of an evaluation", low=1)
+    evaluation_steps: int | None = setting(None, "most steps of an evaluation; null: all", low=1)
     learning_rate_scale: str = setting(
-        "linear", "peak = base x n, base x sqrt(n), or base; n = ranks x accumulate", choices=("linear", "sqrt", "none")
+        "linear",
+        "peak = base x n, base x sqrt(n), or base; n = ranks x accumulate",
+        choices=("linear", "sqrt", "none"),
     )
-    validate_every_epochs: int | None = setting(1, "validate after every N epochs; null: not by epochs", low=1)
-    validate_every_steps: int | None = setting(None, "validate after every N steps too", low=1)
+    validate_every_epochs: int | None = setting(1, "validate every N epochs; null: not", low=1)
+    validate_every_steps: int | None = setting(None, "validate every N steps too", low=1)
     resize: str = setting(
         "keep",
         "resumed on another number of ranks: keep global batch and rate, or scale both",
         choices=("keep", "scale"),
     )
-    max_time: str | None = setting(None, "save and stop after this time (11h50m, 90s); resume later")
-    precision: str = setting("float32", "Keras's dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16"))
-    deterministic: bool = setting(False, "TensorFlow's deterministic operations: the same bits in every run (slower)")
+    max_time: str | None = setting(None, "save and stop after this time: 11h50m, 90s")
+    precision: str = setting(
+        "float32", "Keras's dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16")
+    )
+    deterministic: bool = setting(False, "the same bits in every run, by deterministic operations")
     steps_per_execution: int | None = setting(
-        None, "steps in one call of the graph; null: as many as take 0.2 s, or one if a callback acts on batches", low=1
+        None,
+        "steps in one call of the graph; null: as many as take 0.2 s, or one if a callback acts on batches",
+        low=1,
     )
-    jit_compile: bool = setting(False, "compile the forward and backward pass with XLA, without reduction and update")
+    jit_compile: bool = setting(False, "compile the forward and backward pass with XLA")
     class_weights: str | dict[str, Any] | None = setting(  # noqa: RUF009
-        None, "weights of classes in the loss of training: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name"
+        None,
+        "weights of classes in the loss of training: balanced, or a mapping {0: 1.0, 1: 5.0}, by number or name",
     )
-    ema: float | None = setting(None, "validate and save a moving average of the weights, which keeps this part a step")
-    weight_decay: float = setting(0.0, "times each kernel, added to its gradient (L2), as in papers on ResNets", low=0)
+    ema: float | None = setting(None, "validate and save a moving average of weights: its decay")
+    weight_decay: float = setting(0.0, "times each kernel, added to its gradient (L2)", low=0)
     rates: dict[str, Any] | None = setting(  # noqa: RUF009
         None, "factors of the learning rate, by names of layers or variables"
     )
     remat: bool = setting(False, "compute activations again in the backward pass, to save memory")
-    sync_batch_norm: bool = setting(False, "batch normalization over the batches of all ranks together")
+    sync_batch_norm: bool = setting(False, "batch normalization over the batches of all ranks")
 
 
 @dataclass
@@ -71,18 +81,25 @@ class DataConfig:
     """Settings for any data set; the data set's own are in the group dataset."""
 
     uneven: str = setting(
-        "trim", "shards of different sizes: trim the larger, pad the smaller, or stop", choices=("trim", "pad", "error")
+        "trim",
+        "shards of different sizes: trim the larger, pad the smaller, or stop",
+        choices=("trim", "pad", "error"),
     )
-    on_error: str = setting("stop", "an unreadable example: stop, or skip it and count it", choices=("stop", "skip"))
-    one_batch: bool = setting(False, "train on the first batch in every step, without augmentation and callbacks")
-    augment_on: str = setting("cpu", "where layers of augment run: input pipeline, or step", choices=("cpu", "device"))
+    on_error: str = setting("stop", "if an example cannot be read", choices=("stop", "skip"))
+    bucket_by_length: int | list[int] = setting(  # noqa: RUF009
+        0,
+        "batches of texts of like length, in so many buckets; a list: their longest lengths; 0: not",
+        low=0,
+    )
+    one_batch: bool = setting(False, "train on one batch alone, without augment and callbacks")
+    augment_on: str = setting("cpu", "the device of augment's layers", choices=("cpu", "device"))
 
 
 @dataclass
 class CommConfig:
     """Communication between ranks."""
 
-    tune: bool = setting(False, "time settings of the reduction on some steps first, and keep the fastest")
+    tune: bool = setting(False, "time settings of the reduction first, and keep the fastest")
 
 
 @dataclass
@@ -92,15 +109,15 @@ class ProfileConfig:
     timeline: bool = setting(False, "trace some steps and log the time of their operations")
     first_step: int = setting(50, "steps of this start before the traced ones", low=0)
     steps: int = setting(20, "number of traced steps", low=1)
-    noise_scale_every: int = setting(0, "measure the gradient noise scale in every N-th step; 0: never", low=0)
+    noise_scale_every: int = setting(0, "gradient noise scale every N steps; 0: never", low=0)
 
 
 @dataclass
 class RunFolderConfig:
     """Place of the results."""
 
-    dir: str | None = setting(None, "run folder; default: runs/DATE_TIME-NAME, the same on all ranks")
-    name: str | None = setting(None, "end of the default folder's name; default: MODEL-DATASET, as chosen")
+    dir: str | None = setting(None, "run folder; default: runs/DATE_TIME-NAME on all ranks")
+    name: str | None = setting(None, "end of the default folder's name; null: MODEL-DATASET")
     report: bool = setting(True, "write report.html and curves.png at the end")
 
 
@@ -112,22 +129,26 @@ class CheckpointConfig:
     every_steps: int | None = setting(None, "after every N steps too", low=1)
     every_minutes: float | None = setting(None, "after every N minutes of training too", low=0.001)
     keep: int = setting(2, "number of newest checkpoints kept, besides the best one", low=1)
-    keep_every_epochs: int | None = setting(None, "keep the last one of every N epochs for good", low=1)
-    keep_every_hours: float | None = setting(None, "keep the last one of every N hours for good (UTC)", low=0.001)
-    copies: int = setting(0, "copies of each checkpoint on another host, made in the background: 0 or 1", low=0)
-    best: str | None = setting(None, "metric whose best checkpoint is kept; null: the task's, in validation")
-    on_error: str = setting("stop", "if one cannot be written: stop, or warn and continue", choices=("stop", "warn"))
+    keep_every_epochs: int | None = setting(None, "keep the last of every N epochs for good", low=1)
+    keep_every_hours: float | None = setting(
+        None, "keep the last of N hours for good (UTC)", low=0.001
+    )
+    copies: int = setting(0, "copies of a checkpoint on another host: 0 or 1", low=0)
+    best: str | None = setting(None, "metric of the best checkpoint; null: the task's, validated")
+    on_error: str = setting("stop", "if one cannot be written", choices=("stop", "warn"))
 
 
 @dataclass
 class GuardConfig:
     """Checks during training; `guard.every=0` and `false` for the others turn them off."""
 
-    every: int = setting(500, "compare all ranks' weights and slots after every N steps; 0: never", low=0)
-    finite: bool = setting(True, "stop all ranks before a gradient that is not finite changes weights")
-    layers: bool = setting(False, "name the layer whose output or gradient is the first that is not finite (slow)")
+    every: int = setting(500, "compare ranks' weights and slots every N steps; 0: never", low=0)
+    finite: bool = setting(True, "stop all ranks before a non-finite gradient changes weights")
+    layers: bool = setting(False, "name the first layer with a non-finite value or gradient (slow)")
     recompute_every: int = setting(
-        0, "let all ranks compute one rank's gradient again after every N steps, as a check of the devices", low=0
+        0,
+        "let all ranks compute one rank's gradient again after every N steps, as a check of the devices",
+        low=0,
     )
     batches: bool = setting(True, "stop if two ranks read the same first batch")
     data: bool = setting(True, "refuse data that have changed since the checkpoint")
@@ -137,36 +158,42 @@ class GuardConfig:
 class MetricsConfig:
     """The newest numbers of a run in Prometheus's text format."""
 
-    port: int | None = setting(None, "serve them at this port of rank 0; 0: any free one; null: not", low=0)
+    port: int | None = setting(None, "serve them at this port of rank 0; 0: any; null: not", low=0)
     address: str = setting("127.0.0.1", "address of that port")
-    file: str | None = setting(None, "write them to this file of rank 0's host, NAME.prom; null: not")
+    file: str | None = setting(None, "write them to NAME.prom on rank 0's host; null: not")
 
 
 @dataclass
 class WatchdogConfig:
     """Time limit for ranks that make no progress."""
 
-    abort_seconds: float = setting(600.0, "end the run if a rank makes no progress for this long; 0: wait", low=0)
+    abort_seconds: float = setting(600.0, "end a run without progress for so long; 0: wait", low=0)
 
 
 @dataclass
 class ModelOptions:
-    """Settings of any model, beside the builder's own in the group `model`. Builders never get them."""
+    """Settings of every model, beside the builder's own in the group `model`.
+
+    They are not passed to builders.
+    """
 
     weights: str | None = setting(
         None, "begin with the weights of a .keras or .weights.h5 file, a run or a keras-hub preset"
     )
     weights_except: str | list[str] | None = setting(  # noqa: RUF009
-        None, "layers or variables that stay new under model.weights, by name or path: [aspp*,decoder*]"
+        None, "layers or variables that stay new, by name or path: [aspp*,decoder*]"
     )
     freeze: str | list[str] | None = setting(  # noqa: RUF009
         None, "layers or variables that do not train, by name or path: [conv*,*/bias]"
     )
     shard_embeddings: str | list[str] | None = setting(  # noqa: RUF009
-        None, "embedding layers whose rows are spread over the ranks: names, or how many rows at least: [user*,1000000]"
+        None,
+        "embedding layers whose rows are spread over the ranks: names, or how many rows at least: [user*,1000000]",
     )
     lora_rank: int | None = setting(
-        None, "train the head, and two matrices of this rank for each dense or embedding kernel, alone", low=1
+        None,
+        "train the head, and two matrices of this rank for each dense or embedding kernel, alone",
+        low=1,
     )
 
 
@@ -177,27 +204,28 @@ MODEL_OPTIONS = tuple(item.name for item in fields(ModelOptions))
 class RunConfig:
     """All settings of a run."""
 
-    model: dict[str, Any] = field(metadata={"doc": "a model builder"})
-    dataset: dict[str, Any] = field(metadata={"doc": "a data source"})
-    optimizer: dict[str, Any] = field(metadata={"doc": "a Keras optimizer; its learning_rate is for one rank"})
-    schedule: dict[str, Any] = field(metadata={"doc": "the learning rate over the steps"})
-    strategy: dict[str, Any] = field(metadata={"doc": "how ranks work together"})
+    # Each of the groups names what to build, and its settings.
+    model: dict[str, Any]
+    dataset: dict[str, Any]
+    optimizer: dict[str, Any]  # With the learning rate of one rank.
+    schedule: dict[str, Any]
+    strategy: dict[str, Any]
     task: dict[str, Any] = field(
-        default_factory=lambda: {"_target_": "hvtrain.tasks.Classification"},
-        metadata={"doc": "what is learned: loss and metrics"},
+        default_factory=lambda: {"_target_": "hvtrain.tasks.Classification"}
     )
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    augment: dict[str, Any] = field(default_factory=dict, metadata={"doc": "Keras layers on training images, in order"})
+    augment: dict[str, Any] = field(default_factory=dict)  # Layers by name, in order.
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    callbacks: dict[str, Any] = field(default_factory=dict, metadata={"doc": "more Keras callbacks"})
-    tracker: dict[str, Any] = field(default_factory=dict, metadata={"doc": "where else the numbers go"})
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    tracker: dict[str, Any] = field(default_factory=dict)
     notify: str | list[str] | None = setting(  # noqa: RUF009
-        None, "addresses of apprise that get a notice at the end, on failure or preemption; null: HVTRAIN_NOTIFY's"
+        None,
+        "addresses of apprise that get a notice at the end, on failure or preemption; null: HVTRAIN_NOTIFY's",
     )
     comm: CommConfig = field(default_factory=CommConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -217,7 +245,10 @@ class RunConfig:
 
     @cached_property
     def model_options(self) -> ModelOptions:
-        """The settings of any model, from the group `model`. Raises ConfigError if one of them is wrong."""
+        """The settings of every model, from the group `model`.
+
+        Raises ConfigError if one of them is invalid.
+        """
         values = {name: self.model[name] for name in MODEL_OPTIONS if name in self.model}
         options: ModelOptions = typed(ModelOptions, values, "model.")
         for name in ("freeze", "weights_except", "shard_embeddings"):
@@ -249,28 +280,31 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     for group in SEVERAL:
         for name, choice in getattr(config, group).items():
             _check_group(f"{group}.{name}", choice if isinstance(choice, dict) else {})
-    _ = config.model_options  # Refuses what is wrong in them.
+    _ = config.model_options  # Raises if one of them is invalid.
     _check_rates(config.train.rates)
     _check_optimizer(config.optimizer)
 
     ema = config.train.ema
     if ema is not None and not 0 < ema < 1:
-        raise ConfigError(f"train.ema={ema} is out of range; it must be between 0 and 1, such as 0.999")
-    if config.checkpoint.copies > 1:
-        raise ConfigError(f"checkpoint.copies={config.checkpoint.copies} is out of range; it must be 0 or 1")
+        raise ConfigError(
+            f"train.ema={ema} is out of range; it must be between 0 and 1, such as 0.999"
+        )
+    copies = config.checkpoint.copies
+    if copies > 1:
+        raise ConfigError(f"checkpoint.copies={copies} is out of range; it must be 0 or 1")
     if config.train.max_time is not None:
         seconds("train.max_time", config.train.max_time)
     if config.train.accumulate > 1:
         _align_with_accumulation(config)
     if config.data.one_batch:
-        # Mixed targets have a loss that stays above 0, and a callback may watch what is not computed.
+        # With mixed targets the loss stays above 0, and a callback may monitor a metric that is not computed.
         config.augment = {}
         config.callbacks = {}
     return config
 
 
 def default_run_dir(config: RunConfig, parent: str = "runs") -> str:
-    """Returns the run folder used when run.dir is not set: runs/DATE_TIME-NAME, with the present time."""
+    """Returns the run folder used when run.dir is not set: runs/DATE_TIME-NAME, with the current time."""
     return f"{parent}/{datetime.now():%Y-%m-%d_%H-%M-%S}-{config.run.name or 'run'}"
 
 
@@ -298,7 +332,7 @@ def _check_group(name: str, group: dict[str, Any]) -> None:
             f"{name}._target_={target!r} names nothing to call; it must be a dotted path such as package.module.name"
         )
     for key, value in flatten(group, f"{name}.").items():
-        if value == "???":  # As OmegaConf writes a value that must be given.
+        if value == "???":  # OmegaConf's mark of a value that must be given.
             raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
 
 
@@ -315,14 +349,17 @@ def _check_rates(rates: dict[str, Any] | None) -> None:
 def _check_optimizer(optimizer: dict[str, Any]) -> None:
     steps = optimizer.get("gradient_accumulation_steps")
     if steps:
-        # The guard would compare gradients that ranks still accumulate, each its own; train.accumulate aligns it.
+        # The guard would compare gradients that each rank is still accumulating on its own;
+        # train.accumulate aligns the guard.
         raise ConfigError(
             f"optimizer.gradient_accumulation_steps={steps} is set by the run; give train.accumulate={steps} instead"
         )
 
     rate = optimizer.get("learning_rate")
     if isinstance(rate, bool) or not isinstance(rate, int | float):
-        raise ConfigError(f"optimizer.learning_rate={rate} is not a number; give the rate for one rank")
+        raise ConfigError(
+            f"optimizer.learning_rate={rate} is not a number; give the rate for one rank"
+        )
     if not 0 < rate <= sys.float_info.max:
         raise ConfigError(f"optimizer.learning_rate={rate} is out of range; it must be above 0")
     optimizer["learning_rate"] = float(rate)  # Keras 3 rejects an integer.
@@ -338,7 +375,8 @@ def _align_with_accumulation(config: RunConfig) -> None:
             f"train.accumulate={accumulate} and data.uneven=pad exclude each other; choose data.uneven=trim"
         )
 
-    # Steps that the user counted are refused rather than changed; train.steps is one of them only if it is not divided.
+    # Steps that the user has given are refused rather than changed; train.steps only if it is not
+    # divided.
     intervals = {
         "train.steps": None if train.divide_steps_by_size else train.steps,
         "train.validate_every_steps": train.validate_every_steps,
@@ -348,7 +386,9 @@ def _align_with_accumulation(config: RunConfig) -> None:
         if steps and steps % accumulate:
             choices = [steps - steps % accumulate, round_up_to_accumulation(steps, accumulate)]
             advice = " or ".join(str(choice) for choice in choices if choice)
-            raise ConfigError(f"{name}={steps} is not a multiple of train.accumulate={accumulate}; choose {advice}")
+            raise ConfigError(
+                f"{name}={steps} is not a multiple of train.accumulate={accumulate}; choose {advice}"
+            )
 
     config.guard.every = round_up_to_accumulation(config.guard.every, accumulate)
     if "commit_steps" in config.strategy:

@@ -5,7 +5,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any
@@ -13,14 +13,25 @@ from typing import Any
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
-# What other libraries call our settings, by the last part of their names.
-SYNONYMS = {"lr": "learning_rate", "bs": "batch_size", "batch": "batch_size", "units": "hidden", "layers": "hidden"}
+# Names that other libraries use, with the last part of our settings' names.
+SYNONYMS = {
+    "lr": "learning_rate",
+    "bs": "batch_size",
+    "batch": "batch_size",
+    "units": "hidden",
+    "layers": "hidden",
+}
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
-def setting(default: Any, doc: str, *, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field with a one-line description and a range; `low` is the lowest value allowed."""
+def setting(
+    default: Any, doc: str, *, low: float | None = None, choices: tuple[str, ...] = ()
+) -> Any:
+    """Returns a dataclass field with a one-line description and the values allowed.
+
+    `low` is the lowest one; `choices` lists all of them, if they are few.
+    """
     return field(default=default, metadata={"doc": doc, "low": low, "choices": choices})
 
 
@@ -41,7 +52,9 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
     for key in tree:
         if key not in known:
             name = f"{path}{key}"
-            raise ConfigError(f"unknown setting '{name}'; {nearest(name, [f'{path}{item}' for item in known])}")
+            raise ConfigError(
+                f"unknown setting '{name}'; {nearest(name, [f'{path}{item}' for item in known])}"
+            )
 
     hints = typing.get_type_hints(schema)
     values = {}
@@ -57,53 +70,59 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
 
 
 def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
-    """Returns the value as its declared type, within its range; 3 is accepted as 3.0, but 3.5 is not accepted as 3."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    """Returns the value as its declared type, within its range.
+
+    3 is accepted as 3.0, but 3.5 is not accepted as 3.
+    """
+    # By the class of their values: list[int] by list, for example.
+    options = {typing.get_origin(option) or option: option for option in types_of(hint)}
     if value is None and type(None) in options:
         return None
-    if isinstance(value, list):
-        for option in options:
-            if typing.get_origin(option) is list:
-                item_type = typing.get_args(option)[0]
-                return [_value(name, item, item_type, rule) for item in value]
-    if isinstance(value, dict) and any(typing.get_origin(option) is dict for option in options):
+    if isinstance(value, list) and list in options:
+        (item_type,) = typing.get_args(options[list])
+        return [_value(name, item, item_type, rule) for item in value]
+    if isinstance(value, dict) and dict in options:
         return value
 
     # The first of several types is the one that messages name.
     expected = next(option for option in options if option is not type(None))
-    if typing.get_origin(expected) is dict:
-        expected = dict
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if expected is float and is_number:
         with suppress(OverflowError):
             value = float(value)
     if expected is str and is_number:
-        value = str(value)  # As run.dir=2026 has it.
-    # To Python true is a whole number, and to a user it is none.
+        value = str(value)  # As in run.dir=2026.
+    # A bool is an int in Python, but not a number to a user.
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         needed = _TYPE_NAMES.get(expected, "a group of settings")
         or_null = " or null" if type(None) in options else ""
         raise ConfigError(f"{name}={redacted(value, name)} is not {needed}{or_null}")
 
     choices = rule.get("choices")
-    if choices and value not in choices:
-        raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
+    if choices:
+        check_choice(name, value, choices)
     low = rule.get("low")
-    # Written so that it refuses NaN too, which compares with nothing.
-    if low is not None and not low <= value < math.inf:
-        raise ConfigError(f"{name}={value} is out of range; it must be at least {low}")
+    if low is not None:
+        check_least(name, value, low)
     return value
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of a nested dictionary by dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def types_of(hint: Any) -> tuple[Any, ...]:
+    """Returns the types that a setting may have, None's among them."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raises ConfigError unless the setting `name` has one of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
+
+
+def check_least(name: str, value: float, low: float) -> None:
+    """Raises ConfigError unless the setting `name` is a finite number of at least `low`."""
+    # Written so that it also refuses NaN, for which every comparison is false.
+    if not low <= value < math.inf:
+        raise ConfigError(f"{name}={value} is out of range; it must be at least {low}")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -115,13 +134,15 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def closest(name: str, known: Sequence[str]) -> str | None:
-    """Returns the known name that a misspelt one, or one of another library, stands for; None if none is near.
+    """Returns the known name that a misspelt one, or one of another library, stands for.
+
+    None if no name is similar.
 
     >>> closest("lr", ["train.epochs", "optimizer.learning_rate"]), closest("optimizer.lr", ["optimizer.rho"])
     ('optimizer.learning_rate', None)
     """
     last = name.lower().rpartition(".")[2]
-    # Names are compared without their group: equal groups would make unlike settings look alike.
+    # Names are compared without their group: equal groups would make different settings look similar.
     by_last: dict[str, list[str]] = {}
     for other in known:
         by_last.setdefault(other.lower().rpartition(".")[2], []).append(other)

@@ -1,1 +1,4 @@
-"""Values and arithmetic of a run: topology, step plan, schedules, gradient buckets, records. Pure, no TensorFlow."""
+"""Values and arithmetic of a run: topology, step plan, schedules, gradient buckets, records.
+
+Pure, without TensorFlow.
+"""

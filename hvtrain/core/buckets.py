@@ -1,13 +1,20 @@
-"""Groups gradients into messages that are reduced while other gradients are still computed. Pure."""
+"""Groups gradients into messages that are all-reduced while other gradients are still being computed.
+
+Pure.
+"""
 
 from collections.abc import Sequence
 
 
-def in_buckets(sizes: Sequence[int], bucket_bytes: int, alone_bytes: int = 4 << 20) -> list[list[int]]:
-    """Positions of tensors by bucket, in the order in which they are ready; a bucket is full at bucket_bytes.
+def in_buckets(
+    sizes: Sequence[int], bucket_bytes: int, alone_bytes: int = 4 << 20
+) -> list[list[int]]:
+    """Returns the positions of tensors by bucket, for sizes in bytes in the order in which the tensors become ready.
 
-    Tensors of alone_bytes and more get a bucket of their own: Horovod copies tensors that share a message into a buffer
-    and out again.
+    A bucket is full once it has at least bucket_bytes.
+
+    Tensors of alone_bytes or more get a bucket of their own: Horovod copies tensors that share a
+    message into a buffer and out again.
 
     >>> in_buckets([10, 10, 10, 30, 5], 25)
     [[0, 1, 2], [3], [4]]

@@ -1,8 +1,8 @@
-"""Notes of where the newest checkpoint lies, on hosts that have none. Knows no ranks.
+"""Notes about where the newest checkpoint is, for hosts that have none. Independent of ranks.
 
 Without a shared disk only rank 0's host has checkpoints. A start without that host would silently
-begin at step 0, so hvtrain.training.find_checkpoint reads the notes and refuses. The launcher
-passes its own note in VARIABLE.
+begin at step 0; hvtrain.training.find_checkpoint reads the notes and refuses to start. The launcher
+passes its own note in the environment variable VARIABLE.
 """
 
 import logging
@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.files import is_own_file, read_json, write_json
 from hvtrain.errors import StorageError
+from hvtrain.system.files import is_own_file, read_json, write_json
 
 log = logging.getLogger(__name__)
 
 NOTE_FILE = "newest-checkpoint.json"
 VARIABLE = "HVTRAIN_NEWEST_CHECKPOINT"
 
-# A note is not trusted: whoever can write to a run folder can write one.
+# A note is not trusted: anyone who can write to a run folder can write one.
 _MAX_BYTES = 10_000
 _HOST = re.compile(r"[\w.-]{1,253}")
 _RUN_ID = re.compile(r"[0-9a-f]{8,32}")
@@ -34,12 +34,12 @@ class Note:
     # 0: no checkpoint is complete yet.
     step: int
     host: str
-    # None if the run is not known.
+    # None if the run is unknown.
     run_id: str | None = None
 
 
 def checked_run_id(value: object) -> str | None:
-    """Returns a run's identifier as read from a file; None for anything else."""
+    """Returns the value, read from a file, if it is a valid run ID; None for anything else."""
     return value if isinstance(value, str) and _RUN_ID.fullmatch(value) else None
 
 
@@ -47,7 +47,7 @@ def read(folder: Path) -> Note | None:
     """Returns the note in a run folder; None if there is none, or if the file is not a note."""
     path = folder / NOTE_FILE
     try:
-        # A link may lead anywhere, a pipe never ends, and a note is short.
+        # Neither a link, which may lead anywhere, nor a pipe, which never ends; and notes are short.
         is_note = is_own_file(path) and path.stat().st_size <= _MAX_BYTES
     except OSError:
         return None
@@ -61,7 +61,7 @@ def read(folder: Path) -> Note | None:
 
 
 def folder_name(step: int) -> str:
-    """Returns the name of the folder of a step's checkpoint.
+    """Returns the folder name of a step's checkpoint.
 
     >>> folder_name(44)
     'step-00000044'
@@ -70,26 +70,29 @@ def folder_name(step: int) -> str:
 
 
 def newest_step(folder: Path) -> int | None:
-    """Returns the step of the newest checkpoint in a run folder on this host; None without any."""
-    matches = (re.fullmatch("step-([0-9]{8,18})", path.name) for path in folder.glob("checkpoints/step-*"))
+    """Returns the step of the newest checkpoint in a run folder on this host; None if there is none."""
+    matches = (
+        re.fullmatch("step-([0-9]{8,18})", path.name) for path in folder.glob("checkpoints/step-*")
+    )
     return max((int(match[1]) for match in matches if match), default=None)
 
 
 def forget(folder: Path, run_id: str | None) -> None:
-    """Removes the note of a run folder unless it is of this run; None: removes any."""
+    """Removes the note in a run folder if it belongs to another run than run_id; with None, any note."""
     note = read(folder)
-    if note and (run_id is None or note.run_id != run_id):
+    # A damaged note reads as None.
+    if run_id is None or (note and note.run_id != run_id):
         with suppress(OSError):
             (folder / NOTE_FILE).unlink()
 
 
 def from_launcher(environ: Mapping[str, str]) -> Note | None:
-    """Returns the launcher's note, as to_ranks() wrote it.
+    """Returns the launcher's note, as to_ranks() wrote it; None without a valid one.
 
     >>> from_launcher({"HVTRAIN_NEWEST_CHECKPOINT": "28@s1"})
     Note(step=28, host='s1', run_id=None)
     """
-    # The variable may come from anywhere, so it is checked as a file is.
+    # The variable is checked like a file, since anything may have set it.
     step, _, host = environ.get(VARIABLE, "").partition("@")
     is_valid = re.fullmatch("[0-9]{1,18}", step) and _HOST.fullmatch(host)
     return Note(int(step), host) if is_valid else None
@@ -104,7 +107,7 @@ def to_ranks(step: int, host: str) -> dict[str, str]:
 class NoteKeeper:
     """Keeps this host's note up to date.
 
-    If a note cannot be written, it warns once: notes matter only after another failure.
+    If a note cannot be written, there is only one warning: notes matter only after another failure.
     """
 
     # The run folder; None: this rank writes no note.
@@ -113,17 +116,19 @@ class NoteKeeper:
     run_id: str | None = None
 
     def note(self, complete_step: int) -> None:
-        """Notes that the host writes checkpoints, and which is complete; 0: none yet."""
+        """Records that the host writes checkpoints, and the step of its newest complete one; 0: none yet."""
         if self.folder is None:
             return
         note = Note(complete_step, self.host, self.run_id)
         before = read(self.folder)
-        # The beginning of a run says nothing new if an earlier start has left its step.
+        # When a run starts again, its earlier note of a complete step says more than "none yet".
         knows_more = before and before.run_id == note.run_id and before.step and not complete_step
         if before == note or knows_more:
             return
         try:
             write_json(self.folder / NOTE_FILE, asdict(note))
         except StorageError as error:
-            log.warning("%s; a start without host %s would not know of its checkpoints", error, self.host)
+            log.warning(
+                "%s; a start without host %s would not know of its checkpoints", error, self.host
+            )
             self.folder = None

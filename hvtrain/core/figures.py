@@ -1,4 +1,7 @@
-"""Figures that a task makes from predictions for the report: plain values, rendered by their kind. Pure."""
+"""Figures that a task makes from predictions for the report: plain values, rendered according to their kind.
+
+Pure.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -6,7 +9,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers and words."""
+    """Rows of numbers and text."""
 
     title: str
     note: str
@@ -28,10 +31,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images, as PNG in base64 with a caption, and the meaning of their colors, as (name, #rrggbb).
+    """Pictures, each a base64 PNG with a caption, and the legend of their colors, as (name, #rrggbb).
 
     Args:
-        panels: Images side by side in each of them, for which the page leaves room.
+        panels: Number of images side by side in each picture, for which the page leaves room.
     """
 
     title: str
@@ -44,7 +47,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Texts:
-    """Pairs of texts: the input and the model's output. goes_on: the output continues the input."""
+    """Pairs of texts: input and model output. goes_on: the output continues the input."""
 
     title: str
     note: str
@@ -55,7 +58,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Points (x, y), and the line on which perfect ones lie: "diagonal" or "zero"."""
+    """Points (x, y), and the line on which perfect predictions lie: "diagonal" or "zero"."""
 
     title: str
     note: str

@@ -1,4 +1,4 @@
-"""Goodput of a run: the share of its wall time, over all of its starts, that went into steps. Pure."""
+"""Goodput of a run: the share of its wall-clock time, over all of its starts, that went into steps. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -7,18 +7,18 @@ from typing import Any
 
 from hvtrain.system.text import duration
 
-# What the time of rank 0 goes to. The steps are those that the newest checkpoint has or that follow it.
-PARTS = ("steps", "data", "start", "checkpoints", "restarts")
+# How rank 0's time is divided. "steps" has each step of the run once; those that a restart lost are "repeated".
+PARTS = ("steps", "data", "start", "checkpoints", "repeated", "restarts")
 
 
 @dataclass
 class Goodput:
-    """Seconds by PARTS. Moments are of time.time().
+    """Seconds of a run by PARTS. Points in time are those of time.time().
 
     Args:
-        began: The beginning of the run's first start.
-        start_began: The beginning of this start.
-        seconds: So far, by part.
+        began: When the run first started.
+        start_began: When this start began.
+        seconds: Seconds so far, by part.
     """
 
     began: float
@@ -26,13 +26,15 @@ class Goodput:
     seconds: dict[str, float]
 
     @classmethod
-    def resumed(cls, saved: Any, now: float) -> "Goodput":
-        """Continues what a checkpoint has of record(); begins anew without.
+    def resumed(cls, saved: Any, now: float, last_step_at: float = 0.0) -> "Goodput":
+        """Continues from the record() in a checkpoint; without a valid one, starts from zero.
 
-        What has passed since the checkpoint was lost: steps that are repeated, and the time until this start.
+        The time since the checkpoint was lost: up to last_step_at it counts as "repeated", since those steps are
+        repeated, and from there to this start as "restarts".
 
-        >>> Goodput.resumed(Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).record(100), 130).seconds["restarts"]
-        31.0
+        >>> resumed = Goodput.resumed(Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).record(100), 130, 112)
+        >>> resumed.seconds["repeated"], resumed.seconds["restarts"]
+        (13.0, 19.0)
         """
         try:
             seconds = {part: float(saved["seconds"][part]) for part in PARTS}
@@ -42,41 +44,54 @@ class Goodput:
                 raise ValueError("a number that is not finite")
         except (TypeError, LookupError, ValueError):
             return cls(now, now, dict.fromkeys(PARTS, 0.0))
-        # Ranks may also begin again within their processes, which began before the checkpoint.
+        # Ranks may also restart within their processes, which began before the checkpoint.
         now = max(now, until)
-        seconds["restarts"] += now - until
+        if last_step_at > now:
+            last_step_at = 0.0  # This start copied the records here.
+        ended = min(max(until, last_step_at), now)
+        seconds["repeated"] += ended - until
+        seconds["restarts"] += now - ended
         return cls(began, now, seconds)
 
     def record(self, now: float) -> dict[str, Any]:
-        """Returns what a checkpoint keeps."""
+        """Returns the state to save in a checkpoint."""
         return {"began": self.began, "until": now, "seconds": dict(self.seconds)}
 
     def end_first_step(self, now: float) -> None:
-        """Counts all up to the end of the first step, which traces the graph, as the start."""
+        """Counts everything up to the end of the first step, which traces the graph, as "start"."""
         self.seconds["start"] += now - self.start_began
 
     def count_data(self, seconds: float) -> None:
-        """Takes the wait for data out of the steps."""
+        """Moves seconds spent waiting for data from "steps" to "data"."""
         self.seconds["steps"] -= seconds
         self.seconds["data"] += seconds
 
     def summary(self, now: float) -> dict[str, float]:
-        """Returns all seconds, the share of the steps, and the seconds by part, with the rest as "other".
+        """Returns the total seconds ("all"), the "share" of the steps, and the seconds by part; "other" is the rest.
 
         >>> Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).summary(10)["other"]
-        5.0
+        4.0
         """
         whole = max(now - self.began, 1e-9)
         other = max(0.0, whole - sum(self.seconds.values()))
-        return {"share": self.seconds["steps"] / whole, "all": whole, **self.seconds, "other": other}
+        return {
+            "share": self.seconds["steps"] / whole,
+            "all": whole,
+            **self.seconds,
+            "other": other,
+        }
 
 
 def in_words(summary: Mapping[str, float]) -> str:
-    """A summary in one line, without parts of less than half a percent.
+    """Formats a summary in one line, without parts of less than half a percent.
 
     >>> in_words({"share": 0.8, "all": 50.0, "steps": 40.0, "data": 0.0, "start": 8.0, "other": 2.0})
     '80% of 50 s went into steps; start 16%, other 4%'
     """
-    rest = [name for name in (*PARTS[1:], "other") if summary.get(name, 0.0) >= 0.005 * summary["all"]]
+    rest = [
+        name for name in (*PARTS[1:], "other") if summary.get(name, 0.0) >= 0.005 * summary["all"]
+    ]
     parts = ", ".join(f"{name} {summary[name] / summary['all']:.0%}" for name in rest)
-    return f"{summary['share']:.0%} of {duration(summary['all'])} went into steps; {parts}".rstrip("; ")
+    return f"{summary['share']:.0%} of {duration(summary['all'])} went into steps; {parts}".rstrip(
+        "; "
+    )

@@ -1,14 +1,17 @@
-"""The small files of a run folder, which rank 0 writes: result.json, history.csv, ranks.csv and the like. Pure."""
+"""The small files in a run folder, which rank 0 writes: result.json, history.csv, ranks.csv and so on. Pure."""
 
 import csv
 import io
+import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.files import (
+from hvtrain.errors import StorageError
+from hvtrain.system.files import (
     append_text,
     csv_text,
     is_own_file,
@@ -18,7 +21,6 @@ from hvtrain.core.files import (
     write_atomic,
     write_json,
 )
-from hvtrain.errors import StorageError
 from hvtrain.system.run_lock import CLAIM_FILE, LOCK_FILE
 from hvtrain.system.text import human_bytes
 
@@ -35,7 +37,7 @@ REVIEW_FILE = "review.json"
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One row of history.csv. metrics are means over all ranks, weighted by the number of examples."""
+    """One row of history.csv. Metrics are means over all ranks, weighted by the number of examples."""
 
     epoch: int
     step: int
@@ -47,11 +49,11 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The final numbers of a run, in result.json.
+    """The final results of a run, saved in result.json.
 
-    examples_per_second counts all ranks and leaves out the warm-up; step_seconds is the mean time of one
-    step over the same steps; both are None if every step was warm-up. num_steps counts the whole run. The metrics are
-    those of the last step.
+    examples_per_second is over all ranks, without the warm-up; step_seconds is the mean time of one step over the
+    same steps; both are None if every step was warm-up. num_steps counts the whole run. The metrics are those of the
+    last step.
     """
 
     test_accuracy: float | None
@@ -69,27 +71,26 @@ class RunRecord:
     metrics: dict[str, float]
     versions: dict[str, str]
     config: dict[str, Any]
-    # Seconds of a step by purpose, and the slowest rank (step/step_timing.py).
+    # Seconds of a step by phase, and the slowest rank (step/step_timing.py).
     split: dict[str, Any] | None = None
-    # Over all ranks, with data.on_error=skip; since this start of the run.
+    # Examples skipped over all ranks with data.on_error=skip, since this start of the run.
     skipped_examples: int = 0
-    # Of the best checkpoint: its step, the metric and value that made it the best, and the test
-    # metrics.
+    # The best checkpoint: its step, the metric and value that made it the best, and its test metrics.
     best: dict[str, Any] | None = None
-    # What examples consist of, such as tokens, in the time of examples_per_second.
+    # Throughput in other units, such as tokens, over the same time as examples_per_second.
     per_second: dict[str, float] = field(default_factory=dict)
-    # Something that the model made of data, such as a text that it continued.
+    # A sample of the model's output, such as a text that it continued.
     sample: str | None = None
     # Settings that changed when the run was resumed (training/resume.py); config has the last ones.
     changes: list[dict[str, Any]] = field(default_factory=list)
-    # How the run differs from the same run under another strategy, such as by stale gradients.
+    # How the run differs from the same run with another strategy, for example by stale gradients.
     differences: list[str] = field(default_factory=list)
-    # How many computed gradients at the same time: ranks, replicas of one process, or workers of
-    # parameter servers.
+    # Number of ranks, replicas of one process, or workers of parameter servers that computed
+    # gradients at the same time.
     num_replicas: int | None = None
-    # Seconds of the run by what they went to, over all of its starts (core/goodput.py).
+    # Goodput: the run's seconds by use, over all of its starts (core/goodput.py).
     goodput: dict[str, float] = field(default_factory=dict)
-    # What the data set was found to hold: phrases by label (data/description.py).
+    # Description of the data set: phrases by label (data/description.py).
     data: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -98,14 +99,14 @@ def write_result(folder: Path, record: RunRecord) -> None:
 
 
 class EpochTable:
-    """A CSV file with a row for each epoch and a column for each name in any row.
+    """A CSV file with a row for each epoch and a column for each name that occurs in any row.
 
-    Rows are added to the file, which is written anew only for a new column, after an error, or if somebody has
-    moved it away: written anew each time, 10,000 epochs would write 10 GB.
+    Rows are appended to the file. It is rewritten only for a new column, after an error, or if it has been moved
+    away: if it were rewritten every time, 10,000 epochs would write 10 GB.
 
     Args:
         path: The file.
-        row_of: A function that returns the cells of an item by column, the first columns first.
+        row_of: A function that returns the cells of an item by column, in the order of the columns.
     """
 
     def __init__(self, path: Path, row_of: Callable[[Any], dict[str, Any]]) -> None:
@@ -115,13 +116,13 @@ class EpochTable:
         self._num_written = 0
 
     def save(self, items: Sequence[Any]) -> None:
-        """Brings the file up to date with the items, which only grow from one call to the next.
+        """Brings the file up to date with the items, a list that only grows from one call to the next.
 
-        Raises StorageError. The file may then end in the middle of a row; the next call writes it anew.
+        Raises StorageError. The file may then end in the middle of a row; the next call rewrites it.
         """
         rows = [self._row_of(item) for item in items[self._num_written :]]
         columns = self._columns
-        # Until it is done: a row that was cut short must not be followed by another.
+        # If the write fails, the next call must rewrite the file, not append to a truncated row.
         self._columns = []
         self._num_written = 0
         if is_own_file(self._path) and columns and all(row.keys() <= set(columns) for row in rows):
@@ -135,7 +136,7 @@ class EpochTable:
 
 
 def history_table(folder: Path) -> EpochTable:
-    """Returns history.csv, whose items are records: their fields are columns, and so are their metrics."""
+    """Returns the table history.csv, whose items are EpochRecords: each field and each metric is a column."""
 
     def row_of(record: EpochRecord) -> dict[str, Any]:
         cells = asdict(record)
@@ -145,19 +146,22 @@ def history_table(folder: Path) -> EpochTable:
 
 
 def ranks_table(folder: Path) -> EpochTable:
-    """Returns ranks.csv, whose items are (epoch, seconds by rank). A run may resume on another number of ranks."""
+    """Returns the table ranks.csv, with items (epoch, seconds by rank). A run may resume on another number of ranks."""
 
     def row_of(item: tuple[int, list[float]]) -> dict[str, Any]:
         epoch, seconds = item
-        return {"epoch": epoch, **{f"rank_{rank}": f"{value:.6g}" for rank, value in enumerate(seconds)}}
+        return {
+            "epoch": epoch,
+            **{f"rank_{rank}": f"{value:.6g}" for rank, value in enumerate(seconds)},
+        }
 
     return EpochTable(folder / RANKS_FILE, row_of)
 
 
 def read_history(folder: Path) -> list[EpochRecord]:
-    """Reads the rows of history.csv; none if there is no such file.
+    """Reads the rows of history.csv; empty if there is no such file.
 
-    A last line without its end is a row that was being written, and is left out. Raises StorageError
+    An unfinished last line is a row that was being written, and is left out. Raises StorageError
     if the file is damaged.
     """
     path = folder / HISTORY_FILE
@@ -168,16 +172,21 @@ def read_history(folder: Path) -> list[EpochRecord]:
         for row in csv.DictReader(io.StringIO(whole_lines(read_file(path)), newline="")):
             epoch = int(row.pop("epoch"))
             step = int(row.pop("step"))
-            figures = {name: float(row.pop(name)) for name in ("learning_rate", "seconds", "examples_per_second")}
+            figures = {
+                name: float(row.pop(name))
+                for name in ("learning_rate", "seconds", "examples_per_second")
+            }
             metrics = {name: float(cell) for name, cell in row.items() if cell}
             records.append(EpochRecord(epoch, step, metrics=metrics, **figures))
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
-        raise StorageError(f"{path} is damaged ({error}); fix it or move it away, then start again") from error
+        raise StorageError(
+            f"{path} is damaged ({error}); fix it or move it away, then start again"
+        ) from error
     return records
 
 
 def read_rank_seconds(folder: Path) -> dict[int, list[float]]:
-    """Reads the rows by epoch; none if the file is missing or damaged, since only a curve depends on it."""
+    """Reads ranks.csv by epoch; empty if the file is missing or damaged, since only a curve depends on it."""
     try:
         _, *rows = csv.reader(whole_lines(read_file(folder / RANKS_FILE)).splitlines())
         return {int(epoch): [float(cell) for cell in cells if cell] for epoch, *cells in rows}
@@ -186,24 +195,41 @@ def read_rank_seconds(folder: Path) -> dict[int, list[float]]:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Reads the starts of a run, in order; none if the file is missing or damaged."""
+    """Reads the starts of a run, in order; empty if the file is missing or damaged."""
     return [start for start in read_json(folder / STARTS_FILE, list) if isinstance(start, dict)]
 
 
-def read_tracked(folder: Path) -> dict[str, dict[str, Any]]:
-    """Reads the run's id in each tracker and the last step that was sent there, {tracker: {"id": ..., "step": ...}}.
+def note_step(folder: Path) -> None:
+    """Records that a step has just ended, as the modification time of starts.json."""
+    with suppress(OSError):
+        os.utime(folder / STARTS_FILE)
 
-    The result is empty if there is no such file, or if it is damaged.
+
+def last_step_at(folder: Path) -> float:
+    """Returns when note_step was last called, as time.time(); 0 if never."""
+    try:
+        return (folder / STARTS_FILE).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def read_tracked(folder: Path) -> dict[str, dict[str, Any]]:
+    """Reads the run's ID in each tracker and the last step that was sent there, {tracker: {"id": ..., "step": ...}}.
+
+    Empty if the file is missing or damaged.
     """
     try:
         entries = read_json(folder / TRACKERS_FILE, dict)
-        return {name: {"id": str(entry["id"]), "step": int(entry["step"])} for name, entry in entries.items()}
+        return {
+            name: {"id": str(entry["id"]), "step": int(entry["step"])}
+            for name, entry in entries.items()
+        }
     except (ValueError, LookupError, TypeError):
         return {}
 
 
 def proof_in_words(numbers: dict[str, Any]) -> str:
-    """Writes the proof of a run in one line.
+    """Formats the proof of a run in one line.
 
     >>> proof_in_words({"reductions": 264, "steps": 264, "ranks": 2, "weight_checks": 14,
     ...                 "examples_each_epoch": [1408, 1408], "examples": 1437})
@@ -220,7 +246,9 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
             parts.append(f"reductions {numbers['reductions']:,} of {steps:,} steps")
         checks = numbers["weight_checks"]
         if checks:
-            parts.append(f"weights equal on {ranks}/{ranks} ranks ({checks:,} check{'s' * (checks != 1)})")
+            parts.append(
+                f"weights equal on {ranks}/{ranks} ranks ({checks:,} check{'s' * (checks != 1)})"
+            )
         else:
             parts.append("weights not compared")
 
@@ -245,9 +273,25 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Removes the folder of a run that was refused, or failed before its first step (chief, or the launcher)."""
+    """Removes a run folder if all of its files are from before the first step (chief, or the launcher)."""
     written_before = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
     folders_before = {"logs", "launch", "preprocessing"}
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     if all(path.name in written_before or path.parts[0] in folders_before for path in files):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# Words in the names of metrics that improve by falling. For all others, such as accuracy, higher is better.
+_LOWER_IS_BETTER = (
+    *("loss", "error", "perplexity", "mae", "mse", "rmse", "mape", "msle", "nll", "entropy"),
+    *("crossentropy", "divergence", "huber", "brier", "wer", "cer"),
+)
+
+
+def lower_is_better(metric: str) -> bool:
+    """True if lower values of a metric are better, judging by its name.
+
+    >>> lower_is_better("val_loss"), lower_is_better("val_accuracy")
+    (True, False)
+    """
+    return any(part in _LOWER_IS_BETTER for part in metric.split("_"))

@@ -1,9 +1,11 @@
-"""The learning rate as a pure function of the step. `learning_rate` puts it into the graph; tests call it directly.
+"""The learning rate as a pure function of the step.
 
-Every schedule first warms up linearly, step by step, from the base rate (of one rank) or warmup_from to the peak rate
-(base times the scale of the plan), as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2. With one rank
-base and peak are the same and the warm-up is flat. A function of the step alone needs no state to be right after a
-resume.
+LearningRate (training/setup.py) puts it into the graph; tests call it directly.
+
+Every schedule first warms up linearly, step by step, from the base rate (of one rank) or
+warmup_from to the peak rate (base times the plan's factor), as in Goyal et al. 2017, "Accurate,
+Large Minibatch SGD", section 2.2. With one rank base and peak are equal and the warm-up is flat.
+The rate depends only on the step, so it is correct after a resume without any saved state.
 """
 
 import math
@@ -15,9 +17,12 @@ from typing import Any
 
 from hvtrain.errors import ConfigError
 
-# The functions that schedules use, on Python numbers. keras.ops has the same names for tensors.
+# The functions that schedules use, for Python numbers. keras.ops has the same names for tensors.
 SCALARS = SimpleNamespace(
-    minimum=min, maximum=max, cos=math.cos, where=lambda condition, yes, no: yes if condition else no
+    minimum=min,
+    maximum=max,
+    cos=math.cos,
+    where=lambda condition, yes, no: yes if condition else no,
 )
 
 
@@ -26,7 +31,7 @@ class Schedule(ABC):
     """Warm-up over warmup_epochs, then a subclass's decay over the rest of num_steps.
 
     base and peak are learning rates; steps are the run's optimizer steps, counted from 0.
-    warmup_from: the rate of step 0, instead of base; the peak, if that is lower.
+    warmup_from: the rate at step 0 instead of base, capped at the peak rate.
     """
 
     base: float
@@ -38,9 +43,13 @@ class Schedule(ABC):
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_epochs < math.inf:
-            raise ConfigError(f"schedule.warmup_epochs={self.warmup_epochs} is out of range; it must be at least 0")
+            raise ConfigError(
+                f"schedule.warmup_epochs={self.warmup_epochs} is out of range; it must be at least 0"
+            )
         if not 0 <= self.first_rate < math.inf:
-            raise ConfigError(f"schedule.warmup_from={self.warmup_from} is not a learning rate; it must be at least 0")
+            raise ConfigError(
+                f"schedule.warmup_from={self.warmup_from} is not a learning rate; it must be at least 0"
+            )
 
     @property
     def warmup_steps(self) -> int:
@@ -51,20 +60,25 @@ class Schedule(ABC):
         """Learning rate at which the warm-up begins."""
         if self.warmup_from is None:
             return self.base
-        # A recipe's rate for its smallest batch is above the peak of an even smaller one.
+        # The start rate of a recipe may exceed the peak rate for a batch smaller than any in the recipe.
         return min(self.warmup_from, self.peak)
 
     def __call__(self, step: Any, ops: Any = SCALARS) -> Any:
-        """Learning rate at a step: a float with the default ops, a tensor with keras.ops."""
+        """Returns the learning rate at a step: a float with the default ops, a tensor with keras.ops."""
         warmup = max(1, self.warmup_steps)
         rising = self.first_rate + (self.peak - self.first_rate) * ops.minimum(step / warmup, 1.0)
         decay_steps = max(1, self.num_steps - self.warmup_steps)
         progress = ops.minimum(ops.maximum((step - self.warmup_steps) / decay_steps, 0.0), 1.0)
-        return ops.where(step < self.warmup_steps, rising, self.peak * self.decay(step, progress, ops))
+        return ops.where(
+            step < self.warmup_steps, rising, self.peak * self.decay(step, progress, ops)
+        )
 
     @abstractmethod
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
-        """Factor on the peak rate; progress goes from 0 at the end of the warm-up to 1 at the end of the run."""
+        """Returns the factor on the peak rate.
+
+        Progress goes from 0 at the end of the warm-up to 1 at the end of the run.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +91,7 @@ class Constant(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Schedule):
-    """The rate times `factor` at each of the given epochs."""
+    """The peak rate, multiplied by `factor` at each of the given epochs."""
 
     at_epochs: Sequence[float] = field(default=())
     factor: float = 0.1
@@ -85,23 +99,33 @@ class Step(Schedule):
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
         result: Any = 1.0
         for epoch in self.at_epochs:
-            result = result * ops.where(step >= round(epoch * self.steps_per_epoch), self.factor, 1.0)
+            result = result * ops.where(
+                step >= round(epoch * self.steps_per_epoch), self.factor, 1.0
+            )
         return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Schedule):
-    """Half a cosine from the peak rate to final_fraction of it (Loshchilov and Hutter 2017, eq. 5, no restarts)."""
+    """Half a cosine from the peak rate to final_fraction of it.
+
+    Loshchilov and Hutter 2017, eq. 5, without restarts.
+    """
 
     final_fraction: float = 0.0
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
-        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + ops.cos(math.pi * progress))
+        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (
+            1 + ops.cos(math.pi * progress)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial(Schedule):
-    """(1 - progress) to the given power, from the peak rate to final_fraction of it; power 1 is a straight line."""
+    """(1 - progress) to the given power, from the peak rate to final_fraction of it.
+
+    Power 1 is a straight line.
+    """
 
     power: float = 1.0
     final_fraction: float = 0.0
@@ -114,7 +138,7 @@ class Polynomial(Schedule):
 class RangeTest(Schedule):
     """Exponential growth from `lowest` to `highest`, whatever the peak rate (Smith 2015, arXiv:1506.01186).
 
-    Both are rates as the optimizer gets them, of all ranks together.
+    Both are the optimizer's actual rates, for the global batch.
     """
 
     lowest: float = 1e-6
@@ -122,3 +146,9 @@ class RangeTest(Schedule):
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
         return self.lowest * (self.highest / self.lowest) ** progress / self.peak
+
+
+def rate_factor(model: Any) -> Any:
+    """Returns the variable with which callbacks scale the scheduled rate; None if there is none."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return getattr(optimizer._learning_rate, "factor", None)

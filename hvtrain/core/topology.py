@@ -1,4 +1,4 @@
-"""This process's rank among the others, and the roles of all processes, as values that are passed around."""
+"""This process's rank among all processes, and the roles of all processes, as plain values."""
 
 import math
 import socket
@@ -8,7 +8,7 @@ from typing import Any
 
 from hvtrain.errors import ConfigError
 
-# The jobs of TF_CONFIG, which users of TensorFlow know.
+# Names of jobs in TF_CONFIG, which TensorFlow users know.
 COORDINATOR = "coordinator"
 SERVER = "ps"
 WORKER = "worker"
@@ -18,10 +18,10 @@ CHIEF = "chief"
 
 @dataclass(frozen=True)
 class Topology:
-    """Place of one process (rank) in a job; the default is a job of one process.
+    """Place of one process (rank) in a job; the default is a job with a single process.
 
-    rank is 0 ... size - 1 over all hosts, local_rank is 0 ... local_size - 1 on this host. weights, one for
-    each rank, are their shares of the data; empty: equal shares.
+    rank is 0 ... size - 1 over all hosts, local_rank is 0 ... local_size - 1 on this host. weights:
+    each rank's share of the data, as a proportion; empty: equal shares.
     """
 
     rank: int = 0
@@ -39,11 +39,13 @@ class Topology:
 
     @property
     def is_chief(self) -> bool:
-        """True on rank 0, the only one that writes checkpoints and records and logs to the console."""
+        """True on rank 0, the only rank that writes checkpoints and records, and logs to the console."""
         return self.rank == 0
 
     def share(self, num_items: int) -> Sequence[int]:
-        """Indices of this rank's share of num_items: rank, rank + size, ...; equal shares differ by at most one item.
+        """Returns the indices of this rank's share of num_items; for equal shares rank, rank + size and so on.
+
+        Equal shares differ in size by at most one item.
 
         >>> list(Topology(rank=1, size=3).share(8))
         [1, 4, 7]
@@ -53,10 +55,14 @@ class Topology:
         period, first, width = self._pattern()
         if width == 1:
             return range(first, num_items, period)
-        return [i for begin in range(first, num_items, period) for i in range(begin, min(begin + width, num_items))]
+        return [
+            i
+            for begin in range(first, num_items, period)
+            for i in range(begin, min(begin + width, num_items))
+        ]
 
     def share_size(self, num_items: int) -> int:
-        """The length of share(num_items), without making it.
+        """Returns the length of share(num_items), without computing the share.
 
         >>> [Topology(rank, 2, weights=(6, 2)).share_size(9) for rank in (0, 1)]
         [7, 2]
@@ -66,13 +72,13 @@ class Topology:
         return whole * width + min(max(rest - first, 0), width)
 
     def _pattern(self) -> tuple[int, int, int]:
-        """This rank has `width` items from `first` on, in each `period` of them."""
+        """Returns (period, first, width): of every `period` items, this rank has `width` items from `first` on."""
         weights = reduced(self.weights) or (1,) * self.size
         return sum(weights), sum(weights[: self.rank]), weights[self.rank]
 
 
 def reduced(weights: Sequence[int]) -> tuple[int, ...]:
-    """The same proportions in the smallest whole numbers: (48, 16) gives (3, 1)."""
+    """Returns the same proportions in the smallest whole numbers: (48, 16) gives (3, 1)."""
     divisor = math.gcd(*weights) or 1
     return tuple(weight // divisor for weight in weights)
 
@@ -81,12 +87,12 @@ def reduced(weights: Sequence[int]) -> tuple[int, ...]:
 class Roles:
     """The processes of a run.
 
-    Rank 0 is the coordinator, ranks 1 to num_ps are parameter servers, the rest workers.
+    With parameter servers, rank 0 is the coordinator, ranks 1 to num_ps are the servers, the rest workers.
 
     Args:
-        num_workers: processes that train.
-        num_ps: parameter servers; 0: none, and no coordinator.
-        num_replicas: replicas that the only worker trains; 0: each worker is one.
+        num_workers: number of processes that train.
+        num_ps: number of parameter servers; 0: none, and no coordinator.
+        num_replicas: number of replicas that a single worker trains; 0: each worker is one replica.
     """
 
     num_workers: int
@@ -95,7 +101,7 @@ class Roles:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of processes by role, in the order of their ranks."""
+        """The number of processes by role, in rank order."""
         # Without parameter servers there is no coordinator, and rank 0 is worker 0.
         counts = {COORDINATOR: int(self.num_ps > 0), SERVER: self.num_ps, WORKER: self.num_workers}
         return {role: count for role, count in counts.items() if count}
@@ -109,11 +115,13 @@ class Roles:
         >>> Roles(2).names
         ('worker 0', 'worker 1')
         """
-        return tuple(f"{role} {index}" for role, count in self.counts.items() for index in range(count))
+        return tuple(
+            f"{role} {index}" for role, count in self.counts.items() for index in range(count)
+        )
 
     @property
     def reason(self) -> str:
-        """Why a launcher of equal ranks cannot start these processes; empty if it can.
+        """Why a launcher that starts only equal ranks cannot start these processes; empty if it can.
 
         >>> Roles(2, 1).reason
         'needs a coordinator and 1 parameter server(s) besides its 2 worker(s)'
@@ -125,26 +133,28 @@ class Roles:
         return ""
 
     def label(self, rank: int) -> str:
-        """A rank as messages name it.
+        """Returns the name of a rank in messages.
 
         >>> Roles(2, 1).label(3), Roles(2).label(1)
         ('worker 1 (rank 3)', 'rank 1')
         """
-        # Without servers a rank and the index of its worker are the same number.
+        # Without servers, a worker's index is its rank.
         if self.num_ps and rank < len(self.names):
             return f"{self.names[rank]} (rank {rank})"
         return f"rank {rank}"
 
     def rank_of(self, role: str, index: int) -> int:
-        """The rank of a process, by its role and its index there.
+        """Returns the rank of a process, given its role and its index within the role.
 
         Raises ConfigError if there is no such process.
         """
-        # TF_CONFIG has both names for it.
+        # TF_CONFIG has both names for the coordinator.
         if role == CHIEF:
             role = COORDINATOR
         if role not in self.counts:
-            raise ConfigError(f"--job-name {role} is not a job of this run; it has {', '.join(self.counts)}")
+            raise ConfigError(
+                f"--job-name {role} is not a job of this run; it has {', '.join(self.counts)}"
+            )
 
         count = self.counts[role]
         if index >= count:
@@ -157,11 +167,11 @@ class Roles:
 
 
 def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
-    """The processes of a strategy, known by its settings alone. Raises ConfigError.
+    """Returns the processes of a strategy, which follow from its settings alone. Raises ConfigError.
 
-    A strategy with the setting `num_ps` needs that many parameter servers and a coordinator,
-    besides the workers. One with `num_replicas` is one process that trains all replicas. Under
-    other strategies every rank is a worker.
+    A strategy with the setting `num_ps` needs that many parameter servers and a coordinator, in
+    addition to the workers. One with `num_replicas` is a single process that trains all replicas. With
+    any other strategy every rank is a worker.
 
     >>> roles_of({"num_ps": 1}, 4)
     Roles(num_workers=4, num_ps=1, num_replicas=0)
@@ -170,9 +180,11 @@ def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
     """
     if "num_ps" in strategy:
         num_ps = strategy["num_ps"]
-        # In Python True is an int.
+        # True is an int in Python.
         if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
-            raise ConfigError(f"strategy.num_ps={num_ps} is out of range; it must be a whole number of at least 1")
+            raise ConfigError(
+                f"strategy.num_ps={num_ps} is out of range; it must be a whole number of at least 1"
+            )
         return Roles(num_training, num_ps)
 
     if "num_replicas" in strategy:

@@ -1,3 +1,3 @@
-"""The version of hvtrain, apart from what the package offers, so that every room may import it."""
+"""The version of hvtrain, separate from the package's API, so that every subpackage may import it."""
 
 VERSION = "0.1.0"

@@ -1,6 +1,6 @@
 """Named data sets as tf.data streams, one for each rank: sharded, shuffled, read, augmented, batched, prefetched.
 
-Everything here knows one process and the Topology that it is given, and never imports Horovod.
+All code here works in a single process, for the Topology that it is given, and never imports Horovod.
 """
 
 from hvtrain.data.formats.record_files import write_tfrecords

@@ -1,10 +1,11 @@
-"""What a data set was found to hold: its phrases and class counts, and their form in a run's header.
+"""Describes a data set in phrases and class counts, and formats them for a run's header.
 
-`describe` adds to Source.description() what every source with known targets can tell. No TensorFlow.
+`describe` adds the classes to Source.description() if targets are known. Imports no TensorFlow.
 """
 
 import hashlib
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -15,10 +16,10 @@ import numpy as np
 if TYPE_CHECKING:
     from hvtrain.data.source import Source
 
+# Width of a header's text in characters, without the labels of its lines.
 HEADER_WIDTH = 84
-"""Characters of a header's text, beside the names of its lines."""
+# Most lines for one label in a header; result.json has the whole text.
 MAX_LINES = 3
-"""Lines that a label has in a header; result.json has the rest."""
 MAX_NAMES = 5
 
 
@@ -27,25 +28,24 @@ class DataDescription:
     """A data set in words, with the examples of each class.
 
     Attributes:
-        phrases: by label, such as "features", "splits" or "warnings".
-        class_counts: by split, examples of each class. Only for targets that are known without
-            reading the examples.
+        phrases: Phrases by label, such as "features", "splits" or "warnings".
+        class_counts: Number of examples of each class, by split. Only for targets that are known
+            without reading the examples.
     """
 
     phrases: dict[str, list[str]] = field(default_factory=dict)
     class_counts: dict[str, list[int]] = field(default_factory=dict)
 
     def header(self) -> dict[str, str]:
-        """The phrases as lines of a run's header, each label in MAX_LINES at most.
+        """The phrases as lines of a run's header, at most MAX_LINES for each label.
 
         >>> DataDescription({"features": [f"column {number}" for number in range(90)]}).header()["features"][-24:]
         'column 21, ... 90 in all'
         """
         lines = {}
         for label, phrases in self.phrases.items():
-            # The header's line "dataset" has the numbers of examples.
-            has_counts_alone = all(text.split()[-1].replace(",", "").isdigit() for text in phrases)
-            if not phrases or (label == "splits" and has_counts_alone):
+            # The header's line "dataset" already has the numbers of examples.
+            if not phrases or label == "splits":
                 continue
             separator = "; " if label == "warnings" else ", "
             cut = f" ... {len(phrases):,} in all"
@@ -62,30 +62,32 @@ class DataDescription:
 
 
 def describe(source: "Source") -> DataDescription:
-    """Describes a data set that has been counted, on every rank alike."""
+    """Describes a data set whose examples have been counted; the result is equal on every rank."""
     phrases = {label: list(texts) for label, texts in source.description().items()}
     counts = class_counts(source)
     names = class_labels(source)
-    # Sources that describe their targets themselves say it in their own way.
+    # Some sources describe their targets themselves.
     if counts.get("train") and not {"classes", "target"} & phrases.keys():
         phrases["classes"] = [class_phrase(counts["train"], names)]
         warnings = phrases.pop("warnings", [])
-        # Last, where a reader sees them.
+        if len(names) == 1:
+            warnings.append(f"{names[0]} is the only class, so there is nothing to tell apart")
+        # Warnings come last, where a reader sees them.
         phrases["warnings"] = [*warnings, *missing_classes(counts, names)]
     return DataDescription(phrases, counts)
 
 
 def class_counts(source: "Source") -> dict[str, list[int]]:
-    """Examples of each class by split; empty if targets are not classes, or not known without reading.
+    """Number of examples of each class, by split; empty if targets are not classes, or not known without reading.
 
-    Masks count by pixels, without the labels that are no class.
+    In masks, each pixel counts; labels that are not classes are left out.
     """
     num_classes = source.facts().get("num_classes")
     if not num_classes:
         return {}
     counts = {}
     for split, targets in source.whole_targets().items():
-        # Several targets, in a dict, make an array of an object.
+        # A dict of several targets becomes an object array, which is not counted.
         array = np.asarray(targets)
         if array.size and array.dtype.kind in "iu":
             counts[split] = count_classes(array, num_classes).tolist()
@@ -100,10 +102,10 @@ def count_classes(targets: np.ndarray, num_classes: int) -> np.ndarray:
 
 
 def array_digest(arrays: Iterable[Any]) -> bytes:
-    """A hash of arrays, such as an example's: equal for equal values, of texts too."""
+    """A 12-byte hash of the values of arrays, such as those of one example; texts are hashed by value too."""
     digest = hashlib.blake2b(digest_size=12)
     for array in map(np.asarray, arrays):
-        # Of texts an array of objects has only the addresses.
+        # The bytes of an object array are only the addresses of its objects.
         content = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
         digest.update(content)
     return digest.digest()
@@ -125,7 +127,10 @@ def class_phrase(counts: Sequence[int], names: Sequence[str]) -> str:
     '2, 50% each'
     """
     total = sum(counts) or 1
-    shares = [(percent(count / total), name) for count, name in sorted(zip(counts, names), key=itemgetter(0))]
+    shares = [
+        (percent(count / total), name)
+        for count, name in sorted(zip(counts, names), key=itemgetter(0))
+    ]
     low, rarest = shares[0]
     high, commonest = shares[-1]
     if low == high:
@@ -134,7 +139,7 @@ def class_phrase(counts: Sequence[int], names: Sequence[str]) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent, with a digit more for small ones.
+    """Formats a share in percent, with one decimal below 1%.
 
     >>> percent(0.383), percent(0.0042)
     ('38%', '0.4%')
@@ -143,7 +148,7 @@ def percent(share: float) -> str:
 
 
 def missing_classes(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> list[str]:
-    """Names the classes that never occur in a split.
+    """Phrases that name the classes without an example, one for each split that has examples.
 
     >>> missing_classes({"train": [5, 4], "test": [3, 0]}, ["cat", "dog"])
     ['test has no dog']
@@ -154,6 +159,15 @@ def missing_classes(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -
         if missing and any(split_counts):
             phrases.append(f"{split} has no {listed(missing)}")
     return phrases
+
+
+def counted(kinds: Counter[str]) -> str:
+    """The most frequent kinds, with their numbers.
+
+    >>> counted(Counter([".csv", ".md", ".md"]))
+    '2 x .md, 1 x .csv'
+    """
+    return ", ".join(f"{number} x {kind}" for kind, number in kinds.most_common(MAX_NAMES))
 
 
 def listed(names: Sequence[str], most: int = MAX_NAMES, separator: str = ", ") -> str:

@@ -1,7 +1,7 @@
 """Values that a source fitted to its training data, such as a mean, kept in the run folder.
 
-The data may change, and a trained model does not. So whoever resumes or uses a run preprocesses
-with the values of the run's beginning.
+The data may change, but a trained model does not. So a run that is resumed or used preprocesses
+with the values from its beginning.
 """
 
 import json
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 
-from hvtrain.core.files import TEMPORARY, read_bytes, write_atomic
 from hvtrain.data.manifest import refuse_or_warn
 from hvtrain.data.source import Source
 from hvtrain.errors import DataError, StorageError, in_one_line
+from hvtrain.system.files import TEMPORARY, read_bytes, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ CLASSES_FILE = "classes.json"
 
 
 def collect(source: Source) -> dict[str, bytes]:
-    """The source's fitted values and class names, as files by name (every rank)."""
+    """The source's fitted values and class names, as file contents by file name; called on every rank."""
     files = dict(source.fitted())
     # Class names are not fitted, but a model's predictions are indices into them.
     class_names = source.facts().get("class_names")
@@ -40,10 +40,10 @@ def write(files: Mapping[str, bytes], run: Path) -> None:
 
 
 def read(run: Path) -> dict[str, bytes]:
-    """Reads the files of a run; none for a run that ended before it wrote them.
+    """Reads the files of a run; empty if the run ended before it wrote them.
 
     Raises:
-        StorageError: They cannot be read.
+        StorageError: The files cannot be read.
     """
     folder = run / FOLDER
     if not folder.is_dir():
@@ -54,11 +54,13 @@ def read(run: Path) -> dict[str, bytes]:
         return {path.name: read_bytes(path) for path in sorted(paths)}
     except OSError as error:
         problem = error.strerror or error
-        raise StorageError(f"{folder} cannot be read: {problem}; fix that, and start again") from error
+        raise StorageError(
+            f"{folder} cannot be read: {problem}; fix that, and start again"
+        ) from error
 
 
 def apply(source: Source, files: Mapping[str, bytes]) -> None:
-    """Has a new source use the values of a run.
+    """Makes a new source use the values of a run.
 
     Raises:
         StorageError: The files are damaged.
@@ -73,7 +75,7 @@ def apply(source: Source, files: Mapping[str, bytes]) -> None:
 
 
 def warn_of_unused(source: Source, files: Mapping[str, bytes]) -> None:
-    """Warns if another data set than the run's preprocesses in a way of its own."""
+    """Warns if a data set other than the run's does not use all of the run's fitted values."""
     unused = sorted(files.keys() - {CLASSES_FILE} - source.fitted().keys())
     if unused:
         log.warning(
@@ -84,13 +86,13 @@ def warn_of_unused(source: Source, files: Mapping[str, bytes]) -> None:
 
 
 def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> None:
-    """Compares the source's classes with those of the run, whose indices the model predicts.
+    """Checks that the source has the classes of the run, since the model predicts their indices.
 
     Args:
-        refuse: False warns instead.
+        refuse: If False, warn instead of raising.
 
     Raises:
-        DataError: They differ.
+        DataError: The classes differ.
     """
     # Without names on both sides there is nothing to compare.
     old_names = json.loads(files.get(CLASSES_FILE, b"null"))

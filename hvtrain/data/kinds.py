@@ -1,8 +1,8 @@
 """The kind of a data set's inputs, kept with a run: what later data must be like.
 
-The manifest tells whether the data are the same, and classes.json whether the classes are. Data that
-are meant to be others must still be of the same kind: numbers stay numbers, images keep their
-channels and the range of their values. They would be predicted without a word otherwise.
+The manifest tells whether the data are the same, and classes.json whether the classes are. Other
+data, used on purpose, must still be of the same kind: numbers stay numbers, images keep their
+channels and the range of their values. Otherwise the model would take them without any warning.
 """
 
 import logging
@@ -13,38 +13,38 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvtrain.core.files import read_json, write_json
 from hvtrain.data.description import DataDescription, class_counts, class_labels, listed, percent
 from hvtrain.data.manifest import refuse_or_warn
 from hvtrain.data.source import Source
 from hvtrain.errors import DataError, in_one_line
+from hvtrain.system.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 
 KINDS_FILE = "kinds.json"
+# Images have another range if their large values differ by more than this factor. 0 ... 1 and 0 ... 255
+# differ by 255; 0 ... 1 and the digits' 0 ... 16 differ by 16. Few batches are naturally that much darker.
 RANGE_FACTOR = 12
-"""Images whose large values differ by this factor are taken for another range. 0 ... 1 and 0 ... 255
-differ by 255, 0 ... 1 and the 0 ... 16 of the digits by 16. A batch that dark by nature is rare."""
+# The quantile of absolute values that is compared. The largest value says little: with
+# per-pixel normalization, border pixels of Fashion-MNIST reach 210, and a batch may have none of them.
 LARGE = 0.99
-"""The quantile of absolute values that is compared. The largest one says little: normalized by pixel,
-the border of Fashion-MNIST reaches 210, and a batch may have none of these pixels."""
+# The quantile is computed from at most this many values: a batch of large images has many millions.
 MAX_VALUES = 100_000
-"""Values of a batch that the quantile is taken of: a batch of large images has many million."""
 NAMES = "names"
-# By the letter that NumPy has for a dtype; all others are numbers.
+# The type for the kind character of a NumPy dtype; all other kinds are "numbers".
 TYPES = {**dict.fromkeys("OSU", NAMES), **dict.fromkeys("iub", "whole numbers")}
 
+# {"inputs": {name: {"type", "shape", "low", "high", "large"}}, "class_counts": {split: [...]}}
 Kinds = dict[str, Any]
-"""{"inputs": {name: {"type", "shape", "low", "high", "large"}}, "class_counts": {split: [...]}}"""
 
 
 def inputs_of(inputs: Any) -> dict[str, Any]:
-    """Arrays, or specs, of a nested structure of inputs by name; "" if there is but one."""
+    """Flattens nested inputs, arrays or specs, to a dict by name; a single input has the name ""."""
     return {".".join(map(str, path)): part for path, part in keras.tree.flatten_with_path(inputs)}
 
 
 def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
-    """The kinds of a batch of inputs, as the model gets them, by name."""
+    """The kind of each input in a batch that the model gets, by name, with the range of its numbers."""
     kinds = {}
     for name, array in inputs_of(inputs).items():
         kinds[name] = input_kind(array.dtype, array.shape[1:])
@@ -60,9 +60,12 @@ def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
 
 
 def spec_kinds(source: Source) -> dict[str, dict[str, Any]]:
-    """The kinds of a source's inputs before any is read: without their ranges."""
+    """The kinds of a source's inputs, known before any are read, so without value ranges."""
     specs = inputs_of(source.element_spec[0])
-    return {name: input_kind(np.dtype(spec.dtype.as_numpy_dtype), spec.shape) for name, spec in specs.items()}
+    return {
+        name: input_kind(np.dtype(spec.dtype.as_numpy_dtype), spec.shape)
+        for name, spec in specs.items()
+    }
 
 
 def input_kind(dtype: np.dtype[Any], shape: Iterable[int]) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             continue
         is_image = len(before["shape"]) == len(now["shape"]) == 3
         types = {now["type"], before["type"]}
-        # Pixels are pixels, as bytes or as fractions.
+        # Pixels may be bytes or fractions.
         if len(types) > 1 and (NAMES in types or not is_image):
             texts.append(f"{prefix}inputs are {now['type']}, were {before['type']}")
         elif is_image:
@@ -103,7 +106,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def size_advice(kept: Kinds, source: Source) -> str:
-    """Advice about inputs of another shape than the run's, for a model that does not fit; empty without."""
+    """Advice for when weights do not fit the model; empty unless the shape of an input differs from the run's."""
     for name, kind in spec_kinds(source).items():
         old_kind = kept.get("inputs", {}).get(name, kind)
         now, then = (" x ".join(map(str, shape)) for shape in (kind["shape"], old_kind["shape"]))
@@ -116,13 +119,13 @@ def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -
     """Compares inputs with those that a run was trained on.
 
     Args:
-        source_name: Of the data set, for the message.
+        source_name: Name of the data set, for the message.
         kept: The run's kinds; empty if it kept none.
-        new: Kinds by name, of a batch or of a source.
-        refuse: The setting guard.data; False warns instead.
+        new: The inputs' kinds, from kinds_of() or spec_kinds().
+        refuse: The setting guard.data; if False, warn instead of raising.
 
     Raises:
-        DataError: They are of another kind.
+        DataError: The inputs are of another kind.
     """
     texts = changes(kept.get("inputs", {}), new)
     if texts:
@@ -147,7 +150,10 @@ def warn_of_lost_classes(source: Source, kept: Kinds, split: str) -> None:
 
 
 def keep(run: Path, inputs: Any, described: DataDescription) -> None:
-    """Writes the kinds into the run folder (chief only). An error is only a warning."""
+    """Writes the kinds of a batch of inputs, and the class counts, into the run folder (chief only).
+
+    A failure only logs a warning.
+    """
     kinds = {"inputs": kinds_of(inputs), "class_counts": described.class_counts}
     try:
         write_json(run / KINDS_FILE, kinds)
@@ -156,6 +162,6 @@ def keep(run: Path, inputs: Any, described: DataDescription) -> None:
 
 
 def read(run: Path) -> Kinds:
-    """Reads the kinds of a run; empty for a run without, or with a damaged file."""
+    """Reads the kinds of a run; empty if their file is missing or damaged."""
     kinds = read_json(run / KINDS_FILE, dict)
     return kinds if isinstance(kinds.get("inputs"), dict) else {}

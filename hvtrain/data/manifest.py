@@ -1,13 +1,13 @@
-"""Manifests: the identity of a data set, small enough for a checkpoint, and the differences of two.
+"""Manifests: the identity of a data set, small enough for a checkpoint, and the differences between two.
 
-A manifest is a mapping with these keys, without those that a data set has no value for:
+A manifest is a mapping with these keys, except those for which a data set has no value:
 
 - "name", "image_shape", "num_classes"
 - "elements": types and shapes of an example, if it is not an image with a class
 - "tokenizer": SHA-256 of a text's tokenizer
 - "splits": {"train": {"examples", "digest", "num_files", "files"}, ...}
 
-It identifies files by names and sizes, and arrays by their contents. No TensorFlow.
+It identifies files by names and sizes, and arrays by their contents. Imports no TensorFlow.
 """
 
 import hashlib
@@ -24,37 +24,37 @@ import numpy as np
 
 from hvtrain.data.description import listed
 from hvtrain.errors import DataError, UserError
-from hvtrain.storage.cache import local_copy
-from hvtrain.storage.remote import is_remote
+from hvtrain.storage.cache import local_copy, path_of
+from hvtrain.system.files import is_remote
 
 log = logging.getLogger(__name__)
 
+# For more files than this, a checkpoint keeps only a digest, not the list.
 MAX_FILES = 1000
-"""Above this number of files a checkpoint keeps a digest instead of the list."""
+# The sizes of at most this many files, evenly spaced, are read, since a network file system may be slow.
 MAX_SIZES = 10_000
-"""File sizes that are read, of evenly spaced files, since a network file system may be slow."""
+# At most this many bytes of an array are hashed, in evenly spaced rows.
 MAX_BYTES = 2**28
-"""Bytes of an array that are hashed, in evenly spaced rows."""
 
 
 def user_path(text: str | Path) -> Path:
     """Expands ~ to the user's home, and returns the local copy of an address such as s3://BUCKET/FOLDER.
 
-    ~ stays if the user has no home, as a user of a container who is not in /etc/passwd.
+    ~ stays if the user has no home directory, as in a container whose user is not in /etc/passwd.
     """
-    if is_remote(text):
-        return local_copy(str(text))
-    path = Path(text)
+    path = path_of(text)
     with suppress(RuntimeError):
         path = path.expanduser()
     return path
 
 
-def data_path(text: str) -> Path:
-    """Returns the path of dataset.dir. Raises DataError if there is nothing on this host."""
-    path = user_path(text)
+def data_path(text: str, far: tuple[str, ...] = ()) -> Path:
+    """Returns the local path of dataset.dir; `far` as in local_copy. Raises DataError if this host does not have it."""
+    path = local_copy(text, far) if is_remote(text) else user_path(text)
     if not path.exists():
-        raise DataError(f"dataset.dir={text} is not there on {socket.gethostname()}; give a folder that this host has")
+        raise DataError(
+            f"dataset.dir={text} is not there on {socket.gethostname()}; give a folder that this host has"
+        )
     return path
 
 
@@ -70,9 +70,9 @@ def check_names(paths: Iterable[str | Path]) -> None:
 
 
 def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
-    """The part of a manifest about files: their names within the folder, and sizes in bytes.
+    """The part of a manifest about files: their number, a digest, and up to MAX_FILES names with sizes.
 
-    A size is None if it was not read, or cannot be.
+    Names are relative to the folder. A size is in bytes, or None if it was not or cannot be read.
     """
     check_names(paths)
     step = -(-len(paths) // MAX_SIZES) or 1
@@ -101,18 +101,18 @@ def with_files(
     folder: Path,
     paths_of: Callable[[str], Sequence[str]],
 ) -> dict[str, Any]:
-    """Adds the names and sizes of a split's files, paths_of(split), to each split of a manifest."""
+    """Adds describe_files() of each split's paths_of(split) to the manifest, in place, and returns it."""
     for split, part in manifest["splits"].items():
         part.update(describe_files(folder, paths_of(split)))
     return manifest
 
 
 def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
-    """SHA-256 of the arrays' types, shapes and contents; of large ones, evenly spaced rows."""
+    """SHA-256 of the arrays' types, shapes and contents; of large arrays, only evenly spaced rows."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
-        # The first row is always among those that are read.
+        # The first row is always hashed.
         step = -(-array.nbytes // MAX_BYTES) or 1
         digest.update(np.ascontiguousarray(array[::step]).data)
     return digest.hexdigest()
@@ -136,7 +136,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for name in ("name", "image_shape", "num_classes", "elements", "tokenizer")
         if new.get(name) != old.get(name)
     ]
-    # A damaged checkpoint's manifest may lack any key. The new one is ours.
+    # The old manifest may come from a damaged checkpoint, and lack any key; the new one is complete.
     old_splits = old.get("splits", {})
     new_splits = new["splits"]
     for split in {**old_splits, **new_splits}:
@@ -153,7 +153,7 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
             noun = key.removeprefix("num_")
             changes.append(f"{split} {verb} {now:,} {noun}, was {before:,}")
 
-    # Both list their files only if there are few of them.
+    # A manifest lists its files only if there are few.
     old_files = old.get("files")
     new_files = new.get("files")
     if old_files is not None and new_files is not None:
@@ -163,14 +163,16 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
             elif name not in old_files:
                 changes.append(f"{split}: {name} is new")
             elif old_files[name] != new_files[name]:
-                changes.append(f"{split}: {name} has {new_files[name]} bytes, was {old_files[name]}")
+                changes.append(
+                    f"{split}: {name} has {new_files[name]} bytes, was {old_files[name]}"
+                )
 
-    # The digest says no more than the lines above, where there are any.
+    # A digest adds nothing to the changes above, if there are any.
     if not changes and old.get("digest") != new.get("digest"):
-        subject = "names or sizes of its files differ" if "num_files" in new else "its content differs"
-        new_digest = str(new.get("digest"))[:12]
-        old_digest = str(old.get("digest"))[:12]
-        changes.append(f"{split}: {subject} (SHA-256 {new_digest}, was {old_digest})")
+        subject = (
+            "names or sizes of its files differ" if "num_files" in new else "its content differs"
+        )
+        changes.append(f"{split}: {subject}")
     return changes
 
 
@@ -178,7 +180,7 @@ def _file_bytes(path: str) -> int | None:
     try:
         return Path(path).stat().st_size
     except OSError:
-        return None  # It was deleted meanwhile; reading it will fail with a message.
+        return None  # The file was deleted meanwhile; reading it will fail with a message.
 
 
 def check_unchanged(
@@ -192,12 +194,12 @@ def check_unchanged(
 
     Args:
         checkpoint: Name of the checkpoint, for the message.
-        saved: Its manifest, if it holds one.
-        refuse: False warns instead.
-        other_way: A way out beside restoring the data set, for the message.
+        saved: The manifest in the checkpoint; None if it holds none.
+        refuse: If False, warn instead of raising.
+        other_way: An alternative to restoring the data set, for the message.
 
     Raises:
-        DataError: They differ.
+        DataError: The manifests differ.
     """
     changes = differences(saved, current) if saved else []
     if changes:
@@ -209,7 +211,7 @@ def check_unchanged(
 
 
 def refuse_or_warn(problem: str, advice: str, error_type: type[UserError] | None) -> None:
-    """Raises an error of the type, or warns if guard.data=false has turned errors off (None)."""
+    """Raises an error_type; if that is None, which means guard.data=false, logs a warning instead."""
     if error_type is None:
         log.warning("%s; going on because of guard.data=false", problem)
     else:

@@ -4,6 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import keras
@@ -14,12 +15,19 @@ from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 
+# Height, width and channels.
+ImageShape = tuple[int, int, int]
+# Parts of an example or a batch: (inputs, targets) or (inputs, targets, weights).
+Parts = tuple[Any, ...]
+# Phrases by label, such as "features" or "warnings".
+Phrases = dict[str, list[str]]
+
 LEAVE_OUT = "or leave out what cannot be read with data.on_error=skip"
 
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """The training batches that a rank asks a source for: one step's and those of all steps after.
+    """A rank's request for training batches, from start_step of the run on.
 
     Example: rank 1 of 4 resumes at step 250 of a run with 100 steps per epoch.
 
@@ -36,7 +44,9 @@ class StreamRequest:
     """The first step, counted from the beginning of the run."""
     steps_per_epoch: int
     num_examples: int = 0
-    """This rank's examples in an epoch; 0 means full batches in all steps. Share cuts others."""
+    """This rank's examples per epoch, which Share cuts into steps; 0 means full batches in all steps."""
+    shares: tuple[Share, ...] = ()
+    """The shares of all ranks; empty if all are equal to this rank's."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -44,13 +54,13 @@ class StreamRequest:
         return divmod(self.start_step, self.steps_per_epoch)
 
     def share_of(self, num_local: int) -> Share:
-        """Cuts an epoch into steps.
+        """Returns the Share that cuts an epoch of this rank into steps.
 
         Args:
             num_local: Examples that this rank holds.
 
         Raises:
-            ConfigError: They are too few for the epoch.
+            ConfigError: The rank has too few examples for the epoch.
         """
         num_needed = self.num_examples or self.steps_per_epoch * self.batch_size
         if self.steps_per_epoch < 1 or num_needed > num_local:
@@ -75,25 +85,22 @@ class Unreadable(NamedTuple):
 class Preprocessing:
     """Turns one raw example, as the user has it, into what the model trains on.
 
-    It goes into the saved model, before the trained one. So it may hold only what plain Keras loads
-    without hvtrain, and it must give the same bits as the input pipeline.
+    It becomes the first part of the saved model. So it may hold only what plain Keras loads without
+    hvtrain, and it must give the same bits as the input pipeline.
     """
 
     shape: Any
     """Shape of a raw example that is an array of numbers; None for a side of any size. For other
-    raw examples a nested structure of tf.TensorSpec, which the model takes as it is."""
+    raw examples, which the model takes unchanged, a nested structure of tf.TensorSpec."""
     layers: Sequence[Callable[[Any], Any]] = ()
     """Keras layers or functions of keras.ops, in order."""
     values: str = "as the data set's streams give them"
-    """Description of the values in a raw example, for the user of the saved model."""
+    """What a raw example's values are, for the user of the saved model."""
     range: tuple[float, float] | None = None
     """The smallest and the largest value, if known."""
 
     def inputs(self) -> Any:
-        """The inputs of a saved model.
-
-        Arrays are float32, to which Keras converts all other numeric types.
-        """
+        """The inputs of a saved model; arrays are float32, to which Keras converts other numbers."""
         if isinstance(self.shape, tuple):
             return keras.Input(self.shape, dtype="float32", name="raw")
         return symbolic(self.shape)
@@ -105,10 +112,10 @@ class Preprocessing:
 
 
 def symbolic(spec: Any) -> Any:
-    """Keras inputs for a nested structure of tf.TensorSpec of one example, named as in a dict."""
+    """Keras inputs for the nested tf.TensorSpec of one example, named by the keys of its dict."""
     inputs = []
     for path, part in keras.tree.flatten_with_path(spec):
-        # Saved models name their inputs, so that users find the keys of their dict again.
+        # Saved models show these names, so users recognize the keys of their dict.
         name = part.name or None
         if name is None and path and isinstance(path[-1], str):
             name = path[-1]
@@ -117,16 +124,14 @@ def symbolic(spec: Any) -> Any:
 
 
 class Source(ABC):
-    """An opened data set.
-
-    Opening it finds the files, the first count checks them, and streams read the examples.
+    """An opened data set: opening it finds the files, a count checks them, streams read them.
 
     Every source keeps these laws:
 
     - A rank's shard is fixed by (rank, size). Shards are disjoint and together complete.
     - A training stream is a pure function of (seed, rank, size, step). The order of epoch e depends
       on (seed, e, rank). Step s is batch s % steps_per_epoch of epoch s // steps_per_epoch.
-      Examples beyond that many batches are dropped for that epoch.
+      Examples beyond steps_per_epoch batches are dropped for that epoch.
     - So the stream that starts at step k is the tail of the one that starts at 0, augmentation
       included. Every resume relies on that.
     """
@@ -136,36 +141,39 @@ class Source(ABC):
     name: str
     origin: str
     """Origin of the data, shown in the run's header."""
-    image_shape: tuple[int, int, int]
+    image_shape: ImageShape
     """Height, width, channels. Unset if the inputs are not images."""
     num_classes: int
     """Unset if the targets are not classes."""
     class_names: Sequence[str] | None = None
-    """By class, if the source knows them."""
+    """The name of each class, if the source knows them."""
+    more_facts: Mapping[str, Any] = MappingProxyType({})
+    """Facts beyond those that are attributes, for the model's builder and the task."""
     on_error: str = "stop"
-    """Reaction to an example that cannot be read: "stop", or "skip" it and count.
-    Set before streams are opened."""
+    """What to do with an unreadable example: "stop", or "skip" it. Set before streams are opened."""
     same_on_all_ranks: bool = False
     """True if ranks are meant to read the same data. Otherwise equal first batches are an error."""
     equal_batches_advice: str = (
-        "give each rank its own part (topology.share), or set same_on_all_ranks on the data set if that is intended"
+        "give each rank its own part (topology.share), "
+        "or set same_on_all_ranks on the data set if that is intended"
     )
-    """The advice in the message of that error."""
+    """The advice in the message about equal first batches."""
     raw_batches: bool = False
-    """True if training streams leave `finish` to the step, where a GPU does it. Images are then sent
+    """True if training streams leave finish() to the step, where a GPU runs it. Images are then sent
     as bytes, a quarter of the size. Set before streams are opened."""
     sizing: Any = None
-    """How encoded images become image_shape, see pipeline/decoding.py; None: the source decodes none."""
+    """The Sizing of encoded images, see pipeline/decoding.py; None if the source decodes no images."""
     no_random_crop: str = "gives images that are decoded already"
-    """The reason why augment=random_resized_crop cannot be taken while images are decoded; empty if it can."""
+    """Why images cannot be decoded as augment=random_resized_crop needs; empty if they can."""
+    bucket_by_length: int | Sequence[int] = 0
+    """Number of length buckets, or their boundaries; see lengths(). Set before streams are opened."""
     end_token: int | None = None
     """The token that ends a text, if there is one."""
     augmentation: Any = None
-    """Layers that change training images, see pipeline/augmentation.py.
-    Set by the runner, which then sets raw_batches too."""
+    """Layers that change training images; the runner sets them, and raw_batches with them."""
 
     @property
-    def element_spec(self) -> tuple[Any, ...]:
+    def element_spec(self) -> Parts:
         """One example as streams give it, without the batch axis.
 
         (inputs, targets) or (inputs, targets, weights), each a nested structure of tf.TensorSpec.
@@ -180,7 +188,14 @@ class Source(ABC):
         inputs = self.element_spec[0]
         if isinstance(inputs, tf.TensorSpec):
             facts["input_shape"] = tuple(inputs.shape)
-        return {name: value for name, value in facts.items() if value is not None}
+        known = {name: value for name, value in facts.items() if value is not None}
+        return {**known, **self.more_facts}
+
+    def take_facts(self, facts: Mapping[str, Any]) -> None:
+        """Stores the facts that are not None; num_classes and class_names also become attributes."""
+        self.more_facts = {name: value for name, value in facts.items() if value is not None}
+        for name in {"num_classes", "class_names"} & self.more_facts.keys():
+            setattr(self, name, self.more_facts[name])
 
     def fact(self, name: str, needed_by: str) -> Any:
         """Returns a fact by name.
@@ -204,11 +219,11 @@ class Source(ABC):
         """Examples in "train", "validation" or "test" over all ranks; 0 if there is no such split."""
 
     def own_counts(self, topology: Topology) -> dict[Any, int]:
-        """Counts that only this rank can make, by reading its shards. Most sources know them all."""
+        """Counts that only this rank can make, by reading its shards; empty, the default, if all are known."""
         return {}
 
     def take_counts(self, counts: Iterable[Mapping[Any, int]]) -> None:  # noqa: B027
-        """Takes the own_counts() of all ranks, so that shard_sizes() reads nothing."""
+        """Stores the own_counts() of all ranks, so that shard_sizes() reads nothing."""
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
         """Examples that each of num_shards ranks holds, in proportion to weights.
@@ -224,47 +239,47 @@ class Source(ABC):
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         """Endless stream of batches of element_spec.
 
-        Of images float32 [batch, h, w, c] and labels int32 [batch], for instance. Batches are full,
-        unless request.num_examples is less. They are then as request.share_of() cuts them.
+        For images, for example, float32 [batch, h, w, c] and labels int32 [batch]. Batches are full
+        unless request.num_examples is less; then request.share_of() sets their sizes.
         """
 
     def finish(self, inputs: Any) -> Any:
-        """Turns inputs of a stream with raw_batches into the model's, in the graph of the step."""
+        """Turns the raw inputs of a stream with raw_batches into the model's inputs, in the graph of the step."""
         return inputs
 
     @abstractmethod
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         """Finite stream of this rank's shard, each example once; the last batch may be short."""
 
-    def whole_targets(self) -> dict[str, Any]:
-        """All targets by split, as arrays, to be checked before the first step.
+    def lengths(self, split: str) -> np.ndarray | None:
+        """The length of each example of a split, int [n]; None, the default, if all are equal or unknown.
 
-        Empty if that is not cheap.
-        """
-        return {}
-
-    def class_counts(self) -> np.ndarray | None:
-        """Training targets of each class over all ranks, for balanced weights.
-
-        None if counting them is not cheap.
+        A source with lengths pads each batch, with weight 0 or a mask on the padding, and obeys bucket_by_length.
         """
         return None
 
+    def whole_targets(self) -> dict[str, Any]:
+        """All targets by split, as arrays, to be checked before the first step.
+
+        Empty if they are expensive to read.
+        """
+        return {}
+
     def preprocessing(self) -> Preprocessing:
-        """The steps from an example in the user's arrays or files to the streams, for the saved model.
+        """How an example of the user's arrays or files becomes an input of the model, for the saved model.
 
         The default is for streams that change nothing. A source that normalizes or resizes declares
-        it here, with Keras's own layers. Its saved model then takes the user's raw examples, and
+        that here, with Keras's own layers. Its saved model then takes the user's raw examples, and
         loads without hvtrain.
         """
         return Preprocessing(getattr(self, "image_shape", None) or self.element_spec[0])
 
-    def description(self) -> dict[str, list[str]]:
-        """What the data were found to hold: phrases by label, for the run's header and its record.
+    def description(self) -> Phrases:
+        """What the data hold: phrases by label, for the run's header and its record.
 
         For example {"features": ["age: number (2 gaps, filled with the median 34)"], "target": ["y:
         3 classes (no 61%, yes 38%, maybe 1%)"]}. The label "warnings" has what a user should look
-        at before training. Called once the data set has been counted, on every rank.
+        at before training. Called on every rank, after examples are counted.
         """
         splits = {split: self.num_examples(split) for split in self.SPLITS}
         return {"splits": [f"{split} {count:,}" for split, count in splits.items() if count]}
@@ -282,12 +297,12 @@ class Source(ABC):
     def fitted(self) -> dict[str, bytes]:
         """Files by name that hold values fitted to the training data, such as a mean.
 
-        A run keeps them, and gives them back to fit_as() when it is resumed, evaluated or exported.
+        A run keeps them, and passes them to fit_as() when it is resumed, evaluated or exported.
         """
         return {}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:  # noqa: B027  (most sources fit nothing)
-        """Takes the fitted() of the run's beginning instead of fitting. Called before any reading."""
+        """Uses what fitted() returned at the run's beginning. Called before any data are read."""
 
     def assets(self) -> dict[str, bytes]:
         """Files by name that users of the saved model need, such as a tokenizer.
@@ -305,17 +320,17 @@ class Source(ABC):
         return None
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        """The first examples of this rank's shard as preprocessing() takes them.
+        """Up to `number` examples from the start of this rank's shard, raw, as preprocessing() takes them.
 
-        They serve to check preprocessing() against evaluation(). An empty list, the default, leaves
-        it unchecked.
+        preprocessing() is checked on them against evaluation(). An empty list, the default, skips
+        the check.
         """
         return []
 
     def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Examples by their numbers in a split, as cells of the report: a column of texts or numbers by name.
+        """The report's cells for the examples of these numbers in a split: texts or numbers, by column name.
 
-        Empty, the default, where inputs tell a reader nothing.
+        Empty, the default, if inputs mean nothing to a reader.
         """
         return {}
 
@@ -324,7 +339,7 @@ class Source(ABC):
         return []
 
     def manifest(self) -> dict[str, Any]:
-        """The data set's identity, as JSON, by which a resumed run notices other data; see manifest.py.
+        """The data set's identity, as JSON, by which a resumed run notices changed data; see manifest.py.
 
         Every rank computes it before the first stream. Sources add what they know beyond counts.
         """
@@ -352,11 +367,13 @@ class Source(ABC):
         return error
 
 
-def check_class_names(class_names: Sequence[str] | None, num_classes: int | None) -> Sequence[str] | None:
-    """Returns the names, if there are any. Raises ConfigError if there is not one for each class."""
-    if class_names is not None and len(class_names) != num_classes:
-        raise ConfigError(f"class_names has {len(class_names)} names for {num_classes} classes; give one each")
-    return class_names
+def check_class_names(names: Sequence[str] | None, num_classes: int | None) -> Sequence[str] | None:
+    """Returns the names. Raises ConfigError if names are given, but not one for each of num_classes."""
+    if names is not None and len(names) != num_classes:
+        raise ConfigError(
+            f"class_names has {len(names)} names for {num_classes} classes; give one each"
+        )
+    return names
 
 
 def reason(error: tf.errors.OpError) -> str:

@@ -1,11 +1,10 @@
 """The arguments of a command that uses a finished run: RUN, the command's own, and changes of the run's settings.
 
-RUN is the folder, also as run=RUN. Nothing here needs TensorFlow.
+RUN is the run folder, which may also be written run=RUN. Nothing here needs TensorFlow.
 """
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,17 +12,18 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hvtrain.config.compose import CONFIGS, compose
+from hvtrain.config.choices import CONFIGS
+from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.errors import ConfigError
 from hvtrain.storage.cache import path_of
-from hvtrain.system.command import Parser
+from hvtrain.system.command import Parser, take_values
 from hvtrain.training.run_folder import CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
-# The parts of a run's settings whose targets are called to open it.
+# The parts of a run's settings whose `_target_` is called when the run is opened.
 BUILT = ("dataset", "model", "task", "optimizer")
 FROM_KERAS = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
 SETTINGS = """\
@@ -38,7 +38,7 @@ class FinishedConfig:
         folder: the run folder, absolute.
         config: its settings, with the changes of the command line.
         arguments: the command's own, such as split=test, by name.
-        has_own_data: True if the data set is the run's, with its settings.
+        has_own_data: True if the data set and its settings are the run's own.
     """
 
     folder: Path
@@ -69,12 +69,12 @@ def parse_command(
     """Parses the command line; returns its options, and the finished run that it names.
 
     Args:
-        command: its name.
-        usage: its own arguments and options, which stand between RUN and the settings.
+        command: the name of the command.
+        usage: its own arguments and options, shown between RUN and the settings.
         description: what it does.
         examples: command lines, indented.
-        *names: of its own arguments, such as split=test.
-        **options: of its own, as argparse takes them.
+        *names: the names of its own arguments, such as split.
+        **options: its own options by name, as keyword arguments of argparse.
 
     Raises:
         ConfigError: see finished_config.
@@ -92,32 +92,26 @@ def parse_command(
     )
     for name, arguments in options.items():
         parser.add_argument(f"--{name}", **arguments)
-    parsed = parser.parse_with_overrides(sys.argv[1:])
+    parsed = parser.parse_with_overrides()
     return parsed, finished_config(parsed.overrides, *names, trust=parsed.trust)
 
 
 def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) -> FinishedConfig:
-    """Reads RUN or run=RUN, checkpoint=NAME and the command's own arguments; composes the rest on the run's settings.
+    """Returns the run that RUN or run=RUN names, with checkpoint=NAME and the command's own arguments.
+
+    All other arguments override the run's settings.
 
     Args:
-        arguments: of the command line, without options.
-        *names: of the command's own arguments.
+        arguments: the command line, without options.
+        *names: the names of the command's own arguments.
         trust: lets the settings name code that is neither hvtrain's nor Keras's.
 
     Raises:
         ConfigError: there is no such run, a setting is wrong, or it names foreign code.
     """
-    own = {}
-    settings = []
-    bare = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if equals and name in ("run", "checkpoint", *names):
-            own[name] = value
-        elif equals or argument.startswith("-"):
-            settings.append(argument)
-        else:
-            bare.append(argument)
+    own, others = take_values(arguments, "run", "checkpoint", *names)
+    settings = [argument for argument in others if "=" in argument or argument.startswith("-")]
+    bare = [argument for argument in others if argument not in settings]
     if bare and "run" not in own:
         own["run"] = bare.pop(0)
     if bare:
@@ -128,7 +122,9 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
     folder = path_of(own.pop("run"))
     # A folder of settings alone has no model to open.
     if not (folder / CONFIG_FILE).is_file() or not (folder / "checkpoints").is_dir():
-        raise ConfigError(f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/")
+        raise ConfigError(
+            f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/"
+        )
 
     # Checked before anything is composed, since composing may call Hydra's callbacks.
     foreign = [] if trust else foreign_code(folder, settings)
@@ -146,9 +142,12 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
 
 
 def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
-    """Returns what opening a run calls that neither hvtrain's choices nor these settings name, as NAME=TARGET.
+    """Returns, as NAME=TARGET, the foreign code that opening a run would call.
 
-    A run folder may be somebody else's, and calling what it names, such as numpy.load, could
+    Code is not foreign if hvtrain's own choices or `settings` name it, or if it is one of Keras's losses,
+    metrics and optimizers. The keys `defaults` and `hydra` are returned, by name alone, if they were changed.
+
+    A run folder may come from somebody else, and calling what it names, such as numpy.load, could
     execute anything.
     """
     try:
@@ -162,7 +161,7 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
 
     overridden = {setting.partition("=")[0] for setting in settings}
     known = {setting.partition("=")[2] for setting in settings}
-    # hvtrain's own choices name only what a run of theirs calls.
+    # Targets in hvtrain's own choices are trusted.
     for path in CONFIGS.rglob("*.yaml"):
         known.update(re.findall(r"_target_: ([\w.]+)", path.read_text()))
 
@@ -174,8 +173,10 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
                 if target not in known and not target.startswith(FROM_KERAS):
                     foreign.append(f"{name}={target}")
 
-    # Hydra itself calls what its own settings name.
-    foreign += [name for name in ("defaults", "hydra") if tree.get(name) not in (None, header[name])]
+    # Hydra calls what its own settings name.
+    foreign += [
+        name for name in ("defaults", "hydra") if tree.get(name) not in (None, header[name])
+    ]
 
     return foreign
 
@@ -183,9 +184,9 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
 def _targets(name: str, tree: Any) -> Iterator[tuple[str, str]]:
     """Yields the dotted names and values of all targets in a tree of settings.
 
-    Interpolations count as targets: only OmegaConf knows which settings it makes of them.
+    Interpolations count as targets: only OmegaConf knows what they resolve to.
     """
-    # A run folder has ${run.dir} in its own settings, which names no code.
+    # A run's settings contain ${run.dir}, which names no code.
     if isinstance(tree, str) and "${" in tree.replace("${run.dir}", ""):
         yield name, tree
     branches: Any = ()
@@ -206,30 +207,17 @@ def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
     options = [setting for setting in settings if setting.startswith("-")]
     of_run = [setting for setting in settings if not setting.startswith("-")]
 
-    # dataset=NAME takes another data set, with none of the run's settings: it is composed by itself.
+    # dataset=NAME takes another data set, without the run's settings, so it is composed separately.
     of_data = []
     if any(setting.startswith("dataset=") for setting in of_run):
         of_data = [setting for setting in of_run if setting.startswith(("dataset=", "dataset."))]
         of_run = [setting for setting in of_run if setting not in of_data]
 
-    # The folder of a run is a folder of settings: its config.yaml takes the place of hvtrain's.
-    tree = _compose_one([f"--config-dir={folder}", *of_run])
+    # A run folder serves as a config folder: its config.yaml takes the place of hvtrain's.
+    tree = compose([f"--config-dir={folder}", *of_run])
     if of_data:
-        tree["dataset"] = _compose_one([*options, *of_data])["dataset"]
+        tree["dataset"] = compose([*options, *of_data])["dataset"]
     config = from_dict(tree)
 
     # A run folder may have been moved since.
     return replace(config, run=replace(config.run, dir=str(folder.absolute())))
-
-
-def composed(overrides: Sequence[str]) -> RunConfig:
-    """Returns the settings that these overrides give. Raises ConfigError."""
-    return from_dict(_compose_one(overrides))
-
-
-def _compose_one(overrides: Sequence[str]) -> dict[str, Any]:
-    trees = compose(list(overrides))
-    if not trees:
-        raise ConfigError(f"{' '.join(overrides)} composes no run; leave out options such as --cfg")
-
-    return trees[0]

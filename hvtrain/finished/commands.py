@@ -1,18 +1,18 @@
 """The commands that use a finished run: `python -m hvtrain evaluate`, `predict`, `export` and `generate`.
 
-The metrics and the predictions are the same on any number of ranks; export and generate take one
-process.
+The metrics and the predictions are the same on any number of ranks; export and generate take one process.
 """
 
 from pathlib import Path
 
-from hvtrain.core.files import read_json, write_json
 from hvtrain.core.run_files import RESULT_FILE
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.finished.arguments import SPLITS, parse_command
 from hvtrain.finished.hugging_face import open_hub, upload
+from hvtrain.storage.outputs import Output
 from hvtrain.system import console
 from hvtrain.system.command import at_least, not_negative
+from hvtrain.system.files import is_remote, page_path, read_json, write_json
 
 EVALUATE_ABOUT = """\
 Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing. SPLIT is train,
@@ -39,6 +39,9 @@ def evaluate() -> int:
         from hvtrain.finished.outputs import metrics_of
 
     with on_ranks(finished.config) as strategy:
+        if options.output and not is_remote(options.output):
+            # Refuses a folder, or a file in no folder, before the evaluation.
+            strategy.comm.on_chief(lambda: page_path(options.output))
         run = open_run(finished, strategy)
         results = metrics_of(run, split)  # Every rank takes part; the chief prints.
         if run.is_chief:
@@ -48,7 +51,9 @@ def evaluate() -> int:
             examples = f"{results['examples']:,} {split} examples of {results['dataset']}"
             print(f"{results['checkpoint']}, {examples}: {metrics}")
             if options.output:
-                write_json(Path(options.output), {"run": str(finished.folder), **results}, indent=2)
+                output = Output(options.output, replaces=True)
+                write_json(output.path, {"run": str(finished.folder), **results}, indent=2)
+                output.send()
 
     return 0
 
@@ -56,7 +61,8 @@ def evaluate() -> int:
 PREDICT_ABOUT = """\
 Writes what a finished run predicts for each example, in order, and changes nothing in the run. SPLIT is train,
 validation or test (default)."""
-OUTPUT_HELP = "FILE.csv or FILE.parquet, or a folder for masks; default: predictions.csv or masks, in this folder"
+OUTPUT_HELP = """\
+FILE.csv or FILE.parquet, or a folder for masks, also as s3://...; default: predictions.csv or masks, in this folder"""
 PREDICT_EXAMPLES = """\
   python -m hvtrain predict runs/first --output predictions.parquet
   horovodrun -np 2 python -m hvtrain predict runs/leaves input=new_pictures --output leaves.csv
@@ -76,7 +82,9 @@ def predict() -> int:
     )
     split = finished.choice("split", SPLITS, "test")
     path = finished.arguments.get("input")
-    # An explicit split only: without one, input= needs no other word.
+    if path == "":
+        raise ConfigError("input= has no value; give a file or a folder, or leave it out")
+    # Only an explicit split is refused: the default must not conflict with input=.
     if path is not None and "split" in finished.arguments:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
@@ -88,17 +96,21 @@ def predict() -> int:
     with on_ranks(finished.config) as strategy:
         comm = strategy.comm
         run = open_run(finished, strategy, uses_split=path is None)
-        examples = comm.all_or_raise(lambda: of_input(run, Path(path)) if path else of_split(run, split))
+        examples = comm.all_or_raise(
+            lambda: of_input(run, Path(path)) if path else of_split(run, split)
+        )
         if not examples.total:
             raise DataError(f"input={path} holds no examples; give a file that has some")
 
-        # Masks are images, which no row of a table holds.
+        # Masks are images, which do not fit into the rows of a table.
         has_masks = run.task.targets_are_masks
-        output = Path(options.output or ("masks" if has_masks else "predictions.csv"))
-        # The files of the data set are settings of it; which ones differs, so all texts count as paths.
+        name = options.output or ("masks" if has_masks else "predictions.csv")
+        output = comm.all_or_raise(lambda: Output(name, replaces=not has_masks))
+        # The data set's own files must not be overwritten. Which settings name files depends on the
+        # data set, so every string counts as a path.
         settings = (path, *run.config.dataset.values())
         inputs = [Path(value) for value in settings if isinstance(value, str)]
-        writer = comm.all_or_raise(lambda: writer_for(output, has_masks, inputs))
+        writer = comm.all_or_raise(lambda: writer_for(output.path, has_masks, inputs))
 
         num_examples = 0
         try:
@@ -107,7 +119,8 @@ def predict() -> int:
                 num_examples += len(rows["example"])
                 comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called at once
             comm.on_chief(writer.close)
-        except BaseException:  # Also a Ctrl-C leaves no half-written file.
+            comm.on_chief(output.send)
+        except BaseException:  # Even Ctrl-C must leave no half-written file.
             if run.is_chief:
                 writer.discard()
             raise
@@ -116,12 +129,14 @@ def predict() -> int:
         if run.is_chief:
             for item in skipped:
                 print(f"left out: {item.location}: {item.problem}")
-            print(f"{run.checkpoint}: {num_examples:,} predictions of {examples.name} in {output}{examples.note}")
+            print(
+                f"{run.checkpoint}: {num_examples:,} predictions of {examples.name} in {name}{examples.note}"
+            )
 
     return 0
 
 
-# By format; a SavedModel is a folder, and so is what Hugging Face's hub takes.
+# By format; SavedModels and exports for the Hugging Face Hub are folders.
 SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite", "hf": ""}
 EXPORT_ABOUT = """\
 Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
@@ -135,7 +150,7 @@ EXPORT_EXAMPLES = """\
 
 
 def export() -> int:
-    """Opens the run in this process, exports its model, and says how far its outputs differ."""
+    """Opens the run in this process, exports its model, and prints how far its outputs differ."""
     options, finished = parse_command(
         "export",
         f"format={'|'.join(SUFFIXES)} [checkpoint=best|last] [repo=hf://USER/NAME] [--output PATH]",
@@ -143,12 +158,18 @@ def export() -> int:
         EXPORT_EXAMPLES,
         "format",
         "repo",
-        output={"metavar": "PATH", "help": "the exported model; default: the run's name, in this folder"},
+        output={
+            "metavar": "PATH",
+            "help": "the exported model; default: the run's name, in this folder",
+        },
     )
     model_format = finished.choice("format", tuple(SUFFIXES), "")
     _refuse_launcher("export")
-    path = output_path(options.output, finished.folder.name, model_format)
+    output = Output(options.output or "")
+    path = output_path(options.output and str(output.path), finished.folder.name, model_format)
     repo = finished.arguments.get("repo", "")
+    if finished.arguments.get("repo") == "":
+        raise ConfigError("repo= has no value; give hf://USER/NAME, or leave it out")
     if repo and model_format != "hf":
         raise ConfigError(f"repo={repo} goes with format=hf; add it, or leave repo out")
     api = open_hub(repo) if repo else None
@@ -158,12 +179,13 @@ def export() -> int:
         from hvtrain.finished.finished_run import on_ranks, open_run
         from hvtrain.strategies.base import Strategy
 
-    # Another process could only write the same file.
+    # One process is enough: others would only write the same file.
     with on_ranks(finished.config, Strategy()) as strategy:
         run = open_run(finished, strategy, uses_split=False)
         result = read_json(finished.folder / RESULT_FILE, dict)
         verdict = export_checked(run, model_format, path, result, repo or path.name)
-        print(f"{run.checkpoint} in {path}; {verdict}")
+        output.send()
+        print(f"{run.checkpoint} in {options.output or path}; {verdict}")
 
     if api:
         upload(api, path, repo)
@@ -174,7 +196,9 @@ def export() -> int:
 
 def _refuse_launcher(command: str) -> None:
     if console.is_launched():
-        raise ConfigError(f"{command} takes one process; start python -m hvtrain {command} without a launcher")
+        raise ConfigError(
+            f"{command} takes one process; start python -m hvtrain {command} without a launcher"
+        )
 
 
 def output_path(output: str | None, run_name: str, model_format: str) -> Path:
@@ -182,11 +206,11 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
 
     Args:
         output: the user's choice.
-        run_name: of which the default is made.
+        run_name: the name of the run, for the default path.
         model_format: one of SUFFIXES.
 
     Raises:
-        ConfigError: the path has another suffix, exists, or is in no folder.
+        ConfigError: the path has another suffix, exists, or is in a folder that does not.
     """
     suffix = SUFFIXES[model_format]
     path = Path(output or f"{run_name}{suffix}")
@@ -195,11 +219,13 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
         needed = f"PATH{suffix}" if suffix else "a folder"
         raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
 
-    # What is there may be another export, and is not replaced.
+    # An existing path may be another export, so it is not replaced.
     if path.exists():
         raise ConfigError(f"--output {path} exists already; choose another path")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--output {path} is in a folder that does not exist; choose another path")
+        raise ConfigError(
+            f"--output {path} is in a folder that does not exist; choose another path"
+        )
 
     return path
 
@@ -217,9 +243,24 @@ def generate() -> int:
         "Prints the prompt and the trained model's continuation. The same seed gives the same text.",
         GENERATE_EXAMPLES,
         "prompt",
-        tokens={"type": at_least(1), "default": 64, "metavar": "N", "help": "most tokens to write; default: 64"},
-        temperature={"type": not_negative, "default": 0.7, "metavar": "T", "help": "default: 0.7; 0: greedy"},
-        seed={"type": at_least(0), "default": 0, "metavar": "N", "help": "of the sampling; default: 0"},
+        tokens={
+            "type": at_least(1),
+            "default": 64,
+            "metavar": "N",
+            "help": "most tokens to write; default: 64",
+        },
+        temperature={
+            "type": not_negative,
+            "default": 0.7,
+            "metavar": "T",
+            "help": "default: 0.7; 0: greedy",
+        },
+        seed={
+            "type": at_least(0),
+            "default": 0,
+            "metavar": "N",
+            "help": "of the sampling; default: 0",
+        },
     )
     # An empty prompt has no token to begin with.
     prompt = finished.arguments.get("prompt")

@@ -12,37 +12,39 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.core.files import TEMPORARY, remove, write_atomic
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
 from hvtrain.finished.hugging_face import CARD_FILE, model_card
+from hvtrain.system.files import TEMPORARY, remove, write_atomic
 from hvtrain.training.saved_model import checked_split, description, raw_batches, with_preprocessing
 
 NUM_EXAMPLES = 8
 LARGEST_DIFFERENCE = 1e-3  # Relative to the largest output; other programs round differently.
 ONNX_PACKAGES = ("tf2onnx", "onnxruntime")
 
-# All outputs in Keras's order; those of a dict in the order of their names.
+# All outputs in Keras's order, which sorts those of a dict by name.
 Outputs = list[np.ndarray]
 # Runs an exported model on a batch.
 Runtime = Callable[[Any], Outputs]
 
 
-def export_checked(run: FinishedRun, model_format: str, path: Path, result: Mapping[str, Any], address: str) -> str:
-    """Exports the run's model to a new path, and compares it with the model on examples.
+def export_checked(
+    run: FinishedRun, model_format: str, path: Path, result: Mapping[str, Any], address: str
+) -> str:
+    """Exports the run's model to a new path, and compares its outputs on examples with the model's.
 
     Args:
         run: the finished run.
         model_format: one of FORMATS.
-        path: of the exported model; its description goes beside it, or into the folder of hf.
-        result: the run's result.json, for the card of format=hf.
-        address: by which Keras will load the model, for that card.
+        path: where the model goes; its description goes beside it, or into the folder for format=hf.
+        result: the run's result.json, for the model card of format=hf.
+        address: the address from which Keras will load the model, for that card.
 
     Returns:
         How far the outputs differ, in words.
 
     Raises:
-        ConfigError: the model cannot be exported or differs, or a file beside it is that of another
+        ConfigError: the model cannot be exported or differs, or a file beside it belongs to another
             model. Nothing is left at the path.
     """
     if model_format == "onnx":
@@ -55,10 +57,14 @@ def export_checked(run: FinishedRun, model_format: str, path: Path, result: Mapp
 
     preprocessing = run.source.preprocessing()
     facts = {**description(run.source, run.task, preprocessing), "checkpoint": run.checkpoint}
-    beside = files_beside(path, model_format, json.dumps(facts, indent=2) + "\n", run.source.assets())
+    beside = files_beside(
+        path, model_format, json.dumps(facts, indent=2) + "\n", run.source.assets()
+    )
     if model_format == "hf":
         is_image = "image_shape" in run.source.facts()
-        beside[path / CARD_FILE] = model_card(facts, result, run.task.name, is_image, address).encode()
+        beside[path / CARD_FILE] = model_card(
+            facts, result, run.task.name, is_image, address
+        ).encode()
     model = with_preprocessing(run.in_float32(), run.task, preprocessing)
     examples = real_examples(run)
     expected = [as_arrays(model(batch, training=False)) for batch in examples]
@@ -81,51 +87,61 @@ def export_checked(run: FinishedRun, model_format: str, path: Path, result: Mapp
     finally:
         remove(unfinished)
 
-    # Last, so that a failed export leaves no description of nothing.
+    # Last, so that a failed export leaves no description behind.
     for file, content in beside.items():
         write_atomic(file, content)
 
     return verdict
 
 
-def files_beside(path: Path, model_format: str, facts: str, assets: Mapping[str, bytes]) -> dict[Path, bytes]:
-    """Returns what an export writes beside the model: its description, and files such as a tokenizer.
+def files_beside(
+    path: Path, model_format: str, facts: str, assets: Mapping[str, bytes]
+) -> dict[Path, bytes]:
+    """Returns what an export writes beside the model, by path: its description, and files such as a tokenizer.
 
-    Exports of the same model to other formats share them. Raises ConfigError if one of them is
-    another model's.
+    Exports of the same model to other formats share them. Raises ConfigError if one of them is another model's.
     """
-    # The name of a folder may have dots that begin no suffix: lr0.1
+    # A folder's name may contain a dot that does not begin a suffix: lr0.1
     name = path.name if model_format in ("savedmodel", "hf") else path.stem
     folder = path if model_format == "hf" else path.parent
     files = {folder / f"{name}.json": facts.encode()}
     files |= {folder / asset: content for asset, content in assets.items()}
     for file, content in files.items():
         if file.exists() and file.read_bytes() != content:
-            raise ConfigError(f"--output {path} would replace {file}, which is another model's; choose another path")
+            raise ConfigError(
+                f"--output {path} would replace {file}, which is another model's; choose another path"
+            )
 
     return files
 
 
 def real_examples(run: FinishedRun) -> list[Any]:
-    """Returns batches of one raw example each, as the exported model takes them; they may differ in size."""
+    """Returns batches of one raw example each, as the exported model takes them.
+
+    Their shapes may differ.
+    """
     source = run.source
     topology = run.strategy.topology
     batches = raw_batches(source, topology, NUM_EXAMPLES)
     if batches or source.preprocessing().layers:
         return batches
-    # The model takes what the pipeline gives.
+    # Without preprocessing layers, the model takes the pipeline's output.
     dataset = source.evaluation(checked_split(source), topology, 1).take(NUM_EXAMPLES)
     return [keras.tree.map_structure(tf.convert_to_tensor, inputs) for inputs, *_ in dataset]
 
 
 def as_arrays(outputs: Any) -> Outputs:
-    return [np.asarray(keras.ops.convert_to_numpy(output)) for output in keras.tree.flatten(outputs)]
+    return [
+        np.asarray(keras.ops.convert_to_numpy(output)) for output in keras.tree.flatten(outputs)
+    ]
 
 
-def compare_outputs(actual: Sequence[Outputs], expected: Sequence[Outputs], model_format: str) -> str:
-    """Describes the largest difference of the outputs by example.
+def compare_outputs(
+    actual: Sequence[Outputs], expected: Sequence[Outputs], model_format: str
+) -> str:
+    """Describes the largest difference between outputs, which are given by example.
 
-    Raises ConfigError if it is beyond rounding.
+    Raises ConfigError if it exceeds rounding, or if shapes differ.
     """
     if not expected:
         return "not checked, since the data set gives no raw examples"
@@ -141,8 +157,12 @@ def compare_outputs(actual: Sequence[Outputs], expected: Sequence[Outputs], mode
 
             wrong = array[~np.isfinite(array)]
             if wrong.size:
-                raise ConfigError(f"the model in format={model_format} gives {wrong[0]}; choose another format")
-            difference = max(difference, float(np.max(np.abs(array - reference), initial=0.0)))
+                raise ConfigError(
+                    f"the model in format={model_format} gives {wrong[0]}; choose another format"
+                )
+            largest_here = np.max(np.abs(array - reference), initial=0.0)
+            # Python's max may lose a NaN.
+            difference = float(np.maximum(difference, largest_here))
             largest = max(largest, float(np.max(np.abs(reference), initial=0.0)))
 
     if not difference <= LARGEST_DIFFERENCE * largest:  # Also if it is NaN.
@@ -168,11 +188,12 @@ def _write_saved_model(model: keras.Model, path: Path) -> None:
 def _write_onnx(model: keras.Model, path: Path) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization):
-            # tf2onnx makes an input of each tensor that a function takes from outside; arrays become constants in it.
+            # tf2onnx turns each tensor that a function captures into an input; arrays become
+            # constants.
             layer.mean = np.asarray(layer.mean)
             layer.variance = np.asarray(layer.variance)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Keras looks for a name that NumPy has dropped.
+        warnings.simplefilter("ignore")  # Keras looks up a name that NumPy has removed.
         model.export(str(path), format="onnx", verbose=False)
 
 
@@ -202,7 +223,7 @@ def _open_onnx(path: Path) -> Runtime:
 
 def _open_tflite(path: Path) -> Runtime:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TensorFlow warns that this moves to a package of its own.
+        warnings.simplefilter("ignore")  # TensorFlow warns that this moves to a separate package.
         interpreter = tf.lite.Interpreter(str(path))
 
     runner = interpreter.get_signature_runner()

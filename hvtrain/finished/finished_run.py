@@ -38,11 +38,11 @@ class FinishedRun:
     Attributes:
         config: the run's settings, with the changes of the command line.
         strategy: the ranks that use the run.
-        source: its data set, or another one.
-        task: what it has learned.
-        model: its model, with the weights of the checkpoint, and compiled.
-        checkpoint: the name of the checkpoint, step-00000040.
-        kinds: the kinds of the inputs that it was trained on; empty for the run's own data, which are the same.
+        source: the run's data set, or another one.
+        task: the run's task.
+        model: the run's model, compiled, with the weights of the checkpoint.
+        checkpoint: the name of the checkpoint, such as step-00000040.
+        kinds: the kinds of the training inputs; empty for a split of the run's own data, whose kinds are the same.
     """
 
     config: RunConfig
@@ -58,7 +58,7 @@ class FinishedRun:
         return self.strategy.topology.is_chief
 
     def in_float32(self) -> keras.Model:
-        """Returns the trained model, or a float32 copy with the same weights."""
+        """Returns the trained model if it is of float32, else a float32 copy with the same weights."""
         if self.config.train.precision == "float32":
             return self.model
         config = replace(self.config, train=replace(self.config.train, precision="float32"))
@@ -80,7 +80,10 @@ class FinishedRun:
             kinds.check(name, self.kinds, kinds.kinds_of(inputs), self.config.guard.data)
 
     def explain(self, error: Exception) -> Exception:
-        """Turns TensorFlow's error about unreadable data into one that names the file; other errors stay."""
+        """Turns TensorFlow's error about unreadable data into one that names the file.
+
+        Returns other errors unchanged.
+        """
         return self.source.explain(error) if isinstance(error, tf.errors.OpError) else error
 
 
@@ -91,7 +94,7 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
     with report_failures(strategy):
         topology = strategy.start()
         console.start_log(topology.is_chief)
-        # A command prints its result. What a run logs as it begins would only hide it.
+        # The log of a run's start would only hide the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         strategy.start_watchdog(config.watchdog.abort_seconds)
         yield strategy
@@ -101,12 +104,13 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
 def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = True) -> FinishedRun:
     """Opens the run's data and task, builds its model, and gives it the checkpoint's weights (every rank).
 
-    Inputs are preprocessed as in the run's training, whatever its data are now.
+    Inputs are preprocessed as in the run's training, even if the data have changed since.
 
     Args:
         finished: the run.
-        strategy: started.
-        uses_split: True if the command uses a split of the run's data, which must then be the same as in training.
+        strategy: a strategy that has been started.
+        uses_split: True if the command uses a split of the run's data, which must then be the same
+            as in training.
 
     Raises:
         UserError: on all ranks at once.
@@ -115,11 +119,13 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     config = finished.config
     step = comm.on_chief(lambda: checkpoint_step(finished))
     files, kept = comm.on_chief(lambda: (fitted.read(finished.folder), kinds.read(finished.folder)))
-    # Only a split of the run's own data is certain to be what the manifest says.
+    # A split of the run's own data is compared with the manifest below, so its kinds need no check.
     if finished.has_own_data and uses_split:
         kept = {}
     seed_everything(config, strategy.topology.rank)
     source = comm.all_or_raise(lambda: _open_like(config, files, kept))
+    # Before the model is built: with another number of classes the weights would not fit.
+    comm.all_or_raise(lambda: fitted.check_classes(source, files, config.guard.data))
     task = comm.all_or_raise(lambda: open_task(config, source))
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
 
@@ -128,14 +134,15 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     # Only the chief has read the checkpoint, so its files need not be on the other hosts.
     comm.broadcast_model(model)
 
-    comm.all_or_raise(lambda: fitted.check_classes(source, files, config.guard.data))
     # Another data set is meant to differ; the run's own is not.
     if not finished.has_own_data:
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, files)
-    # Without the run's fitted values the source has fitted its data anew, so they count for input= too.
+    # Without the run's fitted values, the source has fitted its data again, so the data matter for input= too.
     elif uses_split or not files:
-        comm.all_or_raise(lambda: check_unchanged(path.name, manifest, source.manifest(), config.guard.data))
+        comm.all_or_raise(
+            lambda: check_unchanged(path.name, manifest, source.manifest(), config.guard.data)
+        )
 
     return FinishedRun(config, strategy, source, task, model, path.name, kept)
 
@@ -161,7 +168,9 @@ def checkpoint_step(finished: FinishedConfig) -> int:
     if best:
         return best["step"]
     if choice == "best":
-        raise ConfigError(f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last")
+        raise ConfigError(
+            f"checkpoint=best, but {folder} has none (no validation?); give checkpoint=last"
+        )
 
     checkpoints = store.list_checkpoints(folder)
     if not checkpoints:
@@ -171,17 +180,19 @@ def checkpoint_step(finished: FinishedConfig) -> int:
 
 
 def _open_like(config: RunConfig, files: dict[str, bytes], kept: kinds.Kinds) -> Source:
-    """Opens the data set. Raises DataError if its inputs are of another kind."""
+    """Opens the data set. Raises DataError if its inputs are of another kind than in training."""
     source = open_source(config)
     if files:
         fitted.apply(source, files)
     if kept:
-        # Before a model is built for them, whose layers the checkpoint would not fit.
+        # Checked before a model is built: the checkpoint would not fit a model for other inputs.
         kinds.check(source.name, kept, kinds.spec_kinds(source), config.guard.data)
     return source
 
 
-def _load_weights(config: RunConfig, source: Source, model: keras.Model, path: Path, kept: kinds.Kinds) -> Any:
+def _load_weights(
+    config: RunConfig, source: Source, model: keras.Model, path: Path, kept: kinds.Kinds
+) -> Any:
     """Sets the weights; returns the manifest of the run's data.
 
     Raises CheckpointError if they do not fit (chief).
@@ -189,12 +200,14 @@ def _load_weights(config: RunConfig, source: Source, model: keras.Model, path: P
     try:
         return load_weights(config, model, path)
     except CheckpointError as error:
-        # Layers that depend on the size of images do not fit others.
+        # Weights of layers that depend on the image size fit no other size.
         raise CheckpointError(f"{error}{kinds.size_advice(kept, source)}") from error
 
 
-def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> keras.Model:
-    # Again: the model needs the names of its checkpoint, whatever layers the data set and the task have made.
+def _compiled_model(
+    config: RunConfig, source: Source, task: Task, strategy: Strategy
+) -> keras.Model:
+    # Seeded again, which resets layer names: they must match the checkpoint, whatever layers data and task have made.
     seed_everything(config, strategy.topology.rank)
     model = build_network(config, source, task, strategy.topology.size)
     # Keras evaluates only a compiled model, and SGD has no slots that take memory.

@@ -1,6 +1,6 @@
-"""What Hugging Face's hub wants of a model: a card, README.md with YAML at its head; and the upload.
+"""What the Hugging Face Hub needs for a model: a card, README.md with a YAML header, and the upload.
 
-Keras itself reads the folder that a model is exported to, here and as hf://USER/NAME on the hub.
+Keras itself loads the folder of an exported model, from disk and as hf://USER/NAME from the Hub.
 """
 
 import json
@@ -16,16 +16,20 @@ from hvtrain.errors import ConfigError, in_one_line
 CARD_FILE = "README.md"
 REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)")
 NO_SIZE = 64
-"""A side in the example of use, where the model takes any."""
-# What the hub calls our tasks; of classification only that of images.
-TASKS = {"classification": "image-classification", "segmentation": "image-segmentation", "language": "text-generation"}
+"""The size that stands for a free dimension in the usage example."""
+# The Hub's names of our tasks; that of classification is for images only.
+TASKS = {
+    "classification": "image-classification",
+    "segmentation": "image-segmentation",
+    "language": "text-generation",
+}
 CARD = """\
 ---
 {head}---
 
 # {name}
 
-A model of {num_parameters:,} parameters for {task}, trained on {dataset} by hvtrain, as of {checkpoint}.
+A model{size} for {task}, trained on {dataset} by hvtrain, as of {checkpoint}.
 
 {metrics}
 
@@ -44,14 +48,16 @@ Inputs: {values}. Outputs: {outputs}.{classes}
 """
 
 
-def model_card(facts: Mapping[str, Any], result: Mapping[str, Any], task: str, is_image: bool, address: str) -> str:
-    """Writes the card of an exported model.
+def model_card(
+    facts: Mapping[str, Any], result: Mapping[str, Any], task: str, is_image: bool, address: str
+) -> str:
+    """Returns the text of the card of an exported model.
 
     Args:
         facts: As in the description beside the model.
         result: The run's result.json; metrics are shown if they are of this checkpoint.
         task: The name of the task.
-        is_image: The inputs are images.
+        is_image: True if the inputs are images.
         address: The folder of the model, or hf://USER/NAME.
     """
     inputs = facts["input"]
@@ -64,17 +70,26 @@ def model_card(facts: Mapping[str, Any], result: Mapping[str, Any], task: str, i
         head["pipeline_tag"] = pipeline
     if metrics:
         types = [name.partition("_")[2] for name in metrics]
-        values = [{"type": kind, "name": name, "value": metrics[name]} for kind, name in zip(types, metrics)]
+        values = [
+            {"type": kind, "name": name, "value": metrics[name]}
+            for kind, name in zip(types, metrics)
+        ]
         dataset = {"name": facts["dataset"], "type": facts["dataset"]}
         results = [{"task": {"type": pipeline or task}, "dataset": dataset, "metrics": values}]
         head |= {"metrics": types, "model-index": [{"name": name, "results": results}]}
 
-    rows = ["| metric | value |", "|---|---|", *(f"| {key} | {value:.4g} |" for key, value in metrics.items())]
+    rows = [
+        "| metric | value |",
+        "|---|---|",
+        *(f"| {key} | {value:.4g} |" for key, value in metrics.items()),
+    ]
     class_names = facts["class_names"]
+    # A run that is still going, or was stopped, has no result.
+    num_parameters = result.get("num_parameters")
     return CARD.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         name=name,
-        num_parameters=result.get("num_parameters", 0),
+        size=f" of {num_parameters:,} parameters" if num_parameters else "",
         task=task,
         dataset=facts["dataset"],
         checkpoint=facts["checkpoint"],
@@ -83,7 +98,9 @@ def model_card(facts: Mapping[str, Any], result: Mapping[str, Any], task: str, i
         example=example_code(inputs),
         values=inputs.get("values", unnamed) if _is_array(inputs) else unnamed,
         outputs=facts["output"]["values"],
-        classes=f" Classes, in their order: {', '.join(map(str, class_names))}." if class_names else "",
+        classes=f" Classes, in their order: {', '.join(map(str, class_names))}."
+        if class_names
+        else "",
     )
 
 
@@ -97,12 +114,12 @@ def metrics_of(result: Mapping[str, Any], checkpoint: str) -> dict[str, float]:
 
 
 def _is_array(spec: Any) -> bool:
-    """True for the description of one array; others are of several inputs, by name or in a row."""
+    """True for the spec of one array; other specs are of several inputs, by name or in a list."""
     return isinstance(spec, dict) and isinstance(spec.get("dtype"), str)
 
 
 def example_code(spec: Any) -> str:
-    """Writes Python code for an example of a model's inputs, of zeros or empty texts.
+    """Returns Python code for example inputs of a model: zeros or empty strings.
 
     >>> example_code({"age": {"shape": [1], "dtype": "float32"}})
     '{"age": tf.zeros([1, 1], "float32")}'
@@ -116,10 +133,10 @@ def example_code(spec: Any) -> str:
 
 
 def open_hub(repo: str) -> Any:
-    """Returns the client of the hub, by which one is logged in.
+    """Returns a logged-in client of the Hub.
 
     Raises:
-        ConfigError: Without the package or a login, or for a wrong address.
+        ConfigError: The package or the login is missing, or the address is wrong.
     """
     if not REPO.fullmatch(repo):
         raise ConfigError(f"repo={repo} is not hf://USER/NAME")
@@ -129,17 +146,23 @@ def open_hub(repo: str) -> Any:
         api = HfApi(library_name="keras")
         api.whoami()
     except ImportError as error:
-        raise ConfigError(f"repo={repo} needs the package huggingface_hub ({error}); install it") from error
+        raise ConfigError(
+            f"repo={repo} needs the package huggingface_hub ({error}); install it"
+        ) from error
     except Exception as error:  # Errors of the network and of the login are of many types.
-        raise ConfigError(f"repo={repo} cannot be used: {in_one_line(error)}; log in with: hf auth login") from error
+        raise ConfigError(
+            f"repo={repo} cannot be used: {in_one_line(error)}; log in with: hf auth login"
+        ) from error
     return api
 
 
 def upload(api: Any, folder: Path, repo: str) -> None:
-    """Uploads an exported folder, and makes its repository if need be. Raises ConfigError."""
+    """Uploads an exported folder, and creates its repository if needed. Raises ConfigError."""
     name = repo.removeprefix("hf://")
     try:
         api.create_repo(name, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Model of hvtrain")
     except Exception as error:  # As above.
-        raise ConfigError(f"{folder} was written, but not uploaded to {repo}: {in_one_line(error)}") from error
+        raise ConfigError(
+            f"{folder} was written, but not uploaded to {repo}: {in_one_line(error)}"
+        ) from error

@@ -1,4 +1,4 @@
-"""The examples to predict, from a split or from files. Each example is on one rank."""
+"""The examples to predict, from a split or from files. Each example is predicted by one rank."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +12,14 @@ import tensorflow as tf
 
 from hvtrain.data.formats.columns import Column
 from hvtrain.data.formats.folders import is_junk
-from hvtrain.data.formats.image_files import SUFFIXES
+from hvtrain.data.formats.image_files import SUFFIXES, is_image
 from hvtrain.data.formats.schema import plain_columns, read_cells
 from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import check_names
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.features import filled
 from hvtrain.data.pipeline.streams import IndexedSource, StreamedSource
+from hvtrain.data.sources.memory import MemorySource
 from hvtrain.data.sources.table import NewRows, Table
 from hvtrain.errors import ConfigError, DataError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
@@ -27,24 +28,26 @@ log = logging.getLogger(__name__)
 
 # Inputs as the model takes them, and further columns of the output by name, such as targets.
 Batch = tuple[Any, dict[str, np.ndarray]]
-NEEDED = "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
-# The share of rows with an unknown name from which their predictions need a warning.
+NEEDED = (
+    "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
+)
+# The share of rows with a name unknown in training from which a warning is logged.
 MANY_UNKNOWN = 0.1
 
 
 @dataclass(frozen=True)
 class Examples:
-    """This rank's batches.
+    """Examples to predict, as the batches of this rank.
 
-    The examples come in the order of all ranks' first batches, then their second ones, ...
+    The order of the examples is that of all ranks' first batches, then their second ones, ...
 
     Attributes:
-        name: what they are, for the user.
+        name: a name for them, shown to the user.
         total: number of examples on all ranks.
         batches: iterates over this rank's batches.
-        is_interleaved: True if a row of each rank comes in turn (rank 0's first row, rank 1's first
-            row, ...), False for whole batches.
-        note: what the user should know of them, after the last line of predict.
+        is_interleaved: True if ranks alternate row by row (rank 0's first row, rank 1's first row,
+            ...), False if they alternate by whole batches.
+        note: a note for the user, appended to the last line of predict.
     """
 
     name: str
@@ -66,10 +69,15 @@ def of_split(run: FinishedRun, split: str) -> Examples:
     # Asked before anything is opened, because a split may be empty.
     total = source.num_examples(split)
     if not total:
-        raise ConfigError(f"split={split} of {source.name} has no examples; choose another split, or input=PATH")
+        raise ConfigError(
+            f"split={split} of {source.name} has no examples; choose another split, or input=PATH"
+        )
 
-    # With on_error="skip" a rank would not know which numbers the examples of the others have.
-    opens_single_examples = isinstance(source, IndexedSource) and source.on_error == "stop"
+    # With on_error="skip", a rank could not know the example numbers of the other ranks. Nothing that is in memory
+    # is skipped.
+    opens_single_examples = isinstance(source, IndexedSource) and (
+        source.on_error == "stop" or isinstance(source, MemorySource)
+    )
     if opens_single_examples:
         data = source.evaluation(split, topology, batch_size)
     else:
@@ -78,10 +86,10 @@ def of_split(run: FinishedRun, split: str) -> Examples:
             data = source.numbered_evaluation(split, whole, batch_size)
         else:
             data = source.evaluation(split, whole, batch_size)
-        # Whole batches in turn, so that the order over all ranks is that of the examples.
+        # Ranks take whole batches in turn, so that their joint order is that of the examples.
         data = data.shard(topology.size, topology.rank)
 
-    # The examples of this rank's shard come in the order of its batches.
+    # The ids of this rank's shard are in the order of its batches.
     ids = source.ids(split, topology) if isinstance(source, Table) and opens_single_examples else {}
 
     def batches() -> Iterator[Batch]:
@@ -90,9 +98,12 @@ def of_split(run: FinishedRun, split: str) -> Examples:
             columns: dict[str, np.ndarray] = {}
             elements = list(batch)
             num_rows = len(tf.nest.flatten(batch)[0])
-            columns |= {name: values[num_before : num_before + num_rows] for name, values in ids.items()}
+            columns |= {
+                name: values[num_before : num_before + num_rows] for name, values in ids.items()
+            }
             num_before += num_rows
-            if len(elements) > len(source.element_spec):  # Numbers of examples, where some may be skipped.
+            if len(elements) > len(source.element_spec):
+                # The numbers of the examples, given because some may be skipped.
                 columns["example"] = elements.pop(0).numpy()
             inputs, targets = elements[:2]
             # Targets are a column if they are one number for each example.
@@ -100,7 +111,9 @@ def of_split(run: FinishedRun, split: str) -> Examples:
                 columns["target"] = targets.numpy()
             yield inputs, columns
 
-    return Examples(f"{split} of {source.name}", total, batches, is_interleaved=opens_single_examples)
+    return Examples(
+        f"{split} of {source.name}", total, batches, is_interleaved=opens_single_examples
+    )
 
 
 def of_input(run: FinishedRun, path: Path) -> Examples:
@@ -114,30 +127,35 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
         raise ConfigError(f"input={path} is not there; give {NEEDED}")
     if path.suffix == ".npy":
         return _of_array(run, path)
-    # A table may be called data.txt, and pictures are none.
+    # For a run on a table, any file is a table, such as data.txt.
     is_text = isinstance(run.source, Table) and path.is_file()
-    has_tables = path.is_dir() and any(map(is_table, path.rglob("*")))
-    if is_text or has_tables or is_table(path):
-        return _of_table(run, path)
-
     paths = sorted(path.rglob("*")) if path.is_dir() else [path]
-    images = [file for file in paths if file.suffix.lower() in SUFFIXES and not is_junk(file.name)]
+    paths = [file for file in paths if not is_junk(file.name)]
+    images = list(filter(is_image, paths))
+    # A folder of images may also hold a table, such as labels.csv.
+    is_for_images = bool(images) and hasattr(run.source, "image_shape")
+    if is_text or (any(map(is_table, paths)) and not is_for_images):
+        return _of_table(run, path)
     if not images:
         raise ConfigError(f"input={path} has no images ({', '.join(SUFFIXES)}); give {NEEDED}")
 
     shape = run.source.preprocessing().shape
-    takes_images = isinstance(shape, tuple) and len(shape) in (2, 3) and hasattr(run.source, "image_shape")
+    takes_images = (
+        isinstance(shape, tuple) and len(shape) in (2, 3) and hasattr(run.source, "image_shape")
+    )
     if not takes_images:
-        raise ConfigError(f"input={path} has images, and the model does not take images; give {NEEDED}")
+        raise ConfigError(
+            f"input={path} has images, and the model does not take images; give {NEEDED}"
+        )
 
     return _of_images(run, path, images, has_channels=len(shape) == 3)
 
 
 def _parts(run: FinishedRun, total: int) -> Iterator[slice]:
-    """Yields this rank's batches of `total` examples: every topology.size-th."""
+    """Yields slices of `total` examples, one for each batch of this rank."""
     topology = run.strategy.topology
     batch_size = run.config.train.evaluation_batch_size
-    # Each rank takes a batch in turn; the last round may have none for some of them.
+    # Each rank takes a batch in turn; the last round may have none for some ranks.
     for start in range(topology.rank * batch_size, total, topology.size * batch_size):
         yield slice(start, min(start + batch_size, total))
 
@@ -146,11 +164,11 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
     check_names(files)
     preprocessing = run.source.preprocessing()
     sizing = run.source.sizing or Sizing(run.source.image_shape)
-    # Names in the output are relative to what the user gave.
+    # Names in the output are relative to the user's path.
     root = path if path.is_dir() else path.parent
 
     def preprocessed(file: Path) -> np.ndarray:
-        """Reads one image and preprocesses it by itself, since images may differ in size."""
+        """Reads and preprocesses one image on its own, since images may differ in size."""
         try:
             pixels = sizing.whole(tf.io.read_file(str(file)))
             batch = tf.cast(pixels, tf.float32)[tf.newaxis]
@@ -159,11 +177,13 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
 
             return keras.ops.convert_to_numpy(preprocessing(batch))[0]
         except Exception as error:
-            raise DataError(f"{file} cannot be read as an image: {in_one_line(error)}; fix or remove it") from error
+            raise DataError(
+                f"{file} cannot be read as an image: {in_one_line(error)}; fix or remove it"
+            ) from error
 
     def batches() -> Iterator[Batch]:
         for part in _parts(run, len(files)):
-            # So the same folder gives the same names, wherever it lies.
+            # Relative paths: a folder gives the same names wherever it is.
             names = [str(file.relative_to(root)) for file in files[part]]
             yield (
                 np.stack([preprocessed(file) for file in files[part]]),
@@ -175,9 +195,11 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
 
 def _of_array(run: FinishedRun, path: Path) -> Examples:
     try:
-        array = np.lib.format.open_memmap(path, mode="r")  # It reads no pickles.
+        array = np.lib.format.open_memmap(path, mode="r")  # Reads no pickles, which could run code.
     except (OSError, ValueError) as error:
-        raise DataError(f"input={path} cannot be read as an array: {error}; write it with numpy.save") from error
+        raise DataError(
+            f"input={path} cannot be read as an array: {error}; write it with numpy.save"
+        ) from error
 
     preprocessing = run.source.preprocessing()
     spec = preprocessing.shape
@@ -199,13 +221,21 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
 
     def batches() -> Iterator[Batch]:
         for part in _parts(run, len(array)):
-            yield preprocessing(tf.constant(_converted(np.asarray(array[part]), dtype, f"input={path}"))), {}
+            yield (
+                preprocessing(
+                    tf.constant(_converted(np.asarray(array[part]), dtype, f"input={path}"))
+                ),
+                {},
+            )
 
     return Examples(str(path), len(array), batches)
 
 
 def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
-    """Returns the array in another type. Raises DataError for a fraction that would become an integer."""
+    """Returns the array in another type.
+
+    Raises DataError if an integer type would change a value, such as a fraction.
+    """
     converted = array.astype(dtype)
     if converted.dtype.kind in "iu" and not np.array_equal(converted, array):
         wrong = array[converted != array][0]
@@ -214,19 +244,23 @@ def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
 
 
 def _refuse_shape(path: Path, array: np.ndarray, needed: str) -> NoReturn:
-    raise DataError(f"input={path} is of shape {list(array.shape)}, and the model takes {needed}; reshape it")
+    raise DataError(
+        f"input={path} is of shape {list(array.shape)}, and the model takes {needed}; reshape it"
+    )
 
 
 def _of_table(run: FinishedRun, path: Path) -> Examples:
-    """Returns the rows of a table whose columns are those that the run was trained on, or that its model takes."""
+    """Returns the rows of a table that has the columns of the run's data, or those that its model takes."""
     preprocessing = run.source.preprocessing()
     spec = preprocessing.shape
     if isinstance(run.source, Table):
-        rows = run.source.new_rows(path, "input")
+        rows = run.source.new_rows(path)
     elif isinstance(spec, dict):
         rows = _rows_of_spec(spec, path)
     else:
-        raise ConfigError(f"input={path} is a table, and the model takes no columns by name; give {NEEDED}")
+        raise ConfigError(
+            f"input={path} is a table, and the model takes no columns by name; give {NEEDED}"
+        )
     _warn_of_unknown(run, path, rows.unknown)
 
     def batches() -> Iterator[Batch]:
@@ -239,11 +273,11 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
 
 
 def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
-    """Reads a table for a model that takes columns by name, and is not of dataset=table."""
+    """Reads a table for a model that takes columns by name but was not trained on dataset=table."""
     columns = [_column_of(name, part) for name, part in spec.items()]
     table = read_table(path, "input")
     cells = read_cells(columns, plain_columns(table), f"input={path}")
-    # By the names of the model's inputs, whatever the order of the columns.
+    # Keyed by the names of the model's inputs, whatever the order of the columns.
     arrays = {}
     for column, part in zip(columns, spec.values()):
         array = np.asarray(filled(column, cells[column.name], f"input={path}"))
@@ -269,7 +303,7 @@ def _column_of(name: str, part: tf.TensorSpec) -> Column:
 
 
 def _unknown_note(unknown: Mapping[str, float]) -> str:
-    """Returns how many cells are names that training did not have, for the last line of predict."""
+    """Returns the share of rows with names unknown in training, for the last line of predict."""
     if not unknown:
         return ""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in unknown.items())

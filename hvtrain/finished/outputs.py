@@ -23,10 +23,12 @@ Rows = dict[str, np.ndarray]
 
 
 class ProgressLines:
-    """Prints how many of `total` examples are done, at most every 10 seconds; nothing for short work.
+    """Prints how many of `total` examples are done, at most every 10 seconds.
+
+    Work that takes less time prints nothing.
 
     Args:
-        verb: "predicted" or "evaluated".
+        verb: what is done, such as "predicted" or "evaluated".
         total: number of examples.
         is_chief: the other ranks print nothing.
         clock: in seconds; a test injects its own.
@@ -47,7 +49,7 @@ class ProgressLines:
         self._printed_at = self._began
 
     def update(self, num_done: int) -> None:
-        """Takes the number of examples that all ranks have done."""
+        """Prints a line if one is due. num_done: examples that all ranks have done."""
         now = self._clock()
         if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN or not num_done:
             return
@@ -61,10 +63,10 @@ class ProgressLines:
 
 
 def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
-    """Evaluates a split: sums over all examples of all ranks, never a mean of means (every rank).
+    """Evaluates a split by sums over the examples of all ranks, not by a mean of means (every rank).
 
     Returns:
-        The metrics, with checkpoint, data set and split, and what could not be read.
+        A dict of checkpoint, dataset, split, examples (their number), skipped (a line for each item not read), metrics.
 
     Raises:
         ConfigError: the split is empty.
@@ -72,12 +74,16 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
     topology = run.strategy.topology
     source = run.source
     batch_size = run.config.train.evaluation_batch_size
-    data = run.strategy.comm.all_or_raise(lambda: evaluation_batches(source, split, topology, batch_size))
+    data = run.strategy.comm.all_or_raise(
+        lambda: evaluation_batches(source, split, topology, batch_size)
+    )
     total = source.num_examples(split)
     if data is None:
         counts = {name: source.num_examples(name) for name in source.SPLITS}
         known = [f"{name} ({count:,})" for name, count in counts.items() if count]
-        raise ConfigError(f"split={split} of {source.name} has no examples; it has {', '.join(known)}")
+        raise ConfigError(
+            f"split={split} of {source.name} has no examples; it has {', '.join(known)}"
+        )
 
     if run.kinds:
         run.strategy.comm.all_or_raise(lambda: _check_data(run, data, split))
@@ -88,8 +94,8 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         progress.update(min(total, (batch + 1) * batch_size * topology.size))
 
     callback = keras.callbacks.LambdaCallback(on_test_batch_end=on_test_batch_end)
-    source.unreadable()  # What was left out as the examples were counted is not in their number.
-    # Sums over ranks, whichever shard an example is in, so any number of ranks gives the same metrics.
+    source.unreadable()  # Forgets what was skipped while counting: `total` does not include it.
+    # Sums over ranks do not depend on the shards, so any number of ranks gives the same metrics.
     try:
         results = run.strategy.evaluate(run.model, data, [callback])
     except Exception as error:
@@ -143,7 +149,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         return batch and rows_of(run, batch, forward)
 
     while True:
-        # A rank whose batches have ended goes on with the others until all have.
+        # A rank that has no batches left continues until all ranks are done.
         batch = comm.all_or_raise(next_batch)
         if batch is None and calls_together:
             forward(blank)
@@ -159,7 +165,7 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
 
 
 def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
-    """Returns the columns of a batch: those of the input, then those that the task makes of the outputs."""
+    """Returns the columns of a batch: those of the input, then the task's columns for the outputs."""
     inputs, input_columns = batch
 
     # NumPy has no bfloat16, which train.precision may give.
@@ -180,7 +186,7 @@ def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Ro
 
 
 def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
-    """Splits arrays [examples, n] into n columns; masks [examples, height, width] stay.
+    """Splits arrays [examples, n] into n columns; masks [examples, height, width] are kept whole.
 
     Raises:
         ConfigError: an array has more dimensions.

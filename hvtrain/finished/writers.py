@@ -12,12 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet
 from PIL import Image
 
-from hvtrain.core.files import TEMPORARY, remove
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.outputs import Rows
+from hvtrain.system.files import TEMPORARY, remove
 
-# Bytes of a row group of a Parquet file. A group for each batch would make the file many times
-# larger.
+# Bytes of a row group of a Parquet file. A group for each batch would make the file many times larger.
 ROW_GROUP_BYTES = 2**24
 
 
@@ -44,21 +43,24 @@ class Writer(ABC):
 
 @contextmanager
 def _storage_errors(path: Path) -> Iterator[None]:
-    """Turns an error of the disk into a StorageError with that path."""
+    """Turns an OSError into a StorageError that names the path."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path} was not written: {error.strerror or error}; make room there") from error
+        raise StorageError(
+            f"{path} was not written: {error.strerror or error}; make room there"
+        ) from error
 
 
 class TableWriter(Writer):
-    """Writes a file that has its name only once it is complete.
+    """Writes a file that gets its name only when it is complete.
 
     Its subclasses open `self._file` with the first rows, whose columns they need.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path.resolve())  # If it is a link, the file behind it is replaced, and the link stays.
+        # If the path is a symbolic link, its target is replaced, and the link stays.
+        super().__init__(path.resolve())
         self._file: Any = None
 
     def close(self) -> None:
@@ -69,7 +71,7 @@ class TableWriter(Writer):
 
 
 class CsvWriter(TableWriter):
-    """A .csv file."""
+    """Writes a .csv file."""
 
     def add(self, rows: Rows) -> None:
         with _storage_errors(self.path):
@@ -81,7 +83,7 @@ class CsvWriter(TableWriter):
 
 
 class ParquetWriter(TableWriter):
-    """A .parquet file, whose row groups hold many batches."""
+    """Writes a .parquet file, whose row groups hold many batches."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -99,12 +101,17 @@ class ParquetWriter(TableWriter):
         super().close()
 
     def _write_group(self) -> None:
-        table = pa.concat_tables(self._group)
+        # In some batches a column of ids may hold gaps alone, which have no type.
+        table = pa.concat_tables(self._group, promote_options="permissive")
         self._group = []
         with _storage_errors(self.path):
             if self._file is None:
-                self._file = pa.parquet.ParquetWriter(self._temporary, table.schema)
-            self._file.write_table(table)
+                fields = [
+                    column.with_type(pa.string()) if pa.types.is_null(column.type) else column
+                    for column in table.schema
+                ]
+                self._file = pa.parquet.ParquetWriter(self._temporary, pa.schema(fields))
+            self._file.write_table(table.cast(self._file.schema))
 
 
 class MaskWriter(Writer):
@@ -115,7 +122,7 @@ class MaskWriter(Writer):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        # Of this start; the folder was empty before.
+        # Files that this process wrote; the folder was empty before.
         self._written: set[Path] = set()
 
     def add(self, rows: Rows) -> None:
@@ -136,7 +143,7 @@ class MaskWriter(Writer):
 
 
 def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Writer:
-    """Returns the writer for that path.
+    """Returns the writer of predictions for an output path.
 
     Args:
         output: a file, or a folder for masks.
@@ -145,14 +152,16 @@ def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Wr
 
     Raises:
         ConfigError: the output would replace an input, its suffix is unknown, its folder does not
-            exist, or a folder for masks holds anything.
+            exist, or a folder for masks is not empty.
     """
-    # By the file itself, so also through links.
+    # samefile also compares what links point to.
     if any(path.exists() and output.exists() and path.samefile(output) for path in inputs):
         raise ConfigError(f"--output {output} is what is read too; choose another name")
     if has_masks:
         if output.suffix or output.is_file():
-            raise ConfigError(f"--output {output} is a file; predictions of masks are images, so give a folder")
+            raise ConfigError(
+                f"--output {output} is a file; predictions of masks are images, so give a folder"
+            )
         if output.is_dir() and any(output.iterdir()):
             raise ConfigError(f"--output {output} is not empty; choose another folder")
         return MaskWriter(output)
@@ -162,6 +171,8 @@ def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Wr
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder; choose the name of a file")
     if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: {output.absolute().parent} is not a folder; make it, or choose another")
+        raise ConfigError(
+            f"--output {output}: {output.absolute().parent} is not a folder; make it, or choose another"
+        )
 
     return ParquetWriter(output) if output.suffix == ".parquet" else CsvWriter(output)

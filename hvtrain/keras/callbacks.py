@@ -1,7 +1,4 @@
-"""Horovod's Keras callbacks on Keras 3, and three more.
-
-Two of these check what the ranks do, and one stops all ranks together.
-"""
+"""Horovod's Keras callbacks on Keras 3, two checks, and one that stops all ranks together."""
 
 import warnings
 from collections.abc import Callable
@@ -18,7 +15,7 @@ from hvtrain.keras.collectives import broadcast_variables, built_optimizer, sum_
 from hvtrain.keras.equality import WeightCheck
 from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.hooks import hook_of
-from hvtrain.keras.in_graph import SharedFlag
+from hvtrain.keras.in_graph import END_OF_EPOCH, SharedFlag
 from hvtrain.keras.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback  # noqa: F401
 from hvtrain.keras.optimizer import num_reductions
 from hvtrain.keras.tape import num_tape_reductions
@@ -27,16 +24,16 @@ from hvtrain.keras.tape import num_tape_reductions
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Sets weights and optimizer state of all ranks to those of root_rank (every rank).
 
-    Once for each model: before the first step if the model is built, as one with an Input is;
-    otherwise right after the first step, which creates its variables, and with a warning: that
-    step's gradients are those of each rank's own weights. Also sets the state of other optimizers
-    that are attributes of the model. Warns if the first batch reduced nothing, neither by a
-    DistributedOptimizer nor by a DistributedGradientTape.
+    Happens once for each model: before the first step if the model is built (one with an Input is),
+    otherwise after the first step, which creates its variables. The callback then warns, because each
+    rank took that step from its own weights. Optimizers that are attributes of the model are included.
+    The callback also warns if the first batch reduced no gradient, neither by a DistributedOptimizer
+    nor by a DistributedGradientTape.
 
     Args:
-        root_rank: the rank whose values all ranks get.
+        root_rank: the rank whose values are sent to all ranks.
         device: the device that packs the values, such as "/CPU:0".
-        local_variables: one variable, or several, that each rank keeps as they are.
+        local_variables: a variable, or several, that are not broadcast.
 
     Raises:
         RankError: if Keras knows that the ranks hold different numbers of batches.
@@ -55,7 +52,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             if variable is None:
                 continue
             if not isinstance(variable, keras.Variable | tf.Variable):
-                raise ValueError(f"local_variables holds a {type(variable).__name__}; variables are needed")
+                raise ValueError(
+                    f"local_variables holds a {type(variable).__name__}; variables are needed"
+                )
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
@@ -63,7 +62,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.add(variable_id(var))
 
     def set_model(self, model: keras.Model) -> None:
-        # A list of callbacks may train a second model.
+        # A second model may be trained with the same list of callbacks.
         if model is not self.model:
             self.broadcast_done = False
         super().set_model(model)
@@ -71,9 +70,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._compare_steps()
         self._tape_reductions_before = num_tape_reductions()
+        self._is_first_step = True
         if self.broadcast_done:
             return
-        # build() of a model class without one of its own sets built, and makes no weights.
+        # Keras's default build() sets `built` without creating any weights.
         if self.model.built and self.model.weights:
             self._broadcast()
         elif hvd.size() > 1 and hvd.rank() == 0:
@@ -88,12 +88,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         # The first step has built the model.
         if not self.broadcast_done:
             self._broadcast()
-        if batch == 0 and self._trains_alone():
+        # Not "batch == 0": Keras passes the last batch of an execution (steps_per_execution).
+        if self._is_first_step and self._trains_alone():
             warnings.warn(
                 f"rank {hvd.rank()} of {hvd.size()} trains alone: the first batch reduced no gradient; wrap the "
                 "optimizer in hvtrain.keras.DistributedOptimizer, or the tape in DistributedGradientTape",
                 stacklevel=2,
             )
+        self._is_first_step = False
 
     def _compare_steps(self) -> None:
         """Raises RankError if Keras knows that the ranks hold different numbers of batches."""
@@ -115,20 +117,27 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         return num_tape_reductions() == self._tape_reductions_before
 
     def _optimizers(self) -> list[Any]:
-        """Returns the optimizers that are attributes of the model, or elements of its lists.
+        """Returns the optimizers that are attributes of the model, or in its lists and dicts.
 
-        A GAN, for example, has two, of which compile may know none.
+        A GAN, for example, has two, and compile may know neither.
         """
         attributes = list(vars(self.model).values())
-        elements = [item for value in attributes if isinstance(value, list | tuple) for item in value]
-        return [item for item in [*attributes, *elements] if isinstance(item, keras.optimizers.Optimizer)]
+        attributes += [list(value.values()) for value in attributes if isinstance(value, dict)]
+        elements = [
+            item for value in attributes if isinstance(value, list | tuple) for item in value
+        ]
+        return [
+            item
+            for item in [*attributes, *elements]
+            if isinstance(item, keras.optimizers.Optimizer)
+        ]
 
     def _broadcast(self) -> None:
         built_optimizer(self.model)  # Slots have to exist before they are broadcast.
         variables = list(self.model.weights)
         for attribute in self._optimizers():
             variables += attribute.variables
-        # By identity, since an optimizer may be found twice.
+        # By identity, since an optimizer may be an attribute under two names.
         by_id = {variable_id(variable): variable for variable in variables}
         shared = [variable for key, variable in by_id.items() if key not in self._local]
         if shared:
@@ -142,8 +151,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces the metrics in an epoch's logs with their means over all ranks (every rank).
 
-    Every rank weighs the same, as in Horovod, even if shards differ. Put it before callbacks that
-    act on the logs.
+    All ranks have the same weight, as in Horovod, even if their shards differ in size. Put this
+    callback before those that act on the logs.
 
     Args:
         device: the device that sums the metrics.
@@ -182,9 +191,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras's ModelCheckpoint with save_best_only. Only rank 0 writes.
 
-    Put it after MetricAverageCallback, so that it monitors the mean over all ranks. Horovod's takes
-    no filepath: its Spark estimator sets one later. Here it is an argument, or an attribute set
-    before fit.
+    Put it after MetricAverageCallback, so that it monitors the mean over all ranks. Horovod's class
+    has no filepath argument; its Spark estimator sets the attribute later. Both ways work here.
 
     Raises:
         ValueError: at the start of training if filepath is missing or has the wrong suffix.
@@ -201,13 +209,17 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     ) -> None:
         # Keras checks the suffix of the path, which may be set only later.
         placeholder = "best.weights.h5" if save_weights_only else "best.keras"
-        super().__init__(filepath or placeholder, monitor, verbose, True, save_weights_only, mode, save_freq)
+        super().__init__(
+            filepath or placeholder, monitor, verbose, True, save_weights_only, mode, save_freq
+        )
         self.filepath = None if filepath is None else str(filepath)
 
     def on_train_begin(self, logs: Any = None) -> None:
         suffix = ".weights.h5" if self.save_weights_only else ".keras"
         if self.filepath is None or not str(self.filepath).endswith(suffix):
-            raise ValueError(f"BestModelCheckpoint has filepath={self.filepath}; give a path that ends in {suffix}")
+            raise ValueError(
+                f"BestModelCheckpoint has filepath={self.filepath}; give a path that ends in {suffix}"
+            )
         super().on_train_begin(logs)
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
@@ -217,7 +229,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class ReductionCheckCallback(keras.callbacks.Callback):
-    """Checks that the first step that changes weights reduces gradients (every rank).
+    """Checks that the first step that changes weights reduced gradients (every rank).
 
     Raises:
         RankError: if there are several ranks and the optimizer is not a DistributedOptimizer, or if
@@ -246,9 +258,10 @@ class ReductionCheckCallback(keras.callbacks.Callback):
         if self._checked or hvd.size() == 1:
             return
         optimizer = self.model.optimizer
-        # Not yet: this batch only accumulated gradients, was skipped because of an overflow, or was a
-        # local step.
         hook = hook_of(optimizer)
+        if hook and hook.reducer.is_alone:
+            return  # This rank is outside the optimizer's process set.
+        # Too early: gradients were only accumulated so far, the step overflowed, or it was a local one.
         if hook and int(optimizer.iterations.numpy()) < self._first_iteration + hook.every:
             return
         self._checked = True
@@ -262,16 +275,18 @@ class ReductionCheckCallback(keras.callbacks.Callback):
 class StopTogetherCallback(keras.callbacks.Callback):
     """Stops all ranks after the same step when one sets model.stop_training (every rank).
 
-    Put it after the callbacks that may stop. Within an epoch the request travels with the next
-    step's gradients. At the end of an epoch the ranks exchange a message; without a
-    DistributedOptimizer they can stop only there. Not in Horovod, where the ranks that continue
-    would wait forever.
+    Put this callback after those that may stop training. Within an epoch the request is reduced with
+    the next gradients. At the end of an epoch the ranks exchange a message; without a
+    DistributedOptimizer they can stop only there. Horovod has no such callback: there, the ranks
+    that continue wait forever.
 
     Args:
         exchange: a function that sums arrays over the ranks.
     """
 
-    def __init__(self, exchange: Callable[[list[np.ndarray]], list[np.ndarray]] = sum_arrays) -> None:
+    def __init__(
+        self, exchange: Callable[[list[np.ndarray]], list[np.ndarray]] = sum_arrays
+    ) -> None:
         super().__init__()
         self._sum_arrays = exchange
         self._flag: SharedFlag | None = None
@@ -280,10 +295,10 @@ class StopTogetherCallback(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         hook = hook_of(model.optimizer)
-        # A flag for each model's optimizer, with whose gradients it travels.
+        # One flag for each optimizer, since it is reduced with that optimizer's gradients.
         if hook and (self._flag is None or hook.reducer.flag is not self._flag):
             self._flag = hook.reducer.flag = SharedFlag()
-            model.train_function = None  # A function traced earlier does not reduce the flag.
+            model.train_function = None  # Trace again: an earlier graph does not reduce the flag.
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._requested = False
@@ -291,30 +306,38 @@ class StopTogetherCallback(keras.callbacks.Callback):
             self._flag.clear()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.model.stop_training and not self._requested:
+        stop = self.model.stop_training
+        if stop and stop is not END_OF_EPOCH and not self._requested:
             self._requested = True
             if self._flag:
                 self._flag.set()
-        # Also withdraws this rank's own request until all ranks know of it.
+        if stop is END_OF_EPOCH or getattr(self.model, "_hvtrain_epoch_is_done", False):
+            # The epoch ends here on all ranks, and on_epoch_end exchanges the request.
+            self.model.stop_training = END_OF_EPOCH
+            return
+        # This also withdraws the rank's own request until all ranks know of it.
         self.model.stop_training = self._flag is not None and self._flag.is_set()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # EarlyStopping asks here, after the last gradients of the epoch have travelled.
-        requested = self._requested or self.model.stop_training
+        # EarlyStopping sets stop_training here, after the epoch's last gradients were reduced.
+        stop = self.model.stop_training
+        requested = self._requested or (bool(stop) and stop is not END_OF_EPOCH)
         (num_requests,) = self._sum_arrays([np.array(float(requested))])
         self.model.stop_training = bool(num_requests > 0)
 
 
 class WeightCheckCallback(keras.callbacks.Callback):
-    """Compares trainable weights and optimizer state of all ranks now and then (every rank).
+    """Compares trainable weights and optimizer state of all ranks at intervals (every rank).
 
-    Starts with the first batch and repeats at the end. Not in Horovod.
+    The first comparison follows the first batch, the last one the end of the training. With LocalSGD
+    and DiLoCo a comparison waits until the ranks' weights are synchronized. Not in Horovod.
 
     Args:
         every_batches: number of batches from one comparison to the next.
 
     Raises:
         RankError: on all ranks, if they differ.
+        ValueError: at the start of training, if the optimizer's process set leaves out ranks.
     """
 
     def __init__(self, every_batches: int = 500) -> None:
@@ -322,6 +345,8 @@ class WeightCheckCallback(keras.callbacks.Callback):
         self.every_batches = every_batches
         self.check: WeightCheck | None = None
         self._batches = 0
+        self._first_batch = 0
+        self._is_due = False
 
     def set_model(self, model: keras.Model) -> None:
         if model is not self.model:
@@ -329,14 +354,36 @@ class WeightCheckCallback(keras.callbacks.Callback):
             self._batches = 0
         super().set_model(model)
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        hook = hook_of(self.model.optimizer)
+        if hook and hook.reducer.process_set.process_set_id and not hook.averages_weights:
+            raise ValueError(
+                "WeightCheckCallback compares all ranks, and the optimizer's process set leaves out some, whose "
+                "weights are their own; leave out the callback"
+            )
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._first_batch = batch
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Not before the first batch, which builds the model and its optimizer.
         if self.check is None:
             self.check = WeightCheck(self.model)
-        if self._batches % self.every_batches == 0:
-            self.check(f"at batch {self._batches}")
-        self._batches += 1
+        # More than one with steps_per_execution.
+        num_batches = batch - self._first_batch + 1
+        self._is_due |= -self._batches % self.every_batches < num_batches
+        self._compare(f"at batch {self._batches}")
+        self._batches += num_batches
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self.check is not None:
-            self.check("at the end of the training")
+        self._is_due = True
+        self._compare("at the end of the training")
+
+    def _compare(self, when: str) -> None:
+        hook: Any = hook_of(self.model.optimizer)
+        are_apart = (
+            hook and hook.averages_weights and hook.are_apart(int(self.model.optimizer.iterations))
+        )
+        if self.check is not None and self._is_due and not are_apart:
+            self.check(when)
+            self._is_due = False

@@ -1,7 +1,7 @@
 """Horovod's collectives for Keras 3: on values, Keras variables and whole models.
 
-Every rank, or every rank of the process set, must enter each of them. Values travel as tensors.
-Only shapes and types of variables are pickled, by Horovod, between ranks of one job.
+Every rank (of the process set) must call each of them. Values are sent as tensors; only the shapes
+and types of variables are pickled, by Horovod, between the ranks of one job.
 """
 
 import functools
@@ -17,8 +17,8 @@ import tensorflow as tf
 from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
 from hvtrain.keras import gradients
-from hvtrain.keras.gradients import compare_structure, weights_made_equal
 from hvtrain.keras.in_graph import positional_name, tf_variable
+from hvtrain.keras.same_gradients import compare_structure, weights_made_equal
 from hvtrain.keras.table_rows import distribute_whole
 
 # Size of a message of broadcast_variables.
@@ -43,8 +43,15 @@ def allreduce(
 ) -> Any:
     """Returns the value reduced over all ranks (default: Average), as a tensor.
 
-    Differentiable under a gradient tape. Arguments are those of Horovod.
+    Differentiable under a gradient tape. Arguments are those of horovod.tensorflow.keras.
+
+    Raises:
+        TypeError: the second argument is true or false, as in horovod.tensorflow.
     """
+    if isinstance(name, bool):
+        raise TypeError(
+            f"allreduce got {name} as its second argument, which is name here; pass average={name}"
+        )
     return hvd.allreduce(
         tf.convert_to_tensor(value),
         average=average,
@@ -57,11 +64,13 @@ def allreduce(
     )
 
 
-def allgather(value: Any, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
+def allgather(
+    value: Any, name: str | None = None, process_set: Any = hvd.global_process_set
+) -> Any:
     """Returns all ranks' values, concatenated along the first dimension, as a tensor.
 
-    Only that dimension may differ. Under a tape its gradient is Horovod's: the mean over the ranks
-    of their gradients with respect to this rank's rows.
+    Only that dimension may differ between ranks. The result's gradient under a tape is Horovod's: the
+    mean, over the ranks, of the gradients with respect to this rank's rows.
     """
     return hvd.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
@@ -87,29 +96,37 @@ def reducescatter(
 
 
 def _compared(collective: Callable[..., Any], any_length: bool = False) -> Callable[..., Any]:
-    """Returns Horovod's collective, before which the ranks compare their tensors' types and shapes.
+    """Wraps a grouped collective of Horovod: the ranks first compare types and shapes.
 
-    Horovod compares tensors that travel alone, but not those of a group, and would read foreign
-    memory. The collective raises RankError if the ranks' tensors differ in number, type or shape.
+    Horovod checks tensors that are sent one by one, but not those of a group, where a mismatch reads
+    past the end of a buffer. The wrapper raises RankError if number, types or shapes differ.
 
     Args:
+        collective: one of Horovod's grouped collectives.
         any_length: True if the first dimension may differ.
     """
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
     def compare_and_call(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = [value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value) for value in tensors]
+        tensors = [
+            value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+            for value in tensors
+        ]
         # Horovod's three functions take process_set and op at different positions.
         arguments = signature.bind(tensors, *args, **kwargs).arguments
         process_set = arguments.get("process_set", hvd.global_process_set)
         if process_set.size() > 1:
             specs = tensors
             if any_length:
-                specs = [tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype) for tensor in tensors]
+                specs = [
+                    tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype) for tensor in tensors
+                ]
             settings = f"{collective.__name__}, op={arguments.get('op')}"
             no_variables = [None] * len(specs)
-            compare_structure(collective.__name__, settings, specs, no_variables, process_set, "tensor")
+            compare_structure(
+                collective.__name__, settings, specs, no_variables, process_set, "tensor"
+            )
         return collective(tensors, *args, **kwargs)
 
     return compare_and_call
@@ -140,36 +157,54 @@ def broadcast_(
     name: str | None = None,
     process_set: Any = hvd.global_process_set,
 ) -> list[Any]:
-    """Sets Keras or TensorFlow variables to the values of root_rank, and returns these.
+    """Sets Keras or TensorFlow variables to the values of root_rank, and returns the new values.
 
-    Variables are matched by position, as in broadcast_variables, which needs fewer messages.
+    Variables are matched by position, as in broadcast_variables, which sends fewer messages. Sharded
+    variables and the seeds of random layers keep their values, as there.
     """
     prefix = name or positional_name("broadcast_in_place")
     values = []
     for position, variable in enumerate(variables):
         tensor = tf_variable(variable)
-        value = hvd.broadcast(tensor, root_rank, name=f"{prefix}_{position}", process_set=process_set)
+        if _is_each_ranks_own(variable):
+            values.append(tf.convert_to_tensor(tensor))
+            continue
+        value = hvd.broadcast(
+            tensor, root_rank, name=f"{prefix}_{position}", process_set=process_set
+        )
         values.append(tf.convert_to_tensor(tensor.assign(value)))
+    weights_made_equal()
     return values
 
 
 def broadcast_object_fn(root_rank: int = 0, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
     """Returns a function that returns root_rank's object (every rank); arguments are those of Horovod."""
-    # Horovod's own needs tf.placeholder, which TensorFlow 2 does not have.
+    # Horovod's own function needs tf.placeholder, which TensorFlow 2 does not have.
     return lambda value: hvd.broadcast_object(value, root_rank, *args, **kwargs)
 
 
-@tf.autograph.experimental.do_not_convert  # As compare_structure, which pickles too.
-def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
+@tf.autograph.experimental.do_not_convert  # It pickles: see compare_structure.
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: Any = hvd.global_process_set,
+    inplace: bool = False,
+) -> Any:
     """Sets Keras or TensorFlow variables to the values of root_rank.
 
-    Every rank passes them in the same order. Inside a tf.function it does so in the graph; in a
-    TensorFlow 1 graph it returns the operation. Seeds of dropout and the like, which
-    `model.variables` holds too, stay each rank's own: see broadcast_model.
+    Every rank passes them in the same order. Inside a tf.function the broadcast becomes part of the
+    graph; in a TensorFlow 1 graph the operation is returned. The seeds of dropout and other random
+    layers, which are among `model.variables`, stay each rank's own: see broadcast_model.
 
     Variables are matched by position and packed into few messages: names that Keras generates
     (dense_1, sgd_3) may differ between ranks, and Horovod, which pairs tensors by name, would then
-    wait forever. Slots of which each rank has a part of its own are left out: see gather_slots.
+    wait forever. Sharded slots, of which each rank keeps a part, are skipped: see gather_slots.
+
+    Args:
+        variables: Keras or TensorFlow variables.
+        root_rank: the rank, among all ranks, whose values are sent.
+        process_set: the ranks that call this.
+        inplace: accepted as in Horovod; the messages are packed in any case.
 
     Raises:
         RankError: if ranks hold variables of different number, shape or type.
@@ -178,40 +213,48 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     variables = list(variables)
     weights_made_equal()
     tensors = [tf_variable(variable) for variable in variables if not _is_each_ranks_own(variable)]
-    if hvd.size() > 1:
+    if process_set.size() > 1:
         # In a tf.function the ranks compare once, while it is traced; a TensorFlow 1 graph cannot.
         with tf.init_scope():
             if tf.executing_eagerly():
-                _compare_variables([(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors])
-    # After the comparison, in which other ranks may wait for this one.
+                _compare_variables(
+                    [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors], process_set
+                )
+    # Only after the comparison, in which the other ranks would wait for this rank.
     if not variables:
         raise ValueError(
             "there are no variables to broadcast, as in a model that is not built yet, and each rank "
             "would train alone; begin the model with a keras.Input, or call model.build(input_shape) first"
         )
-    if hvd.size() == 1:
+    if process_set.size() == 1:
         return None
 
-    # A message holds values of one type.
+    # All values of a message have one type.
     by_type: dict[tf.DType, list[Any]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
-    assigned = [op for same_type in by_type.values() for op in _broadcast_packed(same_type, root_rank)]
+    assigned = [
+        op
+        for same_type in by_type.values()
+        for op in _broadcast_packed(same_type, root_rank, process_set)
+    ]
     return None if tf.executing_eagerly() else tf.group(assigned)
 
 
 def _is_each_ranks_own(variable: Any) -> bool:
-    """Returns True for the state of a Keras seed generator, and for parts of slots."""
+    """Returns True for a Keras seed generator's state, and for a part of a sharded variable."""
     # The path of a Keras variable, or the name of TensorFlow's, which ends in ":0".
     name = getattr(variable, "path", None) or variable.name
     return hasattr(variable, "rank_part") or name.partition(":")[0].endswith("seed_generator_state")
 
 
-def _compare_variables(own: list[tuple[tuple[int, ...], str]]) -> None:
-    """Raises RankError unless all ranks hold variables of the same shapes and types."""
-    for rank, other in enumerate(hvd.allgather_object(own, name="hvtrain.broadcast.kinds")):
+def _compare_variables(own: list[tuple[tuple[int, ...], str]], process_set: Any) -> None:
+    """Raises RankError unless these ranks hold variables of the same shapes and types."""
+    options = {"name": "hvtrain.broadcast.kinds", "process_set": process_set}
+    ranks = getattr(process_set, "ranks", None) or range(process_set.size())
+    for rank, other in zip(ranks, hvd.allgather_object(own, **options)):
         if other != own:
-            # Slices of one, since a rank may have no variable at that position.
+            # Slices of length 1, since one of the two may have no variable at that position.
             longest = max(len(own), len(other))
             at = next(i for i in range(longest) if own[i : i + 1] != other[i : i + 1])
             raise RankError(
@@ -220,7 +263,7 @@ def _compare_variables(own: list[tuple[tuple[int, ...], str]]) -> None:
             )
 
 
-def _broadcast_packed(variables: list[Any], root_rank: int) -> list[Any]:
+def _broadcast_packed(variables: list[Any], root_rank: int, process_set: Any) -> list[Any]:
     """Broadcasts variables of one type in few messages; returns the assignments."""
     dtype = variables[0].dtype
     is_sent_as_bytes = dtype.name not in _BROADCAST_TYPES
@@ -230,23 +273,34 @@ def _broadcast_packed(variables: list[Any], root_rank: int) -> list[Any]:
     lengths = [value.shape.num_elements() for value in values]
     item_bytes = values[0].dtype.size
 
+    # Ranks outside of the set count only the messages of all ranks.
+    set_id = process_set.process_set_id
+    operation = f"broadcast_in_set_{set_id}" if set_id else "broadcast"
     assigned = []
-    # A variable of CHUNK_BYTES or more travels alone.
+    # A variable of CHUNK_BYTES or more is sent alone.
     for bucket in in_buckets([length * item_bytes for length in lengths], CHUNK_BYTES, CHUNK_BYTES):
         packed = tf.concat([tf.reshape(values[i], [-1]) for i in bucket], axis=0)
-        received = hvd.broadcast(packed, root_rank, name=positional_name("broadcast"), ignore_name_scope=True)
+        received = hvd.broadcast(
+            packed,
+            root_rank,
+            name=positional_name(operation),
+            ignore_name_scope=True,
+            process_set=process_set,
+        )
         for i, part in zip(bucket, tf.split(received, [lengths[i] for i in bucket])):
             part = tf.reshape(part, values[i].shape)
-            assigned.append(variables[i].assign(tf.bitcast(part, dtype) if is_sent_as_bytes else part))
+            assigned.append(
+                variables[i].assign(tf.bitcast(part, dtype) if is_sent_as_bytes else part)
+            )
     return assigned
 
 
 def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
     """Sets weights, optimizer slots, iterations and learning rate to those of root_rank.
 
-    Builds the optimizer first, so that its slots exist. Each rank keeps its rows of sharded tables,
-    and its own seeds of dropout and the like: with the same masks on all ranks, training would be
-    less random than in one process on the joint batch.
+    Builds the optimizer first, so that its slots exist. Each rank keeps its rows of sharded tables
+    and its own dropout seeds: with the same masks on all ranks, training would be less random than
+    in one process on the joint batch.
     """
     optimizer = built_optimizer(model)
     broadcast_variables(model.weights, root_rank)
@@ -258,7 +312,7 @@ def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
 
 
 def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:
-    """Returns the model's optimizer, or this one, with its slots; None if it was not compiled."""
+    """Builds and returns the given optimizer or the model's; None if the model is not compiled."""
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
@@ -267,18 +321,18 @@ def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:
 
 
 def steps_per_epoch(num_batches: int) -> int:
-    """Returns the smallest number of batches on a rank, which all can pass to fit (every rank)."""
+    """Returns the smallest number of batches on any rank, for fit (every rank)."""
     return int(hvd.allreduce(tf.constant(num_batches), op=hvd.Min, name="hvtrain.steps_per_epoch"))
 
 
 def join(*args: Any, **kwargs: Any) -> Any:
-    """Takes part in the other ranks' reductions, with zeros, until all have joined (every rank).
+    """Contributes zeros to the other ranks' reductions until all have joined (every rank).
 
     Arguments and result are those of Horovod's join.
 
     Raises:
-        ValueError: after sparse gradients, or with sharded slots: zeros cannot stand in for what is
-            gathered.
+        ValueError: after sparse gradients, or with sharded slots: these are gathered, and zeros
+            cannot stand in for this rank's part.
     """
     if gradients.exchanges_rows and hvd.size() > 1:
         raise ValueError(

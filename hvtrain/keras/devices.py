@@ -1,8 +1,8 @@
 """One GPU for each local rank, chosen before TensorFlow initializes a device.
 
 Every process that a launcher starts sees all GPUs of its host, and TensorFlow cannot change its
-visible devices once one was used. `choose_gpus` is the rule, a pure function; `pin_gpu` gathers all
-ranks' views and applies it.
+visible devices once one has been used. `choose_gpus` decides, as a pure function; `pin_gpu` gathers
+the views of all ranks and applies the decision.
 """
 
 import os
@@ -29,14 +29,13 @@ class View:
     host: str
     local_rank: int
     gpus: tuple[str, ...]
-    # The GPUs' UUIDs, in the same order; empty where there is no NVIDIA driver. Names are not
-    # enough where each rank is shown only GPUs of its own (cgroups, as by srun --gpus-per-task):
-    # there each numbers its own from 0.
+    # The GPUs' UUIDs, in the same order; empty without an NVIDIA driver. Names are not enough if
+    # each rank is shown only its own GPUs (by cgroups, as with srun --gpus-per-task): each then counts from 0.
     ids: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Identifies the GPUs among those of the host."""
+        """Names that identify the GPUs within the host: UUIDs, if they are known."""
         return self.ids or self.gpus
 
 
@@ -44,16 +43,15 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     """Returns the GPU of each rank, as an index among the GPUs that it sees; None if it sees none.
 
     Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES unset, or set for the host) take
-    them by local rank. Ranks that see different ones (set for each rank) take their first.
+    them by local rank. Ranks that see different ones (set for each rank) take the first they see.
 
     Args:
         views: all ranks' views, by rank.
-        share: True lets ranks use one GPU together; they take GPUs round robin.
+        share: True: ranks may share a GPU; the GPUs are then assigned to the ranks in turn.
 
     Raises:
         RankError: if two ranks of a host would get the same GPU or none is left, unless share is
-            true; or if only some ranks see a GPU, for ranks on CPUs cannot reduce with ranks on
-            GPUs.
+            true; or if only some ranks see a GPU: ranks on CPUs cannot reduce with ranks on GPUs.
 
     >>> choose_gpus([View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))])
     [0, 1]
@@ -71,7 +69,7 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
         elif view.local_rank < len(view.gpus) or share:
             chosen.append(view.local_rank % len(view.gpus))
         else:
-            # A rank that asks no other (by_local_rank) sees only itself on its host.
+            # With by_local_rank a rank knows only its own view.
             num_ranks = max(len(on_host), view.local_rank + 1)
             raise RankError(
                 f"host {view.host} has {len(view.gpus)} visible GPU(s) for {num_ranks} ranks; "
@@ -98,8 +96,8 @@ def _check_all_or_none(views: list[View]) -> None:
 
 
 def _most_used(views: list[View], chosen: list[int | None]) -> tuple[str, str, int]:
-    """Returns host and name of the GPU that most ranks use, and how many do."""
-    # Two ranks may know one GPU under two numbers, so that numbers cannot be counted.
+    """Returns host and name of the GPU that most ranks use, and the number of these ranks."""
+    # By key: two ranks may know one GPU under different numbers.
     users: Counter[tuple[str, str]] = Counter()
     names = {}
     for view, index in zip(views, chosen):
@@ -114,15 +112,17 @@ def _most_used(views: list[View], chosen: list[int | None]) -> tuple[str, str, i
 
 
 def _device(view: View, index: int | None, views: list[View]) -> str:
-    """Returns a rank's device, such as "s1 GPU 0".
+    """Returns a rank's host and device, such as "s1 GPU 0".
 
-    By the GPU's name, or by its UUID where another GPU of the host has that name.
+    A GPU is given by its name, or by its UUID if another GPU of the host has the same name.
     """
     if index is None:
         return f"{view.host} CPU"
     name = view.gpus[index]
     on_host = [other for other in views if other.host == view.host]
-    same_name = {key for other in on_host for gpu, key in zip(other.gpus, other.keys) if gpu == name}
+    same_name = {
+        key for other in on_host for gpu, key in zip(other.gpus, other.keys) if gpu == name
+    }
     return f"{view.host} GPU {name if len(same_name) == 1 else view.keys[index]}"
 
 
@@ -134,16 +134,16 @@ def pin_gpu(
 ) -> list[str]:
     """Makes this rank see one GPU, with memory growth; returns all ranks' devices (every rank).
 
-    On a host without GPUs the rank keeps memory of freed tensors for new ones, and stays on its
-    share of the cores. Call it after init and before TensorFlow initializes a device.
+    On a host without GPUs, TensorFlow is made to reuse the memory of freed tensors, and the rank
+    stays on its share of the cores. Call it after init and before TensorFlow initializes a device.
 
     Args:
-        host: name of this host; default: what socket.gethostname() says.
-        share: True lets ranks use one GPU together.
+        host: name of this host; default: socket.gethostname().
+        share: True: ranks may share a GPU.
         pin_cores: on a host without GPUs, stay on this rank's share of the cores (system/resources.py).
-        by_local_rank: ask no other rank, so that the call is not collective, and return this rank's
-            device alone. A rank that joins an elastic job needs that: the others are training.
-            Every rank must see all GPUs of its host then.
+        by_local_rank: ask no other rank, so that the call is not collective, and return only this
+            rank's device. For a rank that joins an elastic job while the others are training. Every
+            rank must then see all GPUs of its host.
 
     Returns:
         Devices by rank, such as "s1 GPU 0" or "s1 CPU".
@@ -154,7 +154,7 @@ def pin_gpu(
     """
     gpus = physical_gpus()
     if not gpus:
-        # Before exchange: it allocates, and starts a thread for each core this process may use.
+        # Before exchange, which allocates and starts a thread for each core this process may use.
         _keep_freed_memory()
         if pin_cores:
             resources.pin_to_cores(hvd.local_rank(), hvd.local_size())
@@ -173,10 +173,10 @@ def pin_gpu(
 
 
 def _keep_freed_memory() -> None:
-    """Lets TensorFlow's GPU allocator (best fit with coalescing) manage all of this host's memory.
+    """Uses TensorFlow's GPU allocator (BFC, best fit with coalescing) for host memory too.
 
-    The CPU's returns each large gradient's memory to the system and takes new pages in the next
-    step, which for 100 MB costs more than the reduction.
+    The default CPU allocator returns the memory of each large gradient to the system, and the next
+    step faults in new pages; for 100 MB that costs more than the reduction.
     """
     host_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
     os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
@@ -184,7 +184,7 @@ def _keep_freed_memory() -> None:
 
 
 def use_only(gpu: tf.config.PhysicalDevice) -> None:
-    """Hides the other GPUs from this process, which takes memory of this one only as it needs it.
+    """Hides all other GPUs from this process, and lets its memory on this GPU grow as needed.
 
     Raises:
         RankError: if TensorFlow has initialized its devices already.
@@ -202,9 +202,9 @@ def use_only(gpu: tf.config.PhysicalDevice) -> None:
 def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
     """Returns all ranks' values, by rank, before TensorFlow initializes a device (every rank).
 
-    An eager collective would initialize TensorFlow's context with all GPUs and without a cluster,
-    which is final. A session without GPUs initializes nothing, so that devices and clusters can be
-    chosen afterwards. Call it after init.
+    An eager collective would initialize TensorFlow's context, with all GPUs and without a cluster,
+    and that cannot be undone. A session without GPUs leaves the context alone, so devices and
+    clusters can still be chosen afterwards. Call it after init.
     """
     if hvd.size() == 1:
         return [value]
@@ -215,7 +215,7 @@ def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
 
 @cache
 def uuid_in_use() -> str | None:
-    """Returns the UUID of the (first) GPU that this process uses; None if it is not known."""
+    """Returns the UUID of the (first) GPU that this process uses; None if it is unknown."""
     visible = tf.config.get_visible_devices("GPU")
     if not visible:
         return None
@@ -227,7 +227,7 @@ def uuid_in_use() -> str | None:
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
-    """Returns physical names of the `count` GPUs that TensorFlow lists.
+    """Returns the physical names of the `count` GPUs that TensorFlow lists.
 
     Args:
         variable: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
@@ -239,5 +239,5 @@ def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
     if not variable:
         return numbers
     names = tuple(name.strip() for name in variable.split(","))
-    # CUDA stops at the first entry that is no GPU, so fewer may be visible than are named.
+    # CUDA stops at the first invalid entry, so fewer GPUs may be visible than are named.
     return names[:count] if len(names) >= count else numbers

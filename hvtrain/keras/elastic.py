@@ -1,10 +1,11 @@
 """Training that continues when ranks are lost or join: Horovod's elastic interface, on Keras 3.
 
-An example is in docs/library.md: `run` calls its train again, from the last commit after a rank was
-lost, from where it was after ranks joined. A new rank runs the code before `run` alone, so that
-code may not use collectives. Make all optimizers there and not in train, because messages are named
-by the order in which a rank made its optimizers. Leave BroadcastGlobalVariablesCallback out: each
-rank broadcasts once in its life, and KerasState.sync does the same.
+docs/library.md has an example. `run` calls the decorated function again: from the last commit after
+a rank was lost, from the current state after ranks joined. A new rank executes the code before that
+call alone, so that code must not use collectives. Create all optimizers in that code, not in the
+function, because messages are named by the order in which a rank first steps its optimizers. Leave
+out BroadcastGlobalVariablesCallback, which broadcasts once in the life of a process:
+KerasState.sync broadcasts after each reset.
 """
 
 import copy
@@ -18,22 +19,20 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, State, run_fn
 
 from hvtrain.keras.collectives import broadcast_variables, built_optimizer
-from hvtrain.keras.gradients import forget_comparisons
 from hvtrain.keras.hooks import hook_of
+from hvtrain.keras.in_graph import END_OF_EPOCH
 from hvtrain.keras.process import raise_for_elastic
 from hvtrain.keras.reduction import restart_numbering
+from hvtrain.keras.same_gradients import forget_comparisons
 
 T = TypeVar("T")
 
-# Value of model.stop_training that ends an epoch early: true to Keras, and set only here.
-_END_OF_EPOCH = "end of the epoch that began before the reset"
-
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates func(state, ...): repeats it whenever ranks are lost or join, until it returns.
+    """Decorates func(state, ...) to be repeated whenever ranks are lost or join.
 
-    Every rank calls it. An error of Horovod's operations returns to the last commit; every other
-    error is raised unchanged.
+    Every rank calls it. After an error of Horovod's operations the state is restored to the last
+    commit; any other error is raised unchanged.
     """
 
     @functools.wraps(func)
@@ -45,7 +44,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restart() -> None:
-    # Not hvtrain's own init, which expects the number of ranks of the launch.
+    # Not hvtrain.keras.init, which expects the launcher's number of ranks.
     hvd.shutdown()
     hvd.init()
     forget_comparisons()
@@ -54,20 +53,19 @@ def _restart() -> None:
 class KerasState(ObjectState):
     """State that must be equal on all ranks: weights, the optimizer's variables, and attributes.
 
-    Seeds of dropout and the like stay each rank's own. After a reset Keras traces its functions
-    again, because the graph contains the number of ranks; create a tf.function of your own inside
-    train.
+    The seeds of dropout and other random layers stay each rank's own. After a reset Keras traces its
+    functions again, because the number of ranks is a constant in the graph; create a tf.function of
+    your own inside the function that `run` repeats.
 
     Args:
         model: a built Keras model.
         optimizer: default: the one that the model is compiled with.
-        kwargs: further values to keep and to sync, attributes of this object from now on, such as
-            batch=0, epoch=0. They are copied at each commit, so restore also undoes changes inside
-            a list.
+        kwargs: further values to keep in sync, such as batch=0, epoch=0; they become attributes of
+            this object. They are copied at each commit, so restore also undoes changes inside a list.
 
     Raises:
-        ValueError: if the model is not built and so has no weights yet, or its optimizer's slots
-            are sharded.
+        ValueError: if the model is not built and so has no weights yet; if its optimizer's slots are
+            sharded; or if the optimizer has state that a rank that joins would lack.
     """
 
     def __init__(
@@ -77,12 +75,22 @@ class KerasState(ObjectState):
         **kwargs: Any,
     ) -> None:
         if not model.built:
-            raise ValueError(f"{model.name} is not built and has no weights to keep; call model.build(input_shape)")
+            raise ValueError(
+                f"{model.name} is not built and has no weights to keep; call model.build(input_shape)"
+            )
         self.model = model
         self.optimizer = built_optimizer(model, optimizer)
         hook = hook_of(self.optimizer)
         if hook and hook.reducer.gathers_weights:
-            raise ValueError("a rank that is lost takes its part of the slots along; leave out shard=True")
+            raise ValueError(
+                "a rank that is lost takes its part of the slots along; leave out shard=True"
+            )
+        keeps_errors = hook and getattr(hook.reducer.compression, "keeps_errors", False)
+        if keeps_errors or getattr(hook, "outer", None):
+            raise ValueError(
+                "a rank that joins has neither the errors of a compression nor the anchors of DiLoCo; use "
+                "Compression.bf16, or LocalSGD"
+            )
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **kwargs)
         self.save()
 
@@ -90,11 +98,11 @@ class KerasState(ObjectState):
         """Copies the state to host memory."""
         values = [variable.numpy() for variable in self._variables()]
         attributes = copy.deepcopy(self._attributes())
-        # Together, after everything that can fail, so that two commits never mix.
+        # Assigned together, after everything that can fail, so that two commits are never mixed.
         self._saved_values, self._saved_state = values, attributes
 
     def restore(self) -> None:
-        """Undoes all changes since the last commit, bit by bit."""
+        """Restores the last commit, to the bit."""
         for variable, value in zip(self._variables(), self._saved_values, strict=True):
             variable.assign(value)
         self.__dict__.update(copy.deepcopy(self._saved_state))
@@ -105,13 +113,14 @@ class KerasState(ObjectState):
             variables = self._variables()
             if variables:
                 broadcast_variables(variables, root_rank=0)
-            attributes = hvd.broadcast_object(self._attributes(), root_rank=0, name="hvtrain.elastic")
+            attributes = hvd.broadcast_object(
+                self._attributes(), root_rank=0, name="hvtrain.elastic"
+            )
             self.__dict__.update(attributes)
         self.save()
 
     def reset(self) -> None:
-        """Makes Keras trace its functions again, for another number of ranks."""
-        # The graphs contain the number of ranks, as a constant.
+        """Makes Keras trace again: the number of ranks is a constant in its graphs."""
         self.model.train_function = None
         self.model.test_function = None
         self.model.predict_function = None
@@ -126,13 +135,13 @@ class KerasState(ObjectState):
         return {name: getattr(self, name) for name in self._saved_state}
 
 
-TensorFlowKerasState = KerasState  # Its name in horovod.tensorflow.elastic.
+TensorFlowKerasState = KerasState  # The name in horovod.tensorflow.elastic.
 
 
 class Resets(State):
     """Repeats a function after ranks were lost or joined, for a program that keeps its own state.
 
-    All ranks, including new ones, start from the function's beginning, so that no rank waits in a
+    All ranks, new ones included, start at the beginning of the function, so that none waits in a
     collective that another does not enter. The function may create optimizers. It calls
     check_host_updates (every rank), which restarts it if ranks are joining or leaving.
     """
@@ -156,16 +165,16 @@ class Resets(State):
     def save(self) -> Any:
         """Does nothing: the program keeps its own state."""
 
-    # Horovod's elastic loop calls them.
+    # Horovod's elastic loop calls these two as well.
     restore = sync = save
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits the state every batches_per_commit batches and at the end of each epoch (every rank).
+    """Commits the state every batches_per_commit batches and after each epoch (every rank).
 
-    It commits at the beginning of the next batch or epoch, or at the end of fit. By then all
+    The commit is made as the next batch or epoch begins, or at the end of fit. By then all
     callbacks, in whatever order, have updated the state; and no commit falls between an epoch's
-    last batch and its end, where fit would have to resume with an epoch of no batches.
+    last batch and its end, from where fit would have to resume with an epoch of no batches.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -177,17 +186,19 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # After each reset, so that all ranks count the same.
+        # fit starts again after each reset, so all ranks count from the same batch.
         self.batches_remaining = self.batches_per_commit
         self._epoch_ended = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches_remaining -= 1
+        # More than one with steps_per_execution.
+        self.batches_remaining -= batch - self._first_batch + 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.batches_remaining <= 0:
             self.batches_remaining = self.batches_per_commit
             self.commit()
+        self._first_batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epoch_ended = True
@@ -205,12 +216,12 @@ class CommitStateCallback(keras.callbacks.Callback):
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Updates state.batch, the number of batches done in this epoch; 0 at the end of the epoch.
 
-    (Upstream keeps the index of the last batch since the reset: it would repeat one batch, and
-    forget the batches before the first of two resets in one epoch.)
+    (Upstream keeps the index of the last batch since the reset, which repeats one batch, and forgets
+    the batches before the first of two resets in one epoch.)
 
-    The first epoch after a reset has only its remaining steps, at least one. Give fit the
-    steps_per_epoch of a whole epoch, and data that begin at batch number state.batch. If another
-    number of ranks means other steps in an epoch, scale state.batch before fit.
+    The first epoch after a reset has only the remaining steps, at least one. Pass fit the
+    steps_per_epoch of a whole epoch, and data that start at batch state.batch. If the number of
+    steps in an epoch depends on the number of ranks, rescale state.batch before fit.
 
     Raises:
         ValueError: at the start of fit, if Keras does not know the steps in an epoch.
@@ -231,17 +242,20 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.batch = self._done_before + batch + 1
-        # fit reads its number of steps once, before callbacks could change it. But it checks
+        # fit reads the number of steps before callbacks could change it. But it checks
         # stop_training after each batch and again after the epoch: set here and cleared in
         # on_epoch_end, it ends only the epoch.
-        is_done = self._done_before and self.state.batch >= self.params["steps"]
+        is_done = bool(self._done_before) and self.state.batch >= self.params["steps"]
+        # For StopTogetherCallback, if a callback before this one has asked to stop.
+        self.model._hvtrain_epoch_is_done = is_done
         if is_done and not self.model.stop_training:
-            self.model.stop_training = _END_OF_EPOCH
+            self.model.stop_training = END_OF_EPOCH
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.batch = 0
         self._done_before = 0
-        if self.model.stop_training is _END_OF_EPOCH:
+        self.model._hvtrain_epoch_is_done = False
+        if self.model.stop_training is END_OF_EPOCH:
             self.model.stop_training = False
 
 
@@ -249,7 +263,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
     """Updates state.epoch, the number of epochs done, including those before resets.
 
     Works with both ways to resume: fit(epochs=all - state.epoch), and
-    fit(initial_epoch=state.epoch, epochs=all), where other callbacks see the true epoch too.
+    fit(initial_epoch=state.epoch, epochs=all), which also shows other callbacks the true epoch.
     """
 
     def __init__(self, state: Any) -> None:
@@ -258,7 +272,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.initial_epoch = self.state.epoch
-        # The number that this fit gives its first epoch, which depends on the way to resume.
+        # The number of this fit's first epoch, which depends on how it resumed.
         self._first: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -1,6 +1,6 @@
 """Checks that weights are equal on all ranks.
 
-Ranks compare fingerprints, so that a check costs one pass over the weights and one tiny message.
+The ranks compare fingerprints, so a check costs one pass over the weights and one tiny message.
 """
 
 import socket
@@ -16,7 +16,10 @@ import tensorflow as tf
 
 from hvtrain.errors import RankError
 from hvtrain.keras.collectives import sum_arrays
-from hvtrain.keras.gradients import weights_made_equal
+from hvtrain.keras.gradients import variable_id
+from hvtrain.keras.hooks import hook_of
+from hvtrain.keras.optimizers import slot_prefix
+from hvtrain.keras.same_gradients import weights_made_equal
 
 MAX_NAMED_RANKS = 4
 
@@ -24,14 +27,14 @@ MAX_NAMED_RANKS = 4
 class WeightCheck:
     """Compares a built model's weights and optimizer state over the ranks (every rank).
 
-    Weights that no gradient touches, such as the moving statistics of BatchNormalization, follow
-    each rank's own batches and so differ. `average_untrained` gives them one value, and only then
-    are they compared too.
+    Weights that are not trained by gradients, such as the moving statistics of BatchNormalization,
+    follow each rank's own batches and so differ. They are compared only on request, after
+    `average_untrained` has made them equal. Local variables and their slots are not compared.
 
     Args:
         model: a built model.
-        enabled: False compares nothing; average_untrained works all the same.
-        waiting: a function that makes the context in which this rank waits for the others.
+        enabled: False: compare nothing; average_untrained still works.
+        waiting: returns the context in which this rank waits for the others.
     """
 
     def __init__(
@@ -43,11 +46,20 @@ class WeightCheck:
         trained = list(model.trainable_variables)
         own = set()
         if model.optimizer:
-            own = {id(variable) for variable in getattr(model.optimizer, "rank_variables", {}).values()}
+            own = {
+                id(variable) for variable in getattr(model.optimizer, "rank_variables", {}).values()
+            }
             trained += model.optimizer.variables
+        own |= _ids_of_local(model)
         trained_ids = {id(variable) for variable in trained}
         untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
-        self._trained = [item for item in trained if id(item) not in own and not hasattr(item, "rank_part")]
+        # Each rank accumulates gradients of its own; only their mean over the ranks is applied.
+        own |= {
+            id(variable) for variable in trained if variable.name.endswith("gradient_accumulator")
+        }
+        self._trained = [
+            item for item in trained if id(item) not in own and not hasattr(item, "rank_part")
+        ]
         self._untrained = [item for item in untrained if not hasattr(item, "rank_part")]
         self._fingerprint = tf.function(_fingerprints)
         self.enabled = enabled
@@ -59,7 +71,7 @@ class WeightCheck:
 
         Args:
             when: a phrase for the message, such as "at batch 500".
-            everything: also compare the weights that no gradient touches.
+            everything: also compare the weights that are not trained by gradients.
 
         Raises:
             RankError: on all ranks, if they differ.
@@ -77,16 +89,21 @@ class WeightCheck:
         weights_made_equal()
 
     def average_untrained(self) -> None:
-        """Sets weights that no gradient touches to their means over the ranks, where they differ.
+        """Sets weights that no gradient trains to their means over the ranks, where they differ.
 
-        In double precision, so that the mean of equal values is that value, on any number of ranks.
+        Means are computed in double precision, so that the mean of equal values is that value, on any
+        number of ranks.
         """
         if self._is_alone or not self._untrained:
             return
         with self.waiting():
-            different = [self._untrained[position] for position in self._find_different(self._untrained)]
-            # Counters and the like have no mean; they stay each rank's own.
-            floating = [variable for variable in different if keras.backend.is_float_dtype(variable.dtype)]
+            different = [
+                self._untrained[position] for position in self._find_different(self._untrained)
+            ]
+            # Counters and the like have no mean; each rank keeps its own.
+            floating = [
+                variable for variable in different if keras.backend.is_float_dtype(variable.dtype)
+            ]
             sums = sum_arrays([variable.numpy() for variable in floating])
             for variable, total in zip(floating, sums):
                 variable.assign((total / hvd.size()).astype(variable.numpy().dtype))
@@ -96,12 +113,14 @@ class WeightCheck:
         return not hvd.is_initialized() or hvd.size() == 1
 
     def _find_different(self, variables: list[Any]) -> dict[int, np.ndarray]:
-        """Returns the variables that differ: position, and all ranks' fingerprints [ranks, 8]."""
+        """Returns all ranks' fingerprints [ranks, 8] of the variables that differ, by position."""
         own, whole = self._fingerprint([variable.value for variable in variables])
         with tf.device("/CPU:0"):
-            # The maxima of the fingerprints and of their negations: all ranks' fingerprints are
-            # equal if the largest one is also the smallest one.
-            largest = hvd.allreduce(tf.stack([whole, -whole]), op=hvd.Max, name="hvtrain.fingerprint")
+            # One reduction gives the largest fingerprint and, negated, the smallest: all are equal if
+            # these two are.
+            largest = hvd.allreduce(
+                tf.stack([whole, -whole]), op=hvd.Max, name="hvtrain.fingerprint"
+            )
             if np.array_equal(largest[0], -largest[1]):
                 return {}
             # Only now do the ranks send the fingerprints of all variables.
@@ -110,19 +129,33 @@ class WeightCheck:
         return {int(position): by_rank[:, position] for position in np.flatnonzero(differs)}
 
 
+def _ids_of_local(model: keras.Model) -> set[int]:
+    """Returns the ids of the variables that are each rank's own (register_local_var), and of their slots."""
+    hook = hook_of(model.optimizer)
+    if not hook:
+        return set()
+    local = [
+        variable
+        for variable in model.trainable_variables
+        if variable_id(variable) in hook.reducer.local_ids
+    ]
+    prefixes = tuple(f"{slot_prefix(variable)}_" for variable in local)
+    slots = [slot for slot in model.optimizer.variables if slot.name.startswith(prefixes)]
+    return {id(variable) for variable in [*local, *slots]}
+
+
 def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str) -> str:
     """Returns the error message (every rank).
 
-    It names the ranks that differ from the most common value, the first variable that differs, and
-    by how much.
+    It names the ranks that differ from the most common value, the first variable that differs, and by how much.
     """
     position, fingerprints = next(iter(different.items()))
-    # The value that most ranks have is taken for the right one.
+    # The most common value is assumed to be right.
     votes = [row.tobytes() for row in fingerprints]
     usual, _ = Counter(votes).most_common(1)[0]
     reference = votes.index(usual)
 
-    # Of the first variable alone: a whole model would be sent otherwise.
+    # Broadcast only the first variable that differs, not the whole model.
     own = np.asarray(variables[position].numpy(), np.float64)
     expected = hvd.broadcast(tf.constant(own), reference, name="hvtrain.reference").numpy()
     with np.errstate(invalid="ignore"):  # The difference of two infinities.
@@ -147,7 +180,7 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
 
 
 def fingerprint(tensors: list[Any]) -> bytes:
-    """Returns one fingerprint, 8 bytes, of all the bytes of some tensors or arrays."""
+    """Returns one fingerprint, 8 bytes, of the bytes of all these tensors or arrays."""
     return _fingerprints([tf.convert_to_tensor(tensor) for tensor in tensors])[1].numpy().tobytes()
 
 

@@ -1,9 +1,8 @@
 """Mixins behind DistributedOptimizer: where in an optimizer's step the gradients are reduced.
 
-Each mixin is put before the class of the wrapped optimizer, see `make_distributed`. It reduces
-where the step is entered, before anything that the optimizer's own class does. So a class that
-overrides the step, transforms gradients or hands them on to other optimizers works on the joint
-gradient too.
+Each mixin is put before the class of the wrapped optimizer, see `make_distributed`. It reduces as
+the step is entered, before anything that the optimizer's own class does. So a class that overrides
+the step, transforms gradients or passes them on to other optimizers works on the joint gradient too.
 """
 
 import io
@@ -24,7 +23,8 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from hvtrain.errors import RankError
 from hvtrain.keras.gradients import FiniteCheck, are_finite, map_values
 from hvtrain.keras.reduction import Reducer
-from hvtrain.keras.table_steps import take_tables
+from hvtrain.keras.sharded_optimizer import Sharded
+from hvtrain.keras.table_steps import ClipsTables, take_tables
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 log = logging.getLogger(__name__)
@@ -40,18 +40,19 @@ class Hook:
     # leaves gradients unscaled.
     requires_scaled_loss: bool = True
     loss_was_scaled: bool = False
-    # Those of the accumulated gradients that are about to be clipped.
+    # Steps from one exchange with the other ranks to the next.
     every: int = 1
-    """Steps from one exchange with the other ranks to the next."""
+    # True for local steps, which exchange weights.
     averages_weights: bool = False
-    """True for local steps, whose exchange is one of weights."""
+    # The variables of the accumulated gradients that are about to be clipped.
     variables: list[Any] = field(default_factory=list)
 
     def weights_were_set(self) -> None:
-        """Is called after a broadcast of the weights."""
+        """Called after a broadcast of the weights."""
 
 
-# Its `optimizers`: distributed ones whose step this thread has entered, the outermost first.
+# Attribute `optimizers`: the distributed optimizers whose step this thread has entered, the
+# outermost first.
 _active = threading.local()
 
 
@@ -66,7 +67,9 @@ def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[An
     """
     # Bypasses Keras's __setattr__, which would track the counters as state and save them.
     object.__setattr__(optimizer, "_hvtrain", hook)
-    optimizer.__class__ = subclass_under_its_name(type(optimizer), mixin, _hvtrain_wrap=staticmethod(wrap))
+    optimizer.__class__ = subclass_under_its_name(
+        type(optimizer), mixin, _hvtrain_wrap=staticmethod(wrap)
+    )
 
 
 def _load_copy(saved: io.BytesIO, wrap: Callable[[Any], Any]) -> Any:
@@ -86,7 +89,7 @@ class VariableList(list[Any]):
 
 
 class Distributed:
-    """Reduces the gradients as the step is entered, once, whatever the step calls in turn."""
+    """Reduces the gradients once, as the step is entered, whatever the step calls in turn."""
 
     _hvtrain: Hook
 
@@ -96,7 +99,7 @@ class Distributed:
 
     @property
     def rank_variables(self) -> dict[str, Any]:
-        """State that an optimizer of Keras would not have: see CompressedReduction.prepare."""
+        """State that Keras's optimizer does not have: see CompressedReduction.prepare."""
         compressed = self._hvtrain.reducer.compressed
         return dict(compressed.memory) if compressed else {}
 
@@ -110,7 +113,7 @@ class Distributed:
         if not any(hasattr(variable, "rank_part") for variable in self.variables):
             super().save_own_variables(store)  # type: ignore[misc]
             return
-        # One rank saves, and the slots are on all of them.
+        # Only one rank saves, and it has only a part of the slots.
         log.warning(
             "the model is saved without the optimizer's state, which is sharded over the ranks; save what "
             "hvd.gather_slots(optimizer), called on every rank, returns on rank 0"
@@ -134,7 +137,8 @@ class Distributed:
             return self._step(grads, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        # Keras's own method calls apply, which the runner replaces while XLA compiles a step.
+        # Keras's own method calls apply, which must not be bypassed: the runner replaces apply while
+        # XLA compiles a step.
         if "apply_gradients" not in overridden_steps(type(self).__bases__[1]):
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
         grads, variables = zip(*grads_and_vars)
@@ -149,20 +153,32 @@ class Distributed:
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of this variable on its rank."""
-        options = {"check_finite": self._hvtrain.finite_check, "shard": self._hvtrain.reducer.gathers_weights}
+        inner: Any = getattr(self, "inner_optimizer", self)
+        options = {
+            "check_finite": self._hvtrain.finite_check,
+            "shard": self._hvtrain.reducer.gathers_weights,
+            # Its norm would differ between the ranks, and shared weights would drift apart.
+            "global_clipnorm": inner.global_clipnorm,
+        }
         for name, is_set in options.items():
             if is_set:
-                raise ValueError(f"{name}=True needs gradients that all ranks share; leave it out with local variables")
+                raise ValueError(
+                    f"{name} needs gradients that all ranks share; leave it out with local variables"
+                )
         self._hvtrain.reducer.register_local([var])
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Makes a copy that reduces too."""
-        plain_class: Any = cls.__bases__[1]  # The second base of a class that make_distributed made.
+        # The second base of a class that make_distributed made.
+        plain_class: Any = cls.__bases__[1]
+        # Left out, since wrapping adds them again and would take them for a step of the class's own.
+        while issubclass(plain_class, ClipsTables | Sharded):
+            plain_class = plain_class.__bases__[1]
         return cls._hvtrain_wrap(plain_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
-        """Returns the gradients of the joint batch, made of those of all ranks."""
+        """Returns the gradients of the joint batch, reduced over all ranks."""
         reducer = self._hvtrain.reducer
         come_from_tape = any(getattr(gradient, "_hvtrain_reduced", False) for gradient in grads)
         if come_from_tape and not reducer.averages:
@@ -184,7 +200,7 @@ class Distributed:
 
 
 class DistributedAccumulation(Distributed):
-    """Reduces accumulated gradients, once for each step that changes weights, before clipping."""
+    """Reduces accumulated gradients before clipping, once for each step that changes weights."""
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
         return grads
@@ -197,12 +213,16 @@ class DistributedAccumulation(Distributed):
         reducer = self._hvtrain.reducer
         calls_before = reducer.num_calls
         result = super()._step(grads, variables)
-        # A micro-step that only accumulates reduces nothing. A graph has both branches, so that
-        # its trace has to reduce.
+        # An eager micro-step that only accumulates reduces nothing. A graph has both branches, so its
+        # trace has to reduce.
         if tf.executing_eagerly() and int(self._iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return result
         has_reduced = reducer.num_calls > calls_before
-        if not has_reduced and not reducer.is_alone and any(gradient is not None for gradient in grads):
+        if (
+            not has_reduced
+            and not reducer.is_alone
+            and any(gradient is not None for gradient in grads)
+        ):
             raise RankError(
                 f"{type(self).__name__} stepped without reducing a gradient, so each rank would train alone; "
                 "accumulate with one of Keras's own optimizers, or without gradient_accumulation_steps"
@@ -223,16 +243,26 @@ class DistributedLossScale(Distributed):
 
     built: bool
 
-    def _check(self, own: Any, reduced: Any) -> Any:
-        """Excuses an overflow, which halves the scale.
+    def _reduce(self, grads: Any, variables: Any) -> Any:
+        # Without a scale no step is skipped, and a NaN in a local gradient stays on its rank.
+        self._hvtrain.reducer.shares_overflow = self._hvtrain.loss_was_scaled
+        return super()._reduce(grads, variables)
 
-        Below a scale of 1 it is not an overflow: the gradient itself is not finite.
+    def _check(self, own: Any, reduced: Any) -> Any:
+        """Excuses an overflow, after which Keras halves the scale.
+
+        With a scale below 1 such values are no overflow: the gradient itself is not finite.
         """
         check = self._hvtrain.finite_check
         if not check or not self.built:
             return reduced
-        is_overflow = self.dynamic_scale.value >= 1.0  # type: ignore[attr-defined]
-        return check(own, reduced, excused=is_overflow)
+        scale = self.dynamic_scale.value  # type: ignore[attr-defined]
+        return check(
+            own,
+            reduced,
+            excused=scale >= 1.0,
+            loss_scale=scale if self._hvtrain.loss_was_scaled else 1.0,
+        )
 
     def _step(self, grads: Any, variables: Any) -> Any:
         if self._hvtrain.loss_was_scaled:
@@ -251,8 +281,8 @@ class DistributedLossScale(Distributed):
 class DistributedLossScaleAccumulation(DistributedLossScale):
     """Wraps a LossScaleOptimizer whose inner optimizer accumulates.
 
-    One number travels with each micro-step, gradients with each step. Ranks that skipped different
-    micro-steps would reduce at different times and wait for each other.
+    The ranks exchange one number in each micro-step, and gradients in each step. If they skipped
+    different micro-steps they would reduce at different times, and wait for each other.
     """
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
@@ -266,11 +296,13 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
             ignore_name_scope=True,
             process_set=reducer.process_set,
         )
-        # Keras looks at the gradients, so an overflow on another rank is put into the first one.
+        # Keras checks the gradients themselves, so another rank's overflow is added to the first one.
         poison = tf.where(all_finite > 0, 0.0, float("nan"))
         poisoned = list(grads)
         first = next(i for i, gradient in enumerate(grads) if gradient is not None)
-        poisoned[first] = map_values(lambda values: values + tf.cast(poison, values.dtype), grads[first])
+        poisoned[first] = map_values(
+            lambda values: values + tf.cast(poison, values.dtype), grads[first]
+        )
         return self._check(grads, poisoned)
 
 
@@ -279,7 +311,7 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
     """Yields True for the call that enters the step, False for those that the step itself makes.
 
     Raises:
-        ValueError: inside another optimizer, which would reduce twice, or not on all ranks.
+        ValueError: inside another optimizer, where gradients would be reduced twice or not on all ranks.
     """
     active = vars(_active).setdefault("optimizers", [])
     is_outermost = all(other is not optimizer for other in active)
@@ -290,11 +322,17 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
             f"the DistributedOptimizer {optimizer.name} is inside the DistributedOptimizer {outer.name}, so gradients "
             "would be reduced twice; wrap an optimizer once, outermost"
         )
-    # Keras's compile puts its own LossScaleOptimizer around ours under mixed_float16. It would let
-    # each rank decide alone whether to step, and the ranks that step would wait for those that
-    # skip; and it would scale twice. It is then one of the nearest callers.
-    callers = (frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16))
-    if is_outermost and not is_accumulation and any(name.endswith("loss_scale_optimizer.py") for name in callers):
+    # Under mixed_float16 Keras's compile puts its own LossScaleOptimizer around ours. Each rank would
+    # then decide alone whether to step, and those that step would wait for those that skip; and the
+    # loss would be scaled twice. Such a scale is recognized among the nearest callers.
+    callers = (
+        frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16)
+    )
+    if (
+        is_outermost
+        and not is_accumulation
+        and any(name.endswith("loss_scale_optimizer.py") for name in callers)
+    ):
         raise ValueError(
             "a DistributedOptimizer is inside a LossScaleOptimizer, where one rank's overflow would hang the "
             "others; wrap the outer one: DistributedOptimizer(LossScaleOptimizer(optimizer))"

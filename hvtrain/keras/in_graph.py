@@ -8,16 +8,19 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+# A value of model.stop_training that ends only an epoch resumed after an elastic reset; not a request to stop.
+END_OF_EPOCH = "end of the epoch that began before the reset"
+
 _counters = SimpleNamespace()
 
 
 def positional_name(operation: str) -> str:
-    """Returns a name from the position among such operations in the outermost graph being traced.
+    """Returns a name that counts the operations of this kind in the outermost graph being traced.
 
-    Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank
-    has built more layers or models than another. The position in the graph is the same on all ranks
-    and in each trace, even on a rank that traces more often. Eager operations run one after the
-    other and can share a name.
+    Horovod pairs the tensors of different ranks by name. Names derived from Keras's differ once one
+    rank has built more layers or models than another. The position in the graph is the same on all
+    ranks and in each trace, even on a rank that traces more often. Eager operations run one at a
+    time, so they can share a name.
     """
     if tf.executing_eagerly():
         return f"hvtrain_{operation}"
@@ -26,16 +29,16 @@ def positional_name(operation: str) -> str:
     # a graph that has no outer graph itself.
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
-    # Kept by the graph, so that each trace counts from 0.
+    # The graph holds the counter, so each trace counts from 0.
     number = getattr(graph, f"_hvtrain_{operation}", 0)
     setattr(graph, f"_hvtrain_{operation}", number + 1)
     return f"hvtrain_{operation}_{number}"
 
 
 def counter(operation: str) -> tf.Variable:
-    """Returns this process's counter of such operations, which graphs increment.
+    """Returns this process's counter of the operations of one kind; graphs increment it.
 
-    A TensorFlow 1 graph, which cannot use an eager variable, has a counter of its own.
+    A TensorFlow 1 graph cannot use an eager variable, so it has its own counter.
     """
     with tf.init_scope():
         owner = _counters if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -53,20 +56,22 @@ def new_counter() -> tf.Variable:
 
 def is_compiled_by_xla() -> bool:
     """Returns True while a tf.function(jit_compile=True) is traced here."""
-    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(
+        tf.compat.v1.get_default_graph()
+    )
 
 
 def tf_variable(variable: Any) -> Any:
-    """Returns the TensorFlow variable inside a Keras variable; anything else as it is."""
+    """Returns the TensorFlow variable inside a Keras variable; anything else unchanged."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 class SharedFlag:
-    """An event like threading.Event, shared by all ranks without a message of its own.
+    """An event like threading.Event, shared by all ranks without an extra message.
 
-    Every rank holds one. A rank that leaves the training loop alone makes the others wait forever.
-    So it only sets its flag, which travels in one message with the next gradients, and every rank
-    reads the same result after the same step.
+    Every rank holds one. If one rank left the training loop alone, the others would wait for it
+    forever. So a rank only sets its flag, which is reduced in the same message as the next gradients,
+    and every rank reads the same result after the same step.
     """
 
     def __init__(self) -> None:
@@ -89,12 +94,12 @@ class SharedFlag:
         self._reduced.assign([0.0])
 
     def own(self, dtype: tf.DType) -> tf.Tensor:
-        """Returns this rank's flag, in the graph: a tensor [1] to reduce beside gradients."""
+        """Returns this rank's flag, in the graph: a tensor [1] to reduce together with gradients."""
         return tf.cast(self._own.read_value(), dtype)
 
     def update(self, reduced: tf.Tensor) -> tf.Tensor:
-        """Takes the reduced flag, in the graph.
+        """Stores the reduced flag, in the graph.
 
-        Mean, sum and Adasum are all above 0 if one rank's flag is.
+        Whether reduced by mean, sum or Adasum, it is above 0 if any rank's flag is set.
         """
         return self._reduced.assign(tf.cast(reduced, tf.float32))

@@ -1,4 +1,4 @@
-"""Losses over the joint batch of all ranks, with the gradients of one process that has it all."""
+"""Losses over the joint batch of all ranks, with the gradients of a single process."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from hvtrain.step.joint_loss import joint_loss
 
 
 def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802, as DistributedOptimizer
-    """Changes a loss so that the mean over ranks of its gradients is that of the joint batch.
+    """Returns a copy of a loss whose gradients, averaged over the ranks, are those of the joint batch.
 
     Ranks may then hold different numbers of masked or ignored elements, or different sums of
-    weights with reduction="mean_with_sample_weight"; reduction="sum" sums over all ranks. Other
-    losses stay as they are, and cost nothing. It acts only where a gradient is taken, which has to
-    be on every rank: in evaluation it is the plain loss. Keras saves it as the plain loss. Use it
-    with an optimizer or a tape that averages. A loss that calls an attribute `joint_batch`, such as
-    hvtrain.tasks.InBatchSoftmax, gets the function of that name.
+    weights with reduction="mean_with_sample_weight"; reduction="sum" sums over all ranks. For other
+    losses nothing changes, at no cost. The copy differs only where a gradient is taken, which every
+    rank must do; in evaluation, and for Keras's saving, it is the plain loss. Use it with an
+    optimizer or a tape that averages. If the loss has an attribute `joint_batch`, as
+    hvtrain.tasks.InBatchSoftmax does, the copy gets the function joint_batch in its place.
 
     Args:
         loss: any keras.losses.Loss.
@@ -37,16 +37,21 @@ def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802
 
 
 def joint_mean(values: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor:
-    """Returns this rank's part of the joint weighted mean, times the number of ranks (every rank).
+    """Returns this rank's share of the joint weighted mean, times the number of ranks (every rank).
 
-    So the mean over ranks of these numbers is sum(values x weights) / sum(weights) over the joint
-    batch, and a DistributedGradientTape or DistributedOptimizer, which takes the mean of gradients,
-    gets the joint gradient. 0 if no rank has a weight above 0.
+    The mean of these numbers over the ranks is sum(values x weights) / sum(weights) over the joint
+    batch, so a DistributedGradientTape or DistributedOptimizer, which averages gradients, gets the
+    joint gradient. 0 if no rank has a weight above 0.
 
     Args:
         values: a tensor of any shape, such as a loss for each example or token.
         weights: a tensor whose shape broadcasts to that of the values; None: 1 each.
+
+    Returns:
+        A scalar, in float32 for values in half precision, whose sums would overflow.
     """
+    if tf.as_dtype(values.dtype).size < 4:
+        values = tf.cast(values, tf.float32)
     weights = tf.ones_like(values) if weights is None else tf.cast(weights, values.dtype)
     weights = tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values)))
     mean_weight = tf.cast(mean_over_ranks(tf.reduce_sum(weights)), values.dtype)
@@ -72,14 +77,16 @@ def mean_over_ranks(number: tf.Tensor) -> tf.Tensor:
     return hvd.allreduce(number, op=hvd.Average, name=name, ignore_name_scope=True)
 
 
-def joint_batch(rows: Any, name: str | None = None, process_set: Any = hvd.global_process_set) -> Any:
+def joint_batch(
+    rows: Any, name: str | None = None, process_set: Any = hvd.global_process_set
+) -> Any:
     """Returns the rows of all ranks, in the ranks' order, with the gradient of the joint loss (every rank).
 
-    For losses that set each example against those of all ranks, as CLIP (Radford et al. 2021) and
-    SimCLR (Chen et al. 2020) do. A rank computes the loss of its own examples alone. The gradient
-    of its rows is then the sum of what all ranks' losses say of them, while allgather gives the
-    mean; and a DistributedOptimizer or DistributedGradientTape, which averages over the ranks, gets
-    the gradient of the mean loss of the joint batch.
+    For losses that contrast each example with those of all ranks, such as CLIP (Radford et al. 2021)
+    and SimCLR (Chen et al. 2020). Each rank computes the loss of its own examples only. The gradient
+    of its rows is the sum of their gradients from all ranks' losses (allgather would give the mean),
+    so a DistributedOptimizer or DistributedGradientTape, which averages over the ranks, gets the
+    gradient of the mean loss of the joint batch.
 
     Args:
         rows: tensor [own, ...]; the first dimension may differ between the ranks.
@@ -99,9 +106,11 @@ def joint_batch(rows: Any, name: str | None = None, process_set: Any = hvd.globa
     if process_set.size() == 1:
         return rows
     if is_compiled_by_xla():
-        raise ValueError("joint_batch gathers rows within the step, which XLA cannot compile; leave out jit_compile")
+        raise ValueError(
+            "joint_batch gathers rows within the step, which XLA cannot compile; leave out jit_compile"
+        )
 
-    # Horovod's own names come from tensors, and so from layers, which each rank numbers by itself.
+    # Horovod would name the message after the tensor, and so after layers, which ranks may number differently.
     name = name or positional_name("joint_batch")
     options = {"process_set": process_set, "ignore_name_scope": True}
 

@@ -1,30 +1,34 @@
-"""Learning rates by epoch: schedules, and the warm-up from one rank's rate to all ranks'."""
+"""Callbacks for the learning rate: schedules by epoch, and the warm-up to the rate for all ranks."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 
+from hvtrain.keras.process import is_elastic
+
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to initial_lr x multiplier(epoch), at each epoch or each batch.
 
     Args:
-        initial_lr: learning rate at multiplier 1; None: the optimizer's rate when training begins.
+        initial_lr: learning rate for a multiplier of 1; None: the optimizer's rate when training
+            begins.
         multiplier: a function of the epoch (fractional if staircase is false), or a number m, which
-            stands for m ** (epoch - start_epoch).
-        start_epoch, end_epoch: epochs in which it acts; the end is not included.
-        staircase: set the rate at the beginning of an epoch only, not at each batch.
+            means m ** (epoch - start_epoch).
+        start_epoch, end_epoch: the epochs in which it acts; end_epoch is excluded.
+        staircase: set the rate at the beginning of each epoch only, not at each batch.
         momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by new /
             old rate (Goyal et al. 2017, section 2.1, remark 2). Upstream scales the coefficient for
-            that one step; scaling the slots gives the same product, and works in a compiled step
-            too.
+            that one step; scaling the slots gives the same product, also in a compiled step.
         steps_per_epoch: needed if Keras does not know it.
 
     Raises:
-        ValueError: at the start of training, if the optimizer's learning rate is a schedule, or if
-            the number of steps in an epoch is needed and not known.
+        ValueError: at the start of training, if the optimizer's learning rate is a schedule, if the
+            number of steps in an epoch is needed and not known, or if initial_lr is None in an
+            elastic job.
     """
 
     def __init__(
@@ -53,18 +57,25 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         schedule = getattr(self._optimizer, "_learning_rate", None)
-        # Keras would refuse to set the rate too, but not before the first batch.
+        # Keras would refuse to set the rate too, but only at the first batch.
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ValueError(
                 f"{type(self).__name__} sets the learning rate, and this optimizer's is a {type(schedule).__name__}; "
                 "give the optimizer a number, or leave the callback out and put the warm-up into the schedule"
+            )
+        if self.initial_lr is None and is_elastic():
+            raise ValueError(
+                "initial_lr=None in an elastic job: a rank that joins gets a rate that is already changed; pass the "
+                "number that the optimizer began with"
             )
         if self.initial_lr is None:
             self.initial_lr = float(self.model.optimizer.learning_rate)
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
-                raise ValueError("Keras does not know the number of steps in an epoch; pass steps_per_epoch")
+                raise ValueError(
+                    "Keras does not know the number of steps in an epoch; pass steps_per_epoch"
+                )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.current_epoch = epoch
@@ -93,25 +104,27 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         new_rate = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new_rate
 
-        # Slots exist once the optimizer is built, and there is no ratio to a rate of 0.
+        # Slots exist only once the optimizer is built, and a rate of 0 has no ratio.
         has_momentum = bool(getattr(optimizer, "momentum", None)) and optimizer.built
         if self.momentum_correction and has_momentum and old_rate not in (0, new_rate):
-            # SGD has momentums, RMSprop _momentums.
-            for slot in getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", []):
+            # Keras names them `momentums` in SGD and `_momentums` in RMSprop.
+            for slot in getattr(optimizer, "momentums", None) or getattr(
+                optimizer, "_momentums", []
+            ):
                 slot.assign(slot * (new_rate / old_rate))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the rate at each batch, linearly from initial_lr / size to initial_lr.
+    """Raises the rate batch by batch, linearly from initial_lr / size to initial_lr.
 
     Source: Goyal et al. 2017, section 2.2.
 
     Args:
-        initial_lr: the rate after the warm-up, scaled by the number of ranks already; None: the
+        initial_lr: the rate after the warm-up, already scaled by the number of ranks; None: the
             optimizer's.
-        warmup_epochs: length of the warm-up.
+        warmup_epochs: length of the warm-up in epochs.
         momentum_correction, steps_per_epoch: as in LearningRateScheduleCallback.
-        verbose: above 0: rank 0 prints a line at the end of the warm-up.
+        verbose: if above 0, rank 0 prints a line at the end of the warm-up.
     """
 
     def __init__(
@@ -123,8 +136,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # One batch ahead, as upstream, so that epochs end at round numbers.
-            epoch += 1.0 / (self.steps_per_epoch or 1)
+            # One batch ahead, as upstream, so that the rate is a round number at the end of each epoch.
+            epoch = min(epoch + 1.0 / (self.steps_per_epoch or 1), warmup_epochs)
             return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
         super().__init__(
@@ -139,6 +152,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose and hvd.rank() == 0:
+        if (
+            self.end_epoch is not None
+            and epoch == math.ceil(self.end_epoch) - 1
+            and self.verbose
+            and hvd.rank() == 0
+        ):
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished the learning rate warm-up to {rate:g}.")

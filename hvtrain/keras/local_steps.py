@@ -1,7 +1,7 @@
-"""LocalSGD and DiLoCo: ranks step on their own, and bring their weights together now and then.
+"""LocalSGD and DiLoCo: ranks step on their own and synchronize their weights every few steps.
 
-For networks on which a reduction in every step takes longer than the step. Between two
-synchronizations the ranks' weights differ; right after one they are equal.
+They suit networks on which a reduction takes longer than the step itself. Between two synchronizations the
+weights differ between ranks; right after one they are equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,6 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from hvtrain.keras.compression import WireFormat
 from hvtrain.keras.gradients import FiniteCheck
 from hvtrain.keras.hooks import Distributed, Hook, make_distributed
 from hvtrain.keras.in_graph import tf_variable
@@ -21,7 +20,7 @@ from hvtrain.keras.reduction import Reducer
 
 OUTER_RATE = 0.7
 OUTER_MOMENTUM = 0.9
-"""Of DiLoCo's outer optimizer, as in the paper's experiments (Douillard et al. 2023, section 3)."""
+"""Settings of DiLoCo's outer optimizer in the paper's experiments (Douillard et al. 2023, section 3)."""
 
 
 def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
@@ -34,9 +33,8 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     """Makes this optimizer step on its rank's gradients, and average the weights every few steps.
 
     Local SGD (Stich 2019, arXiv:1805.09767), with any optimizer; its slots stay each rank's own.
-    Returns the same object, as DistributedOptimizer does. Weights are equal on all ranks after
-    every `every` steps and after synchronize(optimizer), which belongs before an evaluation or a
-    checkpoint.
+    Returns the same object, as DistributedOptimizer does. Weights are equal on all ranks after each
+    `every` steps and after synchronize(optimizer); call it before an evaluation or a checkpoint.
 
     Args:
         optimizer: a Keras optimizer, not built yet, without gradient_accumulation_steps, use_ema
@@ -49,7 +47,7 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
         options: process_set, bucket_bytes and check_finite of DistributedOptimizer.
 
     Raises:
-        TypeError, ValueError: as DistributedOptimizer, and for an optimizer that cannot do it.
+        TypeError, ValueError: as for DistributedOptimizer, and for an optimizer that cannot step locally.
 
     Example:
         optimizer = hvd.LocalSGD(keras.optimizers.SGD(0.1), every=16)
@@ -67,29 +65,31 @@ def DiLoCo(  # noqa: N802
     within: Any = None,
     **options: Any,
 ) -> keras.optimizers.Optimizer:
-    """Makes this optimizer step on its rank's gradients, and an outer one step on what they changed.
+    """Makes this optimizer step on its rank's gradients, and an outer one on the resulting changes.
 
     DiLoCo (Douillard et al. 2023, arXiv:2311.08105): the mean of the ranks' changes since the last
     synchronization is the gradient of an outer SGD with Nesterov momentum. With outer_rate=1 and
     outer_momentum=0 it is LocalSGD.
 
     Args:
-        compression: how the changes travel; those that keep errors are allowed.
+        compression: the format in which changes are sent; one that keeps errors is allowed.
 
     The other arguments, results and errors are those of LocalSGD.
     """
 
     def outer() -> keras.optimizers.Optimizer:
-        return keras.optimizers.SGD(outer_rate, momentum=outer_momentum, nesterov=outer_momentum > 0)
+        return keras.optimizers.SGD(
+            outer_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
+        )
 
     options = {**options, "compression": compression, "within": within}
     return _make_local(optimizer, every, warmup_steps, outer, options)
 
 
 def synchronize(optimizer: Any) -> bool:
-    """Brings the ranks' weights together now, unless their last step did (every rank).
+    """Synchronizes the ranks' weights now, unless the last step has done so (every rank).
 
-    Returns True if it did something.
+    Returns True if the weights were apart before.
     """
     local = local_hook(optimizer)
     step = int(optimizer.iterations.numpy())
@@ -101,10 +101,12 @@ def synchronize(optimizer: Any) -> bool:
 
 
 def local_hook(optimizer: Any) -> "LocalHook":
-    """Returns the hook of an optimizer that LocalSGD or DiLoCo returned. Raises TypeError for others."""
+    """Returns the hook of an optimizer made by LocalSGD or DiLoCo. Raises TypeError for others."""
     hook = getattr(optimizer, "_hvtrain", None)
     if not isinstance(hook, LocalHook):
-        raise TypeError(f"{type(optimizer).__name__} does not step locally; pass what LocalSGD or DiLoCo returned")
+        raise TypeError(
+            f"{type(optimizer).__name__} does not step locally; pass what LocalSGD or DiLoCo returned"
+        )
     return hook
 
 
@@ -112,8 +114,8 @@ class LocalHook(Hook):
     """State of an optimizer that steps locally.
 
     Args:
-        reducer: of the weights or changes, and of gradients in the first steps.
-        within: reducer of gradients between the ranks of a host in the other steps, or None.
+        reducer: reduces the weights or changes, and during the warm-up the gradients.
+        within: reduces gradients between the ranks of a host after the warm-up, or None.
     """
 
     def __init__(
@@ -135,14 +137,18 @@ class LocalHook(Hook):
         """The weights after the last synchronization, for the outer optimizer."""
         self.has_anchors: Any = None
         self.synchronized_step = 0
-        """The step after which synchronize() was called last."""
+        """The step after which synchronize() last acted."""
 
     def are_apart(self, step: int) -> bool:
         """True if the ranks' weights differ after this step."""
-        return step > self.warmup_steps and step % self.every != 0 and step != self.synchronized_step
+        if self.outer and not (self.has_anchors is not None and bool(self.has_anchors.numpy())):
+            return False  # No step since the weights were set on all ranks.
+        return (
+            step > self.warmup_steps and step % self.every != 0 and step != self.synchronized_step
+        )
 
     def num_due(self, first: int, last: int) -> tuple[int, int]:
-        """Reductions that belong to the steps after `first`, up to `last`: over all ranks, and within the host.
+        """Returns how many reductions are due in the steps after `first` up to `last`: (over all ranks, within hosts).
 
         >>> LocalHook(None, None, every=4, warmup_steps=2, outer=None).num_due(0, 12)
         (5, 0)
@@ -154,24 +160,26 @@ class LocalHook(Hook):
         return warm + rounds, max(0, last - begin) if reduces_within else 0
 
     def num_ran(self) -> tuple[int, int]:
-        """The reductions that have run on this rank, as num_due() counts them."""
+        """Returns how many reductions have run on this rank, as a pair like that of num_due()."""
         within = 0 if self.within is None else int(self.within.count.numpy())
         return int(self.reducer.count.numpy()), within
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.outer and not self.anchors:
-            self.anchors = [keras.Variable(variable, trainable=True, name="anchor") for variable in variables]
+            self.anchors = [
+                keras.Variable(variable, trainable=True, name="anchor") for variable in variables
+            ]
             self.outer.build(self.anchors)
             with tf.init_scope():
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
 
     def weights_were_set(self) -> None:
-        # As by a broadcast after the first step, which a model without an Input needs.
+        # A model without an Input is broadcast only after its first step.
         if self.has_anchors is not None:
             self.has_anchors.assign(False)
 
     def begin_round(self, step: Any, variables: Sequence[Any]) -> None:
-        """Takes the weights as anchors where a round begins, or the training does."""
+        """Copies the weights to the anchors at the beginning of a round or of the training."""
         if not self.outer:
             return
 
@@ -183,7 +191,7 @@ class LocalHook(Hook):
         _run_if(tf.logical_or(step % self.every == 0, tf.logical_not(self.has_anchors)), take)
 
     def synchronize(self, optimizer: Any) -> None:
-        """Averages weights, or lets the outer optimizer step, and gives all ranks the result."""
+        """Averages the weights, or steps the outer optimizer on the mean change (every rank)."""
         variables = optimizer._trainable_variables
         own = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
         if not self.outer:
@@ -201,7 +209,7 @@ class LocalHook(Hook):
 
 
 class LocalSteps(Distributed):
-    """Reduces gradients in the first steps alone, and weights later."""
+    """Reduces gradients during the warm-up only, and weights afterwards."""
 
     _hvtrain: LocalHook
     built: bool
@@ -214,9 +222,13 @@ class LocalSteps(Distributed):
 
     @property
     def rank_variables(self) -> dict[str, Any]:
-        """Slots differ between ranks; what the outer optimizer has does not."""
+        """Slots, which differ between ranks, and the outer optimizer's variables, which do not."""
         shared = (self.iterations, getattr(self, "_learning_rate", None))
-        slots = [variable for variable in self.variables if not any(variable is other for other in shared)]
+        slots = [
+            variable
+            for variable in self.variables
+            if not any(variable is other for other in shared)
+        ]
         outer = self._hvtrain.outer.variables if self._hvtrain.outer else []
         return {
             **super().rank_variables,
@@ -225,7 +237,9 @@ class LocalSteps(Distributed):
         }
 
     def register_local_var(self, var: Any) -> None:
-        raise ValueError("LocalSGD and DiLoCo average all weights; use DistributedOptimizer for local variables")
+        raise ValueError(
+            "LocalSGD and DiLoCo average all weights; use DistributedOptimizer for local variables"
+        )
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
         local = self._hvtrain
@@ -235,7 +249,9 @@ class LocalSteps(Distributed):
         if not local.warmup_steps:
             return within(grads, variables)
         # Dense, so that both branches of the graph return the same types.
-        dense = [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in grads]
+        dense = [
+            gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in grads
+        ]
         positions = [i for i, gradient in enumerate(dense) if gradient is not None]
 
         def over_all() -> list[Any]:
@@ -268,7 +284,7 @@ class LocalSteps(Distributed):
 
 
 def _run_if(condition: tf.Tensor, action: Callable[[], None]) -> None:
-    """Does it in the graph, where the condition holds."""
+    """Runs the action in the graph if the condition holds."""
 
     def act() -> tf.Tensor:
         action()
@@ -289,28 +305,39 @@ def _make_local(
         raise ValueError(
             f"every={every} and warmup_steps={warmup_steps} are out of range; they must be at least 1 and 0"
         )
-    if isinstance(optimizer, LossScaleOptimizer) or keras.config.dtype_policy().name == "mixed_float16":
+    if (
+        isinstance(optimizer, LossScaleOptimizer)
+        or keras.config.dtype_policy().name == "mixed_float16"
+    ):
         raise ValueError(
             "ranks that step on their own would have loss scales of their own; use the policy mixed_bfloat16 or float32"
         )
-    excluded = [name for name in ("gradient_accumulation_steps", "use_ema") if getattr(optimizer, name)]
+    excluded = [
+        name for name in ("gradient_accumulation_steps", "use_ema") if getattr(optimizer, name)
+    ]
     if excluded:
         raise ValueError(f"an optimizer that steps locally cannot have {excluded[0]}; leave it out")
 
     reducer_options = dict(options)
     check_finite = reducer_options.pop("check_finite", False)
     within_set = reducer_options.pop("within", None)
+    if check_finite and reducer_options.get("process_set") is not None:
+        raise ValueError(
+            "check_finite=True needs weights that all ranks share; leave process_set out"
+        )
     reducer = Reducer(**reducer_options)
     outer = make_outer()
-    if outer is None and (
-        isinstance(reducer.compression, WireFormat) or reducer.compression is not hvd.Compression.none
-    ):
-        raise ValueError("LocalSGD sends weights, which compression would round; use DiLoCo with outer_rate=1")
+    if outer is None and reducer.compression is not hvd.Compression.none:
+        raise ValueError(
+            "LocalSGD sends weights, which compression would round; use DiLoCo with outer_rate=1"
+        )
 
     def wrap(copy: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         return _make_local(copy, every, warmup_steps, make_outer, options)
 
     within = Reducer(process_set=within_set) if within_set else None
-    hook = LocalHook(reducer, FiniteCheck() if check_finite else None, every, warmup_steps, outer, within)
+    hook = LocalHook(
+        reducer, FiniteCheck() if check_finite else None, every, warmup_steps, outer, within
+    )
     make_distributed(optimizer, LocalSteps, hook, wrap)
     return optimizer

@@ -1,10 +1,10 @@
 """DistributedOptimizer: a Keras 3 optimizer that steps on the gradients of all ranks.
 
-Horovod's own version hooks a method that Keras 3 never calls, so it silently reduces nothing. This
-one reduces where the step is entered, or, with Keras's gradient accumulation, just before clipping.
-So there is one reduction for each step that changes weights, and clipping, weight decay and
-whatever else the optimizer's class does act on the reduced gradient (checked against one process on
-the joint batch, see tests/keras).
+Horovod's own version hooks _aggregate_gradients, which Keras 3 never calls, so it silently reduces
+nothing (horovod#4290). The one here reduces as the step is entered or, with Keras's gradient
+accumulation, just before clipping. So there is one reduction for each step that changes weights,
+and clipping, weight decay and whatever else the optimizer's class does act on the reduced gradient
+(tests/keras compare it with one process on the joint batch).
 """
 
 from collections.abc import Iterable
@@ -17,6 +17,7 @@ import h5py
 import horovod.tensorflow as hvd
 import keras
 from keras.optimizers import LossScaleOptimizer
+from keras.src.legacy.saving.legacy_h5_format import load_attributes_from_hdf5_group
 
 from hvtrain.keras.gradients import FiniteCheck
 from hvtrain.keras.hooks import (
@@ -55,18 +56,18 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 ) -> keras.optimizers.Optimizer:
     """Makes this optimizer reduce gradients over all ranks before it steps; returns the same object.
 
-    Its class becomes a subclass of the same name, so slots and iterations that it already has stay,
-    and a saved model loads as the plain Keras optimizer anywhere. After `keras.models.load_model`
+    The optimizer's class becomes a subclass of the same name, so existing slots and iterations stay,
+    and a saved model loads anywhere, with the plain Keras optimizer. After `keras.models.load_model`
     wrap the loaded optimizer again, `DistributedOptimizer(model.optimizer)`, or use
     hvtrain.keras.load_model.
 
-    It either steps on the joint gradient or raises. What the optimizer's class overrides (apply,
-    apply_gradients) gets gradients that are reduced already. Gradients that the class computes by
-    itself in its step are its own to reduce, with DistributedGradientTape.
+    It either steps on the joint gradient or raises. Methods that the optimizer's class overrides
+    (apply, apply_gradients) get gradients that are already reduced. If the class computes gradients
+    of its own within the step, it has to reduce them itself, with DistributedGradientTape.
 
-    Under the mixed_float16 policy the optimizer is first put into a LossScaleOptimizer, and that is
-    wrapped: all ranks see an overflow on one of them, and skip the step together. It scales nothing
-    if no loss goes through its scale_loss, as in a loop of your own or with
+    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that
+    all ranks see an overflow on any of them and skip the step together. Nothing is scaled unless the
+    loss goes through its scale_loss: it does not in a custom loop, or with
     compile(auto_scale_loss=False).
 
     Args:
@@ -74,32 +75,32 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         name: new name of the optimizer.
         op: Average, Sum or Adasum (Maleki et al. 2020), over the ranks.
         compression: Compression.none, fp16, bf16, int8 or powersgd(rank) on the wire; the last two
-            keep what they lose, and add it to the next gradient.
+            keep the error of each gradient and add it to the next one.
         sparse_as_dense: reduce IndexedSlices as dense tensors.
-        gradient_predivide_factor: divide by it before and multiply after the sum; needs op=Average.
-        backward_passes_per_step: accumulate that many batches for each step (Keras's
+        gradient_predivide_factor: divides gradients before the sum, and multiplies the sum; needs
+            op=Average.
+        backward_passes_per_step: batches to accumulate for each step (Keras's
             gradient_accumulation_steps); their gradients are summed, or averaged if
-            average_aggregated_gradients is true. Either way there is one reduction for each step.
+            average_aggregated_gradients is true. Either way there is one reduction per step.
         num_groups, groups: number of fused messages for each type of gradient (default: one), or
-            lists of variables whose gradients travel together.
+            lists of variables whose gradients are sent together.
         process_set: ranks that exchange gradients; the others step on their own.
         scale_local_gradients: divide the gradients of local variables (see register_local_var on
-            the result, and PartialDistributedOptimizer) by the number of ranks, as the averaged
-            ones are.
+            the result, and PartialDistributedOptimizer) by the number of ranks, like averaged ones.
         device_dense, device_sparse: as in Horovod.
         check_finite: fail the step on all ranks, before it changes weights, if a reduced gradient
             is not finite (not in Horovod; costs one pass over the gradients).
-        bucket_bytes: instead of num_groups and groups, messages of about that many bytes, the last
+        bucket_bytes: instead of num_groups and groups, messages of about this many bytes, the last
             variables first, reduced while other gradients are computed; gradients of 4 MiB or more
-            alone (not in Horovod).
-        shard: each rank keeps the optimizer's slots of its part of the weights, updates that part,
-            and gathers the others (ZeRO stage 1, not in Horovod). The weights are the same. Needs
-            an optimizer that is not built yet; see gather_slots.
+            are sent alone (not in Horovod).
+        shard: each rank keeps optimizer slots for its part of the weights only, updates that part,
+            and gathers the other parts (ZeRO stage 1, not in Horovod). The weights are the same.
+            Needs an optimizer that is not built yet; see gather_slots.
 
     Raises:
-        TypeError: not a Keras 3 optimizer.
-        ValueError: wrapped twice, or a step inside another optimizer; arguments that exclude each
-            other, or gradient_accumulation_steps of an optimizer that overrides Keras's step.
+        TypeError: it is not a Keras 3 optimizer.
+        ValueError: it is wrapped twice, or steps inside another one; arguments exclude each other;
+            or gradient_accumulation_steps is set on an optimizer that overrides Keras's step.
         RankError: in the first step that is traced, if the ranks' gradients differ in number,
             names, shapes or types.
 
@@ -108,15 +109,22 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
         model.compile(optimizer, "mse", jit_compile=False)
     """
-    # Every argument but these two, to wrap copies of the optimizer in the same way.
+    # All other arguments, with which copies of the optimizer are wrapped too.
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
     check_is_plain(optimizer)
     if check_finite and process_set is not None:
-        raise ValueError("check_finite=True needs gradients that all ranks share; leave process_set out")
+        raise ValueError(
+            "check_finite=True needs gradients that all ranks share; leave process_set out"
+        )
+
+    if backward_passes_per_step < 1:
+        raise ValueError(
+            f"backward_passes_per_step={backward_passes_per_step} is out of range; it must be at least 1"
+        )
 
     is_scaled = isinstance(optimizer, LossScaleOptimizer)
-    # A scale that is made here does nothing to a loss that never went through it.
+    # A LossScaleOptimizer that is added here accepts a loss that never goes through its scale_loss.
     requires_scaled_loss = is_scaled
     if keras.config.dtype_policy().name == "mixed_float16" and not is_scaled:
         optimizer = LossScaleOptimizer(optimizer)
@@ -150,8 +158,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         scale_local_gradients=scale_local_gradients,
         gathers_weights=shard,
     )
-    # Such a step need not be linear in the gradients. Its mean over ranks is then not the step of
-    # the joint batch.
+    # An overridden step need not be linear in the gradients; the mean of the ranks' steps would then
+    # not be the step of the joint batch.
     own_steps = overridden_steps(type(inner))
     if accumulates and own_steps:
         raise ValueError(
@@ -183,20 +191,26 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
 
 def check_is_plain(optimizer: Any) -> None:
-    """Raises TypeError unless it is an optimizer of Keras 3, ValueError if it is distributed."""
+    """Raises TypeError unless it is a Keras 3 optimizer, ValueError if it is distributed."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3")
-    # LossScaleOptimizer and MultiOptimizer step with optimizers inside them.
+        raise TypeError(
+            f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3"
+        )
+    # LossScaleOptimizer and MultiOptimizer hold other optimizers.
     parts = [
         getattr(optimizer, "inner_optimizer", None),
         *(getattr(optimizer, "optimizers", None) or []),
     ]
     if any(is_distributed(part) for part in [optimizer, *parts]):
-        raise ValueError(f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost")
+        raise ValueError(
+            f"{optimizer.name} is a DistributedOptimizer already; wrap an optimizer once, outermost"
+        )
 
 
-def _wrap_copy(optimizer: keras.optimizers.Optimizer, scale: float, **options: Any) -> keras.optimizers.Optimizer:
-    """Wraps a copy, which accumulates by itself, with the scale of the original."""
+def _wrap_copy(
+    optimizer: keras.optimizers.Optimizer, scale: float, **options: Any
+) -> keras.optimizers.Optimizer:
+    """Wraps a copy of an optimizer with the original's scale; the copy accumulates as its config says."""
     wrapped = DistributedOptimizer(optimizer, **options)
     hook_of(wrapped).reducer.scale = scale  # type: ignore[union-attr]
     return wrapped
@@ -231,9 +245,13 @@ def local_weights(local_layers: Any) -> list[Any]:
     layers = list(local_layers or [])
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers holds a {type(layer).__name__}; Keras layers are needed")
+            raise ValueError(
+                f"local_layers holds a {type(layer).__name__}; Keras layers are needed"
+            )
         if not layer.built:
-            raise ValueError(f"local layer {layer.name} has no weights yet; build the model before its optimizer")
+            raise ValueError(
+                f"local layer {layer.name} has no weights yet; build the model before its optimizer"
+            )
     return [weight for layer in layers for weight in layer.trainable_weights]
 
 
@@ -243,7 +261,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def num_reductions(optimizer: Any) -> int:
-    """Returns the number of reductions that this optimizer ran on this rank, 0 if it is plain.
+    """Returns the number of reductions that this optimizer has run on this rank; 0 if it is plain.
 
     Counted in the graph.
     """
@@ -252,9 +270,9 @@ def num_reductions(optimizer: Any) -> int:
 
 
 def sent_bytes(optimizer: Any) -> int:
-    """Returns the bytes that this rank sends in a reduction, also where a loss scale wraps the optimizer.
+    """Returns the bytes that this rank sends in a reduction, also inside a loss scale.
 
-    0 if it is plain, or before the first step is traced.
+    0 for a plain optimizer, and before the first step is traced.
     """
     hook = hook_of(getattr(optimizer, "inner_optimizer", optimizer)) or hook_of(optimizer)
     return round(hook.reducer.sent_bytes) if hook else 0
@@ -263,8 +281,8 @@ def sent_bytes(optimizer: Any) -> int:
 def divide_losses(optimizer: Any) -> None:
     """Saves a pass over all gradients by dividing the loss instead: see Reducer.divide_losses.
 
-    For a model whose step passes its loss through scale_loss once, as Keras's own does. The weights
-    are the same. Has no effect on a LossScaleOptimizer.
+    For a model whose step passes its loss through scale_loss exactly once, as Keras's own step does.
+    Has no effect on a LossScaleOptimizer.
     """
     hook = hook_of(optimizer)
     if hook and not isinstance(optimizer, LossScaleOptimizer):
@@ -276,7 +294,20 @@ def ranks_at_fault(optimizer: Any) -> list[int]:
     hook = hook_of(optimizer)
     if not hook or not hook.finite_check:
         return []
-    return [rank for rank, is_at_fault in enumerate(hook.finite_check.at_fault.numpy()) if is_at_fault]
+    return [
+        rank for rank, is_at_fault in enumerate(hook.finite_check.at_fault.numpy()) if is_at_fault
+    ]
+
+
+def gradient_norm(optimizer: Any) -> float | None:
+    """Returns the norm of the last step's mean gradient, before it is clipped.
+
+    None where it is not measured: without check_finite, or where ranks step on their own gradients.
+    """
+    hook = hook_of(getattr(optimizer, "inner_optimizer", optimizer)) or hook_of(optimizer)
+    if not hook or not hook.finite_check or hook.every > 1:
+        return None
+    return hook.finite_check.norm
 
 
 def load_model(
@@ -288,8 +319,8 @@ def load_model(
 ) -> keras.Model:
     """Loads a model as Keras does, and wraps its optimizer in DistributedOptimizer.
 
-    The optimizer's slots and iterations stay. A model that was saved without an optimizer comes
-    without one.
+    The optimizer's slots and iterations are kept. A model that was saved without an optimizer has
+    none afterwards either.
 
     Args:
         filepath: a file that keras.models.load_model reads: .keras, .h5 or .hdf5.
@@ -297,7 +328,7 @@ def load_model(
         custom_objects: as in Keras; may also name a function that makes an optimizer from its
             configuration, as in Horovod's examples.
         compression: as in DistributedOptimizer.
-        legacy_opts: Horovod's; must be False.
+        legacy_opts: accepted as in Horovod; must be False.
 
     Raises:
         ValueError: for legacy_opts=True (Keras 3 has no legacy optimizers), and, as Keras does, for
@@ -305,7 +336,9 @@ def load_model(
             keras.config.enable_unsafe_deserialization() was called.
     """
     if legacy_opts:
-        raise ValueError("legacy_opts=True asks for tf.keras.optimizers.legacy, which Keras 3 does not have")
+        raise ValueError(
+            "legacy_opts=True asks for tf.keras.optimizers.legacy, which Keras 3 does not have"
+        )
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     for name, maker in (custom_objects or {}).items():
         objects[name] = _as_class(name, maker)
@@ -319,9 +352,9 @@ def load_model(
 
 
 def _as_class(name: str, maker: Any) -> Any:
-    """Gives a function, such as a lambda that makes an optimizer, the from_config that Keras calls.
+    """Wraps a function that makes an optimizer in a class with the from_config that Keras calls.
 
-    A function under its own name, such as a loss, stays: Keras takes it as it is.
+    A function under its own name, such as a loss, is returned as it is: Keras expects it that way.
     """
     if not isinstance(maker, FunctionType) or maker.__name__ == name:
         return maker
@@ -336,14 +369,19 @@ def _as_class(name: str, maker: Any) -> Any:
 
 
 def _h5_optimizer(model: keras.Model, path: str | Path) -> keras.optimizers.Optimizer:
-    """Restores an optimizer with its slots.
+    """Restores an optimizer from an .h5 file with its slots.
 
-    Keras 3.15 builds it for no variable, and so drops them (legacy_h5_format.py).
+    Keras 3.15 drops them, since it builds the optimizer for an empty list of variables
+    (legacy_h5_format.py).
     """
     optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
     optimizer.build(model.trainable_variables)
     with h5py.File(path) as file:
         group = file.get("optimizer_weights")
         if group:
-            optimizer.set_weights([group[name][()] for name in group.attrs["weight_names"]])
+            # Keras splits a long list of names over several attributes.
+            names = load_attributes_from_hdf5_group(group, "weight_names")
+            # Not set_weights, which would leave out what is inside a LossScaleOptimizer.
+            for variable, name in zip(optimizer.variables, names, strict=True):
+                variable.assign(group[name][()])
     return optimizer

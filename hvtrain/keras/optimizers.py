@@ -1,8 +1,8 @@
 """Optimizers that touch only those rows of an embedding table that a batch looked up.
 
 The gradient of an embedding has a row for each id of the batch (IndexedSlices). Keras's own Adam and
-Adagrad turn it into one of the whole table: all slots decay and all rows move in each step, which
-takes as long as reading and writing the table three times.
+Adagrad treat it as a gradient of the whole table: in each step all slots decay and all rows move,
+which takes as long as reading and writing the table three times.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ from hvtrain.keras.in_graph import tf_variable
 class LazyAdam(keras.optimizers.Adam):
     """Adam (Kingma and Ba 2014) in which a row's moments change only in steps that look it up.
 
-    For a row of the batch the step is Adam's, with the bias correction of the optimizer's step. Any
-    other row keeps its weights and moments; Adam would move it on by its decaying momentum. Dense
-    gradients get Adam's step, to the bit. Ids that repeat count as their sum.
+    A row of the batch takes Adam's step, with the bias correction of the optimizer's step count. All
+    other rows keep their weights and moments; Adam would move them by their decaying momentum. Dense
+    gradients take exactly Adam's step. The gradients of repeated ids are summed first.
 
     Args:
         learning_rate, beta_1, beta_2, epsilon, keyword arguments: those of keras.optimizers.Adam,
-            but amsgrad.
+            except amsgrad.
 
     Raises:
         ValueError: for amsgrad=True.
@@ -46,7 +46,11 @@ class LazyAdam(keras.optimizers.Adam):
         velocities = tf_variable(self._velocities[position])
         values, rows = sum_duplicates(tf.cast(gradient.values, table.dtype), gradient.indices)
         step = tf.cast(self.iterations + 1, table.dtype)
-        rate = tf.cast(learning_rate, table.dtype) * tf.sqrt(1 - self.beta_2**step) / (1 - self.beta_1**step)
+        rate = (
+            tf.cast(learning_rate, table.dtype)
+            * tf.sqrt(1 - self.beta_2**step)
+            / (1 - self.beta_1**step)
+        )
 
         momentum = tf.gather(momentums, rows)
         momentum += (values - momentum) * (1 - self.beta_1)
@@ -54,20 +58,23 @@ class LazyAdam(keras.optimizers.Adam):
         velocity += (tf.square(values) - velocity) * (1 - self.beta_2)
         momentums.scatter_update(tf.IndexedSlices(momentum, rows))
         velocities.scatter_update(tf.IndexedSlices(velocity, rows))
-        table.scatter_sub(tf.IndexedSlices(rate * momentum / (tf.sqrt(velocity) + self.epsilon), rows))
+        table.scatter_sub(
+            tf.IndexedSlices(rate * momentum / (tf.sqrt(velocity) + self.epsilon), rows)
+        )
 
 
 @keras.saving.register_keras_serializable(package="hvtrain")
 class RowwiseAdagrad(keras.optimizers.Optimizer):
-    """Adagrad (Duchi et al. 2011) with one slot for each row of a table, in place of one for each weight.
+    """Adagrad (Duchi et al. 2011) with a slot for each row of a table, not for each weight.
 
-    A row's slot adds the mean of its squared gradients, as in the recommendation models of Naumov
-    et al. 2019 (arXiv:1906.00091). Every variable of two dimensions or more has such slots, by its
-    first dimension; a vector has one for each weight. Ids that repeat count as their sum.
+    A row's slot accumulates the mean of its squared gradients, as in the recommendation models of
+    Naumov et al. 2019 (arXiv:1906.00091). Every variable of two or more dimensions has a slot for
+    each index of its first dimension; a vector has one for each weight. The gradients of repeated
+    ids are summed first.
 
     Args:
         learning_rate: a number or a schedule.
-        epsilon: is added to the root of a slot.
+        epsilon: added to the square root of a slot.
         options: those of keras.optimizers.Optimizer.
     """
 
@@ -80,7 +87,9 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
             return
         super().build(variables)
         self._sums = [
-            self.add_variable(variable.shape[:1], dtype=variable.dtype, name=f"{slot_prefix(variable)}_sum")
+            self.add_variable(
+                variable.shape[:1], dtype=variable.dtype, name=f"{slot_prefix(variable)}_sum"
+            )
             for variable in variables
         ]
 
@@ -111,10 +120,20 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
 
 
 def _mean_squares(values: tf.Tensor) -> tf.Tensor:
-    """Returns the mean of squares of each row, [rows]; of a vector the squares."""
+    """Returns the mean square of each row, [rows]; for a vector, the square of each element."""
     return tf.reduce_mean(tf.square(values), axis=list(range(1, len(values.shape))))
 
 
 def slot_prefix(variable: Any) -> str:
-    """Returns what Keras begins the names of a variable's slots with."""
+    """Returns the prefix that Keras gives the names of a variable's slots."""
     return getattr(variable, "path", variable.name).replace("/", "_").replace(":", "_")
+
+
+def row_slots(optimizer: Any, table: Any) -> list[Any]:
+    """Returns the slots of a built optimizer that have a row for each row of a table."""
+    prefix = f"{slot_prefix(table)}_"
+    return [
+        slot
+        for slot in optimizer.variables
+        if slot.name.startswith(prefix) and slot.shape[:1] == table.shape[:1]
+    ]

@@ -1,8 +1,8 @@
-"""Sums the gradients of many parts in one fixed order, so that the result does not depend on which rank computed which.
+"""Sums the gradients of many parts in a fixed order, whichever rank computed which part.
 
-A ring all-reduce adds floating-point numbers in an order that follows from the number of ranks, so its last
-digits do too. Here each rank gets its piece of all parts' gradients, adds them in the order of the parts, and
-sends the sum to all.
+A ring all-reduce adds floating-point numbers in an order that depends on the number of ranks, so the last digits of
+its result do too. Here each rank receives its slice of every part's gradients, adds the slices in the order of the
+parts, and sends the sum to all ranks.
 """
 
 from collections.abc import Sequence
@@ -12,28 +12,30 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvtrain.keras.gradients import compare_structure
 from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.same_gradients import compare_structure
 
 
 @dataclass(eq=False)
 class OrderedReducer(Reducer):
-    """Averages gradients over parts, of which each rank has computed as many.
+    """Averages gradients over parts; every rank computes the same number of parts.
 
     Attributes:
-        parts: The own parts' gradients, and after them what else is to be averaged over all parts, in the parts'
-            order; set before each call. Without any, the gradients are one part.
-        others: The means of what else was averaged; set by a call.
+        parts: For each of this rank's parts, in order, its gradients, followed by other tensors to be averaged over
+            all parts. Set before each call; if empty, the gradients passed to the call are the only part.
+        others: The means of those other tensors. Set by a call.
     """
 
     parts: list[list[Any]] = field(default_factory=list)
     others: list[Any] = field(default_factory=list)
 
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any] | None = None
+    ) -> list[Any]:
         """Returns the mean gradients of all parts (every rank).
 
         Args:
-            gradients: Of this rank's parts together: where they are None, a variable has no gradient.
+            gradients: One for each variable; None if the variable has none. The values come from `parts`.
             variables: One for each gradient.
         """
         self.num_calls += 1
@@ -41,7 +43,8 @@ class OrderedReducer(Reducer):
         present = [i for i, gradient in enumerate(reduced) if gradient is not None]
         parts = self.parts or [reduced]
         own = [[part[i] for i in (*present, *range(len(reduced), len(part)))] for part in parts]
-        own = [[tf.convert_to_tensor(value) for value in part] for part in own]  # Sparse ones become dense.
+        # Sparse gradients become dense.
+        own = [[tf.convert_to_tensor(value) for value in part] for part in own]
         size = self.process_set.size()
         if not self.is_alone:
             settings = f"in order, {len(own)} parts of a rank, stop_flag={self.flag is not None}"
@@ -68,19 +71,24 @@ class OrderedReducer(Reducer):
 
 
 def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> list[tf.Tensor]:
-    """Returns the means over all ranks' parts, added in the order of ranks and of each rank's parts (every rank).
+    """Returns the means over all parts, summed in the order of ranks and of parts within a rank (every rank).
 
     Args:
-        parts: For each of this rank's parts the same number of tensors, of the same shapes on all ranks.
-        name: Beginning of the messages' names.
-        process_set: The ranks.
+        parts: For each of this rank's parts a list of tensors; all lists have the same shapes, on all ranks.
+        name: Prefix of the messages' names.
+        process_set: The ranks that take part.
     """
     like = parts[0]
     size = process_set.size()
-    flat = [tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in part], axis=0) for part in parts]
+    flat = [
+        tf.concat([tf.reshape(tf.cast(value, tf.float32), [-1]) for value in part], axis=0)
+        for part in parts
+    ]
     length = tf.size(flat[0])
-    # [parts, ranks, piece]: each rank adds a piece.
-    stacked = tf.reshape(tf.pad(tf.stack(flat), [[0, 0], [0, -length % size]]), [len(parts), size, -1])
+    # [parts, ranks, slice]: each rank sums one slice.
+    stacked = tf.reshape(
+        tf.pad(tf.stack(flat), [[0, 0], [0, -length % size]]), [len(parts), size, -1]
+    )
     options = {"process_set": process_set, "ignore_name_scope": True}
     if size == 1:
         received = stacked[:, 0]
@@ -96,4 +104,7 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
     if size > 1:
         mean = hvd.allgather(mean, name=f"{name}_means", **options)
     pieces = tf.split(mean[:length], [tf.size(value) for value in like])
-    return [tf.cast(tf.reshape(piece, tf.shape(value)), value.dtype) for piece, value in zip(pieces, like)]
+    return [
+        tf.cast(tf.reshape(piece, tf.shape(value)), value.dtype)
+        for piece, value in zip(pieces, like)
+    ]

@@ -1,8 +1,8 @@
-"""Starts one rank under any launcher, or under none, and recognizes that others are lost.
+"""Starts one rank under any launcher or none, and recognizes errors that mean a lost rank.
 
-Horovod reads its place from the environment that the launcher set. Two cases need help: no launcher
-at all (MPI cannot start alone from the MPI wheel, so Gloo starts instead), and settings for one
-launcher that are exported under another, which silently makes every rank a job of its own.
+Horovod reads its rank and size from the environment that the launcher sets. Two cases need help: no
+launcher at all (MPI from the PyPI wheel cannot start a single process, so Gloo is used), and
+settings for one launcher exported under another, which silently makes every rank a job of its own.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_ST
 
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
-# Open MPI's default for two ranks allocates as much memory as it sums, each time. Segments of a
-# ring stay in the cache.
+# Open MPI's default algorithm for two ranks allocates a buffer as large as the message on every
+# call. A segmented ring (algorithm 5) works in pieces of 256 KiB, which stay in the cache.
 _SEGMENTED_RING = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "5",
     "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "262144",
 }
 
-# Messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The bare word Horovod
-# is not enough: a traceback out of the user's data function may hold it in the name of a folder.
+# Messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The word Horovod
+# alone is not enough: the traceback of a user's data function may contain it in a path.
 _LOST = re.compile(
     r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
     r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
@@ -58,11 +58,13 @@ def init(*args: Any, **kwargs: Any) -> None:
     """Starts Horovod; a second call does nothing. Arguments are those of horovod.tensorflow.init.
 
     Raises:
-        RankError: if the launcher started several ranks and this one finds no other.
+        RankError: if the launcher started several ranks and this rank finds no other, unless the
+            argument comm chooses the ranks.
     """
     _choose_interface()
     _set_defaults()
-    if sys.excepthook is not _explain_lost_ranks:
+    # Set once: since the first call, a library may have chained its own hook to _explain_lost_ranks.
+    if not hasattr(_explain_lost_ranks, "previous"):
         _explain_lost_ranks.previous = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _explain_lost_ranks
     expected_size = launched_size()
@@ -75,7 +77,10 @@ def init(*args: Any, **kwargs: Any) -> None:
     if _uses_mpi() and not physical_gpus():
         _lower_priority(resources.thread_ids() - threads_before)
 
-    if expected_size is not None and expected_size > 1 and hvd.size() == 1 and not is_elastic():
+    # With comm, the script itself says who this rank's others are; it may have none.
+    has_comm = (args[0] if args else kwargs.get("comm")) is not None
+    can_be_alone = has_comm or is_elastic()
+    if expected_size is not None and expected_size > 1 and hvd.size() == 1 and not can_be_alone:
         names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
         settings = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
         reason = f" with {settings}" if settings else ""
@@ -87,12 +92,12 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 
 def _lower_priority(threads: set[int]) -> None:
-    """Lets Horovod's threads, which poll inside MPI without sleep, give way to those that compute.
+    """Lowers the priority of Horovod's threads, which busy-wait inside MPI.
 
-    A niceness 5 above the others' gives them a quarter of a contended core.
+    With their niceness raised by 5 they get a quarter of a contended core.
     """
     for thread in threads:
-        with contextlib.suppress(ProcessLookupError):  # It has ended in the meantime.
+        with contextlib.suppress(ProcessLookupError):  # The thread has ended.
             niceness = os.getpriority(os.PRIO_PROCESS, thread)
             os.setpriority(os.PRIO_PROCESS, thread, min(19, niceness + 5))
 
@@ -100,8 +105,7 @@ def _lower_priority(threads: set[int]) -> None:
 def keep_mpi_initialized() -> None:
     """Initializes MPI before Horovod does, so that Horovod can be shut down and started again.
 
-    Horovod finalizes an MPI that it initialized, and MPI can be initialized only once. Call it
-    before init.
+    Horovod finalizes an MPI that it initialized, and MPI can be initialized only once. Call it before init.
     """
     if _uses_mpi():
         _set_defaults()
@@ -114,25 +118,25 @@ def _uses_mpi() -> bool:
 
 
 def _set_defaults() -> None:
-    """Sets how MPI waits and sums, Horovod's cycle time (ms) and fusion.
+    """Sets defaults for how MPI waits and sums, and for Horovod's cycle time (ms) and fusion.
 
-    Variables that the user set stay.
+    Variables that the user has set are kept.
 
-    Horovod's threads meet once a cycle, and all but the last of them wait inside MPI, which takes a
-    whole core of each. So they yield to threads that compute; and since they wait all the time
-    anyway, a shorter cycle costs nothing. Between hosts each cycle is a message on the network, so
-    Horovod's 1 ms stays there.
+    Horovod's threads synchronize once per cycle, and all but the last one busy-wait inside MPI, each
+    on a whole core. So they are told to yield to compute threads; and since they poll all the time
+    anyway, a shorter cycle costs nothing. Between hosts every cycle is a network message, so
+    Horovod's default of 1 ms stays.
     """
-    # Buckets are the messages already; fusing them again would only copy. All ranks must have the
-    # same setting, or they hang.
+    # Gradients are already bucketed; fusing the buckets again would only copy them. The setting
+    # must be the same on all ranks, or they hang.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
-    # Horovod names a rank that others wait for after a minute, and would let them wait forever.
+    # By default Horovod reports a stalled rank after a minute and then waits forever.
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")
     if not _uses_mpi():
         return
 
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    # The launcher, Open MPI's or Horovod's, says whether it has put all ranks on this host.
+    # All ranks are on this host if the launcher (Open MPI's or Horovod's) says so.
     launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
     if os.environ.get(f"{launcher}_LOCAL_SIZE", "") == os.environ.get(f"{launcher}_SIZE"):
         os.environ.setdefault(CYCLE_TIME, "0.1")
@@ -141,7 +145,7 @@ def _set_defaults() -> None:
 
 
 def _choose_interface() -> None:
-    """Sets the interface for Gloo and NCCL to the one that leads to the launcher.
+    """Points Gloo and NCCL at the network interface that routes to the launcher.
 
     horovodrun names one interface for all hosts, but names differ between hosts (eth0, ens5).
     """
@@ -151,20 +155,21 @@ def _choose_interface() -> None:
         return
     address = host_facts.address_towards(launcher)
     if address == launcher:
-        return  # On the launcher's own host the route is local, and the name is right.
+        return  # On the launcher's own host the route is loopback, and the given name is right.
     interface = host_facts.interface_of(address)
     if interface and interface != named:
         os.environ["HOROVOD_GLOO_IFACE"] = interface
-        if os.environ.get("NCCL_SOCKET_IFNAME", named) == named:  # Otherwise it is the user's own choice.
+        if os.environ.get("NCCL_SOCKET_IFNAME", named) == named:
+            # Any other value is the user's own choice.
             os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
 @contextlib.contextmanager
 def raise_for_elastic() -> Iterator[None]:
-    """Turns TensorFlow's error for a lost rank into the one that Horovod's elastic loop catches.
+    """Turns TensorFlow's error for a lost rank into Horovod's, which its elastic loop catches.
 
-    Only UnknownError: Horovod's kernels raise other types for errors that a retry would repeat,
-    such as shapes that differ between ranks.
+    Only UnknownError: for errors that a retry would repeat, such as shapes that differ between
+    ranks, Horovod's kernels raise other types.
     """
     try:
         yield
@@ -180,7 +185,7 @@ def is_lost_rank_error(error: BaseException) -> bool:
 
 
 def _explain_lost_ranks(error_type: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Adds a line to the traceback of a rank that waited for others in vain."""
+    """Prints the traceback, then explains why a rank that was waiting for another has failed."""
     _explain_lost_ranks.previous(error_type, error, trace)  # type: ignore[attr-defined]
     if is_lost_rank_error(error):
         print(
@@ -200,25 +205,29 @@ def check_adasum(process_set: Any, device_dense: str) -> None:
     on_gpus = has_gpu and "cpu" not in device_dense.lower()
     check_adasum_topology(topology, on_gpus, hvd.is_homogeneous())
     if topology.size > 1 and not hvd.mpi_enabled():
-        raise ValueError("Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun")
+        raise ValueError(
+            "Adasum needs MPI and this job runs on Gloo; start the ranks with horovodrun --mpi or mpirun"
+        )
 
 
 def check_adasum_topology(topology: Topology, on_gpus: bool, hosts_are_equal: bool) -> None:
     """Raises ValueError where Horovod would fail in MPI, or silently combine the wrong ranks.
 
     Rank r exchanges with r ^ 1, r ^ 2, r ^ 4 ... (horovod/common/ops/adasum/adasum.h). On GPUs NCCL
-    takes the mean inside a host and the exchange begins with r ^ local_size, which has to be the
-    same local rank of another host.
+    first averages within each host, and the exchange begins with r ^ local_size, which must be the
+    same local rank on another host.
 
     Args:
-        topology: this rank's.
-        on_gpus: NCCL reduces.
-        hosts_are_equal: all hosts have the same number of ranks. With 2, 4, 8, ... ranks the number
-            of hosts is then 1, 2, 4, ... too.
+        topology: this rank's topology.
+        on_gpus: True if NCCL averages within each host.
+        hosts_are_equal: True if all hosts have the same number of ranks. With 2, 4, 8, ... ranks
+            the number of hosts is then a power of two as well.
     """
     size = topology.size
     if size & (size - 1):
-        raise ValueError(f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks")
+        raise ValueError(
+            f"Adasum needs 2, 4, 8, ... ranks and there are {size}; use op=Average, or other ranks"
+        )
     if on_gpus and not hosts_are_equal:
         raise ValueError(
             "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and "

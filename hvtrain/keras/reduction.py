@@ -1,28 +1,26 @@
 """Reduces gradients over all ranks, and counts the reductions inside the graph.
 
-DistributedOptimizer and DistributedGradientTape call it. A Python counter inside a tf.function
-counts traces. Here the counter is a variable that the graph increments once the reduced values have
-arrived, so it counts the reductions that ran.
+DistributedOptimizer and DistributedGradientTape use it. A Python counter inside a tf.function would
+count traces. The counter is therefore a variable that the graph increments once the reduced values
+have arrived, so it counts reductions that really ran.
 """
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvtrain.core.buckets import in_buckets
 from hvtrain.errors import RankError
-from hvtrain.keras.compression import CompressedReduction, Compression, WireFormat, sent_bytes
+from hvtrain.keras.compression import CompressedReduction, Compression, sent_bytes
 from hvtrain.keras.gradients import (
     are_finite,
-    compare_structure,
     expect_rows,
     gather_rows,
+    group_by_message,
     map_values,
     merge_rows,
     overwrites,
@@ -30,27 +28,26 @@ from hvtrain.keras.gradients import (
 )
 from hvtrain.keras.in_graph import SharedFlag, is_compiled_by_xla, new_counter
 from hvtrain.keras.process import check_adasum
-from hvtrain.keras.table_rows import rows_of, whole_spec
+from hvtrain.keras.same_gradients import compare_structure
+from hvtrain.keras.table_rows import rows_of, whole_spec, with_nan
+from hvtrain.keras.wire_formats import WireFormat
 from hvtrain.step.step_timing import StepMarks
 
-if TYPE_CHECKING:
-    from hvtrain.keras.noise_scale import NoiseScale
-
 # Types of Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T). Others
-# travel as float32.
+# are sent as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
 _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
-# Horovod pairs tensors of different ranks by name. Names made from Keras's differ once one rank has
-# built more models than another; the order in which a program's optimizers take their first steps
-# does not. Each process set has its own numbers, since ranks outside of it do not step.
+# Horovod pairs the tensors of different ranks by name. Names derived from Keras's differ once one
+# rank has built more models than another; the order in which a program's optimizers take their
+# first steps does not. Each process set has its own count, since ranks outside of it do not step.
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
 
 def restart_numbering() -> None:
-    """Numbers new optimizers from 0, as a rank that just started does.
+    """Numbers new optimizers from 0 again, as on a rank that has just started.
 
-    Every rank calls it at the same point, and uses no older optimizer afterwards.
+    Every rank calls it at the same point, and no longer uses any older optimizer.
     """
     _numbers.clear()
 
@@ -61,19 +58,19 @@ class Reducer:
 
     A call is collective: every rank of the process set makes it, in the same order.
 
-    Dense gradients travel in groups, which are fused into few messages. IndexedSlices are gathered
-    by rows. None stays None, at the same position. Gradients of local variables are not exchanged,
-    only divided by the number of ranks if scale_local_gradients is true (horovod#3695). Those of
-    sharded tables have come from all ranks already.
+    Dense gradients are sent in groups, one fused message each. The rows of IndexedSlices are
+    gathered. None stays None, at the same position. Gradients of local variables are not exchanged,
+    only divided by the number of ranks if scale_local_gradients is true (horovod#3695). Gradients
+    of sharded tables already come from all ranks: the backward pass of the lookup exchanged them.
 
     Args:
-        groups: number of groups for each type, or lists of variables whose gradients travel
-            together; the gradients of other variables then travel alone.
+        groups: number of groups for each type, or lists of variables whose gradients are sent
+            together; the gradients of other variables are then sent one by one.
         bucket_bytes: without groups, the size of a group, the last variables first: their gradients
-            are ready first, and are reduced while others are computed (Li et al. 2020, "PyTorch
-            Distributed", section 3.2).
-        scale: factor by which the result is multiplied.
-        message_name: beginning of its messages' names; drawn at the first step if empty.
+            are ready first, and are reduced while others are still computed (Li et al. 2020,
+            "PyTorch Distributed", section 3.2).
+        scale: factor that multiplies the result.
+        message_name: prefix of its messages' names; chosen at the first step if empty.
 
     The other arguments are those of DistributedOptimizer.
 
@@ -93,7 +90,7 @@ class Reducer:
     process_set: Any = None
     scale_local_gradients: bool = True
     message_name: str = ""
-    # Reductions that this rank has run.
+    # Reductions that have run on this rank.
     count: tf.Variable = field(default_factory=new_counter)
     # Bytes of dense gradients that this rank sends in a step. Known once a step is traced.
     sent_bytes: float = 0.0
@@ -101,27 +98,32 @@ class Reducer:
     num_calls: int = 0
     # True if the ranks gather parts of the weights afterwards, see sharded_optimizer.py.
     gathers_weights: bool = False
-    # Travels with the first group, or by itself if all gradients are sparse.
+    # True if all ranks skip a step in which a local variable's gradient overflows on one of them.
+    shares_overflow: bool = False
+    # Reduced with the first group, or in its own message with a WireFormat or if all gradients are sparse.
     flag: SharedFlag | None = None
-    # Replaces rows of a sparse gradient that have the same index by their sum. Needed on GPUs,
-    # which add such rows to a weight in an order that changes, so that weights of different ranks
-    # would differ in their last digits.
-    sums_duplicates: bool = field(default_factory=lambda: bool(tf.config.list_logical_devices("GPU")))
-    # Notes when gradients are ready and when they are reduced, in steps traced from now on.
+    # True: rows of a sparse gradient with the same index are replaced by their sum. GPUs add such
+    # rows to a weight in no fixed order, so without it the last digits would differ between ranks.
+    sums_duplicates: bool = field(
+        default_factory=lambda: bool(tf.config.list_logical_devices("GPU"))
+    )
+    # Marks when gradients are ready and when they are reduced, in steps traced from now on.
     marks: StepMarks | None = None
-    # Takes the norms of dense gradients, in steps traced from now on.
-    noise: "NoiseScale | None" = None
+    # A NoiseScale, which measures the norms of dense gradients in steps traced from now on.
+    noise: Any = None
 
     def __post_init__(self) -> None:
         self.process_set = self.process_set or hvd.global_process_set
         self._divides_losses = False
-        self._local: set[int] = set()
+        self.local_ids: set[int] = set()
         self.compressed: CompressedReduction | None = None
 
         if self.predivide_factor != 1.0 and self.op != hvd.Average:
             raise ValueError("gradient_predivide_factor needs op=Average; leave one of the two out")
         if self.op not in _OP_NAMES:
-            raise ValueError("gradients are reduced by Average, Sum or Adasum; choose one of these as op")
+            raise ValueError(
+                "gradients are reduced by Average, Sum or Adasum; choose one of these as op"
+            )
         if self.op == hvd.Adasum:
             check_adasum(self.process_set, self.device_dense)
         if isinstance(self.compression, WireFormat):
@@ -132,15 +134,18 @@ class Reducer:
                 )
             self.compressed = CompressedReduction(self.compression, self.process_set)
         groups = self.groups
-        if not (groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
-            raise ValueError(f"groups={groups!r} is neither a number above 0 nor a list of lists of variables")
+        is_number = isinstance(groups, int) and groups > 0
+        if not (groups is None or isinstance(groups, list) or is_number):
+            raise ValueError(
+                f"groups={groups!r} is neither a number above 0 nor a list of lists of variables"
+            )
 
     @property
     def name(self) -> str:
-        """The beginning of its messages' names, the same on all ranks.
+        """The prefix of its messages' names, the same on all ranks.
 
-        Drawn at the first step, so that an optimizer that only one rank makes and never steps takes
-        no number.
+        Numbered at the first step, so that an optimizer that one rank alone creates, and never
+        steps, takes no number.
         """
         if not self.message_name:
             set_id = self.process_set.process_set_id
@@ -150,31 +155,35 @@ class Reducer:
 
     @property
     def is_alone(self) -> bool:
-        """True for one rank, or a rank outside the process set: no other to exchange with."""
+        """True if there is no rank to exchange with, as on ranks outside of the process set."""
         return not self.process_set.included() or self.process_set.size() == 1
 
     @property
     def averages(self) -> bool:
-        """True if reducing twice gives what reducing once does."""
+        """True if reducing a second time changes nothing."""
         return self.op == hvd.Average and self.scale == 1.0
 
     @property
     def names_variables(self) -> bool:
         """True if it refers to variables, which a copy of the optimizer would not have."""
-        return bool(self._local) or isinstance(self.groups, list)
+        return bool(self.local_ids) or isinstance(self.groups, list)
 
     def register_local(self, variables: Iterable[Any]) -> None:
         """Keeps the gradients of these variables on their rank."""
-        self._local.update(map(variable_id, variables))
+        self.local_ids.update(map(variable_id, variables))
 
     def divide_losses(self) -> None:
-        """Sums gradients of losses that are divided by the number of ranks, instead of averaging.
+        """Divides losses by the number of ranks and sums their gradients, instead of averaging.
 
-        The same mean, without a pass over the gradients. For steps whose loss goes through
-        scale_loss, as in Keras's own train_step. Has no effect if values are compressed on the
-        wire, where smaller ones would lose digits.
+        The mean is the same, and a pass over the gradients is saved. For steps whose loss goes
+        through scale_loss, as in Keras's own train_step. Has no effect with compression, which
+        would lose digits of smaller values.
         """
-        if self.op == hvd.Average and self.predivide_factor == 1.0 and self.compression is Compression.none:
+        if (
+            self.op == hvd.Average
+            and self.predivide_factor == 1.0
+            and self.compression is Compression.none
+        ):
             self.op = hvd.Sum
             self._divides_losses = True
 
@@ -184,7 +193,9 @@ class Reducer:
             return loss
         return loss / tf.cast(self.process_set.size(), loss.dtype)
 
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any] | None = None
+    ) -> list[Any]:
         """Returns the gradients reduced over the ranks, in the same order.
 
         Args:
@@ -198,22 +209,25 @@ class Reducer:
         self.num_calls += 1
         reduced = list(gradients)
         if self.is_alone:
-            return reduced
+            if self.scale == 1.0:
+                return reduced
+            return [g if g is None else self._scaled(g, averages=False) for g in reduced]
         if is_compiled_by_xla():
             raise ValueError(
                 "XLA compiles this step, and cannot compile a reduction between ranks; pass jit_compile=False to "
                 "model.compile (on GPUs Keras compiles by default), or reduce outside tf.function(jit_compile=True)"
             )
 
-        # Without variables the ranks compare types and shapes alone.
+        # Without variables the ranks compare only types and shapes.
         variables = list(variables or [None] * len(reduced))
-        is_local = [variable_id(variable) in self._local for variable in variables]
+        is_local = [variable_id(variable) in self.local_ids for variable in variables]
         if self.compressed:
             self.compressed.prepare(variables)
-        tables = [i for i, variable in enumerate(variables) if rows_of(variable) and reduced[i] is not None]
+        present = [i for i, gradient in enumerate(reduced) if gradient is not None]
+        tables = [i for i in present if rows_of(variables[i])]
         for i, gradient in enumerate(reduced):
             if i in tables:
-                # All ranks have sent what they have for this rank's rows.
+                # All ranks have already sent their gradients of this rank's rows.
                 expect_rows(self.op)
                 reduced[i] = self._scaled(merge_rows(gradient), averages=self.op == hvd.Average)
                 continue
@@ -225,16 +239,22 @@ class Reducer:
         compared = [whole_spec(variables[i]) if i in tables else reduced[i] for i in exchanged]
         self._compare(compared, [variables[i] for i in exchanged])
 
-        shared = [i for i in exchanged if reduced[i] is not None and i not in tables]
+        shared = [i for i in present if not is_local[i] and i not in tables]
         sparse = [i for i in shared if isinstance(reduced[i], tf.IndexedSlices)]
         overwriting = [i for i in shared if overwrites(variables[i])]
         dense = [i for i in shared if i not in [*sparse, *overwriting]]
-        groups = self._in_groups(dense, reduced, variables)
-        if tables and dense:
-            # All ranks have to see it, so it travels with the last message.
-            poison = tf.where(are_finite([reduced[i] for i in tables]), 0.0, float("nan"))
-            reduced[dense[0]] += tf.cast(poison, reduced[dense[0]].dtype)
-        self.sent_bytes = sent_bytes([reduced[i] for i in dense], self.compression, self.process_set.size())
+        groups = group_by_message(dense, reduced, variables, self.groups, self.bucket_bytes)
+        # These gradients are on one rank alone, but all ranks must see if one is not finite.
+        own = [i for i in present if i in tables or (is_local[i] and self.shares_overflow)]
+        if own:
+            poison = tf.where(are_finite([reduced[i] for i in own]), 0.0, float("nan"))
+            if not dense:
+                (poison,) = self._reduce_group([poison], f"{self.name}_finite")
+            carrier = dense[0] if dense else own[0]
+            reduced[carrier] = with_nan(reduced[carrier], poison)
+        self.sent_bytes = sent_bytes(
+            [reduced[i] for i in dense], self.compression, self.process_set.size()
+        )
 
         ready = self.marks.ready([reduced[i] for i in shared]) if self.marks else None
         done = self._reduce_dense(reduced, groups, variables)
@@ -246,11 +266,11 @@ class Reducer:
                 reduced[i] = gather_rows(reduced[i], f"{self.name}_sparse_{i}", self.process_set)
             if self.sums_duplicates:
                 reduced[i] = merge_rows(reduced[i])
-            # The optimizer adds the rows of all ranks to the weights, so the mean is taken of each row.
+            # The optimizer adds up the gathered rows, so each is divided by the number of ranks.
             reduced[i] = self._scaled(reduced[i], averages=self.op == hvd.Average)
 
         done += tf.nest.flatten([reduced[i] for i in [*shared, *tables]], expand_composites=True)
-        # Not counted before the values are there, so that the counter tells what ran.
+        # Incremented only once the values are there, so that it counts what really ran.
         if done:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
@@ -262,13 +282,14 @@ class Reducer:
         return reduced
 
     def maxima(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Replaces gradients that overwrite their variables by their maxima over the ranks.
+        """Returns the gradients; those that overwrite their variables are replaced by maxima over the ranks.
 
-        These are float8's scales and the histories of largest absolute values that they come from.
-        Those of the joint batch are the maxima over its parts.
+        They are the scales of float8, and the histories of absolute maxima from which the scales are
+        computed. Their values for the joint batch are the maxima over the ranks' batches.
         """
         gradients = list(gradients)
-        positions = [i for i, variable in enumerate(variables) if overwrites(variable) and gradients[i] is not None]
+        pairs = zip(gradients, variables)
+        positions = [i for i, (g, v) in enumerate(pairs) if g is not None and overwrites(v)]
         if positions and not self.is_alone:
             values = hvd.grouped_allreduce(
                 [gradients[i] for i in positions],
@@ -283,10 +304,11 @@ class Reducer:
 
     def _compare(self, gradients: list[Any], variables: list[Any]) -> None:
         """Raises RankError unless all ranks will reduce the same gradients in the same way."""
-        groups = [len(group) for group in self.groups] if isinstance(self.groups, list) else self.groups
+        groups = self.groups
+        lengths = [len(group) for group in groups] if isinstance(groups, list) else groups
         compression = getattr(self.compression, "__name__", self.compression)
         settings = (
-            f"op={_OP_NAMES[self.op]}, compression={compression}, groups={groups}, bucket_bytes={self.bucket_bytes}, "
+            f"op={_OP_NAMES[self.op]}, compression={compression}, groups={lengths}, bucket_bytes={self.bucket_bytes}, "
             f"scale={self.scale:g}, predivide_factor={self.predivide_factor:g}, stop_flag={self.flag is not None}, "
             f"shard={self.gathers_weights}"
         )
@@ -301,42 +323,22 @@ class Reducer:
                 num_steps=lambda: int(self.count.numpy()),
             )
         except RankError:
-            # Other ranks drew this number for another optimizer. All draw again at their next step.
+            # Other ranks gave this number to another optimizer; all ranks take a new number next time.
             if is_first:
                 self.message_name = ""
             raise
 
-    def _in_groups(self, dense: list[int], gradients: list[Any], variables: list[Any]) -> list[list[int]]:
-        """Groups the positions of dense gradients by message; those of a group have one type."""
-        parts = [dense]
-        if isinstance(self.groups, list):
-            ids = [variable_id(variable) for variable in variables]
-            named = [{variable_id(variable) for variable in group} for group in self.groups]
-            parts = [[i for i in dense if ids[i] in group] for group in named]
-            parts += [[i] for i in dense if not any(ids[i] in group for group in named)]
-        elif self.bucket_bytes and self.groups is None:
-            last_first = dense[::-1]
-            # A shape that is only known at run time counts as 0 bytes.
-            sizes = [(gradients[i].shape.num_elements() or 0) * gradients[i].dtype.size for i in last_first]
-            parts = [[last_first[position] for position in bucket] for bucket in in_buckets(sizes, self.bucket_bytes)]
-
-        # All tensors of a message have one type.
-        num_groups = self.groups if isinstance(self.groups, int) else 1
-        groups = []
-        for part in parts:
-            for dtype in dict.fromkeys(gradients[i].dtype for i in part):
-                same_type = [i for i in part if gradients[i].dtype == dtype]
-                length = math.ceil(len(same_type) / num_groups)
-                groups += [same_type[start : start + length] for start in range(0, len(same_type), length)]
-        return groups
-
-    def _reduce_dense(self, gradients: list[Any], groups: list[list[int]], variables: list[Any]) -> list[Any]:
-        """Reduces the groups in place, and the flag with them; returns the flag's update."""
+    def _reduce_dense(
+        self, gradients: list[Any], groups: list[list[int]], variables: list[Any]
+    ) -> list[Any]:
+        """Reduces the groups in place, and the flag; returns the updates of the flag and the compression."""
         done = []
         own_norms = []
         joint_norms = []
         values: list[Any] = []
-        # One element more in a message that is sent anyway; among compressed ones it could get lost.
+        # How many times larger than the mean the result is.
+        factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
+        # The flag adds one element to a message that is sent anyway; compression could round it away.
         flag = self.flag if groups and not self.compressed else None
         for number, group in enumerate(groups):
             tensors = [gradients[i] for i in group]
@@ -345,7 +347,6 @@ class Reducer:
                 own_norms.append(self.noise.squared_norm(tensors, self.count))
             if self.compressed:
                 means = self.compressed(tensors, [variables[i] for i in group], name)
-                factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
                 values = [mean * tf.cast(factor, mean.dtype) for mean in means]
             elif flag and number == 0:
                 tensors.append(flag.own(tensors[0].dtype))
@@ -358,7 +359,6 @@ class Reducer:
             for i, value in zip(group, values):
                 gradients[i] = value
         if self.noise and groups:
-            factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
             self.noise.update(own_norms, joint_norms, factor, self.count)
         if self.flag and not flag:
             (value,) = self._reduce_group([self.flag.own(tf.float32)], f"{self.name}_flag")
@@ -378,19 +378,22 @@ class Reducer:
             "postscale_factor": self.predivide_factor * self.scale,
             "process_set": self.process_set,
             "device_dense": self.device_dense,
-            # Scopes are made of Keras's names, which may differ between ranks.
+            # Name scopes are made from Keras's names, which may differ between ranks.
             "ignore_name_scope": True,
         }
         if self.op == hvd.Adasum:
-            # Horovod's grouped_allreduce fails on Adasum, by an unbound name
+            # Horovod 0.28.1's grouped_allreduce fails for Adasum with an unbound variable
             # (horovod/tensorflow/__init__.py).
-            values = [hvd.allreduce(tensor, name=f"{name}_{i}", **options) for i, tensor in enumerate(tensors)]
+            values = [
+                hvd.allreduce(tensor, name=f"{name}_{i}", **options)
+                for i, tensor in enumerate(tensors)
+            ]
         else:
             values = hvd.grouped_allreduce(tensors, name=name, **options)
         return [tf.cast(value, dtype) for value in values]
 
     def _scaled(self, gradient: Any, averages: bool) -> Any:
-        """Multiplies a gradient by the scale; divides it by the number of ranks if it is to be averaged."""
+        """Multiplies a gradient by the scale; to average, also divides it by the number of ranks."""
         factor = self.scale
         if averages:
             factor /= self.process_set.size()

@@ -1,28 +1,31 @@
-"""Embedding tables whose rows are spread over the ranks, for tables larger than one machine's memory.
+"""Embedding tables sharded over the ranks by rows, for tables larger than one host's memory.
 
-A look-up sends each id of a rank's batch once to the rank that has its row, which sends the row
-back. Gradients go the same way, and their owner sums them in the order of the ranks.
+A lookup sends each distinct id of a rank's batch to the rank that owns its row, which sends the row
+back. Gradients are sent in the same way to the owner, which sums them in the order of the ranks.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from operator import index
 from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvtrain.keras.in_graph import counter, is_compiled_by_xla, positional_name, tf_variable
+from hvtrain.keras.optimizers import row_slots
 from hvtrain.keras.process import is_elastic
 from hvtrain.keras.table_rows import Rows, check_size, make_rows, rows_of
 from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 class ShardedRows:
-    """Mixin before keras.layers.Embedding. On one rank it is that layer, but for its first rows."""
+    """Mixin before keras.layers.Embedding that shards its rows. On one rank it changes only the initial rows."""
 
     _hvtrain_seed = 0
     # The whole table, on rank 0 within whole_tables().
@@ -36,22 +39,38 @@ class ShardedRows:
         if self.built:
             return
         layer: Any = self
-        for option in ("embeddings_regularizer", "embeddings_constraint", "lora_rank", "quantization_mode"):
+        for option in (
+            "embeddings_regularizer",
+            "embeddings_constraint",
+            "lora_rank",
+            "quantization_mode",
+        ):
             if getattr(layer, option, None) is not None:
-                raise ValueError(f"table {self.name} has {option}, which needs the whole table; leave it out")
+                raise ValueError(
+                    f"table {self.name} has {option}, which needs the whole table; leave it out"
+                )
         is_joined = hvd.is_initialized() and hvd.size() > 1
         if is_joined and is_elastic():
-            raise ValueError(f"table {self.name} is sharded, and ranks of an elastic job may leave with their rows")
-        rows = Rows(self.name, self.input_dim, hvd.rank() if is_joined else 0, hvd.size() if is_joined else 1)
+            raise ValueError(
+                f"table {self.name} is sharded, and ranks of an elastic job may leave with their rows"
+            )
+        rows = Rows(
+            self.name,
+            self.input_dim,
+            hvd.rank() if is_joined else 0,
+            hvd.size() if is_joined else 1,
+        )
         check_size(rows, self.output_dim * tf.as_dtype(layer.variable_dtype).size)
 
         def first_rows(shape: Any, dtype: Any) -> tf.Tensor:
-            return make_rows(rows, self.output_dim, layer.embeddings_initializer, self._hvtrain_seed, dtype)
+            return make_rows(
+                rows, self.output_dim, layer.embeddings_initializer, self._hvtrain_seed, dtype
+            )
 
         layer._embeddings = layer.add_weight(
             shape=(rows.num_own, self.output_dim), initializer=first_rows, name="embeddings"
         )
-        # One rank may broadcast and save as with any other weight.
+        # A single rank broadcasts and saves the table like any other weight.
         if rows.num_ranks > 1:
             layer._embeddings.rank_part = rows
             layer.supports_jit = False
@@ -59,10 +78,10 @@ class ShardedRows:
 
     @property
     def embeddings(self) -> Any:
-        """The table, on one rank, or within whole_tables() on rank 0.
+        """The whole table: on a single rank, or on rank 0 within whole_tables().
 
         Raises:
-            ValueError: the table is sharded, so other layers cannot share it.
+            ValueError: the table is sharded, so no other layer can share it.
         """
         if self._hvtrain_whole is not None:
             return self._hvtrain_whole
@@ -78,11 +97,15 @@ class ShardedRows:
         """Returns rows [..., output_dim] for ids of an integer type (every rank)."""
         ids = tf.convert_to_tensor(inputs)
         if not ids.dtype.is_integer:
-            raise ValueError(f"table {self.name} got ids of type {ids.dtype.name}; it needs int32 or int64")
+            raise ValueError(
+                f"table {self.name} got ids of type {ids.dtype.name}; it needs int32 or int64"
+            )
         variable = self._embeddings  # type: ignore[attr-defined]
         flat = check_ids(tf.reshape(tf.cast(ids, tf.int64), [-1]), self.name, self.input_dim)
         if self._hvtrain_whole is not None:
-            rows = tf.numpy_function(self._hvtrain_whole.__getitem__, [flat], tf_variable(variable).dtype)
+            rows = tf.numpy_function(
+                self._hvtrain_whole.__getitem__, [flat], tf_variable(variable).dtype
+            )
         elif rows_of(variable) is None:
             rows = tf.gather(tf_variable(variable), flat)
         else:
@@ -90,6 +113,11 @@ class ShardedRows:
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.output_dim]], axis=0))
         rows.set_shape([*ids.shape, self.output_dim])
         return tf.cast(rows, self.compute_dtype)  # type: ignore[attr-defined]
+
+    def row_variables(self, optimizer: Any) -> list[Any]:
+        """Returns the variables with a row for each row of the table: its own, and a built optimizer's."""
+        table = self._embeddings  # type: ignore[attr-defined]
+        return [table, *row_slots(optimizer, table)]
 
     def save_own_variables(self, store: Any) -> None:
         variable = self._embeddings  # type: ignore[attr-defined]
@@ -104,13 +132,15 @@ class ShardedRows:
         variable = self._embeddings  # type: ignore[attr-defined]
         saved = store["0"]
         if saved.shape != (self.input_dim, self.output_dim):
-            raise ValueError(f"table {self.name} has {self.input_dim} rows, and the file has {saved.shape[0]}")
+            raise ValueError(
+                f"table {self.name} has {self.input_dim} rows, and the file has {saved.shape[0]}"
+            )
         rows = rows_of(variable)
         variable.assign(saved[rows.rank :: rows.num_ranks] if rows else saved[:])
 
 
 def check_ids(ids: tf.Tensor, table: str, num_rows: int) -> tf.Tensor:
-    """Returns the ids; fails with InvalidArgumentError, which wrong_ids knows, if a table lacks one of them."""
+    """Returns the ids; if one is out of range, fails with an error that wrong_ids recognizes."""
     in_range = tf.reduce_all((ids >= 0) & (ids < num_rows))
     message = f"table {table} has rows 0 to {num_rows - 1}, and the smallest and largest id are"
     extremes = [tf.reduce_min(ids), tf.reduce_max(ids)]
@@ -119,40 +149,49 @@ def check_ids(ids: tf.Tensor, table: str, num_rows: int) -> tf.Tensor:
 
 
 def wrong_ids(error: Exception) -> str | None:
-    """Returns one line for an error about ids that a sharded table does not have; None for others."""
-    match = re.search(r"(table \S+ has rows 0 to \d+), [^\]]*\] \[(-?\d+)\] \[(-?\d+)\]", str(error))
-    return match and f"{match[1]}, and ids from {match[2]} to {match[3]} came; give it more rows, or check the data"
+    """Returns one line for check_ids's error; None for other errors."""
+    match = re.search(
+        r"(table \S+ has rows 0 to \d+), [^\]]*\] \[(-?\d+)\] \[(-?\d+)\]", str(error)
+    )
+    return (
+        match
+        and f"{match[1]}, and ids from {match[2]} to {match[3]} came; give it more rows, or check the data"
+    )
 
 
 def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of a sharded table for ids [n], with their gradient: [n, ...] (every rank).
+    """Returns the rows [n, ...] of a sharded table for ids [n], with their gradient (every rank).
 
-    The numbers of ids may differ between the ranks, and be 0.
+    The number of ids may differ between the ranks, and may be 0.
     """
     if is_compiled_by_xla():
-        raise ValueError("a look-up in a sharded table is an exchange, which XLA cannot compile; leave out jit_compile")
+        raise ValueError(
+            "a look-up in a sharded table is an exchange, which XLA cannot compile; leave out jit_compile"
+        )
     name = positional_name("table")
     num_ranks = rows_of(variable).num_ranks  # type: ignore[union-attr]
     options = {"ignore_name_scope": True}
-    # A 0 from a variable: look-ups of constants would run while TensorFlow optimizes a graph, on each
-    # rank at another time.
+    # Adds 0 from a variable. Otherwise lookups of constant ids would be constant-folded, that is, run
+    # while TensorFlow optimizes the graph, at a different time on each rank.
     ids += counter("constant_ids")
 
-    # TensorFlow finds unique ids on the CPU only.
+    # tf.unique runs on the CPU only.
     with tf.device("/CPU:0"):
         unique, positions = tf.unique(ids)
         owners = tf.cast(unique % num_ranks, tf.int32)
         order = tf.argsort(owners, stable=True)
         counts = tf.math.bincount(owners, minlength=num_ranks, maxlength=num_ranks)
-        # Where each id is among those that are sent.
+        # The position of each id among those that are sent.
         positions = tf.gather(tf.math.invert_permutation(order), positions)
-        wanted, wanted_counts = hvd.alltoall(tf.gather(unique, order), counts, name=f"{name}_ids", **options)
+        wanted, wanted_counts = hvd.alltoall(
+            tf.gather(unique, order), counts, name=f"{name}_ids", **options
+        )
     own = tf.gather(tf_variable(variable), wanted // num_ranks)
 
     @tf.custom_gradient
     def exchange(own: tf.Tensor) -> Any:
         received, _ = hvd.alltoall(own, wanted_counts, name=name, **options)
-        # TensorFlow leaves out what nothing uses, in some graphs and not in others, but never this.
+        # Unused operations are pruned from some graphs and not from others; an Assert never is.
         tf.debugging.Assert(tf.size(received) >= 0, [name])
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
@@ -166,31 +205,31 @@ def look_up(variable: Any, ids: tf.Tensor) -> tf.Tensor:
 
 @keras.saving.register_keras_serializable(package="hvtrain")
 class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
-    """An Embedding whose rows are spread over the ranks of a job.
+    """An Embedding whose rows are sharded over the ranks of a job.
 
-    Use it as keras.layers.Embedding, in any model that all ranks build and call alike: its
-    look-ups are collective, in training, evaluation and prediction. The gradients of its rows
-    come from the joint batch of all ranks, with DistributedOptimizer or DistributedGradientTape,
-    which send nothing more for it. Broadcasts and checks of equal weights leave it out. Row r
-    starts with the same values on any number of ranks, which depend on the seed, the layer's name
-    and r alone.
+    Use it like keras.layers.Embedding, in a model that all ranks build and call in the same way: its
+    lookups are collective, in training, evaluation and prediction. With DistributedOptimizer the
+    gradients of its rows are those of the joint batch, without further messages; in a loop of your
+    own, take them with a plain tf.GradientTape. Broadcasts and checks of equal weights skip its rows.
+    The initial values of row r depend only on the seed, the layer's name and r, and so are the same
+    on any number of ranks.
 
-    Several features share the messages of one layer.
+    Several features that share one layer also share its messages.
 
     Args:
         input_dim: number of rows; ids are 0 to input_dim - 1. Or the numbers of rows of several tables,
-            one for each place of the ids' last axis.
-        output_dim: values of a row.
-        embeddings_initializer: "uniform", "normal", "truncated_normal", "zeros", "ones", or such an
-            object of Keras.
-        combiner: "sum" or "mean" over the last axis of the ids; None: a row for each id.
+            one for each position along the last axis of the ids.
+        output_dim: values in a row.
+        embeddings_initializer: "uniform", "normal", "truncated_normal", "zeros", "ones", or the Keras
+            object of one of these.
+        combiner: "sum" or "mean" over the last axis of the ids; None: one row for each id.
         mask_zero: id 0 is padding; with a combiner it adds nothing.
-        seed: of the first rows.
+        seed: determines the initial rows.
         options: those of keras.layers.Embedding.
 
     Call arguments:
         inputs: integer ids, [..., ids] with a combiner.
-        weights: of the ids, in the shape of `inputs`; needs a combiner. A mean is divided by their sum.
+        weights: one for each id, in the shape of `inputs`; needs a combiner. "mean" divides by their sum.
 
     Raises:
         ValueError: a regularizer, a constraint or LoRA, which need the whole table; ids that are
@@ -211,8 +250,11 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        sizes = [input_dim] if isinstance(input_dim, int) else list(input_dim)
-        super().__init__(sum(sizes), output_dim, embeddings_initializer, mask_zero=mask_zero, **options)
+        # Numbers of rows are often NumPy's, which could not be saved.
+        sizes = [index(number) for number in np.ravel(input_dim)]
+        super().__init__(
+            sum(sizes), output_dim, embeddings_initializer, mask_zero=mask_zero, **options
+        )
         if min(sizes) < 1:
             raise ValueError(f"input_dim={sizes} has a table without rows; give numbers from 1")
         self.table_sizes = sizes
@@ -225,9 +267,13 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         rows = super().call(self._joined_ids(inputs) if len(self.table_sizes) > 1 else inputs)
         if self.combiner is None:
             if weights is not None:
-                raise ValueError(f'table {self.name} got weights and has no combiner; pass combiner="sum" or "mean"')
+                raise ValueError(
+                    f'table {self.name} got weights and has no combiner; pass combiner="sum" or "mean"'
+                )
             return rows
-        weights = tf.ones_like(inputs, rows.dtype) if weights is None else tf.cast(weights, rows.dtype)
+        weights = (
+            tf.ones_like(inputs, rows.dtype) if weights is None else tf.cast(weights, rows.dtype)
+        )
         if self.mask_zero:
             weights *= tf.cast(tf.not_equal(inputs, 0), rows.dtype)
         combined = tf.reduce_sum(rows * weights[..., tf.newaxis], axis=-2)
@@ -236,7 +282,7 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         return tf.math.divide_no_nan(combined, tf.reduce_sum(weights, axis=-1, keepdims=True))
 
     def _joined_ids(self, inputs: Any) -> tf.Tensor:
-        """Returns ids in the space of all tables, which follow each other."""
+        """Returns the row numbers of the ids, with all tables laid end to end."""
         sizes = self.table_sizes
         if inputs.shape[-1] != len(sizes):
             raise ValueError(
@@ -246,7 +292,9 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
         columns = tf.unstack(tf.cast(inputs, tf.int64), axis=-1)
         names = [f"{self.name}[{number}]" for number in range(len(sizes))]
         checked = [check_ids(*column) for column in zip(columns, names, sizes)]
-        return tf.stack(checked, axis=-1) + tf.constant([*accumulate(sizes, initial=0)][:-1], tf.int64)
+        return tf.stack(checked, axis=-1) + tf.constant(
+            [*accumulate(sizes, initial=0)][:-1], tf.int64
+        )
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         return None if self.combiner else super().compute_mask(inputs, mask)
@@ -263,13 +311,13 @@ class ShardedEmbedding(ShardedRows, keras.layers.Embedding):
 
 @contextmanager
 def sharding_embeddings(is_chosen: Callable[[Any], bool], seed: int = 0) -> Iterator[None]:
-    """Shards the keras.layers.Embedding layers that are built inside this context, if they are chosen.
+    """Shards the chosen keras.layers.Embedding layers that are built inside this context.
 
-    They stay Embeddings for Keras, which saves them as such.
+    Keras still saves them as plain Embedding layers.
 
     Raises:
-        ValueError: a chosen layer is of a subclass, such as ReversibleEmbedding, which shares its
-            weights.
+        ValueError: a chosen layer is of a subclass that may share its weights, such as
+            ReversibleEmbedding.
     """
     kind = keras.layers.Embedding
     build = kind.build
@@ -295,14 +343,14 @@ def sharding_embeddings(is_chosen: Callable[[Any], bool], seed: int = 0) -> Iter
 
 @contextmanager
 def whole_tables(model: keras.Model, folder: Path | None = None) -> Iterator[None]:
-    """Gives rank 0 the whole tables while the context lasts (every rank).
+    """Gathers the whole tables on rank 0 while the context lasts (every rank).
 
-    Rank 0 can then save the model, and call it without the others. The tables are in files, so they
-    need disk space, and not memory.
+    Rank 0 can then save the model, and call it without the others. The tables are memory-mapped
+    files, so they take disk space rather than memory.
 
     Args:
         model: a built model.
-        folder: where rank 0 has space for the files; None: the system's own place.
+        folder: where rank 0 has space for the files; None: the system's temporary folder.
     """
     layers = sharded_layers(model)
     try:

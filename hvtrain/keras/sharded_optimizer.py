@@ -1,10 +1,10 @@
 """Optimizers whose slots are sharded over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-Gradients are reduced and clipped as without it. Each rank then updates its part of the weights, for
-which alone it keeps slots, and the ranks gather the parts. So a step has the bits of the step
-without it, with any compression and any number of ranks.
+Gradients are reduced and clipped as usual. Each rank then updates only its part of the weights, the
+only part for which it keeps slots, and the ranks gather the updated parts. So the result of a step
+is the same to the bit as without sharding, with any compression and any number of ranks.
 
-Reduce-scatter in place of the all-reduce would send a third less, and took longer (docs/networks.md).
+Reduce-scatter instead of all-reduce would send a third less, but took longer (docs/networks.md).
 """
 
 import math
@@ -18,32 +18,42 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.core.buckets import in_buckets
 from hvtrain.keras import gradients, reduction
-from hvtrain.keras.compression import ring_bytes
 from hvtrain.keras.gradients import overwrites
+from hvtrain.keras.wire_formats import ring_bytes
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
 
 _optimizers = keras.optimizers
-# Their steps treat each element by itself, so a variable may be cut anywhere. Others, such as LAMB,
-# take norms or products of whole variables.
+# These update each element independently, so a variable may be cut anywhere. Others, such as LAMB,
+# use norms or products of whole variables.
 ELEMENTWISE = (
     *(_optimizers.SGD, _optimizers.RMSprop, _optimizers.Adam, _optimizers.AdamW, _optimizers.Nadam),
-    *(_optimizers.Adamax, _optimizers.Adagrad, _optimizers.Adadelta, _optimizers.Ftrl, _optimizers.Lion),
+    *(
+        _optimizers.Adamax,
+        _optimizers.Adagrad,
+        _optimizers.Adadelta,
+        _optimizers.Ftrl,
+        _optimizers.Lion,
+    ),
 )
-# Slots that Keras's base class makes, which stay whole. Gradients are accumulated before they are
-# reduced; averages of the weights are validated, and become the weights at the end.
+# Slots of Keras's base class, which stay whole: gradients are accumulated before they are reduced;
+# averages of the weights are validated, and become the weights at the end.
 _WHOLE_SLOTS = ("gradient_accumulator", "average")
+
+# Two of these fit into the 32 bits in which MPI counts the bytes of a message.
+GATHERED_BYTES = 512 << 20
 
 
 def shard_slots(optimizer: keras.optimizers.Optimizer, reducer: reduction.Reducer) -> None:
-    """Makes an optimizer that is not built yet keep the slots of this rank's part, in place.
+    """Makes an optimizer that is not built yet keep slots for this rank's part of the weights only, in place.
 
     Args:
         optimizer: the optimizer that updates the weights, inside of any loss scale.
         reducer: reduces its gradients.
 
     Raises:
-        ValueError: the optimizer is built, or steps in a way that cannot be divided.
+        ValueError: the optimizer is already built, or its step cannot be divided.
     """
     kind = type(optimizer)
     overridden = overridden_steps(kind)
@@ -65,7 +75,9 @@ def shard_slots(optimizer: keras.optimizers.Optimizer, reducer: reduction.Reduce
     # Bypasses Keras's __setattr__, as make_distributed does.
     object.__setattr__(optimizer, "_hvtrain_reducer", reducer)
     if not issubclass(kind, Sharded):
-        optimizer.__class__ = subclass_under_its_name(kind, Sharded, _cuts_anywhere=kind in ELEMENTWISE)
+        optimizer.__class__ = subclass_under_its_name(
+            kind, Sharded, _cuts_anywhere=kind in ELEMENTWISE
+        )
 
 
 class Part(NamedTuple):
@@ -73,11 +85,11 @@ class Part(NamedTuple):
 
     variable: Any
     own: Any
-    """The variable itself, or a copy of some of its elements, which may be none."""
+    """The variable itself, or a variable for some of its elements, possibly none."""
     begin: int
-    """The first of them."""
+    """Position of the first of these elements in the flat variable."""
     process_set: Any = None
-    """The ranks that have the other parts."""
+    """The ranks that share the variable."""
 
     @property
     def size(self) -> int:
@@ -90,32 +102,42 @@ class Part(NamedTuple):
         if not self.size or not isinstance(tensor, tf.IndexedSlices):
             flat = tf.reshape(tf.convert_to_tensor(tensor), [-1])
             return tf.reshape(flat[self.begin : self.begin + self.size], self.own.shape)
-        # Rows become slices of one element each, for a part may begin within a row. Their sum would
-        # be another gradient: Keras's Adam squares each of the rows that have the same index.
+        # Each row is split into single elements, since a part may begin within a row. Rows with the
+        # same index are not summed: Keras's Adam squares each of them, so the result would differ.
         row_size = math.prod(self.variable.shape[1:])
-        indices = tensor.indices[:, None] * row_size + tf.range(row_size, dtype=tensor.indices.dtype)
+        indices = tensor.indices[:, None] * row_size + tf.range(
+            row_size, dtype=tensor.indices.dtype
+        )
         indices = tf.reshape(indices, [-1]) - self.begin
         is_own = (indices >= 0) & (indices < self.size)
         values = tf.boolean_mask(tf.reshape(tensor.values, [-1, *self.own.shape[1:]]), is_own)
-        return tf.IndexedSlices(values, tf.boolean_mask(indices, is_own), tf.constant(list(self.own.shape)))
+        return tf.IndexedSlices(
+            values, tf.boolean_mask(indices, is_own), tf.constant(list(self.own.shape))
+        )
 
     def gather(self, slot: Any, folder: Path | None = None) -> np.ndarray | None:
-        """Returns a slot of the variable whole, on the first rank, and None elsewhere (every rank)."""
+        """Returns the whole slot on the first rank, and None on the others (every rank)."""
         own = tf.reshape(tf.convert_to_tensor(slot), [-1])
         flat = hvd.allgather(own, name="hvtrain.slots", process_set=self.process_set)
-        # Of a slot that was made without a reference the other ranks have none, or each a copy.
+        # A slot made without a reference variable is empty on the other ranks, or whole on each.
         shape = max(hvd.allgather_object(tuple(self.variable.shape), process_set=self.process_set))
-        return flat.numpy()[: math.prod(shape)].reshape(shape) if self.process_set.rank() == 0 else None
+        return (
+            flat.numpy()[: math.prod(shape)].reshape(shape)
+            if self.process_set.rank() == 0
+            else None
+        )
 
     def scatter(self, slot: Any, whole: np.ndarray | None) -> None:
-        """Sets this rank's part of a slot to that of the first rank's whole (every rank)."""
+        """Sets this rank's part of a slot from the first rank's whole array (every rank)."""
         own: Any = [] if whole is None or self.process_set.rank() else np.ravel(whole)
-        flat = hvd.allgather(tf.constant(own, slot.dtype), name="hvtrain.slots", process_set=self.process_set)
+        flat = hvd.allgather(
+            tf.constant(own, slot.dtype), name="hvtrain.slots", process_set=self.process_set
+        )
         slot.assign(tf.reshape(flat[self.begin : self.begin + math.prod(slot.shape)], slot.shape))
 
 
 def make_parts(variables: Sequence[Any], process_set: Any, cuts_anywhere: bool) -> list[Part]:
-    """Returns this rank's part of each variable; the ranks' parts follow each other in the variables' order."""
+    """Returns this rank's part of each variable; the ranks' parts are in the order of the ranks."""
     rank = process_set.rank()
     sizes = [math.prod(variable.shape) for variable in variables]
     borders = part_borders(sizes, process_set.size(), cuts_anywhere)
@@ -143,11 +165,11 @@ def part_borders(sizes: Sequence[int], num_ranks: int, cuts_anywhere: bool) -> l
 
 
 def _copy(variable: Any, size: int) -> Any:
-    """Creates a variable for so many elements of another one, with its type and number of axes."""
+    """Creates a variable for `size` elements of another one, with its type and number of axes."""
     num_axes = len(variable.shape)
-    # Along each axis no element, so that no slot has one, whichever axes it takes.
+    # Zero along every axis, so that every slot is empty too, whichever axes it is made from.
     shape = (size, *[1] * (num_axes - 1)) if size else [0] * max(num_axes, 1)
-    # Slots are named after it. A TensorFlow variable has a name like a path, that ends in ":0".
+    # Slots are named after the copy. The name of a TensorFlow variable looks like a path and ends in ":0".
     path = getattr(variable, "path", variable.name).replace(":", "_")
     copy = keras.Variable("zeros", shape=shape, dtype=variable.dtype, name=path.rpartition("/")[2])
     copy._path = path
@@ -156,22 +178,24 @@ def _copy(variable: Any, size: int) -> Any:
 
 
 def gather_weights(parts: Sequence[Part], reducer: reduction.Reducer) -> None:
-    """Sets whole variables to the parts of all ranks (every rank)."""
-    # As bytes, so that one message holds any types; the ranks' parts follow each other.
-    packed = tf.concat([tf.reshape(tf.bitcast(part.own, tf.uint8), [-1]) for part in parts], axis=0)
-    options = {"process_set": reducer.process_set, "ignore_name_scope": True}
-    gathered = hvd.allgather(packed, name=f"{reducer.name}_weights", **options)
+    """Assembles whole variables from the parts of all ranks (every rank)."""
     types = [tf.as_dtype(part.variable.dtype) for part in parts]
     shapes = [[*part.variable.shape, dtype.size] for part, dtype in zip(parts, types)]
-    values = tf.split(gathered, [math.prod(shape) for shape in shapes])
-    for part, dtype, shape, value in zip(parts, types, shapes, values):
-        part.variable.assign(tf.bitcast(tf.reshape(value, shape), dtype))
-    # Half of an all-reduce, which ends with such a gathering.
-    reducer.sent_bytes += ring_bytes(sum(map(math.prod, shapes)), reducer.process_set.size()) / 2
+    sizes = [math.prod(shape) for shape in shapes]
+    options = {"process_set": reducer.process_set, "ignore_name_scope": True}
+    for number, message in enumerate(in_buckets(sizes, GATHERED_BYTES, GATHERED_BYTES)):
+        # As bytes, so that one message can hold several types. The parts come in the order of the ranks.
+        own = [tf.reshape(tf.bitcast(parts[i].own, tf.uint8), [-1]) for i in message]
+        name = f"{reducer.name}_weights{number}"
+        gathered = hvd.allgather(tf.concat(own, axis=0), name=name, **options)
+        for i, value in zip(message, tf.split(gathered, [sizes[i] for i in message])):
+            parts[i].variable.assign(tf.bitcast(tf.reshape(value, shapes[i]), types[i]))
+    # An all-gather is the second half of a ring all-reduce.
+    reducer.sent_bytes += ring_bytes(sum(sizes), reducer.process_set.size()) / 2
 
 
 class Sharded:
-    """Mixin before the class of the optimizer that updates the weights. On one rank it changes nothing."""
+    """Mixin before an optimizer's class that shards its slots over the ranks. No effect on one rank."""
 
     _cuts_anywhere: bool
     _hvtrain_reducer: reduction.Reducer
@@ -188,21 +212,29 @@ class Sharded:
         parts = make_parts(variables, process_set, self._cuts_anywhere)
         object.__setattr__(self, "_hvtrain_parts", parts)
         with tf.init_scope(), tf.device("/CPU:0"):
-            object.__setattr__(self, "_hvtrain_received", tf.Variable(0.0, trainable=False, name="received"))
-        # Zeros of a rank that has joined stand in for no weights.
+            object.__setattr__(
+                self, "_hvtrain_received", tf.Variable(0.0, trainable=False, name="received")
+            )
+        # hvd.join sends zeros, which cannot stand in for a rank's weights.
         gradients.exchanges_rows = True
         super().build([part.own for part in parts])  # type: ignore[misc]
 
-        # To everyone else it is an optimizer of whole variables.
+        # To all other code it looks like an optimizer of whole variables.
         vars(self)["_trainable_variables"] = list(variables)
         for position, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = position  # type: ignore[attr-defined]
         for slot in self.variables:
             # Adafactor's rows and columns are made without a reference.
-            if len(slot.shape) and not hasattr(slot, "rank_part") and not slot.name.endswith(_WHOLE_SLOTS):
+            if (
+                len(slot.shape)
+                and not hasattr(slot, "rank_part")
+                and not slot.name.endswith(_WHOLE_SLOTS)
+            ):
                 slot.rank_part = Part(slot, slot, 0, self._hvtrain_reducer.process_set)
 
-    def add_variable_from_reference(self, reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
+    def add_variable_from_reference(
+        self, reference_variable: Any, name: Any = None, initializer: Any = "zeros"
+    ) -> Any:
         add = super().add_variable_from_reference  # type: ignore[misc]
         part = next((part for part in self._hvtrain_parts if part.own is reference_variable), None)
         if part is None or name in _WHOLE_SLOTS:
@@ -211,13 +243,16 @@ class Sharded:
         slot.rank_part = part
         return slot
 
-    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
         update = super()._backend_update_step  # type: ignore[misc]
         if not self._hvtrain_parts:
             update(grads, trainable_variables, learning_rate)
             return
-        # Each rank updates other variables, and TensorFlow leaves out of a nested function, such as
-        # that of fit, messages whose values nothing uses: the ranks waited for each other for ever.
+        # Each rank needs the gradients of its own variables only. TensorFlow prunes operations whose
+        # values are unused from a nested function, such as fit's, which would leave different reductions
+        # on each rank, and the ranks would wait forever. So every gradient is used once.
         values = tf.nest.flatten(list(grads), expand_composites=True)
         elements = [tf.cast(tf.reshape(value, [-1])[:1], tf.float32) for value in values]
         self._hvtrain_received.assign(tf.reduce_sum(tf.concat(elements, axis=0)))
@@ -225,20 +260,24 @@ class Sharded:
         positions = map(self._get_variable_index, trainable_variables)  # type: ignore[attr-defined]
         parts = [self._hvtrain_parts[position] for position in positions]
         pairs = list(zip(parts, grads))
-        # A rank without a part of them takes an empty one: its optimizer counts steps too.
+        # A rank that has no part of these variables steps on an empty one, to count the step too.
         own = [pair for pair in pairs if pair[0].size] or pairs[:1]
         for part, _ in own:
-            # Others, such as a broadcast, may have set the weights.
+            # A broadcast, for example, may have changed the weights since the last step.
             if part.own is not part.variable:
                 part.own.assign(part.cut(part.variable))
-        update([part.cut(gradient) for part, gradient in own], [part.own for part, _ in own], learning_rate)
+        update(
+            [part.cut(gradient) for part, gradient in own],
+            [part.own for part, _ in own],
+            learning_rate,
+        )
         gather_weights(parts, self._hvtrain_reducer)
 
 
 def gather_slots(optimizer: Any) -> dict[int, np.ndarray]:
-    """Returns the slots that are sharded over the ranks, whole, on rank 0, and nothing elsewhere (every rank).
+    """Returns whole arrays of the sharded slots on rank 0, and an empty dict on the others (every rank).
 
-    By their positions in `optimizer.variables`, whose other variables are equal on all ranks. Empty
+    Keys are positions in `optimizer.variables`; variables without a key are equal on all ranks. Empty
     for an optimizer that is not sharded.
     """
     slots = {}
@@ -250,11 +289,11 @@ def gather_slots(optimizer: Any) -> dict[int, np.ndarray]:
 
 
 def scatter_slots(optimizer: Any, slots: dict[int, np.ndarray]) -> None:
-    """Gives each rank its part of slots that gather_slots returned, on any number of ranks (every rank).
+    """Distributes the slots that gather_slots returned, on any number of ranks (every rank).
 
     Args:
         optimizer: a built optimizer.
-        slots: on rank 0; those of other ranks are not read.
+        slots: read on rank 0 only.
     """
     for position, slot in _rank_slots(optimizer):
         slot.rank_part.scatter(slot, slots.get(position))

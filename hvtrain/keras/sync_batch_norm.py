@@ -1,10 +1,9 @@
 """SyncBatchNormalization: batch normalization over the batches of all ranks.
 
-Keras's own layer sees the batch of one rank. Here each rank's mean, sum of squared deviations from
-it, and count go to all ranks and are combined there (Chan, Golub and LeVeque 1979). Means of
-squares, which Horovod's layer for
-Keras 2 reduces, lose the variance if the mean is large: at thousands of standard deviations no
-digit is left.
+Keras's own layer sees the batch of one rank only. Here each rank sends its mean, its sum of squared
+deviations and its count to all ranks, which combine them (Chan, Golub and LeVeque 1979). Horovod's
+layer for Keras 2 reduces means of squares instead, which loses the variance if the mean is large: at
+thousands of standard deviations no digit of it is left.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 class _JointMoments:
-    """Mixin before BatchNormalization that takes the moments of all ranks' batches together."""
+    """Mixin before BatchNormalization that computes the moments of all ranks' batches together."""
 
     axis: int
 
@@ -38,16 +37,15 @@ class _JointMoments:
 class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
     """Batch normalization that trains on the mean and variance of all ranks' batches together.
 
-    In training each call is collective, forward and backward: every rank must make it, as often and
-    in the same order. Batches may differ in size, down to empty ones. Inference, and one rank, are
-    Keras's. Outputs, gradients and moving statistics are those of one process on the joint batch if
-    gradients are averaged over the ranks (DistributedOptimizer) and each rank's loss is the mean
-    over its batch (for batches that differ in size, times its size * number of ranks / size of the
+    In training each call is collective, forward and backward: every rank must make the same calls in
+    the same order. Batches may differ in size, and may be empty. In inference, and on a single rank,
+    it is Keras's layer. Outputs, gradients and moving statistics are those of one process on the
+    joint batch if gradients are averaged over the ranks (DistributedOptimizer) and each rank's loss
+    is the mean over its batch (with unequal batches: times its size x number of ranks / size of the
     joint batch).
 
     Arguments are those of keras.layers.BatchNormalization; fused comes first as in Horovod's layer.
-    Compile with jit_compile="auto" (the default, which leaves XLA out because of this layer) or
-    False.
+    Compile with jit_compile="auto" (the default, which leaves XLA out because of this layer) or False.
 
     Raises:
         ValueError: fused=True or None, or synchronized=True.
@@ -55,7 +53,9 @@ class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused is not False:
-            raise ValueError(f"fused={fused} is not supported: a fused kernel sees one rank only; leave fused out")
+            raise ValueError(
+                f"fused={fused} is not supported: a fused kernel sees one rank only; leave fused out"
+            )
         if kwargs.get("synchronized"):
             raise ValueError(
                 "synchronized=True is for tf.distribute; this layer always synchronizes through Horovod, leave it out"
@@ -67,7 +67,7 @@ class SyncBatchNormalization(_JointMoments, keras.layers.BatchNormalization):
 def synchronize(layer: keras.layers.BatchNormalization) -> None:
     """Makes a layer of Keras, in place, train as SyncBatchNormalization does.
 
-    Its class becomes a subclass of the same name, so that its variables stay, in a built model too,
+    Its class becomes a subclass of the same name, so its variables are kept, also in a built model,
     and a saved model loads as the plain layer.
     """
     joint_class = subclass_under_its_name(type(layer), _JointMoments)
@@ -79,19 +79,21 @@ def synchronize(layer: keras.layers.BatchNormalization) -> None:
 def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, Any]:
     """Returns mean, sum of squared deviations and count of this rank's batch.
 
-    All are zero for an empty batch. The first two have one value for each channel. The count has
-    one for all, or one for each channel with a mask, because a mask lacks the last axis only, so
-    with channels first it may leave other positions to each channel.
+    All are zero for an empty batch. The first two have a value for each channel. The count is a
+    single value, or with a mask one for each channel: a mask lacks only the last axis, so with
+    channels first it may select different positions in each channel.
 
     Args:
         inputs: the batch.
-        mask: true where an element counts, of the inputs' shape without the last axis; or None.
-        axes: all axes but that of the channels.
+        mask: true for elements that count, in the inputs' shape without the last axis; or None.
+        axes: all axes except that of the channels.
     """
     zero = tf.zeros([], inputs.dtype)
     if mask is None:
         total = tf.reduce_sum(inputs, axes)
-        num_elements = tf.reduce_prod(tf.gather(tf.shape(inputs, out_type=tf.int64), axes), keepdims=True)
+        num_elements = tf.reduce_prod(
+            tf.gather(tf.shape(inputs, out_type=tf.int64), axes), keepdims=True
+        )
         count = tf.cast(num_elements, inputs.dtype)
     else:
         used = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
@@ -99,7 +101,9 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
         count = tf.reduce_sum(tf.cast(used, inputs.dtype), axes)
 
     mean = tf.math.divide_no_nan(total, count)
-    differences = inputs - tf.reshape(mean, [1 if axis in axes else -1 for axis in range(len(inputs.shape))])
+    differences = inputs - tf.reshape(
+        mean, [1 if axis in axes else -1 for axis in range(len(inputs.shape))]
+    )
     if mask is not None:
         differences = tf.where(used, differences, zero)
     return mean, tf.reduce_sum(tf.square(differences), axes), count
@@ -108,14 +112,15 @@ def local_moments(inputs: Any, mask: Any, axes: list[int]) -> tuple[Any, Any, An
 def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
     """Returns mean and (biased) variance of each channel, from all ranks' moments.
 
-    In float64, which is cheap for so few values: rounding is then that of one mean, not of one for
-    each rank.
+    Computes in float64, which is cheap for so few values and avoids further rounding errors.
 
     Args:
         rows: a row for each rank: means, sums of squared deviations and counts of local_moments.
         num_channels: number of the layer's channels.
     """
-    means, deviations, counts = tf.split(tf.cast(rows, tf.float64), [num_channels, num_channels, -1], axis=1)
+    means, deviations, counts = tf.split(
+        tf.cast(rows, tf.float64), [num_channels, num_channels, -1], axis=1
+    )
     count = tf.reduce_sum(counts, axis=0)
     mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, axis=0), count)
     deviation = tf.reduce_sum(deviations + counts * tf.square(means - mean), axis=0)
@@ -124,10 +129,10 @@ def combine(rows: Any, num_channels: int) -> tuple[Any, Any]:
 
 @tf.custom_gradient
 def _rows_of_all_ranks(row: Any) -> Any:
-    """Returns a matrix of all ranks' rows, as the sum of matrices that are zero elsewhere.
+    """Returns a matrix of all ranks' rows, as the sum of matrices that are zero except for one rank's row.
 
-    Not an allgather: that fails once a rank has joined (hvd.join), whose row is zeros here, a count
-    of 0.
+    Not an allgather, which fails once a rank has joined (hvd.join). Here the row of such a rank is
+    zeros, and so is its count.
     """
     rank = hvd.rank()
     rows = tf.pad(row[tf.newaxis], [[rank, hvd.size() - rank - 1], [0, 0]])
@@ -138,21 +143,21 @@ def _rows_of_all_ranks(row: Any) -> Any:
 def _own_row_of_sum(gradients: Any) -> Any:
     """Returns the gradient of _rows_of_all_ranks.
 
-    Each is the other's gradient, so that higher derivatives are right too. A sum, not a mean: the
-    effect of each rank's row on the losses of all ranks. Each rank's gradient is then that of the
-    sum of all losses, and the mean over ranks that the optimizer takes is the gradient of their
-    mean.
+    Each function is the other's gradient, so higher derivatives are right too. A sum, not a mean: a
+    rank's row affects the losses of all ranks. Each rank then has the gradient of the sum of all
+    losses, and the optimizer's mean over the ranks is the gradient of their mean.
     """
     return _sum_over_ranks(gradients)[hvd.rank()], _rows_of_all_ranks
 
 
 def _sum_over_ranks(tensor: Any) -> Any:
-    # The name is not the layer's, which would occur twice at once in a model that uses the layer
-    # twice; nor the one of Horovod's registered gradient, which comes from Keras's names.
-    total = hvd.allreduce(tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True)
-    # A tf.function that is called twice in one graph has each of its names there twice. Functions
-    # that write the same variable run one after the other, in the order of the program: on all
-    # ranks the same sum comes first.
+    # Not named after the layer: a model that uses it twice would send two messages of one name. Nor
+    # is the message left to Horovod's registered gradient, whose name derives from Keras's names.
+    total = hvd.allreduce(
+        tensor, op=hvd.Sum, name=positional_name("sync_batch_norm"), ignore_name_scope=True
+    )
+    # A tf.function that is called twice in one graph sends each of its names twice. Functions that
+    # write the same variable run in program order, so the same sum comes first on all ranks.
     with tf.control_dependencies([total]):
         counter("sync_batch_norm").assign_add(1)
     return total

@@ -1,15 +1,16 @@
-"""Which rows of a table a rank has: made there, gathered for a checkpoint, and distributed from one.
+"""A rank's rows of a sharded table: initialized, gathered for a checkpoint, and restored.
 
-Row r is on rank r mod the number of ranks, so the frequent ids at a vocabulary's beginning are on
-different ranks. No process holds a whole table: rows are made from their numbers, and pass through
-rank 0 in pieces on their way to and from a file.
+Row r is on rank r mod the number of ranks, so the frequent ids at the beginning of a vocabulary are
+spread over the ranks. No process holds a whole table: each row is initialized from its number, and
+on their way to and from a file rows pass through rank 0 in pieces.
 """
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -19,18 +20,19 @@ import psutil
 import tensorflow as tf
 from scipy.special import ndtr, ndtri
 
+from hvtrain.errors import StorageError
 from hvtrain.keras.in_graph import tf_variable
 
-# Rows are made, saved and restored in pieces of that size, whatever the size of the table.
+# Rows are initialized, saved and restored in pieces of this size, whatever the size of the table.
 PIECE_BYTES = 64 << 20
 
 
 class Rows(NamedTuple):
-    """This rank's rows of a table, or of an optimizer's slot for it: every `num_ranks`th, from `rank` on."""
+    """This rank's rows of a table, or of an optimizer's slot for it: every `num_ranks`th, beginning with row `rank`."""
 
     table: str
     num_rows: int
-    """Of the whole table."""
+    """Number of rows of the whole table."""
     rank: int
     num_ranks: int
 
@@ -39,7 +41,7 @@ class Rows(NamedTuple):
         return len(range(self.rank, self.num_rows, self.num_ranks))
 
     def pieces(self, row_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields the first and last own row of each piece; all ranks yield as many."""
+        """Yields begin and end of each piece of this rank's rows; all ranks have the same number of pieces."""
         step = max(1, PIECE_BYTES // (row_bytes * self.num_ranks))
         for begin in range(0, math.ceil(self.num_rows / self.num_ranks), step):
             yield begin, begin + step
@@ -47,22 +49,31 @@ class Rows(NamedTuple):
     def gather(self, variable: Any, folder: Path | None = None) -> np.ndarray | None:
         """Returns the whole table on rank 0, and None elsewhere (every rank).
 
-        Its memory is a file without a name, which goes with the array.
+        The array is mapped from an unnamed temporary file, which is deleted with it.
 
         Args:
             variable: this rank's rows, [own, ...].
-            folder: where rank 0 has space for the file; None: the system's own place.
+            folder: where rank 0 has space for the file; None: the system's temporary folder.
         """
         value = tf_variable(variable)
         shape = (self.num_rows, *value.shape[1:])
         whole = None
+        problem = None
         if self.rank == 0:
-            with TemporaryFile(dir=folder) as file:
-                whole = np.memmap(file, value.dtype.as_numpy_dtype, "w+", shape=shape)
+            try:
+                with TemporaryFile(dir=folder) as file:
+                    # A write to mapped memory without space on the disk would kill the process.
+                    os.posix_fallocate(file.fileno(), 0, math.prod(shape) * value.dtype.size)
+                    whole = np.memmap(file, value.dtype.as_numpy_dtype, "r+", shape=shape)
+            except OSError as error:
+                problem = f"no space for a whole table of {shape} in {folder or gettempdir()}: {error.strerror}"
+        problem = hvd.broadcast_object(problem, 0, name="hvtrain.table_space")
+        if problem:
+            raise StorageError(problem)
 
         for begin, end in self.pieces(math.prod(shape[1:]) * value.dtype.size):
             own = value[begin:end]
-            # All to rank 0.
+            # Send all rows to rank 0.
             splits = tf.one_hot(0, self.num_ranks, tf.shape(own)[0], 0, dtype=tf.int32)
             received, counts = hvd.alltoall(own, splits, name="hvtrain.table_rows")
             if whole is not None:
@@ -81,37 +92,57 @@ class Rows(NamedTuple):
                 piece = np.asarray(whole[begin * self.num_ranks : end * self.num_ranks])
                 sent = [piece[rank :: self.num_ranks] for rank in range(self.num_ranks)]
             splits = tf.constant([len(rows) for rows in sent], tf.int32)
-            received, _ = hvd.alltoall(tf.constant(np.concatenate(sent)), splits, name="hvtrain.table_rows")
+            received, _ = hvd.alltoall(
+                tf.constant(np.concatenate(sent)), splits, name="hvtrain.table_rows"
+            )
             value[begin:end].assign(received)
 
 
 def rows_of(variable: Any) -> Rows | None:
-    """Returns which rows of a sharded table a variable or slot has; None if it is no part of one."""
+    """Returns the rows of a sharded table that a variable or slot holds, or None."""
     part = getattr(variable, "rank_part", None)
     return part if isinstance(part, Rows) else None
 
 
 def distribute_whole(variables: Sequence[Any]) -> None:
-    """Gives each rank its parts of variables whose attribute `whole` rank 0 has set (every rank)."""
+    """Distributes the tables that rank 0 holds in the attribute `whole` of variables (every rank)."""
     parts = [variable for variable in variables if hasattr(variable, "rank_part")]
     if not parts or hvd.size() == 1:
         return
-    are_set = hvd.broadcast_object([hasattr(part, "whole") for part in parts], 0, name="hvtrain.whole")
+    are_set = hvd.broadcast_object(
+        [hasattr(part, "whole") for part in parts], 0, name="hvtrain.whole"
+    )
     for part, is_set in zip(parts, are_set):
         if is_set:
             part.rank_part.scatter(part, vars(part).pop("whole", None))
 
 
 def whole_spec(variable: Any) -> tf.TensorSpec:
-    """Returns the shape and type of the table of which a variable has rows."""
+    """Returns the shape and type of the whole table whose rows a variable holds."""
     return tf.TensorSpec([rows_of(variable).num_rows, *variable.shape[1:]], variable.dtype)  # type: ignore[union-attr]
 
 
-def make_rows(rows: Rows, row_size: int, initializer: Any, seed: int, dtype: Any = "float32") -> tf.Tensor:
-    """Returns a rank's first rows [own, row_size], each a function of seed, table and row number.
+def with_nan(gradient: Any, value: tf.Tensor) -> Any:
+    """Returns the gradient plus 0 or NaN; IndexedSlices get a row of NaN, since they may have no row yet."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient + tf.cast(value, gradient.dtype)
+    number = tf.cast(tf.math.is_nan(value), tf.int32)
+    rows = tf.fill([number, *gradient.values.shape[1:]], tf.cast(value, gradient.dtype))
+    indices = tf.zeros([number], gradient.indices.dtype)
+    return tf.IndexedSlices(
+        tf.concat([gradient.values, rows], axis=0),
+        tf.concat([gradient.indices, indices], axis=0),
+        gradient.dense_shape,
+    )
+
+
+def make_rows(
+    rows: Rows, row_size: int, initializer: Any, seed: int, dtype: Any = "float32"
+) -> tf.Tensor:
+    """Returns a rank's initial rows [own, row_size], each a function of seed, table and row number.
 
     Raises:
-        ValueError: an initializer whose values depend on more.
+        ValueError: for an initializer whose values depend on anything else, such as the fan-in.
     """
     draw = _draw_function(initializer)
     digest = hashlib.sha256(f"{seed}/{rows.table}".encode()).digest()
@@ -133,7 +164,7 @@ def _uniform(counters: np.ndarray, key: np.uint64) -> np.ndarray:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     bits ^= bits >> np.uint64(31)
-    # Never 0 or 1, whose normal quantiles are infinite.
+    # Never exactly 0 or 1, whose normal quantiles are infinite.
     return ((bits >> np.uint64(40)).astype(np.float64) + 0.5) / 2**24
 
 
@@ -142,13 +173,17 @@ def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
     kinds = keras.initializers
     initializer = kinds.get(initializer)
     if isinstance(initializer, kinds.RandomUniform):
-        return lambda uniform: initializer.minval + uniform * (initializer.maxval - initializer.minval)
+        return lambda uniform: (
+            initializer.minval + uniform * (initializer.maxval - initializer.minval)
+        )
     if isinstance(initializer, kinds.RandomNormal):
         return lambda uniform: initializer.mean + initializer.stddev * ndtri(uniform)
     if isinstance(initializer, kinds.TruncatedNormal):
-        # Two standard deviations at most, as Keras does.
+        # Truncated at two standard deviations, as in Keras.
         low = ndtr(-2.0)
-        return lambda uniform: initializer.mean + initializer.stddev * ndtri(low + uniform * (1 - 2 * low))
+        return lambda uniform: (
+            initializer.mean + initializer.stddev * ndtri(low + uniform * (1 - 2 * low))
+        )
     if isinstance(initializer, (kinds.Zeros, kinds.Ones, kinds.Constant)):
         constant = float(initializer((1,))[0])
         return lambda uniform: np.full_like(uniform, constant)
@@ -159,7 +194,7 @@ def _draw_function(initializer: Any) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def check_size(rows: Rows, row_bytes: int) -> None:
-    """Raises ValueError if this rank's rows are more than the memory that is free."""
+    """Raises ValueError if this rank's rows do not fit into the free memory. With a GPU, nothing is checked."""
     free_bytes = psutil.virtual_memory().available
     num_bytes = rows.num_own * row_bytes
     if num_bytes > free_bytes and not tf.config.list_logical_devices("GPU"):

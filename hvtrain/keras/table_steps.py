@@ -1,4 +1,4 @@
-"""How an optimizer steps on this rank's rows of tables that are sharded over the ranks."""
+"""Optimizer steps on this rank's rows of tables that are sharded over the ranks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,17 +9,17 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import global_norm
 
 from hvtrain.keras.gradients import map_values
-from hvtrain.keras.optimizers import RowwiseAdagrad, slot_prefix
+from hvtrain.keras.optimizers import RowwiseAdagrad, row_slots
 from hvtrain.keras.sharded_optimizer import ELEMENTWISE
 from hvtrain.keras.table_rows import rows_of
 from hvtrain.step.joint_loss import subclass_under_its_name
 
 
 def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Prepares a built optimizer for the sharded tables among its variables; nothing for none.
+    """Prepares a built optimizer for the sharded tables among its variables, if there are any.
 
     Raises:
-        ValueError: its step is not that of each row by itself, as one process would take it.
+        ValueError: the optimizer does not update each row independently, as a sharded table needs.
     """
     tables = [variable for variable in variables if rows_of(variable)]
     if not tables:
@@ -29,7 +29,8 @@ def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
     problem = ""
     if not isinstance(inner, (*ELEMENTWISE, RowwiseAdagrad)):
         problem = (
-            f"{type(inner).__name__} needs whole weights; choose SGD, Adam, hvd.optimizers.LazyAdam or RowwiseAdagrad"
+            f"{type(inner).__name__} needs whole weights; "
+            "choose SGD, Adam, hvd.optimizers.LazyAdam or RowwiseAdagrad"
         )
     if hook.reducer.gathers_weights:
         problem = "shard=True divides what is divided already; leave it out"
@@ -41,13 +42,12 @@ def take_tables(optimizer: Any, variables: Sequence[Any]) -> None:
         raise ValueError(f"table {rows_of(tables[0]).table} is sharded over the ranks: {problem}")  # type: ignore[union-attr]
 
     for table in tables:
-        for slot in inner.variables:
-            if slot.name.startswith(f"{slot_prefix(table)}_") and slot.shape[:1] == table.shape[:1]:
-                slot.rank_part = table.rank_part
+        for slot in row_slots(inner, table):
+            slot.rank_part = table.rank_part
 
 
 class ClipsTables:
-    """Mixin before an optimizer that clips by norm: the norm of a table is that of all ranks' rows."""
+    """Mixin before an optimizer that clips by norm: a table's norm is that of all ranks' rows."""
 
     clipnorm: float | None
     global_clipnorm: float | None
@@ -64,11 +64,15 @@ class ClipsTables:
             return clip(grads)
 
         own = [tf.reduce_sum(tf.square(getattr(grads[i], "values", grads[i]))) for i in tables]
-        squares = hvd.allreduce(tf.stack(own), op=hvd.Sum, name="hvtrain_table_norms", ignore_name_scope=True)
+        squares = hvd.allreduce(
+            tf.stack(own), op=hvd.Sum, name="hvtrain_table_norms", ignore_name_scope=True
+        )
         others = [gradient for i, gradient in enumerate(grads) if i not in tables]
         if self.global_clipnorm:
-            norm = tf.sqrt(tf.reduce_sum(squares) + tf.square(global_norm(others) if others else 0.0))
-            # As Keras does, which lets a norm that is not finite through.
+            norm = tf.sqrt(
+                tf.reduce_sum(squares) + tf.square(global_norm(others) if others else 0.0)
+            )
+            # (norm - norm) is NaN for a norm that is not finite: Keras, too, then returns NaN.
             scale = self.global_clipnorm / tf.maximum(norm, self.global_clipnorm) + (norm - norm)
             return [map_values(partial(tf.multiply, scale), gradient) for gradient in grads]
 

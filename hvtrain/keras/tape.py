@@ -11,6 +11,7 @@ from hvtrain.keras.gradients import variable_id
 from hvtrain.keras.in_graph import counter, positional_name, tf_variable
 from hvtrain.keras.optimizer import local_weights
 from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.table_rows import rows_of
 
 
 def DistributedGradientTape(  # noqa: N802  (Horovod's name)
@@ -30,7 +31,8 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
 
     Every rank must call gradient(). Arguments are those of DistributedOptimizer. Sources may be
     Keras or TensorFlow variables. Use it with a plain optimizer: a DistributedOptimizer would
-    reduce the gradients twice.
+    reduce the gradients twice. A sharded table among the sources is refused: its slots and norms
+    need a DistributedOptimizer, which takes the gradients of a plain tf.GradientTape.
 
     Example:
         with tf.GradientTape() as tape:
@@ -88,19 +90,30 @@ class _ReducesGradients:
         """Keeps the gradient of this source on its rank."""
         self._hvtrain_local[variable_id(source)] = source
 
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
-        kwargs.pop("use_generic_names", None)  # Horovod's; our names never depend on those of variables.
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
+    ) -> Any:
+        # An option of Horovod's tape; the names of messages never depend on those of variables here.
+        kwargs.pop("use_generic_names", None)
         variables = tf.nest.flatten(sources)
+        tables = [rows for rows in map(rows_of, variables) if rows]
+        if tables:
+            raise ValueError(
+                f"table {tables[0].table} is sharded over the ranks, which a plain optimizer does not know; wrap the "
+                "optimizer in DistributedOptimizer, and take the gradients with a plain tf.GradientTape"
+            )
         tf_variables = [tf_variable(variable) for variable in variables]
         gradients = super().gradient(target, tf_variables, output_gradients, **kwargs)  # type: ignore[misc]
 
-        # A reducer for each call: its name counts calls in the graph, as on all ranks.
-        reducer = Reducer(message_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options)
+        # A new reducer for each call; its name counts the calls in the graph, the same on all ranks.
+        reducer = Reducer(
+            message_name=positional_name("tape"), count=counter("tape"), **self._hvtrain_options
+        )
         reducer.register_local(self._hvtrain_local.values())
         reduced = reducer(gradients, variables)
         for gradient in reduced:
             if gradient is not None:
-                # A DistributedOptimizer refuses to sum such a gradient once more.
+                # With this mark a DistributedOptimizer that does not average refuses to reduce it again.
                 gradient._hvtrain_reduced = True
         return tf.nest.pack_sequence_as(sources, reduced)
 
@@ -110,7 +123,9 @@ class _ReducesGradients:
         """Returns pairs (source, gradient): those of the local sources, and the others."""
         local: list[tuple[Any, Any]] = []
         shared: list[tuple[Any, Any]] = []
-        for source, gradient in zip(sources, self.gradient(target, sources, output_gradients, **kwargs)):
+        for source, gradient in zip(
+            sources, self.gradient(target, sources, output_gradients, **kwargs)
+        ):
             pairs = local if variable_id(source) in self._hvtrain_local else shared
             pairs.append((source, gradient))
         return local, shared

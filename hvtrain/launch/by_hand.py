@@ -1,8 +1,8 @@
-"""Starts one process of a run here, for users who start each by hand (--job-name and --task-index).
+"""Starts one process of a run on this host, for users who start each by hand (--job-name and --task-index).
 
-All processes meet at rank 0's (rendezvous.py), learn which of them share a host, and set the
-variables of Horovod's Gloo. Then each runs the command as its child, passes signals on to it, and
-ends with its exit code.
+All processes meet at rank 0 (rendezvous.py), learn which of them share a host, and set Horovod's
+Gloo variables. Each then runs the command as a child, passes signals on to it, and exits with its
+exit code.
 """
 
 import errno
@@ -39,16 +39,16 @@ def start(
 
     Args:
         roles: the processes of the run.
-        rank: this one's.
-        coordinator: HOST:PORT of rank 0's process, where all meet.
-        command: what to run.
-        variables: further environment variables of the command, which also inherits this process's.
-        seconds: how long to wait for the others.
-        interface: for Gloo; None: the one that leads to the coordinator.
+        rank: the rank of this process.
+        coordinator: HOST:PORT of rank 0, where all processes meet.
+        command: the command to run.
+        variables: environment variables for the command, in addition to those of this process.
+        seconds: how long to wait for the other processes.
+        interface: network interface for Gloo; None: the one that leads to the coordinator.
     """
     names = roles.names
     host, address, port = _parse(coordinator)
-    # Before it claims its own rank, which it does over the network like all others.
+    # The server comes first: rank 0 also claims its own rank over the network.
     server = _serve(host, address, port, names) if rank == 0 else None
     try:
         own_address = address_towards(host)
@@ -58,34 +58,36 @@ def start(
             file=sys.stderr,
             flush=True,
         )
-        rank_hosts = claim((address, port), rank, names, (socket.gethostname(), own_address), seconds)
+        rank_hosts = claim(
+            (address, port), rank, names, (socket.gethostname(), own_address), seconds
+        )
 
         interface = interface or str(host_facts.interface_of(own_address))
-        # What the user has set wins over these.
+        # The user's own settings override these.
         defaults = {
             "NCCL_SOCKET_IFNAME": interface,
-            # Horovod's 30 s end the run where one host takes longer to load TensorFlow.
+            # Horovod's default of 30 s would end the run if one host takes longer to load TensorFlow.
             "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(START_SECONDS, seconds):.0f}",
         }
-        # These win over the user's: they describe this launch.
+        # These override the user's settings, since they describe this launch.
         gloo = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
             "HOROVOD_GLOO_IFACE": interface,
             "PYTHONUNBUFFERED": "1",
-            # For the records: no launcher knows this line.
+            # For the run's records, since no launcher knows this command line.
             console.BY_HAND: command_line("launch", sys.argv[1:]),
             **horovod_variables(rank, [tuple(rank_host) for rank_host in rank_hosts]),
         }
         return _run(command, {**defaults, **os.environ, **variables, **gloo})
     finally:
         if server:
-            # After the command: ranks that start again (comm.tune) meet in the same store.
+            # Only after the command, since ranks that restart (comm.tune) meet through the same store.
             server.close()
 
 
 def horovod_variables(rank: int, rank_hosts: Sequence[tuple[str, ...]]) -> dict[str, str]:
-    """Horovod's variables for a rank; rank_hosts: name and address of each rank's host.
+    """Returns Horovod's variables for a rank. rank_hosts: name and address of each rank's host.
 
     >>> variables = horovod_variables(2, [("s1", "10.0.0.1"), ("s1", "10.0.0.1"), ("s2", "10.0.0.2")])
     >>> variables["HOROVOD_LOCAL_RANK"], variables["HOROVOD_LOCAL_SIZE"], variables["HOROVOD_CROSS_RANK"]
@@ -93,15 +95,15 @@ def horovod_variables(rank: int, rank_hosts: Sequence[tuple[str, ...]]) -> dict[
     """
     ranks_on: dict[tuple[str, ...], list[int]] = {}
     for number, rank_host in enumerate(rank_hosts):
-        # By name and address: two hosts may have the same name.
+        # The key is name and address, since two hosts may have the same name.
         ranks_on.setdefault(rank_host, []).append(number)
 
     local_ranks = ranks_on[rank_hosts[rank]]
     local_rank = local_ranks.index(rank)
-    # The ranks with this local rank, one on each host that has so many.
+    # The ranks with the same local rank, one on each host that has enough ranks.
     cross_ranks = [ranks[local_rank] for ranks in ranks_on.values() if len(ranks) > local_rank]
     return {
-        "HOROVOD_HOSTNAME": rank_hosts[rank][-1],  # The address: two hosts may have one name.
+        "HOROVOD_HOSTNAME": rank_hosts[rank][-1],  # The address, since names may not be unique.
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_RANK": str(rank),
@@ -114,18 +116,22 @@ def horovod_variables(rank: int, rank_hosts: Sequence[tuple[str, ...]]) -> dict[
 
 
 def _parse(coordinator: str) -> tuple[str, str, int]:
-    """Host, address and port of HOST:PORT. Raises ConfigError."""
+    """Returns the host of HOST:PORT, its IPv4 address, and the port. Raises ConfigError."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--coordinator {coordinator} is not HOST:PORT; give rank 0's host and a free port: s1:2222")
+        raise ConfigError(
+            f"--coordinator {coordinator} is not HOST:PORT; give rank 0's host and a free port: s1:2222"
+        )
     try:
         return host, socket.gethostbyname(host), int(port)
-    except OSError:
-        raise ConfigError(f"--coordinator {coordinator}: {Ssh().trouble(host, 'Could not resolve')}") from None
+    except (OSError, UnicodeError):
+        raise ConfigError(
+            f"--coordinator {coordinator}: {Ssh().trouble(host, 'Could not resolve')}"
+        ) from None
 
 
 def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvous:
-    """Starts rank 0's server. Raises ConfigError if it cannot listen there."""
+    """Starts rank 0's server. Raises ConfigError if it cannot listen on that address."""
     try:
         server = Rendezvous(address, port, names)
     except OSError as error:
@@ -133,7 +139,8 @@ def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvo
             cause = f"only root may use port {port}; choose one above 1023"
         elif error.errno == errno.EADDRNOTAVAIL:
             cause = (
-                f"{address} is not an address of {socket.gethostname()}; start {names[0]} there, or give its own host"
+                f"{address} is not an address of {socket.gethostname()}; "
+                f"start {names[0]} there, or give its own host"
             )
         else:
             cause = f"port {port} is in use; end what uses it, or choose another port, the same for all processes"
@@ -151,7 +158,7 @@ def _serve(host: str, address: str, port: int, names: Sequence[str]) -> Rendezvo
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs the command and passes signals on to it; its exit code as a shell has it."""
+    """Runs the command and passes signals on to it. Returns its exit code, as a shell would report it."""
     children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, *_: object) -> None:
@@ -165,9 +172,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     child = subprocess.Popen(
         with_own_python(command),
         env=environment,
-        # In this terminal's process group it would get a Ctrl-C twice.
+        # In the terminal's process group the child would get Ctrl-C twice.
         start_new_session=True,
-        preexec_fn=die_with_parent(os.getpid()),
+        preexec_fn=die_with_parent(),
     )
     children.append(child)
     return shell_code(child.wait())

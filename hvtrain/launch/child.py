@@ -1,18 +1,22 @@
-"""A child process that trains: started so that it ends with its parent, ended as Ctrl-C would, and why it failed."""
+"""A child process that trains: starts it so that it ends with its parent, stops it, and explains its failure."""
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hvtrain.core.run_files import RESULT_FILE
+from hvtrain.errors import LostRankError
 from hvtrain.system.console import signals_held
 
-# Longer than a launcher takes to end its ranks by force: 30 s after the first signal, and at once
-# after the second (supervisor.py).
+# Longer than a launcher takes to kill its ranks: 30 s after the first signal, or at once after the
+# second (supervisor.py).
 SECONDS_TO_SAVE = 40.0
 SECONDS_TO_STOP = 20.0
 _LOGS_LINE = "hvtrain: what each rank said"  # The launcher's last line after a failure.
@@ -27,30 +31,30 @@ def started(
     cores: set[int] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a run that ends if the block raises, and with this process.
+    """A context with the process of a run, which is ended if the block raises or this process ends.
 
     Args:
-        command: the words of its command line.
-        log: the file for both of its outputs.
-        cores: the CPU cores that it may use; None: this process's.
-        environment: its variables; None: this process's.
+        command: the words of the run's command line.
+        log: the file for its stdout and stderr.
+        cores: the CPU cores that it may use; None: those of this process.
+        environment: its environment variables; None: those of this process.
     """
-    set_parent = die_with_parent(os.getpid())
+    set_parent = die_with_parent()
 
     def prepare() -> None:
         set_parent()
-        # In the child, before it starts threads: they inherit it.
+        # Set in the child before it starts threads, which inherit the affinity.
         os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
 
     with log.open("wb") as output, signals_held() as release:
-        # Signals are held: Python drops what a handler raises while it forks, a Ctrl-C too.
+        # Signals are held back: Python drops what a handler raises during a fork, even for Ctrl-C.
         process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A Ctrl-C goes to a terminal's or a notebook's whole group; `end` tells the child once.
+            # Ctrl-C goes to the whole process group of a terminal or notebook; `end` signals the child once.
             start_new_session=True,
             preexec_fn=prepare,
         )
@@ -65,7 +69,7 @@ def started(
 def end(process: subprocess.Popen[Any]) -> None:
     """Asks a run to stop, as Ctrl-C would, and kills it and its launcher if it does not.
 
-    Another Ctrl-C does not wait.
+    Another Ctrl-C cuts the current wait short.
     """
     for number, seconds in (
         (signal.SIGINT, SECONDS_TO_SAVE),
@@ -87,7 +91,7 @@ def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def failure(output: str, code: int) -> str:
-    """The line of the output that says why the run failed.
+    """Returns the line of the output that says why the run failed, followed by the exit code.
 
     >>> failure("Epoch 1/2\\nhvtrain: rank 1 was killed\\nhvtrain: what each rank said is in a/launch", 75)
     'rank 1 was killed (exit code 75)'
@@ -95,21 +99,24 @@ def failure(output: str, code: int) -> str:
     'it printed nothing (exit code -9)'
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # Our own message says what to do; a line of a library behind it does not.
-    messages = [line for line in lines if line.startswith("hvtrain: ") and not line.startswith(_LOGS_LINE)]
+    # hvtrain's own message says what to do; a library's line after it does not.
+    messages = [
+        line for line in lines if line.startswith("hvtrain: ") and not line.startswith(_LOGS_LINE)
+    ]
     last = (messages or lines or ["it printed nothing"])[-1]
     return f"{last.removeprefix('hvtrain: ')} (exit code {code})"
 
 
-def die_with_parent(parent: int) -> Callable[[], None]:
-    """A preexec_fn that ends the child with its parent.
+def die_with_parent() -> Callable[[], None]:
+    """Returns a preexec_fn that ends the child with its parent, this process.
 
-    Else `kill -9` of the parent would leave the ranks behind.
+    Without it, `kill -9` of the parent would leave the ranks running.
     """
+    parent = os.getpid()
 
     def prepare() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        # The parent may have ended before prctl was called.
+        # The parent may have ended before the call to prctl.
         if os.getppid() != parent:
             os._exit(1)
 
@@ -117,8 +124,31 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 
 
 def handle_signals(handler: Callable[..., None]) -> None:
-    """Calls the handler for every signal that a launcher passes on to its child."""
+    """Installs the handler for the signals that a launcher passes on to its child."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        # Under nohup SIGHUP is ignored, and stays so.
+        # Under nohup SIGHUP is ignored, and must stay ignored.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def exit_at_signals() -> None:
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that the run in progress ends with this process."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Under nohup SIGHUP stays ignored.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def read_result(run: Path, code: int, log: Path) -> dict[str, Any]:
+    """Returns the result record of a run that ended with this exit code.
+
+    Raises LostRankError if the run failed or left no record.
+    """
+    if code:
+        raise LostRankError(failure(log.read_text(errors="replace"), code))
+    try:
+        return json.loads((run / RESULT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LostRankError(
+            f"the run ended well, but {run / RESULT_FILE} cannot be read: {error}"
+        ) from error

@@ -1,10 +1,9 @@
-"""The cluster that the command line chooses: its settings, its files, and how they are submitted."""
+"""The cluster chosen on the command line: its settings, its job files, and how they are submitted."""
 
 import shlex
 import shutil
 import subprocess
 import traceback
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,17 +12,17 @@ from typing import Any
 import jinja2
 import yaml
 
-from hvtrain.config.compose import CONFIGS
-from hvtrain.config.validate import nearest, typed
+from hvtrain.config.choices import CONFIGS
+from hvtrain.config.validate import nearest, typed, types_of
 from hvtrain.errors import ConfigError
-from hvtrain.launch.cluster_kinds import KINDS, ClusterKind
-from hvtrain.launch.job import Job
+from hvtrain.launch.cluster_kinds import KINDS
+from hvtrain.launch.job import ClusterKind, Job
 
 
 def texts(cluster: ClusterKind, job: Job, folders: Sequence[Path] = ()) -> dict[str, str]:
-    """The job's files by name. Raises ConfigError.
+    """Returns the text of each of the job's files by name. Raises ConfigError.
 
-    folders: the user's own, whose templates win over ours.
+    folders: the user's config folders, whose templates override hvtrain's.
     """
     if job.hosts and cluster.no_hosts:
         raise ConfigError(f"cluster={cluster.kind} came with -H; {cluster.no_hosts}")
@@ -35,30 +34,32 @@ def texts(cluster: ClusterKind, job: Job, folders: Sequence[Path] = ()) -> dict[
 
 
 def write(cluster: ClusterKind, job: Job, folder: Path, folders: Sequence[Path] = ()) -> list[Path]:
-    """Writes the job's files into the folder. Raises ConfigError."""
+    """Writes the job's files into the folder, and returns their paths. Raises ConfigError."""
     files = texts(cluster, job, folders)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # All of them were rendered before, so an error leaves no half of them behind.
+        # All were rendered before this, so an error in a template leaves no partial set behind.
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be written: {error.strerror}; choose another") from error
+        raise ConfigError(
+            f"--output {folder} cannot be written: {error.strerror}; choose another"
+        ) from error
     return [folder / name for name in files]
 
 
 def submission(cluster: ClusterKind, folder: Path) -> list[str]:
-    """The command that submits the files in the folder."""
+    """Returns the command that submits the files in the folder."""
     return [part.replace("{}", str(folder)) for part in cluster.submit.split()]
 
 
 def submit(cluster: ClusterKind, folder: Path) -> int:
-    """Runs the command.
+    """Submits the files in the folder.
 
-    Returns its exit code. Raises ConfigError if it is not installed here.
+    Returns the exit code of the submit command. Raises ConfigError if it is not installed here.
     """
     command = submission(cluster, folder)
-    # Some commands are started by a shell, and bash is always there.
+    # Some commands are bash scripts, and bash is always there: check the program that they need.
     program = cluster.program or command[0]
     if not shutil.which(program):
         raise ConfigError(
@@ -68,49 +69,63 @@ def submit(cluster: ClusterKind, folder: Path) -> int:
 
 
 def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
-    """The settings of cluster=KIND cluster.SETTING=VALUE; the user's own KIND is FOLDER/cluster/KIND.yaml.
+    """Returns the settings of cluster=KIND cluster.SETTING=VALUE; None for ssh, which needs no files.
 
-    Such a file holds `kind: slurm` and settings, which the command line overrides. None for ssh,
-    which takes no files. Raises ConfigError.
+    Users can define a KIND of their own in FOLDER/cluster/KIND.yaml. It names the kind that it is based
+    on, for example `kind: slurm`, and holds settings, which the command line overrides. Raises ConfigError.
     """
     values: dict[str, str] = {}
-    # All that stands before -- and is no option.
+    # The arguments are those before -- that are not options.
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals or (name != "cluster" and not name.startswith("cluster.")):
-            raise ConfigError(f"{argument!r} is not a setting of the launcher; those of the run come after --")
+            raise ConfigError(
+                f"{argument!r} is not a setting of the launcher; those of the run come after --"
+            )
         values[name] = value
 
     kind = values.pop("cluster", "ssh")
-    # The first folder that has such a file wins.
+    # The first folder with such a file wins.
     tree: dict[str, Any] = {}
+    unparsed: dict[str, str] = {}
     for folder in folders:
         path = folder / "cluster" / f"{kind}.yaml"
         if path.is_file():
-            tree = dict(_yaml(path.read_text(encoding="utf-8"), str(path)) or {})
+            text = path.read_text(encoding="utf-8")
+            tree = _yaml(text, str(path)) or {}
+            if not isinstance(tree, dict):
+                raise ConfigError(f"{path} holds no settings; write lines such as kind: slurm")
+            # The values as text, since YAML reads the time 12:00:00 as a number.
+            unparsed = yaml.BaseLoader(text).get_single_data()
             kind = str(tree.pop("kind", "?"))
             break
 
     if kind == "ssh":
         if values:
-            raise ConfigError(f"{next(iter(values))}: ssh has no such settings; choose cluster={'|'.join(KINDS)}")
+            raise ConfigError(
+                f"{next(iter(values))}: ssh has no such settings; choose cluster={'|'.join(KINDS)}"
+            )
         return None
     if kind not in KINDS:
-        raise ConfigError(f"cluster={kind} is not one of ssh, {', '.join(KINDS)}; {nearest(kind, list(KINDS))}")
+        raise ConfigError(
+            f"cluster={kind} is not one of ssh, {', '.join(KINDS)}; {nearest(kind, list(KINDS))}"
+        )
 
-    # Types are read from the schema: a number in YAML is a text on the command line.
+    # Values on the command line are text, so their types come from the schema.
     schema = KINDS[kind]
     hints = typing.get_type_hints(schema)
+    for key, value in tree.items():
+        if str in types_of(hints.get(key)) and isinstance(value, int | float):
+            tree[key] = unparsed.get(key, str(value))
     for name, text in values.items():
         key = name.removeprefix("cluster.")
         tree[key] = _value(text, hints.get(key, str))
-    cluster: ClusterKind = typed(schema, tree, "cluster.")
-    return cluster
+    return typed(schema, tree, "cluster.")
 
 
 def _value(text: str, hint: Any) -> Any:
-    """A setting's value. Texts stay as they are: YAML would read the time 12:00:00 as a number."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    """Returns a setting's value. Strings are not parsed: YAML would read the time 12:00:00 as a number."""
+    options = types_of(hint)
     if text == "null" and type(None) in options:
         return None
     return text if str in options else _yaml(text, text)
@@ -120,44 +135,39 @@ def _yaml(text: str, source: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{source} is not YAML: {error}") from error
 
 
 def _render(name: str, folders: Sequence[Path], values: dict[str, Any]) -> str:
-    """The text of a file, from the first cluster/NAME.j2 in the folders and then in conf/.
+    """Returns the text of a file, rendered from the first cluster/NAME.j2 in the folders or else in conf/.
 
     Raises ConfigError.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder / "cluster" for folder in (*folders, CONFIGS)]),
-        undefined=jinja2.StrictUndefined,  # A misspelled name in a template is an error, and not an empty text.
+        undefined=jinja2.StrictUndefined,  # A misspelled name in a template is an error, not an empty string.
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # So that any text arrives as it was: {{ value | quote }} in a shell script, {{ value | yaml }}
-    # in YAML.
+    # To pass any text on unchanged: {{ value | quote }} in a shell script, {{ value | yaml }} in YAML.
     environment.filters.update(quote=quote, yaml=yaml_text)
     try:
         return environment.get_template(f"{name}.j2").render(values)
     except Exception as error:  # A template is the user's input and can fail in any way.
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = " ".join(str(error).split())
-        raise ConfigError(f"template {frame.filename}, line {frame.lineno}: {message}; fix the template") from error
+        raise ConfigError(
+            f"template {frame.filename}, line {frame.lineno}: {error}; fix the template"
+        ) from error
 
 
 def quote(value: str | Sequence[str]) -> str:
-    """A text, or the parts of a command line, quoted for the shell."""
+    """Quotes a string, or the words of a command line, for the shell."""
     return shlex.quote(value) if isinstance(value, str) else shlex.join(value)
 
 
 def yaml_text(value: object) -> str:
-    """A text as a double-quoted scalar of YAML, on one line."""
-    text: str = yaml.dump(
-        str(value),
-        Dumper=yaml.SafeDumper,
-        default_style='"',
-        width=float("inf"),
-        allow_unicode=True,
-    )
-    return text.strip()
+    """Returns a value as a double-quoted YAML scalar on one line."""
+    return yaml.safe_dump(
+        str(value), default_style='"', width=float("inf"), allow_unicode=True
+    ).strip()

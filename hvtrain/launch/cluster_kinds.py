@@ -1,70 +1,36 @@
-"""The kinds of clusters that take files: their settings, and checks of a job for them. Pure.
+"""The kinds of clusters that take job files: their settings, and checks that a job fits them. Pure.
 
 Each file is rendered from its template, conf/cluster/FILE.j2, which gets the job as `job`, the
-settings as `cluster`, and what `values` returns.
+settings as `cluster`, and the values that `values` returns.
 """
 
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
-from hvtrain.config.validate import nearest, setting
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from hvtrain.commands import first_word
+from hvtrain.config.validate import setting
 from hvtrain.errors import RESTART_HELPS, ConfigError
-from hvtrain.launch.job import Job, hosts_option, place_ranks
-
-
-class ClusterKind:
-    """A kind of cluster. A subclass is a dataclass of its settings, cluster.SETTING=VALUE.
-
-    Attributes:
-        kind: its name.
-        about: one line of help.
-        files: what is submitted.
-        submit: the command that submits the files; {} stands for their folder.
-        program: what the command needs; "": its first word.
-        no_elastic: why the kind takes no --min-np, and what to do instead; "": it does.
-        no_hosts: likewise for -H.
-        starts_servers: it also starts parameter servers and a coordinator.
-        starts_replicas: it also starts one process for several GPUs.
-    """
-
-    kind: ClassVar[str]
-    about: ClassVar[str]
-    files: ClassVar[tuple[str, ...]]
-    submit: ClassVar[str]
-    program: ClassVar[str] = ""
-    no_elastic: ClassVar[str] = ""
-    no_hosts: ClassVar[str] = ""
-    starts_servers: ClassVar[bool] = False
-    starts_replicas: ClassVar[bool] = False
-
-    def values(self, job: Job) -> dict[str, Any]:
-        """Returns what the templates need besides job and settings.
-
-        Raises ConfigError for what cannot start there.
-        """
-        raise NotImplementedError
-
-    def check_texts(self, names: Iterable[str], pattern: str, needed: str) -> None:
-        """Raises ConfigError for a setting that does not match the pattern; null always does."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not re.fullmatch(pattern, value):
-                raise ConfigError(f"cluster.{name}={' '.join(value.split())} is not {needed}")
+from hvtrain.launch.job import ClusterKind, Job, hosts_option, place_ranks
+from hvtrain.launch.kubernetes import JobSet, MpiJob, TrainJob
+from hvtrain.system.files import is_remote
 
 
 @dataclass
 class Slurm(ClusterKind):
-    """Settings of a batch file for Slurm. Every null is left to the cluster's defaults.
+    """Settings of a batch file for Slurm. A null setting is left to the cluster's defaults.
 
     The file starts `python -m hvtrain launch` on the first host of the allocation. Shortly before
-    the time limit Slurm signals the batch shell; the launcher has all ranks save and ends with
-    RESTART_HELPS; the file then requeues the job, without a newer checkpoint only a few times.
-    Slurm keeps the job's number, so the run folder is the same.
+    the time limit Slurm signals the batch shell; the launcher makes all ranks save, and exits with
+    RESTART_HELPS; the file then requeues the job, but only a few times without a newer checkpoint.
+    A requeued job keeps its number, so the run folder stays the same.
     """
 
     kind = "slurm"
@@ -76,9 +42,9 @@ class Slurm(ClusterKind):
     starts_servers = True
     starts_replicas = True
 
-    time: str | None = setting(None, "time limit as Slurm writes it (12:00:00; 2-12: 2 days and 12 hours); required")
+    time: str | None = setting(None, "time limit, required: 12:00:00, or 2-12 (days-hours)")
     nodes: int | None = setting(None, "hosts; null: as many as ranks_per_node needs, or 1", low=1)
-    ranks_per_node: int | None = setting(None, "ranks on each host; null: all ranks over nodes", low=1)
+    ranks_per_node: int | None = setting(None, "ranks on each host; null: all over nodes", low=1)
     cpus_per_rank: int = setting(4, "CPU cores of one rank", low=1)
     gpus_per_rank: int = setting(1, "GPUs of one rank; 0: none", low=0)
     partition: str | None = setting(None, "partition; several: a,b")
@@ -86,16 +52,16 @@ class Slurm(ClusterKind):
     qos: str | None = setting(None, "quality of service")
     name: str = setting("hvtrain", "name of the job in squeue")
     output: str = setting("hvtrain-%j.out", "file of everything printed; %j is the job's number")
-    workdir: str | None = setting(None, "folder on all hosts in which ranks run; null: where sbatch was called")
-    setup: str | None = setting(None, "shell line run first, on the first host: source .venv/bin/activate")
-    signal_seconds: int = setting(120, "seconds before the time limit at which the run saves and is requeued", low=1)
-    idle_requeues: int = setting(3, "times in a row that a job without a newer checkpoint is started again", low=0)
+    workdir: str | None = setting(None, "folder of the ranks on all hosts; null: sbatch's own")
+    setup: str | None = setting(None, "shell line for the first host: source .venv/bin/activate")
+    signal_seconds: int = setting(120, "seconds before the limit to save and requeue", low=1)
+    idle_requeues: int = setting(3, "requeues in a row without a newer checkpoint", low=0)
 
     def values(self, job: Job) -> dict[str, Any]:
-        # Either number follows from the other; with neither, one host takes all ranks.
+        # Each number follows from the other; without either, one host takes all ranks.
         nodes = self.nodes or max(1, job.num_ranks // (self.ranks_per_node or job.num_ranks))
         ranks_per_node = self.ranks_per_node or job.num_ranks // nodes
-        # sbatch asks for the same number of ranks on all hosts.
+        # sbatch requests the same number of ranks on all hosts.
         if nodes * ranks_per_node != job.num_ranks:
             sizes = {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
             chosen = " ".join(f"cluster.{name}={value}" for name, value in sizes.items() if value)
@@ -104,7 +70,9 @@ class Slurm(ClusterKind):
             )
 
         if self.time is None:
-            raise ConfigError("cluster.time is not set; Slurm needs a time limit: cluster.time=12:00:00")
+            raise ConfigError(
+                "cluster.time is not set; Slurm needs a time limit: cluster.time=12:00:00"
+            )
         last_signal = self.signal_seconds + 60  # Slurm may send it up to a minute early.
         if slurm_seconds(self.time) <= last_signal:
             raise ConfigError(
@@ -117,45 +85,61 @@ class Slurm(ClusterKind):
             "what #SBATCH can take; use a name of letters, digits and ./%+@:,=~-_ without blanks",
         )
 
-        # The launcher checks the settings of a run once more; it takes any other command as it is.
-        is_run = job.command[:3] == ("python", "-m", "hvtrain")
-        trains = ("-m", "hvtrain") in pairwise(job.command)
-        run_folder = _run_folder(job.command)
-        # The script reads the newest checkpoint there, to tell a requeue that helps from one that
-        # does not.
+        # The launcher adds `python -m hvtrain` to settings of a run; any other command is passed on whole.
+        trains = trains_by(job.command)
+        is_run = trains and job.command[:3] == ("python", "-m", "hvtrain")
+        run_folder = _run_folder(job.command) if trains else None
+        # The script looks there for the newest checkpoint, to tell whether a requeue made progress.
         folder_in_shell = None
-        if trains:
-            folder_in_shell = shlex.quote(run_folder) if run_folder else '"runs/slurm-$SLURM_JOB_ID"'
+        if trains and not is_remote(run_folder):
+            folder_in_shell = (
+                shlex.quote(run_folder) if run_folder else '"runs/slurm-$SLURM_JOB_ID"'
+            )
         return {
             "nodes": nodes,
             "ranks_per_node": ranks_per_node,
             "words": job.command[3:] if is_run else job.command,
-            # A training that names no run folder would not find at its next start what it saved.
+            # Without a fixed run folder, the next start would not find the checkpoints.
             "needs_run_folder": trains and not run_folder,
             "run_folder": folder_in_shell,
-            "resumes": is_run and not any(argument.startswith("resume=") for argument in job.command),
+            "resumes": is_run
+            and not any(argument.startswith("resume=") for argument in job.command),
             "restart_code": RESTART_HELPS,
         }
 
 
+def trains_by(command: Sequence[str]) -> bool:
+    """True for a training, `-m hvtrain SETTING=VALUE ...`; False for other commands, such as -m hvtrain evaluate."""
+    for index, pair in enumerate(pairwise(command)):
+        if pair == ("-m", "hvtrain"):
+            return not first_word(command[index + 2 :])
+    return False
+
+
 def _run_folder(command: Iterable[str]) -> str | None:
-    """The folder of the command's run.dir=, +run.dir= or ++run.dir=; None if it names none."""
-    for argument in command:
-        match = re.match(r"\+{0,2}run\.dir=(.+)", argument)
+    """Returns the folder in the command's last run.dir=, also with + or ++, as Hydra reads it; None without one."""
+    for argument in reversed([*command]):
+        match = re.fullmatch(r"\+{0,2}run\.dir=(.+)", argument)
         if match:
-            return match[1]
+            try:
+                value = OverridesParser.create().parse_override(argument).value()
+            except HydraException:
+                return match[1]  # The run refuses it.
+            return None if value is None else str(value)
     return None
 
 
 def slurm_seconds(limit: str) -> int:
-    """Seconds of a time limit as Slurm writes it. Raises ConfigError.
+    """Converts a time limit in Slurm's format to seconds. Raises ConfigError.
 
     >>> slurm_seconds("90"), slurm_seconds("12:00:00"), slurm_seconds("2-12")
     (5400, 43200, 216000)
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if not match:
-        raise ConfigError(f"cluster.time={limit} is not a time limit; write 12:00:00, 90 (minutes) or 2-12:30")
+        raise ConfigError(
+            f"cluster.time={limit} is not a time limit; write 12:00:00, 90 (minutes) or 2-12:30"
+        )
 
     days, first, second, third = (int(part or 0) for part in match.groups())
     if match[1] is None and match[4] is None:  # Minutes, or minutes:seconds.
@@ -163,138 +147,19 @@ def slurm_seconds(limit: str) -> int:
     return days * 86400 + first * 3600 + second * 60 + third
 
 
-# What a site may add to the pods: the templates write the other fields, and the MPI operator drops a misspelt one.
-POD_FIELDS = (
-    "affinity",
-    "imagePullSecrets",
-    "nodeSelector",
-    "priorityClassName",
-    "runtimeClassName",
-    "schedulerName",
-    "tolerations",
-)
-
-
-@dataclass
-class JobSet(ClusterKind):
-    """Settings of one training on Kubernetes, each process of which is a pod, known by its name and index.
-
-    A pod (conf/cluster/kubernetes-pods.yaml.j2) has the image that our Dockerfile makes, and starts its
-    process as one by hand does (by_hand.py): without ssh, and without an operator for MPI.
-    """
-
-    kind = "jobset"
-    about = "a JobSet for Kubernetes, jobset.x-k8s.io/v1alpha2: each process a pod, also parameter servers"
-    files = ("jobset.yaml",)
-    # Not `kubectl apply`, which starts nothing if an old job has the name.
-    submit = "kubectl create -f {}/jobset.yaml"
-    no_elastic = "a JobSet keeps its size: leave it out or use cluster=mpijob"
-    no_hosts = "Kubernetes chooses the hosts: give -np alone"
-    starts_servers = True
-
-    image: str | None = setting(None, "the image that the cluster pulls; required")
-    name: str = setting("hvtrain", "name of the job; taken until kubectl deletes the job")
-    namespace: str | None = setting(None, "namespace; null: the one that kubectl is set to")
-    queue: str | None = setting(None, "Kueue's local queue, which starts all pods of the job or none")
-    gpus_per_rank: int = setting(1, "GPUs of one rank; 0: none", low=0)
-    cpus_per_rank: int = setting(4, "CPU cores of one rank", low=1)
-    memory_per_rank: str = setting("16Gi", "memory of one rank, shared memory included")
-    shared_memory: str = setting("2Gi", "/dev/shm of one worker, through which ranks of one pod talk")
-    data_claim: str | None = setting(None, "volume claim with the data, mounted read-only at data_path")
-    data_path: str = setting("/data", "where the data is mounted")
-    runs_claim: str | None = setting(
-        None, "volume claim for results, mounted at /home/hvtrain/runs; null: lost with the pods"
-    )
-    pod: dict[str, Any] | None = setting(  # noqa: RUF009
-        None, "more fields of each pod: {nodeSelector: {pool: gpu}, imagePullSecrets: [{name: registry}]}"
-    )
-    grace_seconds: int = setting(120, "seconds that a drained pod has, in which the run is saved", low=1)
-    retries: int = setting(3, "times a failed run is started again, from its newest checkpoint", low=0)
-    keep_seconds: int = setting(86400, "seconds for which the finished job and its logs stay", low=0)
-
-    def values(self, job: Job) -> dict[str, Any]:
-        if not self.image:
-            raise ConfigError(
-                "cluster.image is not set; give the one that your cluster pulls: cluster.image=REGISTRY/hvtrain"
-            )
-        # A pod's name has to fit a DNS label of 63 letters with what the operators add to it.
-        self.check_texts(
-            ("name",),
-            r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",
-            "a name for Kubernetes; use up to 40 of a-z, 0-9 and -, a letter first",
-        )
-        self.check_texts(
-            ("namespace", "queue", "data_claim", "runs_claim"),
-            r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
-            "a name for Kubernetes; use a-z, 0-9, - and dots",
-        )
-        self.check_texts(
-            ("memory_per_rank", "shared_memory"),
-            r"[1-9]\d*([KMGT]i|[kMGT])?",
-            "an amount of memory; write 16Gi or 512Mi",
-        )
-        self.check_texts(("data_path",), r"/[^:]*", "a place to mount data; give an absolute path without a colon")
-        for name in self.pod or ():
-            if name not in POD_FIELDS:
-                raise ConfigError(f"unknown setting 'cluster.pod.{name}'; {nearest(name, list(POD_FIELDS))}")
-        return {"worker_memory": self.memory_per_rank}
-
-
-@dataclass
-class MpiJob(JobSet):
-    """Settings of equal workers, each of them a pod with some ranks.
-
-    The pods have user 10001, whose own sshd starts with the argument `worker`. The operator mounts an
-    ssh key pair and gives the launcher's pod, which has no rank, the list of hosts.
-    """
-
-    kind = "mpijob"
-    about = "an MPIJob for Kubernetes with Kubeflow's MPI operator, kubeflow.org/v2beta1"
-    files = ("mpijob.yaml",)
-    submit = "kubectl create -f {}/mpijob.yaml"
-    no_elastic = ""
-    no_hosts = "Kubernetes chooses the hosts: set cluster.ranks_per_worker instead"
-    starts_servers = False
-
-    ranks_per_worker: int = setting(1, "ranks, and slots, of one worker pod", low=1)
-
-    def values(self, job: Job) -> dict[str, Any]:
-        super().values(job)
-        # An elastic job gets as many pods as it may ever use, each for the same number of ranks.
-        max_ranks = max(job.num_ranks, job.max_ranks or 0)
-        ranks = self.ranks_per_worker
-        if max_ranks % ranks:
-            raise ConfigError(
-                f"{max_ranks} ranks do not divide into pods of cluster.ranks_per_worker={ranks}; "
-                f"choose a number that divides {max_ranks}"
-            )
-        # Kubernetes limits a pod as a whole, so its ranks share the sum.
-        memory = re.sub(r"\d+", lambda amount: str(ranks * int(amount[0])), self.memory_per_rank)
-        return {"max_ranks": max_ranks, "num_workers": max_ranks // ranks, "worker_memory": memory}
-
-
-@dataclass
-class TrainJob(MpiJob):
-    """The same settings for the newer operator, whose jobs keep their size."""
-
-    kind = "trainjob"
-    about = "a TrainJob for Kubernetes with Kubeflow Trainer, trainer.kubeflow.org/v1alpha1"
-    files = ("trainjob.yaml",)
-    submit = "kubectl create -f {}/trainjob.yaml"
-    no_elastic = "a TrainJob keeps its size: leave it out or use cluster=mpijob"
-
-
 @dataclass
 class Docker(ClusterKind):
-    """Settings of containers of the images that our Dockerfile makes.
+    """Settings of containers that run the images built by hvtrain's Dockerfile.
 
-    conf/cluster/docker-run.sh.j2 is one script for every host: given that host's name, it starts
-    there either the ranks or an sshd that waits for them. conf/cluster/compose.yaml.j2 needs one
+    conf/cluster/docker-run.sh.j2 is one script for every host: given the host's name, it starts
+    either the ranks or an sshd that waits for them. conf/cluster/compose.yaml.j2 needs one
     machine, no GPU and no key: its two containers make a key pair themselves.
     """
 
     kind = "docker"
-    about = "a `docker run` script for hosts with GPUs, and a trial of two containers on this machine"
+    about = (
+        "a `docker run` script for hosts with GPUs, and a trial of two containers on this machine"
+    )
     files = ("docker-run.sh", "compose.yaml")
     submit = "docker compose --file {}/compose.yaml up --exit-code-from s1"
     no_elastic = "its hosts are fixed: leave --min-np out"
@@ -306,7 +171,7 @@ class Docker(ClusterKind):
         None, "folder on each host with id_ed25519 and authorized_keys; needed for several hosts"
     )
     data: str | None = setting(None, "folder on each host with the data, mounted at /data")
-    runs: str | None = setting(None, "folder on the first host for results, writable by user 10001; null: lost with it")
+    runs: str | None = setting(None, "first host's folder for results, of user 10001; null: lost")
     ssh_port: int = setting(2222, "port of the workers' sshd, free on each host", low=1024)
 
     def values(self, job: Job) -> dict[str, Any]:
@@ -316,7 +181,7 @@ class Docker(ClusterKind):
             )
         if job.hosts:
             place_ranks(job)  # Raises ConfigError if the hosts have too few slots.
-        # docker run -v takes a colon for the end of the path.
+        # docker run -v takes a colon as the end of the path.
         self.check_texts(
             ("keys", "data", "runs"),
             r"/[^:\n]*",
@@ -327,10 +192,10 @@ class Docker(ClusterKind):
 
 @dataclass
 class Spark(ClusterKind):
-    """Settings of executors of a Spark cluster whose hosts have the same environment at the same path.
+    """Settings for a Spark cluster whose hosts all have the same environment at the same path.
 
-    Each rank is one Spark task with cores of its own, and all run at once; hvtrain/spark.py is the
-    driver's side.
+    Each rank is one Spark task with its own cores, and all tasks run at once; hvtrain/spark.py runs
+    in the driver.
     """
 
     kind = "spark"
@@ -352,40 +217,50 @@ class Spark(ClusterKind):
     queue: str | None = setting(None, "YARN's queue")
     executors: int | None = setting(None, "executors; null: one for each rank", low=1)
     cores_per_rank: int = setting(4, "cores of a rank", low=1)
-    memory_per_rank: str = setting("8g", "memory of a rank; YARN ends an executor that takes more: 8g, 512m")
-    executor_memory: str = setting("1g", "memory of an executor's Java part, which holds no data of ours")
+    memory_per_rank: str = setting("8g", "memory of a rank, a limit under YARN: 8g, 512m")
+    executor_memory: str = setting("1g", "memory of an executor's Java part, without our data")
     gpus_per_rank: int = setting(0, "GPUs of a rank: 0 or 1", low=0)
-    gpu_discovery_script: str | None = setting(None, "path on all hosts; lists an executor's GPUs to Spark")
+    gpu_discovery_script: str | None = setting(None, "path on all hosts; lists a host's GPUs")
     python: str | None = setting(None, "the interpreter on all hosts; null: the path of this one")
 
     def values(self, job: Job) -> dict[str, Any]:
-        if job.command[1:3] != ("-m", "hvtrain"):
+        if job.command[1:3] != ("-m", "hvtrain") or not trains_by(job.command):
             raise ConfigError(
                 f"cluster=spark can only run python -m hvtrain, and {' '.join(job.command[:3])} came; "
                 "give settings of a run after --"
             )
-        self.check_texts(("master",), r"yarn|spark://\S+|local\S*", "a master; give yarn or spark://HOST:7077")
-        self.check_texts(("memory_per_rank",), r"[1-9]\d*[mg]", "an amount of memory; write 8g or 512m")
+        self.check_texts(
+            ("master",), r"yarn|spark://\S+|local\S*", "a master; give yarn or spark://HOST:7077"
+        )
+        self.check_texts(
+            ("memory_per_rank",), r"[1-9]\d*[mg]", "an amount of memory; write 8g or 512m"
+        )
 
-        if self.deploy_mode == "cluster" and self.master != "yarn":
-            raise ConfigError(f"cluster.deploy_mode=cluster needs YARN and not {self.master}; choose client")
-        # A relative run folder would be in a container of YARN's, and go with it.
-        if self.deploy_mode == "cluster" and not any(argument.startswith("run.dir=/") for argument in job.command):
-            raise ConfigError(
-                "cluster.deploy_mode=cluster starts the driver on any host; give run.dir=/a/folder/that/all/hosts/see"
-            )
+        if self.deploy_mode == "cluster":
+            if self.master != "yarn":
+                raise ConfigError(
+                    f"cluster.deploy_mode=cluster needs YARN and not {self.master}; choose client"
+                )
+            # A relative run folder would be inside a YARN container, and be deleted with it.
+            if not (_run_folder(job.command) or "").startswith("/"):
+                raise ConfigError(
+                    "cluster.deploy_mode=cluster starts the driver on any host; give "
+                    "run.dir=/a/folder/that/all/hosts/see"
+                )
         # Each rank is one Spark task, and Horovod gives a rank one GPU.
         if self.gpus_per_rank > 1:
-            raise ConfigError(f"cluster.gpus_per_rank={self.gpus_per_rank}: a rank uses one GPU; give 0 or 1")
+            raise ConfigError(
+                f"cluster.gpus_per_rank={self.gpus_per_rank}: a rank uses one GPU; give 0 or 1"
+            )
 
-        # All executors of an application are alike.
+        # All executors of an application have the same size.
         executors = self.executors or job.num_processes
         ranks_per_executor, remainder = divmod(job.num_processes, executors)
         if remainder:
             raise ConfigError(
                 f"cluster.executors={executors} does not divide {job.num_processes} ranks; all executors take as many"
             )
-        # Ranks run outside the executor's Java heap, so their memory is its overhead.
+        # Ranks run outside the executor's Java heap, so their memory counts as memory overhead.
         overhead = int(self.memory_per_rank[:-1]) * ranks_per_executor
         return {
             "words": job.command[3:],
@@ -396,4 +271,6 @@ class Spark(ClusterKind):
         }
 
 
-KINDS: dict[str, type[ClusterKind]] = {kind.kind: kind for kind in (Slurm, MpiJob, TrainJob, JobSet, Docker, Spark)}
+KINDS: dict[str, type[ClusterKind]] = {
+    kind.kind: kind for kind in (Slurm, MpiJob, TrainJob, JobSet, Docker, Spark)
+}

@@ -1,4 +1,4 @@
-"""`python -m hvtrain launch`: starts a run on many hosts over ssh, or writes a cluster's files and submits them.
+"""`python -m hvtrain launch`: starts a run on many hosts over ssh, or writes a cluster's job files and submits them.
 
 With --job-name it starts one process of the run here, for users who start each process by hand.
 """
@@ -8,20 +8,22 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hvtrain.config.compose import compose, own_folders
-from hvtrain.config.schema import default_run_dir, from_dict
-from hvtrain.core.files import refuse_link
+from hvtrain.config.choices import own_folders
+from hvtrain.config.compose import composed, override
+from hvtrain.config.schema import default_run_dir
 from hvtrain.core.topology import Roles, roles_of
 from hvtrain.errors import ConfigError
 from hvtrain.launch import by_hand, cluster_files, environment, remote_hosts, restart
-from hvtrain.launch.cluster_kinds import ClusterKind, Slurm
+from hvtrain.launch.cluster_kinds import Slurm
 from hvtrain.launch.job import (
     SECONDS_TO_BEGIN,
+    ClusterKind,
     Host,
     Job,
     given,
@@ -33,26 +35,25 @@ from hvtrain.launch.job import (
 from hvtrain.launch.options import check, parser
 from hvtrain.launch.remote_hosts import Ssh
 from hvtrain.system import secrets
+from hvtrain.system.files import is_remote, new_folder, refuse_link
 
 
 def main() -> int:
-    """Makes the job of the command line, then starts it, or writes and submits its files."""
+    """Builds the job from the command line, then starts it, or writes and submits its files."""
     line = sys.argv[1:]
     end = [*line, "--"].index("--")
     names = given(line[:end])
-    # Intermixed, because cluster=KIND may stand before, between and after the options.
+    # Intermixed, because cluster=KIND may come before, between or after the options.
     options = parser().parse_intermixed_args(line[:end])
     if end == len(line):
-        raise ConfigError("the settings of the run are missing; write them after --, for example: -- model=cnn")
+        raise ConfigError(
+            "the settings of the run are missing; write them after --, for example: -- model=cnn"
+        )
 
     run_arguments = line[end + 1 :]
     folders = own_folders(run_arguments)
     cluster = cluster_files.choose(options.settings, folders)
     run = _run(run_arguments, options, cluster)
-    # The composed run was printed, as --cfg asks.
-    if run is None:
-        return 0
-
     hosts = _hosts(options)
     num_training = options.np
     if num_training is None:
@@ -61,7 +62,7 @@ def main() -> int:
     check(names, cluster, roles)
 
     if cluster:
-        # Slurm's file starts this launcher again, which then starts one process for all replicas.
+        # The Slurm file runs this launcher again, which then starts one process for all replicas.
         job = _job(options, cluster, run.command, hosts, Roles(num_training, roles.num_ps))
         return _by_files(options, cluster, job, folders)
 
@@ -83,9 +84,9 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class _Run:
-    """The command of each rank, its run folder if it is known here, and the settings of its strategy.
+    """The command of each rank, the run folder if it is known here, and the strategy's settings.
 
-    is_new: the folder is the default one of this launch.
+    is_new: the folder is the default one, chosen for this launch.
     """
 
     command: tuple[str, ...]
@@ -94,31 +95,44 @@ class _Run:
     is_new: bool = False
 
 
-def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind | None) -> _Run | None:
-    """The run of the arguments after --; None if they only ask to see it composed."""
+def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind | None) -> _Run:
+    """Returns the run that the arguments after -- describe."""
     first = next(iter(arguments), "")
     if Path(first).name.startswith("python"):
-        # Only a run has settings in which a cluster's file could pass the number of servers on.
+        # Only a run has settings through which a cluster's file can pass on the number of servers.
         if options.num_ps and cluster:
-            raise ConfigError(f"cluster={cluster.kind} takes --num-ps with settings of a run only; leave it out")
+            raise ConfigError(
+                f"cluster={cluster.kind} takes --num-ps with settings of a run only; leave it out"
+            )
         strategy = {"num_ps": options.num_ps} if options.num_ps else {}
         return _Run(tuple(arguments), None, strategy)
     if first and "=" not in first and not first.startswith("-"):
-        raise ConfigError(f"{first!r} is not a run setting; a command of your own begins with python")
+        raise ConfigError(
+            f"{first!r} is not a run setting; a command of your own begins with python"
+        )
 
-    # Before any rank starts, so that an error is printed once and here. Empty after --cfg.
-    trees = compose(arguments)
-    if not trees:
-        return None
-    config = from_dict(trees[0])
+    # Composed before any rank starts, so that an error is printed only once.
+    config = composed(arguments)
     arguments = _without_addresses(arguments, cluster)
 
+    may_restart = isinstance(cluster, Slurm) or bool(getattr(cluster, "retries", None))
+    if cluster and may_restart and config.resume == "never":
+        raise ConfigError(
+            f"resume=never would refuse the checkpoints from which cluster={cluster.kind} goes on after a restart; "
+            "leave it out, and choose a new run.dir"
+        )
+
     run_dir = config.run.dir
-    # A restart must find the folder again. On Slurm it is named by the job's number, which a
-    # requeue keeps; processes that are started by hand take rank 0's.
+    # Another host or job may have other values of its environment's variables.
+    has_variable = any("run.dir=" in argument and "${oc.env:" in argument for argument in arguments)
+    # A restart must find the folder again. On Slurm it is named after the job's number, which a
+    # requeue keeps; processes started by hand take the folder of rank 0.
     if not run_dir and not isinstance(cluster, Slurm) and not options.job_name:
         run_dir = default_run_dir(config)
         arguments = [*arguments, f"run.dir={run_dir}"]
+    elif run_dir and not (options.job_name or has_variable or f"run.dir={run_dir}" in arguments):
+        # From a file, or with the time in its name, which each process would read for itself.
+        arguments = [*arguments, override("run.dir", run_dir)]
 
     if options.num_ps:
         if "num_ps" not in config.strategy:
@@ -128,31 +142,33 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
             )
         config.strategy["num_ps"] = options.num_ps
         arguments = [*arguments, f"strategy.num_ps={options.num_ps}"]
-    return _Run(("python", "-m", "hvtrain", *arguments), run_dir, config.strategy, run_dir != config.run.dir)
+    return _Run(
+        ("python", "-m", "hvtrain", *arguments), run_dir, config.strategy, run_dir != config.run.dir
+    )
 
 
 def _without_addresses(arguments: list[str], cluster: ClusterKind | None) -> list[str]:
-    """Removes notify=..., whose addresses ranks get as a variable: they may hold passwords.
+    """Returns the arguments without the addresses of notify=, which ranks get in an environment variable instead.
 
-    So they appear neither on a command line, which every user of a host can read, nor in a file.
+    Addresses may contain passwords, and every user of a host can read command lines.
     """
     others, value = secrets.take_addresses(arguments)
     if value is None:
         return arguments
-    if not secrets.split_addresses(value):
+    if value == "null" or not secrets.split_addresses(value):
         return [*others, f"notify={value}"]
     if cluster:
         raise ConfigError(
             f"cluster={cluster.kind} came with notify=, whose addresses would stand in its files; "
             f"set {secrets.NOTIFY_VARIABLE} where the job runs instead"
         )
-    if value != "null":
-        os.environ[secrets.NOTIFY_VARIABLE] = value
-    return others
+    os.environ[secrets.NOTIFY_VARIABLE] = value
+    # null, so that the variable counts, and not the addresses of an experiment's file.
+    return [*others, "notify=null"]
 
 
 def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
-    """The hosts of -H or --hostfile; empty without either."""
+    """Returns the hosts of -H or --hostfile; empty without either."""
     if options.hosts:
         return parse_hosts(options.hosts)
     if options.hostfile:
@@ -161,9 +177,9 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _one_host(hosts: tuple[Host, ...], num_replicas: int) -> tuple[Host, ...]:
-    """The host of the one process that trains all replicas.
+    """Returns the host of the single process that trains all replicas.
 
-    Raises ConfigError if they need more than one.
+    Raises ConfigError if its slots are too few.
     """
     if hosts and hosts[0].slots < num_replicas:
         raise ConfigError(
@@ -181,19 +197,25 @@ def _job(
     hosts: tuple[Host, ...],
     roles: Roles,
 ) -> Job:
-    """The job of the command line. Raises ConfigError for options that exclude each other."""
+    """Returns the job of the command line. Raises ConfigError for options that exclude each other."""
     num_ranks = roles.num_workers
-    # Without hosts, this one alone.
+    # An elastic job may begin without -np.
+    has_size = options.np or hosts
+    if options.min_np and has_size and options.min_np > num_ranks:
+        raise ConfigError(f"--min-np {options.min_np} is more than -np {num_ranks}; lower it")
     if not cluster and not hosts and not options.host_discovery_script:
         hosts = parse_hosts(f"localhost:{num_ranks}")
 
-    # With --max-restarts, --min-np is the fewest ranks to restart on, and the job itself has a
-    # fixed number.
-    is_elastic = (options.min_np and not options.max_restarts) or options.max_np or options.host_discovery_script
+    # With --max-restarts, --min-np is the minimum for a restart, and the job itself has a fixed number of ranks.
+    is_elastic = (
+        (options.min_np and not options.max_restarts)
+        or options.max_np
+        or options.host_discovery_script
+    )
     if is_elastic and options.how in ("mpi", "mpirun"):
         raise ConfigError(f"an elastic job needs Gloo, and --{options.how} was given; leave it out")
 
-    # A cluster's file runs elsewhere, in an environment of its own: it gets those of --env alone.
+    # A cluster's file runs elsewhere, in its own environment, and gets only the variables of --env.
     variables = environment.asked_for if cluster else environment.for_ranks
     return Job(
         command=command,
@@ -213,32 +235,56 @@ def _job(
 
 
 def _by_ssh(options: argparse.Namespace, job: Job, run: _Run) -> int:
-    """Starts the job, or writes the command that would. Returns its exit code."""
+    """Starts the job, or with --dry-run writes a script that would start it. Returns the exit code."""
     if not job.discovery_script:
         place_ranks(job)  # Raises ConfigError if the hosts have too few slots.
     if options.dry_run:
         network = None
         if job.mpirun:
             network = remote_hosts.check([host.name for host in job.hosts], job.ssh)
-        # Without a launch's folder: nobody supervises the script from outside.
+        # No launch folder is passed: nothing supervises the script from outside.
         line = launcher_command(job, network)
         path = Path(options.output or "launch/ssh") / "launch.sh"
         _write_script(path, job, line)
         print(f"would run: {shlex.join(line)}\nwritten to {path}")
         return 0
 
-    logs = Path("launch") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if run.folder:
-        logs = Path(run.folder) / "launch"
+    if run.is_new and run.folder:
+        folder = _claimed(run.folder)
+        words = [word.replace(f"run.dir={run.folder}", f"run.dir={folder}") for word in job.command]
+        job = replace(job, command=tuple(words))
+        run = replace(run, folder=folder)
+    logs = Path("launch") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    # Logs are written on this host, wherever the run is.
+    local = run.folder if run.folder and not is_remote(run.folder) else None
+    if local:
+        logs = Path(local) / "launch"
     if options.logs:
         logs = Path(options.logs)
     else:
         refuse_link(logs, ConfigError, "give a place with --logs")
-    return restart.run(job, logs, run.folder, options.max_restarts, options.min_np, run.is_new)
+    try:
+        return restart.run(job, logs, local, options.max_restarts, options.min_np, run.is_new)
+    finally:
+        if run.is_new and run.folder:
+            # Only empty folders are removed: those of a launch that was refused.
+            with suppress(OSError):
+                Path(run.folder).rmdir()
+                Path(run.folder).parent.rmdir()
 
 
-def _by_files(options: argparse.Namespace, cluster: ClusterKind, job: Job, folders: list[Path]) -> int:
-    """Writes the cluster's files, and submits or prints them.
+def _claimed(run_dir: str) -> str:
+    """Creates a run's folder, numbered if another launch of this second has the name, and returns its path."""
+    try:
+        return str(new_folder(Path(run_dir)))
+    except OSError:
+        return run_dir  # The run says why.
+
+
+def _by_files(
+    options: argparse.Namespace, cluster: ClusterKind, job: Job, folders: list[Path]
+) -> int:
+    """Writes the cluster's files, and submits them or with --dry-run prints them.
 
     Returns the exit code of the submission.
     """
@@ -256,17 +302,26 @@ def _by_files(options: argparse.Namespace, cluster: ClusterKind, job: Job, folde
 
 
 def _write_script(path: Path, job: Job, line: list[str]) -> None:
-    """Writes the command with the environment that it would have here; readable by its owner only, for its values."""
-    # Taken from the shell that runs the script: they belong to a user, a terminal or an agent, or
-    # are secret.
+    """Writes a script that runs the command with the environment that it would have here.
+
+    Only the owner can read the script, since environment variables may hold secrets.
+    """
+    # Taken from the shell that runs the script: they belong to a user, terminal or agent, or are secret.
     kept = ("HOME", "USER", "TERM", "SSH_AUTH_SOCK", secrets.NOTIFY_VARIABLE)
     references = " ".join(f'{name}="${{{name}-}}"' for name in kept)
-    values = shlex.join(f"{name}={value}" for name, value in job.environment.items() if name not in kept)
+    values = shlex.join(
+        f"{name}={value}" for name, value in job.environment.items() if name not in kept
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        # Nobody else can read it at any moment.
+        # Created with this mode, so that others can never read it.
         path.touch(mode=0o700, exist_ok=False)
-        path.write_text(f"#!/usr/bin/env bash\nexec env -i {references} {values} \\\n  {shlex.join(line)}\n", "utf-8")
+        path.write_text(
+            f"#!/usr/bin/env bash\nexec env -i {references} {values} \\\n  {shlex.join(line)}\n",
+            "utf-8",
+        )
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another place with --output") from error
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; choose another place with --output"
+        ) from error

@@ -1,4 +1,4 @@
-"""Chooses which of the launcher's variables travel to the ranks: by an allow-list, so that no secret does."""
+"""Chooses which of the launcher's environment variables are sent to the ranks: an allow-list keeps secrets out."""
 
 import os
 import re
@@ -10,28 +10,28 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import NOTIFY_VARIABLE as NOTIFY
 from hvtrain.system.secrets import SECRET, without_passwords
 
-# They let a rank find its code, and tune the libraries under it.
+# Variables with which a rank finds its code, or which tune the libraries that it uses.
 _ALLOWED = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHON\w+|VIRTUAL_ENV|OPAL_PREFIX|LANG|LC_\w+|TZ|"
     r"AWS_(ENDPOINT_URL\w*|REGION|DEFAULT_REGION|PROFILE)|"
     r"(HOROVOD|HVTRAIN|TF|XLA|KERAS|NCCL|CUDA|CUDNN|OMP|MKL|KMP|GLOO|UCX|FI|OMPI|PMIX_MCA|GOMP|MALLOC|TCMALLOC)_\w+"
 )
-# They describe a rank of another launch, or this host's GPUs.
+# Not sent: they describe a rank of another launch, or this host's GPUs.
 _LEFT = re.compile(
     r"\w*CUDA_VISIBLE_DEVICES|HOROVOD_(RANK|SIZE|LOCAL_\w+|CROSS_\w+|GLOO_\w+|HOSTNAME)|OMPI_(COMM|UNIVERSE)_\w+"
 )
-# Needed by programs on this host, such as ssh; another host has its own.
+# Needed by programs on this host, such as ssh; other hosts have their own.
 _OF_THIS_HOST = re.compile(
     r"HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|SSH_AUTH_SOCK|XDG_\w+|HOSTNAME|\w*CUDA_VISIBLE_DEVICES"
 )
-# Names of further variables that horovodrun lets travel, separated by commas.
+# Names of further variables that horovodrun sends to the ranks, separated by commas.
 MORE = "HVTRAIN_ENV"
 
 
 def for_ranks(environ: Mapping[str, str], options: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that ranks get over ssh: those allowed, those of --env, and the addresses of notices."""
+    """Returns the variables that ranks get over ssh: those allowed, those of --env, and the notification addresses."""
     variables = {name: value for name, value in environ.items() if travels(name, environ)}
-    # Programs of this environment come first on every host, without an activated shell.
+    # Programs of this Python environment are found on every host, even if it is not activated there.
     variables.update(of_this_environment(variables.get("PATH", "")))
 
     if NOTIFY in environ:
@@ -39,29 +39,33 @@ def for_ranks(environ: Mapping[str, str], options: Iterable[str] = ()) -> dict[s
     asked = asked_for(environ, options)
     variables.update(asked)
     if asked:
-        # horovodrun cannot tell them from the launcher's own otherwise.
+        # horovodrun cannot otherwise tell them from the launcher's own variables.
         variables[MORE] = ",".join(asked)
     return variables
 
 
 def asked_for(environ: Mapping[str, str], options: Iterable[str]) -> dict[str, str]:
-    """The variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for any other."""
+    """Returns the variables of `--env NAME` and `--env NAME=VALUE`. Raises ConfigError for any other form."""
     variables = {}
     for option in options:
         name, equals, value = option.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ConfigError(f"--env {option}: {name!r} is not a variable's name; write --env NAME=VALUE")
+            raise ConfigError(
+                f"--env {option}: {name!r} is not a variable's name; write --env NAME=VALUE"
+            )
         if not equals and name not in environ:
-            raise ConfigError(f"--env {name}: no such variable is set here; set it, or write --env {name}=VALUE")
+            raise ConfigError(
+                f"--env {name}: no such variable is set here; set it, or write --env {name}=VALUE"
+            )
         variables[name] = value if equals else environ[name]
     return variables
 
 
 def of_this_environment(path: str) -> dict[str, str]:
-    """PATH with this Python's programs first, so that nobody needs to activate the environment.
+    """Returns PATH with this Python's programs, in front if missing, so that nobody needs to activate the environment.
 
-    With OPAL_PREFIX if Open MPI is part of the environment: on other hosts it looks for its parts
-    where it was built.
+    Adds OPAL_PREFIX if Open MPI is part of the environment: otherwise Open MPI on other hosts would
+    look for its files where it was built.
     """
     programs = f"{sys.prefix}/bin"
     variables = {"PATH": path}
@@ -73,14 +77,14 @@ def of_this_environment(path: str) -> dict[str, str]:
 
 
 def for_launcher(environ: Mapping[str, str], rank_variables: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's own variables: the ranks' and this host's."""
+    """Returns the launcher's own variables: those of the ranks and those of this host."""
     of_host = {name: value for name, value in environ.items() if _OF_THIS_HOST.fullmatch(name)}
-    # The ranks win: for them a variable may have been chosen anew, such as PATH.
+    # The ranks' values win: a variable such as PATH may have been changed for them.
     return {**of_host, **rank_variables}
 
 
 def travels(name: str, environ: Mapping[str, str]) -> bool:
-    """True for a variable that other hosts may have: it is allowed, and neither its name nor its value looks secret."""
+    """True for a variable that may be sent to other hosts: on the allow-list, with no secret in its name or value."""
     is_allowed = bool(_ALLOWED.fullmatch(name)) and not _LEFT.fullmatch(name)
     value = environ.get(name, "")
     return is_allowed and not SECRET.search(name) and without_passwords(value) == value

@@ -1,8 +1,8 @@
 """The first failure of a launch: which rank, on which host, why, and what to do. Pure.
 
-Ranks and horovodrun state it in lines of JSON (console.Verdict). Only mpirun, ssh and Python are
-read by their text, with the patterns of this file; tests/launch/transcripts has what each launcher
-really writes.
+Ranks and horovodrun report it in lines of JSON (console.Verdict). Only the output of mpirun, ssh and
+Python is matched as text, by the patterns in this file; tests/launch/transcripts has real output of
+each launcher.
 """
 
 import re
@@ -17,10 +17,10 @@ from hvtrain.system.console import UNSAVED, VERDICT_PREFIX, Verdict, read_verdic
 
 AGAIN = "run the same command again"
 RESUME = "run the same command with the same run.dir to resume from the newest checkpoint"
-RULER = "-" * 74  # Open MPI puts one before and after each of its messages.
+RULER = "-" * 74  # Open MPI prints one before and after each of its messages.
 LOST = 255  # ssh's exit code when its connection breaks; Open MPI's too.
 
-# How ranks ended, in the launchers' words, with runs of blanks as one.
+# How launchers report the end of a rank, with whitespace collapsed to single spaces.
 _BY_MPIRUN = (
     r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
     r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
@@ -30,7 +30,7 @@ _BY_HOROVOD = (
     r"Process name: (?P<rank>\S+) Exit code: (?P<code>-?\d+)",
     r"[Ee]xit code:? (?P<code>-?\d+)",
 )
-# Open MPI writes this of a lost host too, if ssh noticed the loss first.
+# Open MPI also writes this about a lost host, if ssh noticed the loss first.
 _NOT_STARTED = r"ORTE was unable to reliably start one or more daemons"
 _NOISE = r"Primary job terminated normally|ORTE does not know how to route"
 _NOISE_LINE = r"mpirun: (killing job|Forwarding signal)|.*resource_tracker: There appear to be"
@@ -39,23 +39,25 @@ _SSH = (
     r"^Connection (?:closed|reset) by (?P<host>\S+)",
     r"^Timeout, server (?P<host>\S+) not responding",
 )
-# The last line of a Python traceback: a program of the user's own writes no verdict.
+# The last line of a Python traceback: a user's own program writes no verdict.
 _EXCEPTION = r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning)\b.*"
-# Gloo's last words where a packet to another rank, or to the launcher, is dropped. A refused connection
-# is none of them: that rank may have ended.
-_UNREACHABLE = r"\s*what\(\): .*(Connect timeout \S+|connect \S+: No route to host|HTTP request failed)"
+# Gloo's last message if packets to another rank, or to the launcher, are dropped. A refused
+# connection does not count: that rank may have ended.
+_UNREACHABLE = (
+    r"\s*what\(\): .*(Connect timeout \S+|connect \S+: No route to host|HTTP request failed)"
+)
 PORTS = "let the hosts reach each other on all ports, or give a network where they do with --network-interfaces"
-# The exit codes of ranks that a signal ended. A rank that took Ctrl-C ends with 130 itself.
+# Exit codes of ranks that were killed by a signal. A rank that handles Ctrl-C exits with 130 itself.
 _SIGNALS = {128 + number: number.name for number in signal.Signals if number != signal.SIGINT}
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of the first rank that ended.
+    """The end of the rank that ended first.
 
     Args:
         rank: its number, or HOST[SLOT] in an elastic job; "" if only a host was lost.
-        code: its exit code as a shell has it.
+        code: its exit code, as a shell would report it.
         host: the launcher's name for its host; "" if the launcher named none.
     """
 
@@ -65,7 +67,7 @@ class End:
 
 
 def again(line: Sequence[str]) -> str:
-    """What to do after a launch that a restart may heal: its ranks resume only if they are the runner.
+    """Returns the advice after a failure that a restart may fix: only ranks that run hvtrain itself resume.
 
     >>> again(["horovodrun", "-np", "2", "python", "-m", "hvtrain", "model=mlp"]) == RESUME
     True
@@ -79,7 +81,7 @@ def again(line: Sequence[str]) -> str:
 
 
 def shell_code(code: int) -> int:
-    """A shell's exit code: Python reports a child that a signal ended by a negative code, shells by 128 + the signal.
+    """Converts to a shell's exit code: for a child killed by a signal Python has -signal, a shell 128 + signal.
 
     >>> shell_code(7), shell_code(-9)
     (7, 137)
@@ -88,7 +90,9 @@ def shell_code(code: int) -> int:
 
 
 def failed_rank(text: str) -> tuple[str | None, int] | None:
-    """The first rank that failed, by its name, and its exit code, from Horovod's error; None if it has no code.
+    """Returns the name and exit code of the first rank that failed, from the text of Horovod's error.
+
+    None if the text has no exit code.
 
     >>> failed_rank("Process name: 3 Exit code: -9")
     ('3', -9)
@@ -98,7 +102,7 @@ def failed_rank(text: str) -> tuple[str | None, int] | None:
 
 
 def _search(patterns: Sequence[str], text: str) -> dict[str, str] | None:
-    """The named groups of the first pattern that occurs in the text, in which runs of blanks count as one."""
+    """Returns the named groups of the first pattern found in the text, with whitespace collapsed to single spaces."""
     line = " ".join(text.split())
     for pattern in patterns:
         match = re.search(pattern, line)
@@ -111,10 +115,10 @@ class Listener:
     """Reads a launch's output line by line.
 
     Attributes:
-        first: how the first rank ended; None so far.
-        verdicts: the verdict of each rank that wrote one; on itself if it did, else on another.
+        first: how the first rank ended; None until one has.
+        verdicts: by rank, the verdict that it wrote: the one on itself, or else one on another rank.
         lost: hosts to which ssh lost its connection.
-        held: an unfinished message of Open MPI's, which is shown as a whole or not at all.
+        held: an unfinished message from Open MPI, which is shown as a whole or not at all.
     """
 
     def __init__(self) -> None:
@@ -125,9 +129,9 @@ class Listener:
         self._in_traceback: set[int] = set()
 
     def launcher(self, line: str) -> str:
-        """Reads a line of the launcher's own.
+        """Reads a line that the launcher itself wrote.
 
-        Returns what to show, now that it is known what the line belongs to.
+        Returns the text to show now: "" while a message is incomplete or if it is not to be shown.
         """
         text = line.strip()
         if self.held or text == RULER:
@@ -137,10 +141,9 @@ class Listener:
             message = self.rest()
             return "" if self._understands(" ".join(message.split())) else message
 
-        # A process between the launcher and a rank may have begun the line ("Exception in thread ")
-        # and died.
+        # A process between the launcher and a rank may have begun the line ("Exception in thread ") and died.
         begun, prefix, rest = line.partition(VERDICT_PREFIX)
-        # That is horovodrun, which knows the rank by its name alone.
+        # Such a verdict is by horovodrun, which knows only the rank's name.
         statement = read_verdict(f"{prefix}{rest}")
         if statement:
             self.first = self.first or End(str(statement.rank), shell_code(statement.code or 0))
@@ -150,11 +153,11 @@ class Listener:
         return "" if re.match(_NOISE_LINE, text) else line
 
     def rank(self, rank: int, line: str) -> bool:
-        """Reads a line of a rank's error output. Returns True for a verdict, which is not shown."""
+        """Reads a line of a rank's stderr. Returns True for a verdict, which is not shown."""
         text = line.rstrip()
         statement = read_verdict(text)
         if statement:
-            # A rank that fails writes why, and later that it stops: the verdict on itself counts.
+            # A failing rank first writes why, and later that it stops: the verdict on itself counts.
             if statement.rank == rank or rank not in self.verdicts:
                 self.verdicts[rank] = statement
             return True
@@ -173,7 +176,7 @@ class Listener:
         return False
 
     def rest(self) -> str:
-        """Returns what is held back, which is then no longer held."""
+        """Returns the text that was held back, and clears it."""
         text = "".join(self.held)
         self.held = []
         return text
@@ -184,7 +187,7 @@ class Listener:
             self.lost.append(match["host"])
 
     def _understands(self, message: str) -> bool:
-        """True for a message of Open MPI's that adds nothing to what the last line of the launch will say."""
+        """True for a message from Open MPI that adds nothing to the last line of the launch."""
         match = _search(_BY_MPIRUN, message)
         if match is None and self.lost and re.search(_NOT_STARTED, message):
             match = {"host": self.lost[0]}
@@ -204,10 +207,10 @@ class Ending:
 
     Args:
         code: its exit code.
-        message: why, and what to do, as its last line; "" if all went well, after Ctrl-C, and if no
-            rank was started.
-        host: the host at fault, if one is.
-        is_shown: a line of rank 0 above says the same, for all ranks.
+        message: the last line, which says why it ended and what to do; "" after success or Ctrl-C, and
+            if no rank was started.
+        host: the host at fault, if any.
+        is_shown: rank 0 has already printed the message, for all ranks.
     """
 
     code: int
@@ -225,23 +228,23 @@ def judge(
     label: Callable[[int], str] = "rank {}".format,
     advice: str = AGAIN,
 ) -> Ending:
-    """The failure behind an end.
+    """Returns the launch's ending: why the rank that ended first did so.
 
     Args:
         end: how the first rank ended.
-        verdicts: what ranks wrote, by the rank that wrote it.
-        hosts: each rank's host, by the name that -H gives it.
-        out_of_memory: hosts whose kernel has ended processes for lack of memory meanwhile.
+        verdicts: the ranks' verdicts, by the rank that wrote them.
+        hosts: each rank's host, by its name in -H.
+        out_of_memory: hosts whose kernel has killed processes for lack of memory during the launch.
         lost: hosts to which ssh lost its connection, or which no longer answer.
-        label: how messages name a rank.
-        advice: what to do where a restart may help; see again.
+        label: returns the name of a rank in messages.
+        advice: what to do where a restart may help; see `again`.
     """
     rank = int(end.rank) if end.rank.isdigit() else None
     on_themselves = [number for number, statement in verdicts.items() if statement.rank == number]
     if rank in verdicts and rank not in on_themselves and on_themselves:
-        rank = on_themselves[0]  # A rank that stops because of another may be gone before that one.
+        rank = on_themselves[0]  # A rank that stops because of another may end before it.
 
-    # Open MPI may know the host by another name than -H gives it.
+    # Open MPI may use another name for the host than -H.
     host = end.host or end.rank.partition("[")[0]
     if rank is not None and rank < len(hosts):
         host = hosts[rank]
@@ -268,7 +271,7 @@ def judge(
     elif signal_name:
         cause = f"killed by {signal_name}; {advice}"
     elif end.code == RESTART_HELPS:
-        # Where the watchdog ends all ranks, a silent one may be gone before the one that says why.
+        # If the watchdog ends all ranks, one without a verdict may end before the one that says why.
         quoted = statement or next(iter(verdicts.values()), None)
         if quoted is None:
             return Ending(code, f"preempted, saved; {advice}")
@@ -277,14 +280,18 @@ def judge(
             return Ending(code, cause)
     else:
         quoted = statement
-        cause = statement.cause if statement else f"ended with exit code {end.code}; see its output above"
+        cause = (
+            statement.cause
+            if statement
+            else f"ended with exit code {end.code}; see its output above"
+        )
         code = end.code
-    # The rank that ended first may state what went wrong on another: all ranks raise an error of rank 0's disk.
+    # The rank that ended first may report a fault of another: all ranks raise an error of rank 0's disk.
     if quoted and isinstance(quoted.rank, int) and quoted.rank < len(hosts):
         who = label(quoted.rank)
         host = hosts[quoted.rank]
 
     where = " ".join(filter(None, [who, host and f"host {host}"]))
-    # Settings are checked on all ranks alike, and rank 0 alone writes what is wrong with them.
+    # All ranks check the settings in the same way, and only rank 0 writes what is wrong with them.
     is_shown = end.code == ConfigError.exit_code and 0 in on_themselves
     return Ending(code, f"FIRST FAILURE {where}: {cause}", host, is_shown)

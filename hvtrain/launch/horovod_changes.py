@@ -1,16 +1,15 @@
-"""Changes to Horovod's own launcher while it runs: shells, variables, and ports.
+"""Patches to Horovod's own launcher at run time: shells, environment variables, and ports.
 
 - mpirun replaces its shell, so that signals reach it, and the launcher stays alive to clean up
-  after it. The shell on another host waits for the rank, so that the rank's exit code comes back if
-  a signal ended it.
-- Variables travel to other hosts by the same allow-list as with hvtrain launch, and those of
-  HVTRAIN_ENV=NAME,NAME and HVTRAIN_NOTIFY too. With Gloo they go through ssh's input; Horovod
-  writes them on its command line, which every user can read. Local ranks inherit all of them.
+  after it. The shell on another host waits for the rank, so that the rank's exit code is returned
+  even if a signal killed it.
+- Environment variables are sent to other hosts by the same allow-list as with hvtrain launch, along
+  with HVTRAIN_NOTIFY and those named in HVTRAIN_ENV=NAME,NAME. With Gloo they go through ssh's stdin;
+  Horovod puts them on its command line, which every user can read. Local ranks inherit all variables.
 - The rendezvous server is ours (rendezvous.py). It listens only on the interface of the launch;
-  Horovod's listens on all. Horovod's unpickles what anyone sends (CVE-2024-10190); this one accepts
-  plain values and nothing that names code, and does not hand out the workers' keys. And Horovod's
-  sometimes keeps the addresses of ranks that have met, so that ranks could not start again
-  (comm.tune).
+  Horovod's listens on all. Horovod's unpickles whatever anyone sends (CVE-2024-10190); ours accepts
+  only plain values, nothing that names code, and does not hand out the workers' keys. Horovod's also
+  sometimes keeps the addresses of ranks that have met, and then ranks cannot restart (comm.tune).
 """
 
 import argparse
@@ -26,6 +25,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from horovod.runner import gloo_run, mpi_run
@@ -34,14 +34,15 @@ from horovod.runner.common.util import safe_shell_exec
 from horovod.runner.elastic import discovery, rendezvous
 from horovod.runner.util import remote
 
+from hvtrain.launch.child import handle_signals
 from hvtrain.launch.environment import MORE, NOTIFY, travels
 from hvtrain.launch.job import HOST_NAME
 from hvtrain.launch.rendezvous import Store
 
 _TRAVELLING = "HVTRAIN_TRAVELLING"  # Set in the launcher only, for ranks on other hosts.
 
-# Requests that the launcher's rendezvous surely answers: a third of the 24,000 to 27,000 a second
-# that were measured on one core, 2026-11-26.
+# Requests per second that the launcher's rendezvous is sure to answer: a third of the 24,000 to 27,000
+# measured on one core, 2026-11-26.
 GLOO_REQUESTS_A_SECOND = 8000
 SECONDS_WITH_HOROVODS_LIMIT = 15
 SECONDS_WORTH_A_LINE = 60
@@ -50,12 +51,14 @@ _find_hosts = discovery.HostDiscoveryScript.find_available_hosts_and_slots
 
 
 def make() -> None:
-    """Makes all changes that do not depend on the hosts."""
+    """Applies all patches that do not depend on the hosts."""
     mpi_run.os = types.SimpleNamespace(environ=os.environ, execve=_run_mpirun)
     asked = [NOTIFY, *os.environ.get(MORE, "").split(",")]
     is_exportable = horovod_env.is_exportable
-    horovod_env.is_exportable = lambda name: is_exportable(name) and (name in asked or travels(name, os.environ))
-    # Kubernetes' own command, which replaces ssh, takes no input.
+    horovod_env.is_exportable = lambda name: (
+        is_exportable(name) and (name in asked or travels(name, os.environ))
+    )
+    # The command that replaces ssh on Kubernetes takes no input.
     if not horovod_env.is_kubeflow_mpi():
         gloo_run._slot_info_to_command_fn = _command_without_variables
         gloo_run.get_remote_command = _command_by_ssh
@@ -73,11 +76,11 @@ def make() -> None:
 
 
 def make_in_every_process() -> None:
-    """Makes the change that processes between the launcher and the local ranks also need."""
+    """Applies the patch that processes between the launcher and the local ranks also need."""
     end = safe_shell_exec.terminate_executor_shell_and_children
 
     def end_quietly(process: int) -> None:
-        # The shell may have ended meanwhile.
+        # The shell may have ended in the meantime.
         with suppress(safe_shell_exec.psutil.NoSuchProcess):
             end(process)
 
@@ -85,13 +88,14 @@ def make_in_every_process() -> None:
 
 
 def give_gloo_time(args: argparse.Namespace) -> None:
-    """Lets ranks wait for each other as long as they need to meet, unless the user has set a limit.
+    """Raises the limit on how long ranks wait for each other if there are many, unless the user has set one.
 
-    Each asks this launcher for the addresses of all others. Horovod's 30 s are enough for some 490
-    ranks.
+    Each rank asks this launcher for the addresses of all others. Horovod's 30 s are enough for some 490 ranks.
     """
     seconds = args.num_proc * (args.num_proc - 1) / GLOO_REQUESTS_A_SECOND
-    has_limit = args.gloo_timeout_seconds is not None or "HOROVOD_GLOO_TIMEOUT_SECONDS" in os.environ
+    has_limit = (
+        args.gloo_timeout_seconds is not None or "HOROVOD_GLOO_TIMEOUT_SECONDS" in os.environ
+    )
     if seconds > SECONDS_WITH_HOROVODS_LIMIT and not has_limit:
         args.gloo_timeout_seconds = round(2 * seconds)
     if seconds > SECONDS_WORTH_A_LINE:
@@ -103,58 +107,68 @@ def give_gloo_time(args: argparse.Namespace) -> None:
 
 
 def _find_plain_hosts(script: Any) -> dict[str, int]:
-    """The hosts of a script, without names that a shell or ssh would take for something else."""
-    slots: dict[str, int] = _find_hosts(script)
+    """Returns the slots of each host that a script prints, without names that a shell or ssh would misread."""
+    slots = _find_hosts(script)
     for name in list(slots):
         if not re.fullmatch(HOST_NAME, name):
-            sys.stderr.write(f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name\n")
+            sys.stderr.write(
+                f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name\n"
+            )
             del slots[name]
     return slots
 
 
-def _command_without_variables(run_command: str, environment: Mapping[str, str]) -> Callable[[Any], str]:
-    """The command of the rank in each slot; local ranks inherit the variables, others read them."""
-    # Horovod puts the launch's interface in place of the one that the user chose for NCCL.
+def _command_without_variables(
+    run_command: str, environment: Mapping[str, str]
+) -> Callable[[Any], str]:
+    """Returns a function from a slot to its rank's command. Local ranks inherit the variables, others read stdin."""
+    # Horovod would replace the interface that the user chose for NCCL by that of the launch.
     nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME")
     os.environ.update({**environment, "PYTHONUNBUFFERED": "1"})
     if nccl_interface is not None:
         os.environ["NCCL_SOCKET_IFNAME"] = nccl_interface
 
     travelling = [name for name in os.environ if horovod_env.is_exportable(name)]
-    os.environ[_TRAVELLING] = "".join(f"export {name}={shlex.quote(os.environ[name])}\n" for name in travelling)
+    os.environ[_TRAVELLING] = "".join(
+        f"export {name}={shlex.quote(os.environ[name])}\n" for name in travelling
+    )
 
     def command(slot: Any) -> str:
-        variables = " ".join(f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items())
+        variables = " ".join(
+            f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items()
+        )
         return f"env -u {_TRAVELLING} {variables} {run_command}"
 
     return command
 
 
 def _command_by_ssh(local_command: str, *arguments: Any, **options: Any) -> str:
-    """The command of a rank on another host, which reads its variables from ssh's input."""
-    # Horovod has quoted the command. Keep `exit $?`: without it many shells exec the rank, and ssh
-    # reports a signalled rank as 255, like a dropped connection.
-    script = f'eval "$(cat)"; {shlex.split(local_command)[0]}; exit $?'
+    """Returns the command of a rank on another host, which reads its variables from ssh's stdin."""
+    # Horovod has already quoted the command, which begins with its own cd to this folder: not quoted, and with
+    # errors hidden. Keep `exit $?`: without it many shells exec the rank, and ssh reports a rank killed
+    # by a signal as 255, like a dropped connection.
+    folder = str(Path.cwd())
+    command = shlex.split(local_command)[0].removeprefix(f"cd {folder} > /dev/null 2>&1 ; ")
+    script = f'eval "$(cat)"; cd {shlex.quote(folder)} || exit; {command}; exit $?'
     remote_command = shlex.quote(shlex.join(["exec", "sh", "-c", script]))
     by_ssh = remote.get_remote_command(remote_command, *arguments, **options)
     return f'printf %s "${_TRAVELLING}" | {by_ssh}'
 
 
 def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> None:
-    """Runs mpirun as a child, where Horovod would exec it: the launcher has to clean up after it."""
+    """Runs mpirun as a child, where Horovod would exec it, since the launcher has to clean up after it."""
     supervisor = os.getppid()
     child = subprocess.Popen([path, *line[1:-1], f"exec {line[-1]}"], env=environment)
 
-    def pass_on(number: int, frame: Any) -> None:
-        # The supervisor ends the ranks itself. Once it was killed, nobody else ends mpirun.
+    def pass_on(*_: object) -> None:
+        # The supervisor ends the ranks itself. If it was killed, nothing else ends mpirun.
         if os.getppid() != supervisor:
             child.terminate()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
+    handle_signals(pass_on)
     code = child.wait()
     if code < 0:
-        # End by the same signal as mpirun, so that the parent sees the cause.
+        # Die by the same signal as mpirun, so that the parent sees the cause.
         with suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -162,12 +176,12 @@ def _run_mpirun(path: str, line: list[str], environment: Mapping[str, str]) -> N
 
 
 class Server(Store):
-    """Our store in place of Horovod's RendezvousServer, as Horovod calls it.
+    """Our store with the interface of Horovod's RendezvousServer.
 
-    In an elastic job, some names stand for what the driver decides when it is asked.
+    In an elastic job, the driver computes the values of some names when they are requested.
     """
 
-    address = ""  # Where all servers listen; "": everywhere.
+    address = ""  # Where all servers listen; "": on all interfaces.
 
     def __init__(self, verbose: int = 0) -> None:
         super().__init__(self.address, 0)
@@ -175,7 +189,7 @@ class Server(Store):
 
     def start(self, driver: Any = None) -> int:
         self._driver = driver
-        # The driver answers once all ranks are ready, so each question needs a thread.
+        # The driver answers only once all ranks are ready, so each request needs a thread.
         self.get_waits = driver is not None
         self.serve()
         return self.server_port
@@ -192,14 +206,14 @@ class Server(Store):
         host, local_rank = rank.split(":")
         self._driver.record_ready(host, int(local_rank))
         slot = self._driver.get_slot_info(host, int(local_rank))
-        return str(slot.to_response_string()).encode("ascii")
+        return slot.to_response_string().encode("ascii")
 
     def put(self, scope: str, rank: str, value: bytes) -> None:
         if scope != rendezvous.PUT_WORKER_ADDRESSES:
             super().put(scope, rank, value)
             return
-        # The key is not stored for others: whoever has it makes the worker unpickle anything. In a
-        # job that is not elastic, whose function may be one of hvd.elastic.run, nobody needs it.
+        # The secret key is not stored: whoever has it can make the worker unpickle anything. A job that is
+        # not elastic but calls hvd.elastic.run has no driver, and nobody needs its workers' keys.
         if self._driver is None:
             return
         host, local_rank = rank.split(":")
@@ -208,7 +222,10 @@ class Server(Store):
 
 
 class _Plain(pickle.Unpickler):
-    """Loads numbers, texts and collections of them; raises UnpicklingError if the pickle names code."""
+    """Loads only numbers, strings and collections of them.
+
+    Raises UnpicklingError if the pickle names code.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} came where plain values were needed")

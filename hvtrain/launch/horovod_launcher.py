@@ -1,17 +1,18 @@
-"""Horovod's own launcher, faster and safer; hvtrain launch and `horovodrun` start it as their child.
+"""Horovod's own launcher, faster and safer.
 
-Same command line, same launch. What differs:
+`hvtrain launch` and `horovodrun` start it as their child.
+
+It takes the same command line and starts the same ranks. The differences:
 - Horovod imports TensorFlow in child processes to find out what it was built with, which takes 10
-  seconds and prints a page of notes; here the library's file is searched instead.
+  seconds and prints a page of notes; here the library file is searched instead.
 - Before anything starts, every host is checked over ssh: that it is reachable and has this
-  environment, and which interface leads to it. An error is one line. This replaces Horovod's own
-  search for an interface, which opens ports that unpickle what they receive; Open MPI is given the
+  environment, and which interface leads to it. An error takes one line. This replaces Horovod's own
+  search for an interface, which opens ports that unpickle what they receive; Open MPI is told the
   network and its own location.
-- An elastic job prints that it waits for its hosts, and needs only one of them to choose the
+- An elastic job reports that it is waiting for its hosts, and needs only one of them to choose the
   network. Horovod's launcher is silent, and waits for a second host to search for a network.
-- The changes listed in horovod_changes.py.
-- A failed rank is reported by one line and that rank's exit code, not by a traceback of the
-  launcher.
+- The patches listed in horovod_changes.py.
+- A failed rank is reported by one line and that rank's exit code, not by a traceback of the launcher.
 """
 
 import argparse
@@ -24,14 +25,13 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import horovod
 from horovod.runner import launch
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.driver import driver_service
 from horovod.runner.elastic import discovery, driver
 from horovod.runner.util import network, remote
 
-from hvtrain.errors import ConfigError, UserError
+from hvtrain.errors import ConfigError, UserError, message_of
 from hvtrain.launch import horovod_changes as changes
 from hvtrain.launch import on_host, remote_hosts
 from hvtrain.launch.environment import of_this_environment
@@ -48,10 +48,11 @@ from hvtrain.launch.job import (
     used_hosts,
 )
 from hvtrain.launch.remote_hosts import URI_FILE, HostCalls, Ssh
+from hvtrain.system import host_facts
 from hvtrain.system.console import Verdict
 
 ELASTIC_TIMEOUT_SECONDS = 600  # Horovod's default for --elastic-timeout.
-# Ranks wait so long for one that joins. Horovod's 30 s end the job on a host that takes longer to
+# How long ranks wait for one that joins. Horovod's 30 s would end the job if a host takes longer to
 # load TensorFlow.
 GLOO_TIMEOUT_SECONDS = 120
 SECONDS_BEFORE_A_LINE = 2.0
@@ -61,11 +62,14 @@ _parse_args = launch.parse_args
 
 
 def main() -> None:
-    """Runs horovodrun with this process's arguments; exits with the code of the first rank that failed."""
-    library = b"".join(path.read_bytes() for path in (Path(horovod.__file__).parent / "tensorflow").glob("mpi_lib*.so"))
-    launch.mpi_built = lambda verbose=False: b"MPI_Allreduce" in library
-    launch.gloo_built = lambda verbose=False: b"GlooContext" in library
-    # run_commandline calls it first, so that everything is prepared before Horovod acts.
+    """Runs horovodrun with this process's arguments.
+
+    Exits with the code of the first rank that failed.
+    """
+    built_with = host_facts.horovod_facts()["built_with"]
+    launch.mpi_built = lambda verbose=False: "MPI" in built_with
+    launch.gloo_built = lambda verbose=False: "Gloo" in built_with
+    # run_commandline calls parse_args first, so all is prepared before Horovod starts anything.
     launch.parse_args = _prepare
     changes.make()
     os.environ.update(of_this_environment(os.environ.get("PATH", "")))
@@ -75,11 +79,11 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except UserError as error:
-        print(f"horovodrun: {error}", file=sys.stderr)
+        print(f"horovodrun: {message_of(error)}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         message = " ".join(str(error).split())
-        # Horovod raises a RuntimeError for a rank that fails, and for other reasons.
+        # Horovod raises a RuntimeError for a failed rank, but also for other reasons.
         failed = failed_rank(message)
         if failed is None or not isinstance(error, RuntimeError):
             sys.exit(f"horovodrun: {message}")
@@ -88,14 +92,14 @@ def main() -> None:
         sys.exit(shell_code(code))
     finally:
         if os.getppid() != supervisor:
-            # The supervisor was killed, so nothing else will end the ranks of other hosts.
+            # The supervisor was killed, so nothing else will end the ranks on other hosts.
             folder = _folder()
             HostCalls.read(folder).clear(str(folder), remote_hosts.mpirun_job(folder))
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prepare() -> argparse.Namespace:
-    """Horovod's parse_args, followed by the check of the hosts."""
+    """Parses the arguments like Horovod's parse_args, then checks the hosts."""
     argparse.ArgumentParser.error = _refuse  # type: ignore[assignment, method-assign]
     args = _parse_args()
     given(sys.argv[: len(sys.argv) - len(args.command or ())])
@@ -111,45 +115,47 @@ def _prepare() -> argparse.Namespace:
     if by_gloo and args.num_proc:
         changes.give_gloo_time(args)
 
-    # In an elastic job hosts come and go; Kubernetes may replace ssh by a command of its own.
+    # Not checked: hosts of an elastic job, which come and go, and those that Kubernetes reaches without ssh.
     if args.num_proc and not is_elastic and not horovod_env.is_kubeflow_mpi():
         calls = HostCalls((socket.gethostname(),) * args.num_proc)
         if args.hosts:
             calls = _check_hosts(args, by_gloo)
         calls.write(_folder())
     if not by_gloo:
-        args.mpi_args = f"--report-uri {shlex.quote(str(_folder() / URI_FILE))} {args.mpi_args or ''}"
+        args.mpi_args = (
+            f"--report-uri {shlex.quote(str(_folder() / URI_FILE))} {args.mpi_args or ''}"
+        )
     return args
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Replaces argparse's page of usage."""
+    """Raises ConfigError in place of argparse's usage message."""
     raise ConfigError(f"{message}; see horovodrun --help")
 
 
 def _folder() -> Path:
-    """The launch's folder, which the supervisor made."""
+    """Returns the launch's folder, which the supervisor made."""
     return Path(os.environ[on_host.MARK])
 
 
 def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
-    """Checks the hosts, and sets in Horovod's arguments how they are reached. Raises UserError."""
+    """Checks the hosts, sets how to reach them in Horovod's arguments, and returns HostCalls. Raises UserError."""
     job = Job((), args.num_proc, parse_hosts(args.hosts))
     rank_hosts = place_ranks(job)
-    hosts = used_hosts(rank_hosts)
-    args.hosts = hosts_option(hosts)  # Horovod needs the number of slots of each host.
+    # Horovod needs the number of slots of each host.
+    args.hosts = hosts_option(used_hosts(rank_hosts))
 
     ssh = Ssh(args.ssh_port, args.ssh_identity_file)
-    network = remote_hosts.check([host.name for host in hosts], ssh)
+    network = remote_hosts.check(rank_hosts, ssh)
     if network is None:
         return HostCalls(rank_hosts)
 
-    # Ranks on other hosts start with the same options as every other command there.
+    # Ranks on other hosts start with the same ssh options as every other command there.
     remote.SSH_COMMAND_PREFIX = shlex.join(["ssh", *ssh.options])
-    # They are among the options now, and Horovod would give them twice.
+    # These are among the options now, and Horovod would pass them twice.
     args.ssh_port = None
     args.ssh_identity_file = None
-    # It was checked above, with a reason in one line.
+    # The hosts were checked above, with a one-line reason for a failure.
     launch._check_all_hosts_ssh_successful = lambda *args, **kwargs: True
 
     # For the ranks' traffic, Horovod gives Open MPI the interfaces of --network-interfaces itself.
@@ -165,40 +171,46 @@ def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
 
 
 def prepare_elastic(args: argparse.Namespace) -> None:
-    """Sets the interface in the arguments of an elastic job, once there are enough hosts.
+    """Sets the network interface and Gloo's time limit for an elastic job, once there are enough hosts.
 
     Raises ConfigError if the hosts do not appear in time, or the discovery script fails.
     """
-    wait_seconds = args.gloo_timeout_seconds or os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", GLOO_TIMEOUT_SECONDS)
+    wait_seconds = args.gloo_timeout_seconds or os.environ.get(
+        "HOROVOD_GLOO_TIMEOUT_SECONDS", GLOO_TIMEOUT_SECONDS
+    )
     args.gloo_timeout_seconds = int(wait_seconds)
     hosts = [host.name for host in parse_hosts(args.hosts)] if args.hosts else _wait_for_hosts(args)
     if not args.nics:
         # One other host is enough to choose the network; more may come later.
         first = min(hosts, key=remote_hosts.is_local)
         args.nics = {remote_hosts.common_interface([first])}
-    # It listens before Horovod knows the job's hosts and the way to them.
+    # The server listens before Horovod knows the job's hosts and how to reach them.
     changes.Server.address = network.get_driver_ip(args.nics)
 
-    # Ranks that run already wait for those that start now, and Horovod prints nothing about it.
+    # Ranks that are already running wait for the new ones, and Horovod prints nothing about it.
     start = driver.ElasticDriver._start_worker_processes
 
     def start_and_report(job: Any, slots: list[Any]) -> None:
         if slots and len(slots) < job.world_size():
             names = ", ".join(f"rank {slot.rank} on {slot.hostname}" for slot in slots)
-            _report(f"starting {names}; the others wait, {wait_seconds} s at most (--gloo-timeout-seconds)")
+            _report(
+                f"starting {names}; the others wait, {wait_seconds} s at most (--gloo-timeout-seconds)"
+            )
         start(job, slots)
 
     driver.ElasticDriver._start_worker_processes = start_and_report
 
 
 def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
-    """The hosts that the discovery script lists, once they have enough slots.
+    """Waits until the hosts that the discovery script lists have enough slots, and returns their names.
 
     Raises ConfigError.
     """
-    # As Horovod itself reads it: a host without a number has --slots of them.
+    # Parsed by Horovod itself: a host listed without a number has --slots slots.
     script = discovery.HostDiscoveryScript(args.host_discovery_script, args.slots or 1)
-    limit = args.elastic_timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_SECONDS))
+    limit = args.elastic_timeout or int(
+        os.environ.get("HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_SECONDS)
+    )
     began = time.monotonic()
     next_line = SECONDS_BEFORE_A_LINE
     while True:
@@ -206,7 +218,7 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
             hosts = script.find_available_hosts_and_slots()
         except (RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"--host-discovery-script {args.host_discovery_script} failed: {' '.join(str(error).split())}; "
+                f"--host-discovery-script {args.host_discovery_script} failed: {error}; "
                 "it must print a line HOST:SLOTS for each host, and exit with 0"
             ) from error
         if sum(hosts.values()) >= args.num_proc:
@@ -226,8 +238,7 @@ def _wait_for_hosts(args: argparse.Namespace) -> list[str]:
 
 
 def _report(text: str) -> None:
-    sys.stderr.write(f"hvtrain: {text}\n")
-    sys.stderr.flush()
+    print(f"hvtrain: {text}", file=sys.stderr, flush=True)
 
 
 changes.make_in_every_process()

@@ -1,9 +1,9 @@
 """`horovodrun` in the environment that scripts/run makes: Horovod's own launcher under a supervisor.
 
-The launcher itself is a child, hvtrain.launch.horovod_launcher, which lists what differs from
+The launcher itself is a child, hvtrain.launch.horovod_launcher, which lists how it differs from
 Horovod's. This parent shows its output (rank 0's without prefixes unless --prefix is given, and as
 a live display on a terminal), asks the ranks to save on SIGTERM, names the rank that failed first,
-ends whatever is left on any host, and its exit code tells whether the same command can succeed if
+and ends whatever is left on any host. Its exit code tells whether the same command can succeed if
 it is run again.
 """
 
@@ -24,7 +24,7 @@ def main() -> None:
     arguments, keeps_marks = _launcher_arguments(sys.argv[1:])
     variables = {**os.environ, **drawing.request(not keeps_marks and drawing.can_draw(sys.stdout))}
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
-        # This interpreter, though nothing may be activated.
+        # This interpreter, since the environment may not be activated.
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]
         ending = Launch(line, variables, PlainOutput(keeps_marks), Path(folder)).run(signals)
 
@@ -34,12 +34,12 @@ def main() -> None:
 
 
 def _launcher_arguments(arguments: list[str]) -> tuple[list[str], bool]:
-    """The arguments without --prefix, which Horovod does not know, and whether rank 0's marks are to stay."""
+    """Returns the arguments without --prefix, which Horovod does not know, and whether rank 0's marks are kept."""
     if not any(argument.startswith(("--prefix", "-prefix")) for argument in arguments):
         return arguments, False
 
-    # Horovod alone can tell the program's arguments from its own. It takes --prefix for an
-    # abbreviation of --prefix-output-with-timestamp, which keeps the marks as well.
+    # Only Horovod can tell the program's arguments from its own. It takes --prefix as an
+    # abbreviation of --prefix-output-with-timestamp, which also keeps the marks.
     from horovod.runner import launch
 
     args = launch.parse_args()

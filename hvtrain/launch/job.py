@@ -1,4 +1,4 @@
-"""A job to start, whatever starts it: its hosts, where its processes go, and the launcher's command line. Pure."""
+"""A job, whatever starts it: its hosts, the placement of its processes, and the launcher's command line. Pure."""
 
 import os
 import re
@@ -7,19 +7,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError
 from hvtrain.launch.on_host import MARK
 from hvtrain.launch.remote_hosts import URI_FILE, HostNetwork, Ssh
 
-HOST_NAME = r"\w[\w.-]*"  # ssh would take a leading dash for an option.
+HOST_NAME = r"\w[\w.-]*"  # ssh would take a name with a leading dash as an option.
 
-# Until a rank runs on any host. --start-timeout sets it.
+# A rank must run on some host within this time. --start-timeout sets it.
 SECONDS_TO_BEGIN = 300.0
 
-# Open MPI then notices a lost host or a cut network after 40 to 45 s: after the watchdog, which
-# explains it better. By default mpirun waits for that host for a quarter of an hour.
+# With these Open MPI notices a lost host or a cut network after 40 to 45 s: later than the watchdog,
+# whose message is better. By default mpirun waits a quarter of an hour for such a host.
 MPI_NOTICES_CUTS = [
     *("-mca", "oob_tcp_keepalive_time", "5"),
     *("-mca", "oob_tcp_keepalive_intvl", "1"),
@@ -29,7 +30,7 @@ MPI_NOTICES_CUTS = [
 
 @dataclass(frozen=True)
 class Host:
-    """A machine by its name or address, and its number of ranks."""
+    """A machine, by name or address, and its number of slots for ranks."""
 
     name: str
     slots: int
@@ -43,17 +44,17 @@ class Job:
 
     Args:
         command: what every rank runs: python -m hvtrain ...
-        num_ranks: ranks that train.
+        num_ranks: the number of ranks that train.
         hosts: where they run; empty if a scheduler chooses.
         controller: Horovod's controller, "gloo" or "mpi".
-        environment: the variables that ranks get; no other variable of the launcher travels.
-        min_ranks: fewest ranks of an elastic job; None: the number of ranks is fixed.
-        max_ranks: most ranks of an elastic job.
+        environment: environment variables of the ranks; no others are sent to them.
+        min_ranks: minimum number of ranks of an elastic job; None: the number of ranks is fixed.
+        max_ranks: maximum number of ranks of an elastic job.
         num_ps: parameter servers, started with a coordinator on the first host; 0: neither.
         ssh: how hosts are reached.
-        mpirun: start ranks by MPI's own launcher instead of Horovod's.
-        interfaces: names joined by commas, instead of those that the launcher chooses.
-        discovery_script: prints the hosts of an elastic job.
+        mpirun: start ranks with MPI's own launcher instead of Horovod's.
+        interfaces: comma-separated network interfaces, instead of those that the launcher chooses.
+        discovery_script: a script that prints the hosts of an elastic job.
         seconds_to_begin: how long to wait for the first rank.
     """
 
@@ -85,9 +86,9 @@ class Job:
 
 
 def given(words: Iterable[str]) -> set[str]:
-    """The names of the options on a launcher's command line.
+    """Returns the names of the options on a launcher's command line.
 
-    Raises ConfigError for one that came twice, of which a parser takes the last and says nothing.
+    Raises ConfigError for a repeated option, of which a parser would silently take the last.
     """
     counts = Counter(word.partition("=")[0] for word in words if word.startswith("-"))
     for name, times in counts.items():
@@ -97,23 +98,27 @@ def given(words: Iterable[str]) -> set[str]:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError."""
+    """Parses the hosts of -H s1:4,s2:4; a host without a number has one slot. Raises ConfigError."""
     hosts = []
     for part in text.split(","):
         match = re.fullmatch(rf"({HOST_NAME})(?::(\d+))?", part.strip())
         if not match or match[2] == "0":
-            raise ConfigError(f"-H {text}: {part!r} is not a host and a number of ranks; write -H s1:4,s2:4")
+            raise ConfigError(
+                f"-H {text}: {part!r} is not a host and a number of ranks; write -H s1:4,s2:4"
+            )
         hosts.append(Host(match[1], int(match[2] or 1)))
 
-    # Two numbers of slots for one host would have to be added up or told apart.
+    # With two slot counts for one host it would be unclear whether to add them up.
     name, times = Counter(host.name for host in hosts).most_common(1)[0]
     if times > 1:
-        raise ConfigError(f"-H {text}: {name} is there twice; name each host once, with all its ranks")
+        raise ConfigError(
+            f"-H {text}: {name} is there twice; name each host once, with all its ranks"
+        )
     return tuple(hosts)
 
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file with lines such as `s1 slots=4`; # begins a comment.
+    """Reads the hosts from a file with lines such as `s1 slots=4`; # begins a comment.
 
     Raises ConfigError.
     """
@@ -124,28 +129,28 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
             f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
         ) from None
 
-    # In the form of -H, so that both are checked by the same rules.
+    # Converted to the form of -H, so that the same checks apply.
     entries = [re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in lines]
     return parse_hosts(",".join(filter(None, entries)))
 
 
 def hosts_option(hosts: Iterable[Host]) -> str:
-    """The hosts as -H takes them."""
+    """Formats the hosts for -H."""
     return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def used_hosts(rank_hosts: Iterable[str]) -> tuple[Host, ...]:
-    """The hosts that get a rank, each with as many slots as it gets ranks.
+    """Returns the hosts that have ranks, each with exactly as many slots as ranks.
 
-    Horovod's launcher on Gloo starts a rank in every slot, whatever -np says.
+    With Gloo, Horovod's launcher starts a rank in every slot, whatever -np says.
     """
     return tuple(Host(name, slots) for name, slots in Counter(rank_hosts).items())
 
 
 def place_ranks(job: Job) -> tuple[str, ...]:
-    """The host of each process.
+    """Returns the host of each process.
 
-    Workers fill the slots in order; the others are added on the first host.
+    Workers fill the slots in order; the other processes go on the first host.
 
     Raises ConfigError if there are too few slots.
     """
@@ -155,7 +160,7 @@ def place_ranks(job: Job) -> tuple[str, ...]:
             f"-np {job.num_ranks} needs as many slots and -H {hosts_option(job.hosts)} has {len(slots)}; "
             "lower -np or add hosts"
         )
-    # The coordinator and parameter servers are extra and need no slots (--num-ps).
+    # The coordinator and the parameter servers (--num-ps) need no slots.
     return slots[:1] * (job.num_processes - job.num_ranks) + slots[: job.num_ranks]
 
 
@@ -164,12 +169,12 @@ def launcher_command(
     network: HostNetwork | None = None,
     folder: Path | None = None,
 ) -> list[str]:
-    """The command that starts the job's ranks from this host.
+    """Returns the command that starts the job's ranks from this host.
 
     Args:
         job: what to start.
-        network: of the hosts; mpirun has to be told, horovodrun finds it itself.
-        folder: of the launch, as Launch takes it; None: nobody supervises the command from outside.
+        network: the network of the hosts, for mpirun; horovodrun finds it itself.
+        folder: the launch's folder, see supervisor.Launch; None: nothing supervises the command.
     """
     rank_command = with_own_python(job.command)
     if job.mpirun:
@@ -178,13 +183,13 @@ def launcher_command(
             line += ["--report-uri", str(folder / URI_FILE), "-x", MARK]
         return [*line, *rank_command]
 
-    # Without a supervisor outside, the command is horovodrun, which supervises itself.
+    # Without a supervisor, the command is horovodrun, which brings its own.
     line = [f"{sys.prefix}/bin/horovodrun"]
     if folder:
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher"]
 
     hosts = ""
-    # The hosts of an elastic job are not known before its script has run.
+    # The hosts of an elastic job are unknown until its script has run.
     if not job.discovery_script:
         hosts = hosts_option(_hosts_of_processes(job))
     values = {
@@ -199,16 +204,16 @@ def launcher_command(
     }
     line.append(f"--{job.controller}")
     for name, value in values.items():
-        # What is not set is left to the launcher.
+        # Unset values are left to the launcher.
         if value:
             line += [name, str(value)]
     return [*line, *rank_command]
 
 
 def with_own_python(command: Sequence[str]) -> list[str]:
-    """Replaces a leading `python` by this process's interpreter.
+    """Replaces a leading `python` with this process's interpreter.
 
-    A rank's PATH may lead to another one.
+    A rank's PATH may lead to a different one.
     """
     program, *arguments = command
     if program == "python":
@@ -220,54 +225,35 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
     hosts = _hosts_of_processes(job)
     line = [
         f"{sys.prefix}/bin/mpirun",
-        "-np",
-        str(job.num_processes),
-        "-H",
-        hosts_option(hosts),
-        "--tag-output",
-        # As Horovod does: its background thread must not share one core with the rank's others.
-        "--bind-to",
-        "none",
-        "--map-by",
-        "slot",
-        "-mca",
-        "pml",
-        "ob1",
-        "-mca",
-        "btl",
-        "^openib",
+        *f"-np {job.num_processes} -H {hosts_option(hosts)} --tag-output".split(),
+        # As in Horovod's launcher: Horovod's background thread must not share one core with other threads.
+        *("--bind-to", "none", "--map-by", "slot"),
+        *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
     ]
-    # Open MPI refuses to run as root without it; in a container ranks often are root.
+    # Otherwise Open MPI refuses to run as root, as ranks in a container often do.
     if os.geteuid() == 0:
         line.append("--allow-run-as-root")
 
-    # What the user names wins over what was found.
+    # The user's choice overrides the detected network.
     if job.interfaces:
         line += mpi_options(job.interfaces, job.interfaces, job.ssh)
     elif network:
         line += mpi_options(network.subnet, ",".join(network.interfaces), job.ssh)
 
-    # Above 64 hosts Open MPI would connect from host to host, and none has a key for the next.
-    line += [
-        "-mca",
-        "plm_rsh_no_tree_spawn",
-        "1",
-        "-mca",
-        "plm_rsh_num_concurrent",
-        str(len(hosts)),
-    ]
-    # By name alone: a value on a command line is visible to every user of the host.
+    # Above 64 hosts Open MPI would spawn from host to host, and the hosts have no ssh keys for each other.
+    line += f"-mca plm_rsh_no_tree_spawn 1 -mca plm_rsh_num_concurrent {len(hosts)}".split()
+    # Names only: a value on a command line is visible to every user of the host.
     for name in sorted(job.environment):
         line += ["-x", name]
     return line
 
 
 def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
-    """Open MPI's options to start ranks on those hosts and to let them talk.
+    """Returns Open MPI's options to start ranks on the hosts and to let them communicate.
 
-    The subnet rather than an interface is given: names may differ from host to host, and Open MPI
-    would try an interface that has the same address everywhere (docker0) and wait forever. A user's
-    own choice of NCCL's interface wins over interface_names.
+    The subnet is given rather than an interface: names may differ from host to host, and Open MPI
+    would try an interface that has the same address everywhere (docker0) and wait forever. The
+    user's NCCL_SOCKET_IFNAME overrides interface_names.
     """
     nccl_interface = os.environ.get("NCCL_SOCKET_IFNAME", interface_names)
     return [
@@ -281,5 +267,48 @@ def mpi_options(subnet: str, interface_names: str, ssh: Ssh) -> list[str]:
 
 
 def _hosts_of_processes(job: Job) -> tuple[Host, ...]:
-    """The hosts, with a slot for each of their processes; ranks of an elastic job may take any slot."""
+    """Returns the hosts, with a slot for each of their processes.
+
+    Ranks of an elastic job may take any slot.
+    """
     return job.hosts if job.is_elastic else used_hosts(place_ranks(job))
+
+
+class ClusterKind:
+    """A kind of cluster. Each subclass is a dataclass of its settings, cluster.SETTING=VALUE.
+
+    Attributes:
+        kind: its name.
+        about: one line of help.
+        files: names of the files to submit.
+        submit: the command that submits the files; {} stands for their folder.
+        program: the program that the command needs; "": its first word.
+        no_elastic: why --min-np is not supported, and what to do instead; "": it is supported.
+        no_hosts: the same for -H.
+        starts_servers: it can start parameter servers and a coordinator.
+        starts_replicas: it can start one process for several GPUs.
+    """
+
+    kind: ClassVar[str]
+    about: ClassVar[str]
+    files: ClassVar[tuple[str, ...]]
+    submit: ClassVar[str]
+    program: ClassVar[str] = ""
+    no_elastic: ClassVar[str] = ""
+    no_hosts: ClassVar[str] = ""
+    starts_servers: ClassVar[bool] = False
+    starts_replicas: ClassVar[bool] = False
+
+    def values(self, job: Job) -> dict[str, Any]:
+        """Returns the values that the templates need besides job and settings.
+
+        Raises ConfigError for a job that cannot run on this kind of cluster.
+        """
+        raise NotImplementedError
+
+    def check_texts(self, names: Iterable[str], pattern: str, needed: str) -> None:
+        """Raises ConfigError for a setting that does not match the pattern; null is always valid."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(pattern, value):
+                raise ConfigError(f"cluster.{name}={value} is not {needed}")

@@ -1,9 +1,9 @@
 """Ranks for a notebook: calls a function of this process on ranks that the launcher starts, and returns its values.
 
-`%%ranks N` does so with a cell. IPython itself is not imported. `python -m hvtrain.launch.notebook
+`%%ranks N` does the same with a cell. IPython itself is not imported. `python -m hvtrain.launch.notebook
 FOLDER` is one rank, which calls the function that the notebook left in the folder.
 
-The function and what it returns are pickles. A pickle can run any code when it is read, so a file
+The function and its return values are pickled. Reading a pickle can run any code, so a file
 that another user could have written is refused. Nothing else in hvtrain unpickles.
 """
 
@@ -23,22 +23,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import cloudpickle  # Horovod needs it, so it is there.
+import cloudpickle  # Installed, since Horovod depends on it.
 
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.launch.child import failure, started
 from hvtrain.system import console
 from hvtrain.system.command import enter
 
-CELL_NAME = "%%ranks cell"  # In tracebacks.
+CELL_NAME = "%%ranks cell"  # The file name in tracebacks.
 LAUNCHER_LOG = "launcher.log"
 SECONDS_BETWEEN_LOOKS = 0.1
 LINES_OF_A_FAILURE = 200
-# What the launcher shows of other ranks, and what the error will say.
+# Not shown: output of other ranks, and what the error will say.
 _NOT_SHOWN = re.compile(r"\[rank [1-9]\d* \S+\] |hvtrain: (what each rank said|FIRST FAILURE)")
 
 FUNCTION_FILE = "function.pickle"
-# On a rank, once it has received Ctrl-C.
+# Set on a rank once it has received Ctrl-C.
 _is_interrupted = threading.Event()
 
 
@@ -54,7 +54,7 @@ def run_ranks(
     line = [sys.executable, "-m", "hvtrain", "launch", "-np", str(num_ranks)]
     if hosts:
         line += ["-H", hosts]
-    # Gloo, which needs no ssh on this host, nor leave to run as root.
+    # Gloo needs neither ssh on this host nor permission to run as root.
     line += [
         "--gloo",
         "--logs",
@@ -72,36 +72,41 @@ def run_ranks(
     finally:
         for path in (*folder.glob("*.pickle"), folder / LAUNCHER_LOG):
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # Nothing is left of a launch that was refused.
+        with suppress(OSError):  # The folder is empty after a launch that was refused.
             folder.rmdir()
 
 
 def load_magic(shell: Any) -> None:
-    """Adds the magic to IPython's shell."""
+    """Registers the %%ranks magic with IPython's shell."""
     shell.register_magic_function(ranks, magic_kind="cell")
 
 
 def ranks(line: str, cell: str) -> None:
-    """`%%ranks 2` or `%%ranks 4 -H s1:2,s2:2`: runs the cell on so many ranks, without the notebook's variables."""
+    """`%%ranks 2` or `%%ranks 4 -H s1:2,s2:2`: runs the cell on 2 or 4 ranks, without the notebook's variables."""
     match = re.fullmatch(r"(\d+)(?:\s+-H\s+(\S+))?", line.strip())
     if not match:
-        raise ConfigError(f"%%ranks {line}: a number of ranks is needed; write %%ranks 2, or %%ranks 4 -H s1:2,s2:2")
+        raise ConfigError(
+            f"%%ranks {line}: a number of ranks is needed; write %%ranks 2, or %%ranks 4 -H s1:2,s2:2"
+        )
 
-    compile(cell, CELL_NAME, "exec")  # A cell with a syntax error is refused before any rank starts.
+    # A cell with a syntax error is refused before any rank starts.
+    compile(cell, CELL_NAME, "exec")
     run_ranks(int(match[1]), run_cell, cell, hosts=match[2])
 
 
 def run_cell(cell: str) -> None:
-    """Runs the text on this rank."""
+    """Runs the text of a cell on this rank."""
     linecache.cache[CELL_NAME] = (len(cell), None, cell.splitlines(keepends=True), CELL_NAME)
     exec(compile(cell, CELL_NAME, "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 def _new_folder() -> Path:
-    """A folder for the launch, below that of the notebook: ranks on other hosts may share that one."""
+    """Makes a folder for the launch inside the notebook's folder, which other hosts may share."""
     try:
         Path("launch").mkdir(exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{datetime.now():%Y-%m-%d_%H-%M-%S}-", dir="launch")).absolute()
+        return Path(
+            tempfile.mkdtemp(prefix=f"{datetime.now():%Y-%m-%d_%H-%M-%S}-", dir="launch")
+        ).absolute()
     except OSError as error:
         raise ConfigError(
             f"{Path.cwd()}/launch cannot be written: {error.strerror}; start the notebook in a folder of your own"
@@ -109,8 +114,12 @@ def _new_folder() -> Path:
 
 
 def _cell_sources() -> dict[str, Any]:
-    """The text of the notebook's cells, which are not files: AutoGraph and tracebacks need it on the ranks."""
-    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    """Returns the source of the notebook's cells, which are not files: AutoGraph and tracebacks on ranks need it."""
+    return {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    }
 
 
 def _launch(line: list[str], folder: Path) -> None:
@@ -118,7 +127,7 @@ def _launch(line: list[str], folder: Path) -> None:
 
     Raises RankError with the first failure.
     """
-    # Ranks import what this process can; "" is the folder that it is in, and theirs.
+    # Ranks can import whatever this process can; "" stands for its working directory, which is also theirs.
     paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     log = folder / LAUNCHER_LOG
     with log.open("w+", errors="replace") as text:
@@ -128,23 +137,25 @@ def _launch(line: list[str], folder: Path) -> None:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
                     _show(text)
         finally:
-            # The last lines, and what ranks print as they are ended.
+            # The last lines, with those that ranks print while they are being ended.
             _show(text)
 
     if process.returncode:
         lines = log.read_text(errors="replace").splitlines(keepends=True)
-        # The heading is the launcher's; here the cause is the text of an error.
+        # The launcher's heading is dropped, since the cause becomes the text of an error.
         cause = failure("".join(lines), process.returncode).removeprefix("FIRST FAILURE ")
-        # The output of that rank, which the launcher marks, holds the traceback.
+        # The failed rank's output, which the launcher marks, contains the traceback.
         rank = re.match(r"rank \d+ ", cause)
-        sys.stderr.writelines(line for line in lines[-LINES_OF_A_FAILURE:] if rank and line.startswith(f"[{rank[0]}"))
+        sys.stderr.writelines(
+            line for line in lines[-LINES_OF_A_FAILURE:] if rank and line.startswith(f"[{rank[0]}")
+        )
         if any(folder.glob("rank-*.log")):
             cause = f"{cause}; what each rank said is in {folder}"
         raise RankError(cause)
 
 
 def _show(lines: Iterable[str]) -> None:
-    """Shows rank 0's lines."""
+    """Shows the lines of rank 0 and of the launcher."""
     sys.stdout.writelines(line for line in lines if not _NOT_SHOWN.match(line))
     sys.stdout.flush()
 
@@ -153,14 +164,16 @@ def _value(folder: Path, rank: int) -> Any:
     try:
         return read_object(value_file(folder, rank))
     except FileNotFoundError as error:
-        raise RankError(f"rank {rank} ended well before the function returned; let it return, without exit") from error
+        raise RankError(
+            f"rank {rank} ended well before the function returned; let it return, without exit"
+        ) from error
 
 
 def rank_main() -> int:
-    """Calls the function, and leaves what it returned in the folder."""
+    """Calls the notebook's function on this rank, and writes its return value to the folder."""
     folder = Path(sys.argv[1])
     with console.quiet_import(verbose=False):
-        import hvtrain.keras  # noqa: F401  (here, so that TensorFlow's notes do not stand in the notebook)
+        import hvtrain.keras  # noqa: F401  (here, to keep TensorFlow's messages out of the notebook)
     try:
         function, args, kwargs, sources = read_object(folder / FUNCTION_FILE)
     except FileNotFoundError as error:
@@ -168,12 +181,11 @@ def rank_main() -> int:
             f"{folder} is not on {socket.gethostname()}; work in a folder that all hosts have at the same place"
         ) from error
 
-    # The text of the notebook's cells, for AutoGraph and tracebacks.
     linecache.cache.update(sources)
     try:
         value = function(*args, **kwargs)
     except Exception as error:
-        # TensorFlow, or another rank that ends, turns the interrupt into an error of its own.
+        # TensorFlow, or the end of another rank, may turn the interrupt into a different error.
         if _is_interrupted.is_set():
             raise KeyboardInterrupt from error
         raise
@@ -186,12 +198,12 @@ def rank_main() -> int:
 
 
 def value_file(folder: Path, rank: int) -> Path:
-    """The file for what the function returned on that rank."""
+    """Returns the path of the file for the function's return value on that rank."""
     return folder / f"value-{rank:04d}.pickle"
 
 
 def write_object(path: Path, value: Any) -> None:
-    """Writes a new file of this user alone. Raises ConfigError if the value cannot be pickled."""
+    """Pickles the value to a new file that only this user can access. Raises ConfigError if it cannot be pickled."""
     try:
         data = cloudpickle.dumps(value)
     except Exception as error:
@@ -204,16 +216,18 @@ def write_object(path: Path, value: Any) -> None:
 
 
 def read_object(path: Path) -> Any:
-    """The object in the file.
+    """Unpickles the object in the file.
 
-    Raises ConfigError if the file is not this user's own, OSError if it cannot be opened.
+    Raises ConfigError if another user may have written the file, OSError if it cannot be opened.
     """
-    # Neither a link nor a pipe: both could lead to what another user wrote.
+    # Neither a link nor a pipe: both could lead to data that another user wrote.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
         if not stat.S_ISREG(status.st_mode) or not is_own:
-            raise ConfigError(f"{path} is not a file that only this user can write; work in a folder of your own")
+            raise ConfigError(
+                f"{path} is not a file that only this user can write; work in a folder of your own"
+            )
         return cloudpickle.load(file)
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 
-from hvtrain.config.compose import setting_lines
+from hvtrain.config.choices import setting_lines
 from hvtrain.core.topology import Roles
 from hvtrain.errors import ConfigError
-from hvtrain.launch.cluster_kinds import KINDS, ClusterKind
-from hvtrain.system.command import Parser, add_number, at_least, positive
+from hvtrain.launch.cluster_kinds import KINDS
+from hvtrain.launch.job import ClusterKind
+from hvtrain.system.command import Parser, add_number, add_ssh_options, at_least, positive
 
 DESCRIPTION = """\
 Starts a training on many hosts. The words after -- are settings of python -m hvtrain, which are checked before any rank
@@ -26,14 +27,14 @@ CLUSTERS = """
 CLUSTERS (settings with their defaults; for one of your own: --config-dir DIR after --, with DIR/cluster/NAME.yaml;
 a changed copy of a template of conf/cluster/ in DIR/cluster/ is used instead of it)
   cluster=ssh        hosts that are reached over ssh"""
-# They change the number of ranks while the job runs, which only some starts allow.
+# These let the number of ranks change while the job runs, which not every way of starting allows.
 ELASTIC = ("--min-np", "--max-np", "--host-discovery-script")
-# These only mean something where this launcher itself starts the ranks.
+# These only apply where this launcher itself starts the ranks.
 OVER_SSH = ("-p", "-i", "--logs", "--mpirun", "--max-restarts")
 
 
 def parser() -> Parser:
-    """The options before --."""
+    """Returns the parser of the options before --."""
     options = Parser(
         "python -m hvtrain launch",
         usage="%(prog)s [OPTION ...] [cluster=KIND] [cluster.SETTING=VALUE ...] -- GROUP=CHOICE SETTING=VALUE ...",
@@ -41,8 +42,10 @@ def parser() -> Parser:
         epilog=EXAMPLES,
         more_help=_clusters_help,
     )
-    # cluster_files.py takes these apart.
-    options.add_argument("settings", nargs="*", metavar="cluster=KIND, cluster.SETTING=VALUE", help="listed below")
+    # cluster_files.py parses these.
+    options.add_argument(
+        "settings", nargs="*", metavar="cluster=KIND, cluster.SETTING=VALUE", help="listed below"
+    )
     _add_ranks(options)
     _add_starting(options)
     _add_by_hand(options)
@@ -52,14 +55,21 @@ def parser() -> Parser:
 
 def _add_ranks(parser: Parser) -> None:
     group = parser.add_argument_group("ranks and hosts")
-    add_number(group, "-np", at_least(1), "ranks, workers or replicas that train; default: all slots of -H, or 1")
+    add_number(
+        group,
+        "-np",
+        at_least(1),
+        "ranks, workers or replicas that train; default: all slots of -H, or 1",
+    )
     about = "parameter servers, for a strategy that has some; they and a coordinator are extra and need no slots"
     add_number(group, "--num-ps", at_least(1), about, metavar="P")
 
-    # Three sources of hosts, of which a job has one.
+    # A job has only one of these three sources of hosts.
     hosts = group.add_mutually_exclusive_group()
     hosts.add_argument("-H", dest="hosts", metavar="s1:4,s2:4", help="hosts and their slots")
-    hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file with lines such as: s1 slots=4")
+    hosts.add_argument(
+        "--hostfile", metavar="FILE", help="the same from a file with lines such as: s1 slots=4"
+    )
     hosts.add_argument(
         "--host-discovery-script",
         metavar="FILE",
@@ -75,19 +85,22 @@ def _add_ranks(parser: Parser) -> None:
 
 def _add_starting(parser: Parser) -> None:
     group = parser.add_argument_group("how ranks are started")
-    # Together they set `how`; none of them leaves it None, which is taken for MPI.
+    # Each sets `how`; without any it stays None, which means MPI.
     launchers = group.add_mutually_exclusive_group()
     for name, about in {
         "mpi": "Horovod's launcher on MPI (default)",
         "gloo": "Horovod's launcher on Gloo",
         "mpirun": "MPI's own launcher",
     }.items():
-        launchers.add_argument(f"--{name}", dest="how", action="store_const", const=name, help=about)
+        launchers.add_argument(
+            f"--{name}", dest="how", action="store_const", const=name, help=about
+        )
 
-    # -p and -i as ssh itself has them, -np and -H as horovodrun and mpirun.
-    group.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; users go in ~/.ssh/config")
-    group.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
-    group.add_argument("--network-interfaces", metavar="NAMES", help="use these instead of the ones found")
+    # -p and -i are named as in ssh, -np and -H as in horovodrun and mpirun.
+    add_ssh_options(group)
+    group.add_argument(
+        "--network-interfaces", metavar="NAMES", help="use these instead of the ones found"
+    )
     about = "how long to wait for ranks to begin; default: 300, and for processes by hand 120"
     add_number(group, "--start-timeout", positive, about, metavar="SECONDS")
     group.add_argument(
@@ -101,7 +114,7 @@ def _add_starting(parser: Parser) -> None:
 
 
 def _add_by_hand(parser: Parser) -> None:
-    # The names that users of TensorFlow know from TF_CONFIG.
+    # TensorFlow users know these names from TF_CONFIG.
     group = parser.add_argument_group("one process by hand", BY_HAND)
     group.add_argument(
         "--job-name",
@@ -118,7 +131,9 @@ def _add_by_hand(parser: Parser) -> None:
 
 def _add_files(parser: Parser) -> None:
     group = parser.add_argument_group("files")
-    group.add_argument("--logs", metavar="DIR", help="the ranks' logs; default: launch/ in the run folder")
+    group.add_argument(
+        "--logs", metavar="DIR", help="the ranks' logs; default: launch/ in the run folder"
+    )
     group.add_argument("--output", metavar="DIR", help="a cluster's files; default: launch/KIND")
     group.add_argument(
         "--dry-run",
@@ -144,7 +159,7 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
         ):
             if name not in names:
                 raise ConfigError(f"--job-name came without {name}; give {meaning}")
-        # What starts several ranks, or writes files, means nothing for one process.
+        # Options for starting several ranks or writing files do not apply to a single process.
         by = "--job-name, which starts one process here"
         _refuse(names, (*OVER_SSH, *ELASTIC, "--mpi", "--dry-run", "--output"), by)
         if cluster:
@@ -153,14 +168,16 @@ def check(names: set[str], cluster: ClusterKind | None, roles: Roles) -> None:
 
     for name in ("--task-index", "--coordinator"):
         if name in names:
-            raise ConfigError(f"{name} came without --job-name; give the job of this process too, or leave it out")
-    # The roles are counted when the processes start, and nobody can join later.
+            raise ConfigError(
+                f"{name} came without --job-name; give the job of this process too, or leave it out"
+            )
+    # The roles are fixed when the processes start, and none can join later.
     if roles.reason:
         _refuse(names, ELASTIC, f"a strategy that {roles.reason}: their number is fixed")
     if not cluster:
         return
 
-    # A scheduler starts these ranks, in places that this launcher does not know yet.
+    # A scheduler starts these ranks, on hosts that this launcher does not know yet.
     not_in_files = (*OVER_SSH, "--start-timeout", "--network-interfaces", "--host-discovery-script")
     _refuse(names, not_in_files, f"cluster={cluster.kind}, which cannot use it")
     starts_roles = cluster.starts_servers if roles.num_ps else cluster.starts_replicas

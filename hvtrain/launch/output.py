@@ -1,15 +1,17 @@
-"""Passes on what a launcher and its ranks write; the listener learns from it which rank failed first.
+"""Passes on the output of a launcher and its ranks.
 
-Launchers mark what ranks write: horovodrun --gloo with [3]<stdout>:, mpirun --tag-output with
-[1,3]<stdout>: (job, rank). mpirun marks each piece that a rank writes, so marks may stand in the
-middle of a line, and pieces of several ranks in one. MarkedStream tells who wrote which line, in
-whatever pieces it arrives.
+The listener learns from it which rank failed first.
 
-`hvtrain launch` uses RankOutput, and horovodrun PlainOutput. They have in common:
+Launchers mark the output of ranks: horovodrun --gloo with [3]<stdout>:, mpirun --tag-output with
+[1,3]<stdout>: (job, rank). mpirun marks each piece that a rank writes, so marks may appear in the
+middle of a line, and one line may hold pieces from several ranks. MarkedStream tells who wrote which
+line, in whatever pieces it arrives.
 
-- listener: hears the launcher's own lines and the ranks' error output.
-- readers: a function for each pipe from the launcher, the error output's first, that reads it to its end. With one
-  reader, both of the launcher's outputs come through one pipe.
+`hvtrain launch` uses RankOutput, and horovodrun PlainOutput. Both have:
+
+- listener: receives the launcher's own lines and the ranks' stderr.
+- readers: a function for each pipe from the launcher, stderr's first, that reads it to its end. With a single
+  reader, the launcher's stdout and stderr come through one pipe.
 """
 
 import codecs
@@ -27,23 +29,27 @@ from hvtrain.launch.first_failure import RULER, Listener
 from hvtrain.system import drawing
 from hvtrain.system.drawing import Drawing, LiveDisplay
 
-# With --prefix-output-with-timestamp, the time stands before the brackets.
+# With --prefix-output-with-timestamp, the time comes before the brackets.
 MARK = re.compile(r"(?:\w{3} \w{3} [ \d]\d [\d:]{8} \d{4})?\[(?:\d+,)?(\d+)\]<(stdout|stderr)>:")
 BEGUN_MARK = re.compile(r"\[[\d,]*(?:\](?:<\w*>?)?)?\Z")
 
 Source = tuple[int | None, str]
-"""Whose text it is: a rank's on one of its streams, or the launcher's."""
+"""Where text comes from: a rank and one of its streams, or the launcher (None)."""
 
-# What launchers write about ranks that explain it better themselves.
-_NOISE = re.compile(r"Process \d+ exit with status code|Terminating remaining workers after failure")
-# What a shell writes about a rank that a signal ended.
+# Launcher messages about ranks that explain the failure better themselves.
+_NOISE = re.compile(
+    r"Process \d+ exit with status code|Terminating remaining workers after failure"
+)
+# What a shell writes about a rank that was killed by a signal.
 _BY_SHELL = ("Killed\n", "Terminated\n")
-# From here on an unfinished line may become a verdict or a drawing.
-_MAY_BE_HIDDEN = re.compile(rf"(?:hvtrain-.*|{'|'.join('hvtrain'[:length] for length in range(7, 0, -1))})$", re.DOTALL)
+# The part of an unfinished line that may turn out to be a verdict or a drawing.
+_MAY_BE_HIDDEN = re.compile(
+    rf"(?:hvtrain-.*|{'|'.join('hvtrain'[:length] for length in range(7, 0, -1))})$", re.DOTALL
+)
 
 
 class Line(NamedTuple):
-    """A line, or what has arrived of it. rank: who wrote it; None: the launcher. mark: the last one; "" if none."""
+    """A line, or what has arrived of it. rank: its writer; None: the launcher. mark: the line's last mark, or ""."""
 
     rank: int | None
     stream: str
@@ -63,16 +69,16 @@ LAUNCHER = Line(None, "", "", "")
 
 
 class MarkedStream:
-    """Yields lines as they grow: each time with all of their text so far, the last time with the end of the line.
+    """Yields lines as they grow: each time with all of their text so far, the last time with the line break.
 
     The state is the writer of the text that follows. At the start that is the launcher.
 
-    | writer   | after a mark                                      | after the end of a line |
-    |----------|---------------------------------------------------|-------------------------|
-    | launcher | that rank; what the launcher has begun is a line  | launcher                |
-    | a rank   | that rank; what the first has begun is kept       | launcher                |
+    | writer   | after a mark                                        | after a line break |
+    |----------|-----------------------------------------------------|--------------------|
+    | launcher | the marked rank; the launcher's text becomes a line | launcher           |
+    | a rank   | the marked rank; the other rank's text is kept      | launcher           |
 
-    `begun` has the lines that have no end so far.
+    `begun` holds the lines that are still unfinished.
 
     >>> stream = MarkedStream()
     >>> for line in stream.feed("[1,0]<stdout>:Epoch [1,1]<stdout>:one\\n[1,0]<stdout>:1\\n"):
@@ -90,7 +96,7 @@ class MarkedStream:
     def feed(self, text: str) -> Iterator[Line]:
         """Yields the lines that the text begins, continues or ends.
 
-        What may be the beginning of a mark waits for the next text.
+        Text that may be the beginning of a mark is held back until the next call.
         """
         text = self._begun_mark + text
         cut = BEGUN_MARK.search(text)
@@ -100,8 +106,8 @@ class MarkedStream:
         position = 0
         for mark in MARK.finditer(text):
             yield from self._add(text[position : mark.start()])
-            # The launcher's text does not go on behind a rank's: a process that dies as it complains
-            # leaves half a line, and a ruler of Open MPI's behind it would not be recognized.
+            # The launcher's text does not continue after a rank's: a process that dies while writing
+            # leaves half a line, and a ruler from Open MPI after it would not be recognized.
             begun = self.begun.pop(LAUNCHER.source, None)
             if begun:
                 yield begun._replace(text=f"{begun.text}\n")
@@ -110,7 +116,7 @@ class MarkedStream:
         yield from self._add(text[position:])
 
     def end(self) -> Iterator[Line]:
-        """Yields a line that waited for a mark, at the end of the stream."""
+        """Yields the line with the text that was held back, at the end of the stream."""
         yield from self._add(self._begun_mark)
 
     def _add(self, text: str) -> Iterator[Line]:
@@ -125,15 +131,15 @@ class MarkedStream:
 
 
 class RankOutput:
-    """Both outputs of a launcher. Each rank's lines go to folder/rank-0003-s2.log.
+    """Stdout and stderr of a launcher. Each rank's lines go to a log such as folder/rank-0003-s2.log.
 
     On the console, rank 0's lines have no mark, and its drawings become a live display. Lines of
-    other ranks, which write only when something is wrong, have rank and host before them.
+    other ranks, which write only when something is wrong, are prefixed with rank and host.
 
     Args:
         folder: for the logs; those of an earlier launch are deleted. Raises ConfigError if it
             cannot be written.
-        hosts: each rank's host; empty if they are not known.
+        hosts: each rank's host; empty if unknown.
     """
 
     def __init__(self, folder: Path, hosts: Sequence[str]) -> None:
@@ -146,8 +152,10 @@ class RankOutput:
         self._given_up: set[int] = set()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Of an earlier launch, which may have had other ranks. Writing would follow a link.
+            for path in folder.glob("rank-[0-9]*.log"):
+                path.unlink()
             for rank in range(len(hosts)):
-                self.path(rank).unlink(missing_ok=True)  # A link would be followed.
                 self.path(rank).write_text("", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
@@ -158,7 +166,7 @@ class RankOutput:
         return self.folder / f"rank-{rank:04d}{self._host('-', rank)}.log"
 
     def read(self, lines: Iterable[str]) -> None:
-        """Passes on all lines until their end."""
+        """Passes on all lines until the end of the stream."""
         self._display.prepare()
         marked = MarkedStream()
         for text in lines:
@@ -167,7 +175,7 @@ class RankOutput:
                     self._show(line)
 
         list(marked.end())
-        # A launcher that was killed may have begun a line, which the listener has to see whole.
+        # A killed launcher may have left an unfinished line, which the listener must see as a whole line.
         last = marked.begun.pop(LAUNCHER.source, None)
         if last:
             self._show(last._replace(text=f"{last.text}\n"))
@@ -177,7 +185,7 @@ class RankOutput:
 
         self._display.stop()
         for file in self._files.values():
-            with suppress(OSError):  # Of a log that was given up.
+            with suppress(OSError):  # The log may have been given up.
                 file.close()
 
     def _show(self, line: Line) -> None:
@@ -195,13 +203,13 @@ class RankOutput:
             return
 
         self._log(line.rank, text)
-        # The log has it; on the console the verdict says more.
+        # Only in the log; on the console the verdict says more.
         if text in _BY_SHELL:
             return
-        # Rank 0 speaks for all, so its lines look as those of a single process.
+        # Rank 0 speaks for all ranks, so its lines look like those of a single process.
         if line.rank == 0:
             write(getattr(sys, line.stream), text)
-        # Others write only when something is wrong; an empty line of theirs says nothing.
+        # Other ranks write only when something is wrong; their empty lines say nothing.
         elif text.strip():
             write(sys.stderr, f"[rank {line.rank}{self._host(' ', line.rank)}] {text}")
 
@@ -211,7 +219,7 @@ class RankOutput:
     def _log(self, rank: int, text: str) -> None:
         """Appends to the rank's log.
 
-        A log that cannot be written is given up: the ranks' pipe must be read on.
+        A log that cannot be written is given up, since the ranks' output must still be read.
         """
         if rank in self._given_up:
             return
@@ -221,7 +229,7 @@ class RankOutput:
             self._files[rank].write(text)
             self._files[rank].flush()
         except OSError as error:
-            # Said once: each further line would fail in the same way.
+            # Reported once: every further line would fail in the same way.
             self._given_up.add(rank)
             advice = "make room there"
             if error.errno in (errno.EMFILE, errno.ENFILE):  # Too many open files.
@@ -233,9 +241,9 @@ class RankOutput:
 
 
 class PlainOutput:
-    """Both outputs of horovodrun, each in its own pipe: rank 0's text without marks, and its progress as bars.
+    """Stdout and stderr of horovodrun, each in its own pipe: rank 0's text without marks, and its progress as bars.
 
-    keeps_marks: rank 0's text has marks too (--prefix).
+    keeps_marks: rank 0's text keeps its marks too (--prefix).
     """
 
     def __init__(self, keeps_marks: bool = False) -> None:
@@ -256,7 +264,7 @@ class PlainOutput:
         shown = self.drawing
         for text in _pieces(stream):
             write(sys.stdout, self.output_stream.feed(text))
-            # After the text, which may end a line that was begun before.
+            # Only after the text, which may finish an earlier line.
             if self.drawing is not shown:
                 shown = self.drawing
                 self._display.show(shown)
@@ -282,13 +290,13 @@ class PlainOutput:
 
 
 class PlainStream:
-    """One output as the console shows it: the launcher's and rank 0's text as it arrives, other ranks' by whole lines.
+    """One stream as the console shows it: text of the launcher and rank 0 as it arrives, that of others in whole lines.
 
     Args:
         read: returns what to show of a whole line.
-        shows_lines: True while only whole lines may be shown: below bars, or inside a message of
-            Open MPI.
-        keeps_marks: all ranks' text is shown as it arrives, and with marks.
+        shows_lines: returns True while only whole lines may be shown: while there are bars, or inside
+            a message from Open MPI.
+        keeps_marks: the text of all ranks is shown as it arrives, with marks.
     """
 
     def __init__(
@@ -301,15 +309,15 @@ class PlainStream:
         self._shows_lines = shows_lines
         self._keeps_marks = keeps_marks
         self._marked = MarkedStream()
-        self._shown: dict[Source, int] = {}  # How much of a begun line is on the console.
-        self._last: Source | None = None  # Whose begun line ends the console's text.
+        self._shown: dict[Source, int] = {}  # Characters of each unfinished line on the console.
+        self._last: Source | None = None  # The source of the unfinished line at the console's end.
 
     def feed(self, text: str) -> str:
         """Returns the text to show now."""
         return "".join(self._show(line) for line in self._marked.feed(text))
 
     def rest(self) -> str:
-        """Returns what was held back, at the end of the stream."""
+        """Returns the text that was held back, at the end of the stream."""
         shown = "".join(self._show(line) for line in self._marked.end())
         for line in self._marked.begun.values():
             shown += self._placed(line, line.text[self._shown.get(line.source, 0) :])
@@ -320,23 +328,26 @@ class PlainStream:
         if line.is_whole:
             return self._placed(line, self._read(line)[begin:])
 
-        # What may still be hidden as a whole line waits for its end, and so do other ranks' lines.
+        # Text that may be hidden once its line is whole is held back, and so are other ranks' lines.
         end = begin
         waits = line.rank and not self._keeps_marks
         if not (waits or self._shows_lines() or RULER.startswith(line.text)):
             hidden = _MAY_BE_HIDDEN.search(line.text)
             end = hidden.start() if hidden else len(line.text)
-        # When the line ends, only what is not on the console yet is shown.
+        # When the line ends, only the text that is not on the console yet is shown.
         self._shown[line.source] = end
         return self._placed(line, line.text[begin:end])
 
     def _placed(self, line: Line, text: str) -> str:
-        """Returns the text of a line, on a line of its own where another's is begun; other ranks' with the mark."""
+        """Returns the text of a line, after a line break if another source's line on the console is unfinished.
+
+        Lines of ranks other than 0 get their mark; with keeps_marks, those of rank 0 do too.
+        """
         if not text:
             return ""
         if (line.rank or self._keeps_marks) and self._last != line.source:
             text = line.mark + text
-        # Another rank has begun a line there, which may not be continued by this one.
+        # This text must not continue another source's unfinished line.
         if self._last not in (line.source, None):
             text = f"\n{text}"
         self._last = None if text.endswith("\n") else line.source
@@ -344,30 +355,31 @@ class PlainStream:
 
 
 def _pieces(stream: IO[str]) -> Iterator[str]:
-    """All of the stream until its end, in pieces as they arrive: a TextIO would wait for whole lines."""
+    """Yields the text of the stream in pieces as they arrive: a TextIO would wait for whole lines."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while data := os.read(stream.fileno(), 65536):
         yield decoder.decode(data)
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Writes to the console whatever it can take.
+    """Writes to a stream of the console; escapes what it cannot encode.
 
-    The run goes on in any case, and so do the logs.
+    If a write fails, because the reader is gone or the disk full, this and all later output is discarded.
+    The run and its logs continue in any case.
     """
     try:
         try:
             stream.write(text)
-        except UnicodeEncodeError as error:  # A terminal of another encoding.
+        except UnicodeEncodeError as error:  # A terminal with another encoding.
             stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
-    except OSError:  # Nobody reads any more (| head), or the disk is full (> FILE).
+    except OSError:  # The reader is gone (| head), or the disk is full (> FILE).
         discard(stream)
 
 
 def discard(stream: TextIO) -> None:
-    """Sends what the stream holds, and all that follows, nowhere."""
-    # A write to a closed pipe would fail again at exit, with a message of Python.
+    """Discards what the stream holds in its buffer, and everything written to it later."""
+    # A write to a closed pipe would fail again at exit, with a message from Python.
     null_device = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_device, stream.fileno())
     os.close(null_device)

@@ -1,7 +1,7 @@
-"""The hosts of a launch: ssh to them, checks before any rank starts, the network that joins them, calls on all of them.
+"""The hosts of a launch: ssh to them, checks before any rank starts, the network that joins them, remote calls.
 
-ssh asks nothing, and its failures are explained in one line. A function that it runs on a host needs only Python there:
-the text of its modules is sent along.
+ssh never prompts, and its failures are explained in one line. A function called on a host needs
+only Python there: the source of its modules is sent along.
 """
 
 import getpass
@@ -22,13 +22,14 @@ from typing import Any
 from hvtrain.errors import RankError
 from hvtrain.launch import on_host
 from hvtrain.system import host_facts
+from hvtrain.system.files import write_json
 
-# For ssh to reach a host; a host that is down answers nothing at all.
+# Time for ssh to reach a host; a host that is down does not answer at all.
 CONNECT_SECONDS = 10
 # ssh's own exit code; any other is that of the command on the host.
 SSH_FAILED = 255
 _ANSWER = "hvtrain-answer:"
-# Creates the modules that are sent, under their own names, with or without hvtrain on that host.
+# Creates the sent modules under their own names, whether or not hvtrain is installed on that host.
 LOADER = f"""
 import json, sys, types
 modules, (name, function, arguments) = json.load(sys.stdin)
@@ -43,27 +44,27 @@ print("{_ANSWER}", json.dumps(getattr(sys.modules[name], function)(*arguments)))
 
 URI_FILE = "uri"  # mpirun writes its address there, which begins with the number of its job.
 SECONDS_FOR_A_HOST = 20.0
-# Open files that a login must allow; systems allow 1,024 and more. With fewer MPI waits forever.
+# Open files that a login must allow, or MPI waits forever; systems allow 1,024 or more.
 FEWEST_FILES = 128
 ON_HOST = (host_facts, on_host)
 _FILE = "hosts.json"
-# Hosts that are asked at the same time. Each is an ssh process on this host.
+# Hosts called at the same time. Each call is an ssh process on this host.
 _PARALLEL_CALLS = 32
 
-# Exit codes by which _LOOK tells a host that lacks something from an ssh that failed (255).
+# Exit codes of _LOOK for a host that lacks something, as opposed to a failure of ssh itself (255).
 _NO_PYTHON = 86
 _NO_FOLDER = 87
 _LOOK = f'test -x "$0" || exit {_NO_PYTHON}; test -d "$1" || exit {_NO_FOLDER}; exec "$0" -c "$2"'
 
 Answers = dict[str, dict[str, int] | None]
-"""What a function of on_host returned on each host; None: ssh did not reach it."""
+"""Return value of an on_host function by host; None: ssh did not reach the host."""
 
 
 @dataclass(frozen=True)
 class Ssh:
     """Options of ssh: `-p` and `-i` of horovodrun.
 
-    Users and everything else go into ~/.ssh/config.
+    User names and everything else go into ~/.ssh/config.
     """
 
     port: int | None = None
@@ -71,16 +72,16 @@ class Ssh:
 
     @property
     def options(self) -> list[str]:
-        """The options between ssh and the host.
+        """The options between `ssh` and the host's name.
 
-        A new host becomes known; one whose key has changed is refused.
+        The key of a new host is accepted; a host whose key has changed is refused.
         """
         settings = [
-            # A question for a password would wait for an answer that nobody gives.
+            # Otherwise ssh could wait forever at a password prompt.
             "BatchMode=yes",
             "StrictHostKeyChecking=accept-new",
             f"ConnectTimeout={CONNECT_SECONDS}",
-            # A lost host is noticed within a minute, also in the middle of a run.
+            # A lost host is noticed within a minute, even in the middle of a run.
             "ServerAliveInterval=10",
             "ServerAliveCountMax=3",
         ]
@@ -99,19 +100,12 @@ class Ssh:
         timeout: float = 60,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on the host. Raises subprocess.TimeoutExpired."""
-        return subprocess.run(
-            ["ssh", *self.options, host, shlex.join(command)],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        return captured(["ssh", *self.options, host, shlex.join(command)], stdin, timeout)
 
     def trouble(self, host: str, output: str) -> str:
-        """Explains in one line, from its error output, why ssh failed and what to do."""
+        """Explains in one line, from ssh's stderr, why it failed and what to do."""
         lines = [line.strip() for line in output.splitlines() if line.strip()]
-        # ssh gives its reason last, behind what a banner or a warning has said.
+        # ssh gives its reason last, after any banner or warning.
         last = ["it said nothing", *lines][-1]
         reason = last.split(": ")[-1]
         port = f" -p {self.port}" if self.port else ""
@@ -137,19 +131,39 @@ class Ssh:
         return f"ssh to host {host} failed: {last}; try: ssh{port} {host} true"
 
 
+def captured(command: list[str], stdin: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Runs a command, and keeps its output. Raises subprocess.TimeoutExpired."""
+    return subprocess.run(
+        command,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        # A host's greeting may be in any encoding.
+        errors="replace",
+        timeout=timeout,
+        check=False,
+    )
+
+
 def request(modules: Sequence[ModuleType], function: str, *arguments: Any) -> str:
-    """The input of `python -c LOADER`, which then calls a function of the last module; the others are its imports."""
-    # The loader makes an empty package for each, so that imports between the modules find them.
+    """Returns the stdin for `python -c LOADER`, which then calls a function of the last module.
+
+    The other modules are its imports.
+    """
+    # The loader makes these packages, empty, so that the modules can import each other.
     packages = sorted({"hvtrain", *(module.__name__.rpartition(".")[0] for module in modules)})
-    texts = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
+    texts = [
+        (module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8"))
+        for module in modules
+    ]
     call = (modules[-1].__name__, function, arguments)
     return json.dumps(([*((package, "") for package in packages), *texts], call))
 
 
 def answer(output: str) -> Any:
-    """The function's result from what `python -c LOADER` printed; None if it is not there.
+    """Returns the function's result from the output of `python -c LOADER`; None if there is none.
 
-    The greeting of a login shell may stand before it.
+    The greeting of a login shell may come before the result.
     """
     match = re.search(rf"^{_ANSWER} (.*)$", output, re.MULTILINE)
     return json.loads(match[1]) if match else None
@@ -159,13 +173,13 @@ def answer(output: str) -> Any:
 class HostCalls:
     """Calls functions of on_host on the hosts of a launch.
 
-    Whoever starts the ranks writes the hosts into the launch's folder, where the supervisor reads
-    them: often another process.
+    The process that starts the ranks writes the hosts into the launch's folder, where the supervisor,
+    often another process, reads them.
 
     Args:
-        rank_hosts: each rank's host, by the name that -H gives it.
+        rank_hosts: each rank's host, by its name in -H.
         remote: all hosts but this one, with their on_host.oom_kills() before the start.
-        ssh: how they are reached.
+        ssh: how the hosts are reached.
     """
 
     rank_hosts: tuple[str, ...] = ()
@@ -173,11 +187,12 @@ class HostCalls:
     ssh: Ssh = field(default_factory=Ssh)
 
     def write(self, folder: Path) -> None:
-        (folder / _FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        # The supervisor may read it at any moment.
+        write_json(folder / _FILE, asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> "HostCalls":
-        """Reads what was written; no hosts if the launch did not get that far."""
+        """Reads what `write` wrote; has no hosts if the launch did not get that far."""
         with suppress(OSError):
             fields = json.loads((folder / _FILE).read_text(encoding="utf-8"))
             return cls(tuple(fields["rank_hosts"]), fields["remote"], Ssh(**fields["ssh"]))
@@ -186,29 +201,30 @@ class HostCalls:
     def clear(self, mark: str, job: int | None = None) -> Answers:
         """Calls on_host.clear on all hosts.
 
-        Returns the others' answers; None for a host that ssh did not reach.
+        Returns the answers of the other hosts; None for a host that ssh did not reach.
         """
-        # Here without ssh, which would need an account that may log in to itself.
+        # Called here without ssh, which this host may not accept from itself.
         on_host.clear(mark, job)
         with ThreadPoolExecutor(_PARALLEL_CALLS) as pool:
             answers = pool.map(lambda host: self.call(host, "clear", mark, job), self.remote)
             return dict(zip(self.remote, answers))
 
     def count(self, function: str, mark: str, *arguments: int) -> int:
-        """Calls a function of on_host here, and then on the other hosts until one has ranks.
+        """Calls a function of on_host here, and then on the other hosts in turn, until one counts any ranks.
 
-        Returns their number.
+        Returns that count.
         """
-        # Most launches have ranks here, and then no other host has to be asked.
-        count: int = getattr(on_host, function)(mark, *arguments)["count"]
+        # Most launches have ranks on this host, and then no other host has to be called.
+        count = getattr(on_host, function)(mark, *arguments)["count"]
         for host in self.remote:
             if count:
                 break
-            result = self.call(host, function, mark, *arguments)
-            count = result.get("count", 0) if result else 0
+            count = (self.call(host, function, mark, *arguments) or {}).get("count", 0)
         return count
 
-    def call(self, host: str, function: str, mark: str, *arguments: int | None) -> dict[str, int] | None:
+    def call(
+        self, host: str, function: str, mark: str, *arguments: int | None
+    ) -> dict[str, int] | None:
         """Calls a function of on_host on another host. Returns None if ssh did not reach it."""
         text = request(ON_HOST, function, mark, *arguments)
         try:
@@ -216,15 +232,15 @@ class HostCalls:
         except subprocess.TimeoutExpired:
             return None
 
-        result: dict[str, int] | None = answer(done.stdout)
-        # ssh got in but Python did not run: the host is not lost, and nothing is known of it.
+        result = answer(done.stdout)
+        # ssh connected but Python did not run: the host is not lost, but nothing is known about it.
         if result is None and done.returncode != SSH_FAILED:
             return {}
         return result
 
 
 def mpirun_job(folder: Path) -> int | None:
-    """The number of mpirun's own job, if mpirun runs."""
+    """Returns the number of mpirun's own job; None if mpirun is not running."""
     with suppress(OSError, ValueError):
         return int((folder / URI_FILE).read_text(encoding="utf-8").partition(".")[0])
     return None
@@ -236,8 +252,8 @@ class HostNetwork:
 
     Args:
         interface: this host's interface to that network.
-        interfaces: every host's, each name once.
-        subnet: its address and prefix length, 10.0.0.0/24.
+        interfaces: the interface names of all hosts, without duplicates.
+        subnet: the network's address and prefix length, such as 10.0.0.0/24.
         oom_kills: on_host.oom_kills() on the other hosts so far.
     """
 
@@ -251,25 +267,26 @@ def is_local(host: str) -> bool:
     """True for a name or address of this host. Raises RankError for a name without an address."""
     try:
         address = socket.gethostbyname(host)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError for a name such as s1..x.
         raise RankError(Ssh().trouble(host, "Could not resolve")) from None
 
-    # Only an address of this host can be bound to.
+    # A socket can be bound only to an address of this host.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.bind((address, 0))
         return True
     return False
 
 
-def check(hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
-    """Checks that all hosts can take part.
+def check(rank_hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
+    """Checks that the host of each rank can take part.
 
     Returns their network; None if all of them are this host.
 
     Raises RankError in one line for the first host that cannot take part.
     """
+    hosts = list(dict.fromkeys(rank_hosts))
     with ThreadPoolExecutor(_PARALLEL_CALLS) as pool:
-        # Names are looked up at the same time: a slow name server would add up.
+        # Names are looked up in parallel, since the delays of a slow name server would add up.
         others = [host for host, local in zip(hosts, pool.map(is_local, hosts)) if not local]
         if not others:
             return None
@@ -278,15 +295,16 @@ def check(hosts: Sequence[str], ssh: Ssh) -> HostNetwork | None:
     _check_versions(hosts, facts)
     interface = common_interface(others)
     names = {interface, *(fact["interface"] for fact in facts.values())}
-    subnet = next(item["network"] for item in host_facts.all_interfaces() if item["name"] == interface)
+    subnet = next(
+        item["network"] for item in host_facts.all_interfaces() if item["name"] == interface
+    )
     kills = {host: fact["oom_kills"] for host, fact in facts.items()}
     return HostNetwork(interface, tuple(sorted(names)), subnet, kills)
 
 
 def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises RankError for the first host whose packages differ from the first host's."""
-    # This host's own versions count if it has a rank; a host that only launches may be of another
-    # kind.
+    # This host's own versions count only if it has a rank: a host that only launches may differ.
     versions = {host: host_facts.versions() for host in hosts if host not in facts}
     versions.update((host, fact["versions"]) for host, fact in facts.items())
     first, *others = versions
@@ -301,12 +319,14 @@ def _check_versions(hosts: Sequence[str], facts: Mapping[str, Mapping[str, Any]]
 
 
 def common_interface(hosts: Sequence[str]) -> str:
-    """This host's interface towards all of the hosts; towards itself, the one that holds its address.
+    """Returns this host's interface towards all of the hosts.
 
-    Raises RankError if there are several or none.
+    Towards this host itself, that is the interface with its address.
+
+    Raises RankError if there are several interfaces, or none.
     """
     names = {host_facts.interface_of(address_towards(host)) for host in hosts}
-    # Which of several networks is meant, only the user knows.
+    # Only the user knows which of several networks is meant.
     if len(names) != 1 or None in names:
         listed = ", ".join(sorted(str(name) for name in names))
         raise RankError(
@@ -317,7 +337,7 @@ def common_interface(hosts: Sequence[str]) -> str:
 
 
 def absent(hosts: Sequence[str], ssh: Ssh) -> dict[str, str]:
-    """The hosts that cannot take part, and why."""
+    """Returns the hosts that cannot take part, each with the reason."""
 
     def reason(host: str) -> str:
         try:
@@ -332,11 +352,13 @@ def absent(hosts: Sequence[str], ssh: Ssh) -> dict[str, str]:
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the route to another host. Raises RankError if there is no route."""
+    """Returns this host's address on the route to another host. Raises RankError if there is no route."""
     try:
         return host_facts.address_towards(socket.gethostbyname(host))
-    except OSError as error:
-        raise RankError(f"host {host} cannot be reached ({error.strerror}); is it up, and on this network?") from error
+    except (OSError, UnicodeError) as error:
+        raise RankError(
+            f"host {host} cannot be reached ({getattr(error, 'strerror', error)}); is it up, and on this network?"
+        ) from error
 
 
 def _look(host: str, ssh: Ssh) -> dict[str, Any]:
@@ -345,9 +367,13 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
     try:
         done = ssh.run(host, ["sh", "-c", _LOOK, sys.executable, str(Path.cwd()), LOADER], text)
     except subprocess.TimeoutExpired:
-        raise RankError(f"host {host} let us in by ssh but did not answer within a minute; look at its load") from None
+        raise RankError(
+            f"host {host} let us in by ssh but did not answer within a minute; look at its load"
+        ) from None
+    except FileNotFoundError:
+        raise RankError("ssh is not installed here; install openssh-client") from None
 
-    facts: dict[str, Any] | None = answer(done.stdout)
+    facts = answer(done.stdout)
     if done.returncode == _NO_PYTHON:
         fault = f"has no {sys.executable}; put hvtrain there, at the same path as here, and run its scripts/run once"
     elif done.returncode == _NO_FOLDER:
@@ -358,7 +384,7 @@ def _look(host: str, ssh: Ssh) -> dict[str, Any]:
         fault = "let us in by ssh and ran nothing; its shell's start files (~/.bashrc) must not end the shell"
     elif facts["interface"] is None:
         fault = "has no IPv4 route to this host; Horovod needs one"
-    elif 0 <= facts["files"] < FEWEST_FILES:  # -1 is no limit.
+    elif 0 <= facts["files"] < FEWEST_FILES:  # -1 means no limit.
         fault = (
             f"lets a login open {facts['files']} files, too few for MPI, which would wait forever; "
             "raise `ulimit -n` there, in its shell's start files or /etc/security/limits.conf"

@@ -1,12 +1,12 @@
-"""The HTTP store in which Gloo's ranks find each other's addresses, and the meeting of processes started by hand.
+"""The HTTP store where Gloo ranks find each other's addresses, and where processes started by hand meet.
 
-The store takes PUT, GET and DELETE /SCOPE/RANK, as Horovod's does. It unpickles nothing, takes as
-many connections at once as a large job opens, answers most questions without a thread, and forgets
-the addresses of all ranks that have met, so that ranks can start again (comm.tune).
+The store takes PUT, GET and DELETE /SCOPE/RANK, like Horovod's. It unpickles nothing, accepts as
+many simultaneous connections as a large job opens, answers most requests without a thread, and drops
+the addresses once all ranks have met, so that ranks can restart (comm.tune).
 
-Processes started by hand first claim their ranks at rank 0's server, again and again until all have:
-then each gets the host of every rank. The rank of a process that no longer asks is free again.
-Whoever reaches the port is trusted as a rank.
+Processes started by hand first claim their ranks at rank 0's server, repeatedly until all ranks are
+claimed: then each gets the host of every rank. If a process stops claiming, its rank becomes free
+again. Anyone who can reach the port is trusted as a rank.
 """
 
 import http.client
@@ -25,12 +25,12 @@ from typing import Any
 from hvtrain.errors import ConfigError, LostRankError
 
 SECONDS_FOR_AN_ANSWER = 5.0
-# A process that misses so many claims in a row has ended.
+# A process that misses this many claims in a row is taken to have ended.
 PAUSES_OF_A_CLAIM = 4
 # Connections that the kernel queues for the server: all processes may connect at once.
 WAITING_CONNECTIONS = 1024
 
-# Of a body, whatever its head says: strangers reach the port too.
+# Limit of a request's body, whatever its headers say: strangers can reach the port too.
 _MAX_BYTES = 1 << 20
 _OK, _WAITING, _NOT_YET, _REFUSED = 200, 202, 404, 409
 _WHOLE_GET = re.compile(rb"GET /([^/ ]+)/([^/ ]+) HTTP/1\.[01]\r\n(?:.+\r\n)?\r\n", re.DOTALL)
@@ -54,14 +54,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(_OK)
 
     def log_message(self, *_: Any) -> None:
-        """Logs nothing: ranks ask many times for what is not there yet."""
+        """Logs nothing: ranks keep asking for addresses that are not stored yet."""
 
     def _key(self) -> tuple[str, str]:
         _, scope, rank = self.path.split("/")
         return scope, rank
 
     def _body(self) -> bytes:
-        return self.rfile.read(min(int(self.headers["Content-Length"]), _MAX_BYTES))
+        length = int(self.headers["Content-Length"])
+        if not 0 <= length <= _MAX_BYTES:
+            raise ValueError(f"a body of {length} bytes")
+        return self.rfile.read(length)
 
     def _answer(self, status: int, body: bytes = b"") -> None:
         self.send_response(status)
@@ -71,11 +74,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Store(ThreadingHTTPServer):
-    """The store of Horovod's Gloo. It listens once it is created; `serve` answers.
+    """The address store for Horovod's Gloo. It listens once it is created; `serve` starts to answer.
 
     Args:
-        address: an address of this host; "": all.
-        port: where to listen; 0: at a free port.
+        address: an address of this host; "": all of them.
+        port: the port to listen on; 0: any free port.
     """
 
     request_queue_size = WAITING_CONNECTIONS
@@ -89,9 +92,11 @@ class Store(ThreadingHTTPServer):
         self._strangers: set[str] = set()
 
     def serve(self) -> None:
-        """Answers, in threads of its own."""
-        # shutdown() waits for one interval.
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
+        """Starts to answer requests, in background threads."""
+        # shutdown() waits for up to one poll interval.
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
+        ).start()
 
     def close(self) -> None:
         """Frees the port."""
@@ -99,27 +104,28 @@ class Store(ThreadingHTTPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers a request, in a thread of its own unless it only asks for an address."""
+        """Answers a request, in a separate thread unless it only asks for an address."""
         if not self.get_waits and self._answer_get(request):
             self.shutdown_request(request)
         else:
             super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Drops a caller without an answer, with one line for each address instead of a traceback."""
+        """Drops a caller without an answer, and prints one line per host instead of a traceback."""
         host = client_address[0]
         if host not in self._strangers:
-            # Once for each host, however often it comes back.
             self._strangers.add(host)
-            sys.stderr.write(f"hvtrain: {host} sent what no rank would to this launch's port; it was dropped\n")
+            sys.stderr.write(
+                f"hvtrain: {host} sent what no rank would to this launch's port; it was dropped\n"
+            )
 
     def _answer_get(self, connection: socket.socket) -> bool:
-        """Answers a GET of a rank's address that has arrived whole.
+        """Answers a GET of a rank's address that has arrived completely.
 
         Returns False, and reads nothing, for anything else.
 
-        Each of N ranks asks for the N - 1 others. A thread and a parser of HTTP for each question
-        cost several times what the answer does.
+        Each of N ranks asks for the N - 1 others. A thread and a full HTTP parse for each request
+        would cost several times as much as the answer.
         """
         try:
             request = connection.recv(_MAX_GET, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -134,7 +140,8 @@ class Store(ThreadingHTTPServer):
         body = value or b""
         head = f"HTTP/1.0 {status}\r\nContent-Length: {len(body)}\r\n\r\n"
         with suppress(OSError):  # The caller has hung up.
-            connection.recv(len(request))  # The kernel resets a connection that is closed with bytes to read.
+            # Read the request first: the kernel resets a connection that is closed with unread bytes.
+            connection.recv(len(request))
             connection.sendall(head.encode() + body)
         return True
 
@@ -144,21 +151,21 @@ class Store(ThreadingHTTPServer):
             self._store.setdefault(scope, {})[rank] = value
 
     def get(self, scope: str, rank: str) -> bytes | None:
-        """A rank's address; None if the rank has not stored it yet."""
+        """Returns a rank's address; None if the rank has not stored it yet."""
         with self._lock:
             return self._store.get(scope, {}).get(rank)
 
     def leave(self, scope: str, rank: str) -> None:
-        """Notes that a rank has met all others of the scope.
+        """Notes that a rank has met all other ranks of the scope.
 
-        After the last one their addresses are dropped, so that ranks that start again (comm.tune)
-        do not find them.
+        After the last one their addresses are dropped, so that ranks that restart (comm.tune) do not
+        find them.
         """
         with self._lock:
             left = self._left.setdefault(scope, set())
             left.add(rank)
-            # Each rank has stored its address under its number, and more under other keys, before
-            # anyone leaves.
+            # Before any rank leaves, each has stored its address under its number, and other data under
+            # other keys.
             if left >= {key for key in self._store.get(scope, {}) if key.isdigit()}:
                 self._store.pop(scope, None)
                 del self._left[scope]
@@ -179,11 +186,11 @@ class _ClaimHandler(_Handler):
 
 
 class Rendezvous(Store):
-    """The meeting of processes started by hand, and then their store.
+    """The server at which processes started by hand meet, and then their store.
 
     Args:
         address: an address of this host.
-        port: where to listen; 0: at a free port.
+        port: the port to listen on; 0: any free port.
         names: the name of each rank's process.
     """
 
@@ -194,7 +201,10 @@ class Rendezvous(Store):
         self._is_complete = False
 
     def claim(self, claim: dict[str, Any]) -> tuple[int, Any]:
-        """Notes a claim. Returns a status, and the host of each rank, who is missing, or a reason."""
+        """Records a claim.
+
+        Returns a status with the host of each rank (_OK), the missing names (_WAITING) or a reason (_REFUSED).
+        """
         now = time.monotonic()
         with self._lock:
             if claim["names"] != self._names:
@@ -202,19 +212,26 @@ class Rendezvous(Store):
                     f"this process expects {', '.join(claim['names'])}, and rank 0 expects {', '.join(self._names)}; "
                     "give all the same -np and --num-ps"
                 )
-            # A rank out of range is an IndexError, which handle_error drops with the caller.
+            # A rank out of range raises an IndexError, and handle_error drops the caller.
             rank = range(len(self._names))[claim["rank"]]
             if not self._is_complete:
-                # A process that no longer asks has ended, and may be started again.
+                # A process that no longer claims its rank has ended, and may be started again.
                 oldest = now - PAUSES_OF_A_CLAIM * pause_seconds(len(self._names))
-                self._claims = {rank: claim for rank, claim in self._claims.items() if claim["time"] > oldest}
+                self._claims = {
+                    rank: claim for rank, claim in self._claims.items() if claim["time"] > oldest
+                }
 
             holder = self._claims.get(rank, claim)
             if holder["process"] != claim["process"]:
                 name = self._names[rank]
-                return _REFUSED, f"{name} is there already, on host {holder['host'][0]}; end one of the two"
+                return (
+                    _REFUSED,
+                    f"{name} is there already, on host {holder['host'][0]}; end one of the two",
+                )
             self._claims[rank] = {**claim, "time": now}
-            missing = [name for number, name in enumerate(self._names) if number not in self._claims]
+            missing = [
+                name for number, name in enumerate(self._names) if number not in self._claims
+            ]
             if missing:
                 return _WAITING, missing
             self._is_complete = True
@@ -222,7 +239,7 @@ class Rendezvous(Store):
 
 
 def pause_seconds(num_ranks: int) -> float:
-    """The pause between two claims of a process. Rank 0 answers 300 claims a second at most."""
+    """Returns the seconds between two claims of a process, so that rank 0 gets at most 300 claims per second."""
     return max(0.3, num_ranks / 300)
 
 
@@ -233,23 +250,25 @@ def claim(
     host: Sequence[str],
     seconds: float,
 ) -> Any:
-    """Claims a rank until all others have, and returns the host of each rank.
+    """Claims a rank until all ranks are claimed, and returns the host of each rank.
 
     Args:
         coordinator: address and port of rank 0's server.
-        rank: this process's.
-        names: the name of each rank's process, which has to be the same for all.
+        rank: the rank of this process.
+        names: the name of each rank's process; the same list on all of them.
         host: name and address of this host.
         seconds: how long to wait.
 
     Raises ConfigError if the rank is taken, LostRankError if a process does not arrive.
     """
     address = "{}:{}".format(*coordinator)
-    request = json.dumps({"rank": rank, "names": list(names), "host": list(host), "process": uuid.uuid4().hex})
+    request = json.dumps(
+        {"rank": rank, "names": list(names), "host": list(host), "process": uuid.uuid4().hex}
+    )
     deadline = time.monotonic() + seconds
     missing: list[str] = []
     while True:
-        # Asked before the call, so that there is at least one, however short the time is.
+        # Checked before the request, so that at least one is sent, however short the time is.
         is_late = time.monotonic() > deadline
         connection = http.client.HTTPConnection(*coordinator, timeout=SECONDS_FOR_AN_ANSWER)
         try:
@@ -275,7 +294,7 @@ def claim(
         else:
             if response.status == _OK:
                 return answer
-            # Waiting would not help: another process has the rank, or counts others.
+            # Waiting would not help: another process has the rank, or expects a different set of processes.
             if response.status == _REFUSED:
                 raise ConfigError(answer)
             missing = answer

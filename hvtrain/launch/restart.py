@@ -1,4 +1,4 @@
-"""Starts a job over ssh, and restarts it from its newest checkpoint if that can help."""
+"""Starts a job over ssh, and restarts it from its newest checkpoint where that can help."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvtrain.core import checkpoint_notes as notes
 from hvtrain.core.run_files import remove_if_empty
-from hvtrain.errors import RESTART_HELPS
+from hvtrain.errors import RESTART_HELPS, RankError, message_of
 from hvtrain.launch import environment, remote_hosts
 from hvtrain.launch.first_failure import Ending
 from hvtrain.launch.job import (
@@ -21,7 +21,6 @@ from hvtrain.launch.job import (
     hosts_option,
     launcher_command,
     place_ranks,
-    used_hosts,
 )
 from hvtrain.launch.output import RankOutput
 from hvtrain.launch.remote_hosts import HostCalls
@@ -29,7 +28,7 @@ from hvtrain.launch.supervisor import Launch, Signals
 from hvtrain.system import console, drawing
 
 LONGEST_PAUSE_SECONDS = 60.0
-# After so many failures a host is left out, if the others are enough.
+# After this many failures a host is left out, if the others have enough slots.
 FAILURES_OF_A_BAD_HOST = 2
 
 
@@ -50,23 +49,26 @@ def run(
         logs: the folder for the ranks' output; with max_restarts, one folder inside it per attempt.
         run_dir: the folder with the job's checkpoints, if it is known here.
         max_restarts: how many attempts may follow the first.
-        min_ranks: the fewest ranks to restart with; None: all of them.
-        is_new_run: run_dir was chosen for this launch, and goes with it if the run is refused.
+        min_ranks: the minimum number of ranks for a restart; None: all of them.
+        is_new_run: run_dir was chosen for this launch, and is removed again if the run is refused.
 
     Raises UserError if an attempt cannot start.
     """
     signals = Signals()
     num_failures: Counter[str] = Counter()
+    was_new = run_dir is not None and notes.newest_step(Path(run_dir)) is None
     current = job
     code = RESTART_HELPS
     for attempt in range(max_restarts + 1):
         if attempt:
-            # One second, then twice as long each time.
+            # Exponential backoff, starting with one second.
             seconds = min(LONGEST_PAUSE_SECONDS, 2.0 ** (attempt - 1))
-            remaining, plan = _plan_restart(job, run_dir, min_ranks or job.num_ranks, num_failures, seconds)
+            remaining, plan = _plan_restart(
+                job, run_dir, min_ranks or job.num_ranks, num_failures, seconds
+            )
             console.say_error(f"restart {attempt} of {max_restarts} {plan}", 0)
 
-            # A Ctrl-C during the pause ends it at once.
+            # Ctrl-C ends the pause at once.
             signals.received.wait(seconds)
             if signals.first in (signal.SIGINT, signal.SIGHUP):
                 return 128 + signals.first
@@ -75,17 +77,31 @@ def run(
             if remaining is None:
                 continue
             current = remaining
+            if was_new and run_dir and notes.newest_step(Path(run_dir)) is not None:
+                # resume=never refuses an earlier run; these checkpoints are this launch's own.
+                words = ["resume=auto" if word == "resume=never" else word for word in job.command]
+                current = replace(current, command=tuple(words))
 
         attempt_logs = logs
         if max_restarts:
-            # After those of earlier launches.
+            # Numbered after the attempts of earlier launches.
             number = 1 + sum(1 for _ in logs.glob("attempt-*"))
             attempt_logs = logs / f"attempt-{number:04d}"
-        ending = _run_once(current, attempt_logs, signals)
+        try:
+            ending = _run_once(current, attempt_logs, signals)
+        except RankError as error:
+            if not attempt:
+                raise
+            console.say_error(message_of(error), 0)
+            ending = Ending(RankError.exit_code)
         code = ending.code
+        if attempt and code == RankError.exit_code and not ending.message:
+            # No rank was started: a host that answered before the pause no longer does. The next attempt
+            # looks again.
+            code = RESTART_HELPS
         if ending.is_shown and is_new_run and run_dir:
             remove_if_empty(Path(run_dir))
-        # Any other failure would happen again, and after a signal nobody waits for a restart.
+        # Any other failure would happen again, and after a signal nobody wants a restart.
         if code != RESTART_HELPS or signals.first is not None:
             break
         num_failures[ending.host] += 1
@@ -99,10 +115,10 @@ def _plan_restart(
     num_failures: Mapping[str, int],
     seconds: float,
 ) -> tuple[Job | None, str]:
-    """Returns the job on the hosts that are left (None if they are too few) and a message about it.
+    """Returns the job on the remaining hosts (None if there are too few) and a message about the restart.
 
-    Its ranks are told the newest checkpoint here. The hosts of an elastic job are those that its
-    discovery script prints.
+    The ranks are told which checkpoint is the newest on this host. The hosts of an elastic job are
+    those that its discovery script prints.
     """
     hosts = job.hosts
     num_ranks = job.num_ranks
@@ -121,10 +137,12 @@ def _plan_restart(
     note = {}
     step = notes.newest_step(Path(run_dir)) if run_dir else None
     if step is not None:
-        # Other hosts may hold a newer one. The run looks there itself, and says which one it takes.
+        # Other hosts may have a newer one. The run looks there itself, and reports which one it uses.
         checkpoint = f"{checkpoint} (here: {notes.folder_name(step)})"
         note = notes.to_ranks(step, socket.gethostname())
-    remaining = replace(job, hosts=hosts, num_ranks=num_ranks, environment={**job.environment, **note})
+    remaining = replace(
+        job, hosts=hosts, num_ranks=num_ranks, environment={**job.environment, **note}
+    )
     return remaining, f"in {seconds:g} s, from {checkpoint}, on {hosts_option(hosts)}"
 
 
@@ -135,12 +153,14 @@ def choose_hosts(
     num_failures: Mapping[str, int],
     absent: Collection[str],
 ) -> tuple[tuple[Host, ...], int] | None:
-    """Chooses the hosts and the number of ranks to go on with; None if too few hosts are left.
+    """Chooses the hosts and the number of ranks to continue with; None if too few hosts are left.
 
     A host that has failed often is left out if enough remain without it.
     """
     present = tuple(host for host in hosts if host.name not in absent)
-    good = tuple(host for host in present if num_failures.get(host.name, 0) < FAILURES_OF_A_BAD_HOST)
+    good = tuple(
+        host for host in present if num_failures.get(host.name, 0) < FAILURES_OF_A_BAD_HOST
+    )
     # A host that fails often is better than no restart.
     for candidates in (good, present):
         ranks = min(num_ranks, sum(host.slots for host in candidates))
@@ -150,17 +170,19 @@ def choose_hosts(
 
 
 def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
-    """Runs one attempt, and prints why it ended."""
+    """Runs one attempt, prints why it ended, and returns its ending."""
     rank_hosts = () if job.discovery_script else place_ranks(job)
     network = None
     # Horovod's launcher checks the hosts itself.
     if job.mpirun:
-        network = remote_hosts.check([host.name for host in used_hosts(rank_hosts)], job.ssh)
+        network = remote_hosts.check(rank_hosts, job.ssh)
 
     output = RankOutput(logs, rank_hosts)
-    job = replace(job, environment={**job.environment, **drawing.request(drawing.can_draw(sys.stdout))})
+    job = replace(
+        job, environment={**job.environment, **drawing.request(drawing.can_draw(sys.stdout))}
+    )
     variables = environment.for_launcher(os.environ, job.environment)
-    # Lines arrive when they are printed, not when a buffer is full.
+    # Lines should arrive when they are printed, not when a buffer is full.
     variables["PYTHONUNBUFFERED"] = "1"
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         if job.mpirun:
@@ -175,7 +197,7 @@ def _run_once(job: Job, logs: Path, signals: Signals) -> Ending:
         )
         ending = launch.run(signals)
 
-    # What all ranks refuse is said above, and the logs have no more.
+    # An error that all ranks share is already shown, and the logs contain nothing more.
     if ending.message and not ending.is_shown:
         console.say_error(f"what each rank said is in {output.folder}", 0)
         console.say_error(ending.message, 0)

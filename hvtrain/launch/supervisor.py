@@ -21,12 +21,11 @@ from hvtrain.launch.output import PlainOutput, RankOutput
 from hvtrain.launch.remote_hosts import Answers, HostCalls, mpirun_job
 from hvtrain.system import console, host_facts
 
-# After a signal, until all ranks are ended by force: they save within the first time, and only stop
-# within the second.
+# Time from a signal until all ranks are killed: the first if they save, the second if they only stop.
 SECONDS_TO_SAVE = 30.0
 SECONDS_TO_STOP = 15.0
 SECONDS_BETWEEN_LOOKS = 30.0
-# For what is still in the pipes when the launcher has ended.
+# Time to read what is still in the pipes after the launcher has ended.
 SECONDS_FOR_LAST_LINES = 5.0
 
 
@@ -35,7 +34,7 @@ class Signals:
 
     Attributes:
         first: the first signal, after which this process has to end; None before it.
-        received: set once there is one.
+        received: set once a signal has arrived.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class Signals:
         handle_signals(self._receive)
 
     def pass_to(self, handler: Callable[[int], None] | None) -> None:
-        """Calls the handler for every signal from now on, and at once for those that are waiting."""
+        """Calls the handler for every signal from now on, and at once for signals that are pending."""
         self._handler = handler
         # A signal may arrive before an attempt, or between two.
         while handler and self._waiting:
@@ -62,17 +61,17 @@ class Signals:
 
 
 class Launch:
-    """A launcher and all that it starts.
+    """A launcher and everything that it starts.
 
-    Its processes carry the name of the launch's folder in on_host.MARK.
+    The environment variable on_host.MARK of its processes holds the launch's folder.
 
     Args:
         line: the launcher's command.
-        environment: its variables.
-        output: shows what the launcher and its ranks write. RankOutput gets both of the launcher's
-            outputs in one stream, PlainOutput each in its own.
-        folder: a folder of this launch alone, in which whoever starts the ranks writes their hosts.
-        label: how messages name a rank.
+        environment: its environment variables.
+        output: shows what the launcher and its ranks write. RankOutput gets the launcher's stdout and
+            stderr in one stream, PlainOutput each in its own.
+        folder: a folder for this launch only, where the process that starts the ranks writes their hosts.
+        label: returns the name of a rank in messages.
         seconds_to_begin: after this time without any rank the launcher is ended.
     """
 
@@ -85,7 +84,7 @@ class Launch:
         label: Callable[[int], str] = "rank {}".format,
         seconds_to_begin: float = SECONDS_TO_BEGIN,
     ) -> None:
-        # The child inherits the limit. What joins a thousand ranks opens files for each of them.
+        # The child inherits the limit, and a process that joins a thousand ranks opens files for each.
         host_facts.raise_file_limit()
         self._output = output
         self._folder = folder
@@ -93,7 +92,7 @@ class Launch:
         self._advice = again(line)
         self._seconds_to_begin = seconds_to_begin
 
-        # This host's count half a minute to a minute ago, and the one after it.
+        # This host's count of OOM kills, taken 30 to 60 s ago, and the count taken after that.
         self._oom_kills = on_host.oom_kills()
         self._later_oom_kills = self._oom_kills
         self._signals: list[int] = []
@@ -101,7 +100,7 @@ class Launch:
         self._was_forced = False
         self._began_too_late = False
 
-        # The error output's pipe comes first.
+        # The pipe of stderr comes first.
         reads, writes = zip(*(os.pipe() for _ in output.readers))
         self._streams = [os.fdopen(read, encoding="utf-8", errors="replace") for read in reads]
         self._child = subprocess.Popen(
@@ -110,29 +109,32 @@ class Launch:
             stdin=subprocess.DEVNULL if isinstance(output, RankOutput) else None,
             stdout=writes[-1],
             stderr=writes[0],
-            # The child holds a reading end itself, so that the pipe never breaks: mpirun would die
-            # of that before it has ended its ranks.
+            # The child also holds the read ends, so that no pipe ever breaks: mpirun would die of a
+            # broken pipe before it has ended its ranks.
             pass_fds=reads,
-            # In this terminal's group it would get a Ctrl-C twice.
+            # In the terminal's process group the child would get Ctrl-C twice.
             start_new_session=True,
-            preexec_fn=die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(),
         )
         for write in writes:
             os.close(write)
 
     def run(self, signals: Signals) -> Ending:
-        """Runs the launcher to its end and leaves nothing behind.
+        """Runs the launcher to its end, leaves nothing behind, and returns why it ended.
 
         Ctrl-C, SIGTERM and SIGUSR1 to this process go to the ranks of one host: then all ranks save
-        and stop together, with code 130 after Ctrl-C, else 75. A closed terminal goes on to the
-        launcher. A second signal, or no end in time, ends all by force.
+        and stop together, with code 130 after Ctrl-C, else 75. SIGHUP (a closed terminal) is passed
+        to the launcher. A second signal, or no end in time, kills everything.
         """
         signals.pass_to(self._take_signal)
-        # In threads of their own: an ssh that outlives mpirun keeps the pipe open.
-        readers = [_in_background(read, stream) for read, stream in zip(self._output.readers, self._streams)]
+        # Read in threads: an ssh that outlives mpirun keeps the pipe open.
+        readers = [
+            _in_background(read, stream)
+            for read, stream in zip(self._output.readers, self._streams)
+        ]
         try:
             code = self._wait_for_child()
-            # After a failure, ranks may be left on any host. The answers tell which hosts are lost.
+            # After a failure, ranks may be left on any host. The answers show which hosts are lost.
             answers = self._clear() if code else {}
             for reader in readers:
                 reader.join(SECONDS_FOR_LAST_LINES)
@@ -141,8 +143,11 @@ class Launch:
             signals.pass_to(None)
 
     def _take_signal(self, number: int) -> None:
-        """Asks the ranks to stop or passes the signal on; the second signal ends everything by force."""
-        # A request to save and stop, as before a time limit. A second one forces nothing.
+        """Asks the ranks to stop, or passes the signal on.
+
+        The second signal other than SIGUSR1 kills everything.
+        """
+        # A request to save and stop, as before a time limit, which may be repeated without harm.
         if number == signal.SIGUSR1:
             _in_background(self._ask, number)
             return
@@ -154,7 +159,7 @@ class Launch:
 
         seconds = SECONDS_TO_SAVE
         if number == signal.SIGHUP:
-            # The launcher ends its ranks by itself, and nothing is saved.
+            # The launcher ends its ranks itself, and nothing is saved.
             self._pass_on(number)
             seconds = SECONDS_TO_STOP
         else:
@@ -164,7 +169,7 @@ class Launch:
         last_resort.start()
 
     def _ending(self, code: int, answers: Answers) -> Ending:
-        """Explains why the launcher ended with this code. answers: what on_host.clear returned on the other hosts."""
+        """Explains why the launcher ended with this code. answers: results of on_host.clear on the other hosts."""
         if code == 0:
             return Ending(0)
 
@@ -179,17 +184,17 @@ class Launch:
         number = next(iter(self._signals), signal.SIGUSR1)
         signal_name = signal.Signals(number).name
         if self._signals and (self._was_forced or not self._was_asked):
-            # Nothing was saved; but SIGTERM asks for room, and an older checkpoint may be there.
+            # Nothing was saved; but after SIGTERM, as on preemption, a restart can use an older checkpoint.
             code = RESTART_HELPS if number == signal.SIGTERM else 128 + number
             if not self._was_forced:
                 return Ending(code)
             return Ending(code, f"ended by force after {signal_name}; {self._advice}")
         if number == signal.SIGINT:
-            return Ending(INTERRUPTED)  # Rank 0 has told what was saved.
+            return Ending(INTERRUPTED)  # Rank 0 has reported what was saved.
 
         listener = self._output.listener
         if listener.first is None:
-            # No rank was started, and the launcher has told why.
+            # No rank was started, and the launcher has said why.
             if code > 0:
                 return Ending(code)
             return _launcher_failed(f"killed by {signal.Signals(-code).name}; {self._advice}")
@@ -204,25 +209,31 @@ class Launch:
             advice=self._advice,
         )
         if self._was_asked and listener.first.code == 128 + signal.SIGUSR1:
-            # It came before the rank had set its handler, or the program has none.
-            return Ending(RESTART_HELPS, f"stopped by {signal_name} before it could save; {self._advice}")
+            # The signal came before the rank had set its handler, or the program has none.
+            return Ending(
+                RESTART_HELPS, f"stopped by {signal_name} before it could save; {self._advice}"
+            )
         return ending
 
     def _hosts_out_of_memory(self, hosts: HostCalls, answers: Answers) -> set[str]:
-        """The hosts whose kernel has killed processes for lack of memory during the launch."""
-        short = {host for host, answer in answers.items() if answer and answer.get("oom_kills", 0) > hosts.remote[host]}
-        # A host that is not remote is this one, by the name that -H gives it.
+        """Returns the hosts whose kernel has killed processes for lack of memory during the launch."""
+        short = {
+            host
+            for host, answer in answers.items()
+            if answer and answer.get("oom_kills", 0) > hosts.remote[host]
+        }
+        # A host that is not remote is this one, by its name in -H.
         if on_host.oom_kills() > self._oom_kills:
             short |= {*hosts.rank_hosts} - hosts.remote.keys()
         return short
 
     def _wait_for_child(self) -> int:
-        """Waits for the launcher's end, and ends it if no rank begins in time.
+        """Waits for the launcher to end, and kills it if no rank begins in time.
 
         Returns its exit code.
 
-        MPI waits forever for a host that does not answer. Meanwhile the kernel's kills are counted
-        every half minute: those from before the last minute did not end this run.
+        MPI waits forever for a host that does not answer. Meanwhile the kernel's OOM kills are counted
+        every half minute: those from more than a minute ago did not end this run.
         """
         latest_begin = time.monotonic() + self._seconds_to_begin
         has_begun = False
@@ -233,33 +244,33 @@ class Launch:
                 self._oom_kills = self._later_oom_kills
                 self._later_oom_kills = on_host.oom_kills()
 
-            has_begun = has_begun or self._has_begun()
+            hosts = self._hosts()
+            if not hosts.rank_hosts:
+                continue  # The hosts are not known yet, or never will be.
+            has_begun = has_begun or hosts.count("begun", str(self._folder)) > 0
             if not has_begun and time.monotonic() > latest_begin:
                 self._began_too_late = True
                 self._force()
 
-    def _has_begun(self) -> bool:
-        """True once a rank runs on any host; also if it is not known where ranks are to run."""
-        hosts = self._hosts()
-        return not hosts.rank_hosts or hosts.count("begun", str(self._folder)) > 0
-
     def _ask(self, number: int) -> None:
-        """Asks the ranks of this host to stop, or of the first other host that has any: they tell all the others."""
-        # To ranks SIGUSR1 means the same as SIGTERM: save and stop.
+        """Asks the ranks of this host, or else of the first host that has any, to stop: they tell all other ranks."""
+        # For ranks SIGUSR1 means the same as SIGTERM: save and stop.
         request = signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1
         count = self._hosts().count("ask", str(self._folder), request)
-        # Only ranks that were asked can have saved, which decides the exit code.
+        # Ranks can have saved only if they were asked to, which decides the exit code.
         self._was_asked = self._was_asked or count > 0
         if count and number == signal.SIGINT:
             console.say_stopping()
         elif not count:
             name = signal.Signals(number).name
-            sys.stderr.write(f"hvtrain: {name} came, but no rank was found to pass it to; send it to a rank's host\n")
+            sys.stderr.write(
+                f"hvtrain: {name} came, but no rank was found to pass it to; send it to a rank's host\n"
+            )
             if number != signal.SIGUSR1:
                 self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        # To its whole group: there may be a shell between it and the ranks.
+        # Signal the whole process group: there may be a shell between the launcher and the ranks.
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, number)
 
@@ -281,7 +292,7 @@ def _launcher_failed(cause: str) -> Ending:
 
 
 def _in_background(work: Any, *arguments: Any) -> threading.Thread:
-    """Runs work in a thread: a signal handler must not wait for ssh."""
+    """Runs the work in a thread, since a signal handler must not wait for ssh."""
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     return thread

@@ -12,6 +12,7 @@ from hvtrain.migrate.parsing import (
     code_of,
     dotted,
     expression,
+    is_model_name,
     is_number,
     keyword,
     method_of,
@@ -19,13 +20,18 @@ from hvtrain.migrate.parsing import (
 )
 from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 
-# Callbacks that set the rate.
+# Callbacks that set the learning rate.
 SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
+KERAS_MODELS = ("Sequential", "Model")
+# hvd.allreduce(x, False)
+_AVERAGES = m.Call(
+    args=[m.Arg(), m.Arg(m.Name("True") | m.Name("False"), keyword=None), m.ZeroOrMore()]
+)
 OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
 
 class Arguments(Pass):
-    """Changes calls.
+    """Changes arguments of calls, and renames what Keras 3 calls differently.
 
     Args:
         text: The script.
@@ -39,7 +45,11 @@ class Arguments(Pass):
         self.clips = "clip_by_" in text
         # Parameters of the compile methods of the script's own models, by their class.
         self.compiles: dict[str, cst.Parameters] = {}
-        # The class of what a name is assigned.
+        # Names of parsed command lines, such as opt, whose lr is the script's own.
+        self.options: set[str] = set()
+        # True once the script needs `import keras`.
+        self.needs_keras = False
+        # The class of the object that each name is assigned.
         self.class_of: dict[str, str] = {}
         # For each surrounding class, whether it is an optimizer.
         self._in_optimizer: list[bool] = []
@@ -51,24 +61,35 @@ class Arguments(Pass):
                 self.compiles[owner.name.value] = method.params
         for assign in m.findall(node, m.Assign(value=m.Call(func=m.Name()))):
             self.class_of[dotted(assign.targets[0].target)] = assign.value.func.value
+        parsed = m.Assign(value=m.Call(func=m.Attribute(attr=m.Name("parse_args"))))
+        self.options = {dotted(assign.targets[0].target) for assign in m.findall(node, parsed)}
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        self._in_optimizer.append(any(self.imported(base.value).startswith(OPTIMIZERS) for base in node.bases))
+        self._in_optimizer.append(
+            any(self.imported(base.value).startswith(OPTIMIZERS) for base in node.bases)
+        )
 
-    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+    def leave_ClassDef(
+        self, original_node: cst.ClassDef, updated_node: cst.ClassDef
+    ) -> cst.ClassDef:
         self._in_optimizer.pop()
         return updated_node
 
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        """Renames the reset_states of a metric of the script's own."""
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        """Renames reset_states in the script's own classes, such as metrics."""
         if self._in_optimizer and updated_node.name.value == "reset_states":
             return updated_node.with_changes(name=cst.Name("reset_state"))
         return updated_node
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
         """Renames optimizer.lr."""
         optimizer = m.Name("optimizer") | m.Name("opt") | m.Attribute(attr=m.Name("optimizer"))
-        if m.matches(updated_node, m.Attribute(value=optimizer, attr=m.Name("lr"))):
+        is_rate = m.matches(updated_node, m.Attribute(value=optimizer, attr=m.Name("lr")))
+        if is_rate and dotted(updated_node.value) not in self.options:
             return updated_node.with_changes(attr=cst.Name("learning_rate"))
         return updated_node
 
@@ -80,9 +101,11 @@ class Arguments(Pass):
         call = _with_names(updated_node, entries(ARGUMENTS, name, ""))
         if name.startswith(OPTIMIZERS) and not name.startswith("keras.optimizers.schedules."):
             return self._optimizer(call)
-        if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback" and not argument(call, "initial_lr", 0):
-            # Horovod before 0.20 did not have initial_lr; None means the optimizer's rate.
-            return with_args(call, [keyword("initial_lr", expression("None")), *call.args])
+        if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback":
+            return _warmup(call)
+        if name == f"{HVTRAIN}.allreduce" and m.matches(call, _AVERAGES):
+            # The second parameter is average in horovod.tensorflow, and name in horovod.keras.
+            return _with_keywords(call, ["value", "average"])
         if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
             return _schedule(call)
         return call
@@ -104,6 +127,7 @@ class Arguments(Pass):
         if rate is None or self.sets_rates:
             return with_args(call, args)
 
+        self.needs_keras = True
         code = f"keras.optimizers.schedules.InverseTimeDecay({code_of(rate.value)}, 1, {code_of(decay.value)})"
         return with_args(call, _replaced(without_decay, rate, expression(code)))
 
@@ -124,9 +148,15 @@ class Arguments(Pass):
         if method == "compiled_loss" and len(call.args) in (2, 3):
             return _compute_loss(call)
         # fit_generator(g, 100, workers=4) -> fit(x=g, steps_per_epoch=100)
-        if method in RENAMED_METHODS:
+        # scikit-learn's models have predict_proba too.
+        receiver = call.func.value
+        is_keras = is_model_name(receiver) or self.class_of.get(dotted(receiver)) in KERAS_MODELS
+        is_foreign = method == "predict_proba" and not is_keras
+        if method in RENAMED_METHODS and not is_foreign:
             method, *order = RENAMED_METHODS[method]
-            call = _with_names(_with_keywords(_with_method(call, method), order), {"generator": "x"})
+            call = _with_names(
+                _with_keywords(_with_method(call, method), order), {"generator": "x"}
+            )
 
         call = _with_names(call, entries(ARGUMENTS, "", method))
         if method == "compile":
@@ -134,7 +164,10 @@ class Arguments(Pass):
         return call
 
     def _super(self, call: cst.Call, method: str) -> cst.Call:
-        """Changes what a class of the script passes on to Keras's; arguments that it got are changed elsewhere."""
+        """Changes what a class of the script passes to its Keras base class.
+
+        Arguments that it received are changed elsewhere.
+        """
         if method == "__init__" and self._in_optimizer[-1:] == [True]:
             return self._optimizer(_with_names(call, entries(ARGUMENTS, OPTIMIZERS[0], "")))
         if method == "reset_states":
@@ -146,20 +179,27 @@ class Arguments(Pass):
         return call
 
     def _takes_jit_compile(self, call: cst.Call) -> bool:
-        """False for a compile of the script's own without this argument; inside, super().compile gets it."""
+        """False for a compile method that the script defines without this argument.
+
+        Inside it, super().compile gets the argument.
+        """
         names = {arg.keyword.value for arg in call.args if arg.keyword}
         owner = self.class_of.get(dotted(call.func.value), "")
         for class_name, parameters in self.compiles.items():
             own = {param.name.value for param in (*parameters.params, *parameters.kwonly_params)}
-            # Of a model that is made elsewhere, the arguments tell.
+            # If the model is created elsewhere, its class is inferred from the arguments.
             is_own = owner == class_name or (owner not in self.compiles and names and names <= own)
             if is_own and not parameters.star_kwarg:
                 return "jit_compile" in own
         return True
 
     def _compile(self, call: cst.Call) -> cst.Call:
-        """Turns XLA off, which cannot compile an operation of Horovod (horovod#2590)."""
-        if not self.uses_horovod or any(arg.star for arg in call.args) or not self._takes_jit_compile(call):
+        """Turns XLA off, which cannot compile Horovod's operations (horovod#2590)."""
+        if (
+            not self.uses_horovod
+            or any(arg.star for arg in call.args)
+            or not self._takes_jit_compile(call)
+        ):
             return call
         jit_compile = argument(call, "jit_compile")
         if jit_compile is None:
@@ -168,7 +208,7 @@ class Arguments(Pass):
 
 
 def _replaced(args: Sequence[cst.Arg], old: cst.Arg, value: cst.BaseExpression) -> list[cst.Arg]:
-    """The arguments, one of them with another value."""
+    """Returns the arguments, with the value of one of them replaced."""
     return [arg.with_changes(value=value) if arg is old else arg for arg in args]
 
 
@@ -185,7 +225,7 @@ def _compute_loss(call: cst.Call) -> cst.Call:
 
 
 def _with_keywords(call: cst.Call, names: list[str]) -> cst.Call:
-    """Passes positional arguments by keyword, but for the first one and those after the last name."""
+    """Passes positional arguments by keyword, except the first one and those after the last name."""
     args = list(call.args)
     for number, name in enumerate(names[: len(args)]):
         if number and args[number].keyword is None and not args[number].star:
@@ -207,10 +247,28 @@ def _with_names(call: cst.Call, new_names: Mapping[str, str | None]) -> cst.Call
     return with_args(call, args)
 
 
+def _warmup(call: cst.Call) -> cst.Call:
+    """Adds initial_lr, which Horovod before 0.20 did not have; None means the optimizer's rate.
+
+    There, warmup_epochs came first. It is recognized by a whole number, which no learning rate is.
+    """
+    first = argument(call, "initial_lr", 0)
+    if first is None:
+        return with_args(call, [keyword("initial_lr", expression("None")), *call.args])
+    is_whole = first.keyword is None and m.matches(first.value, m.Integer())
+    second = argument(call, "warmup_epochs", 1)
+    has_epochs = second is not None and not m.matches(
+        second.value, m.Name("True") | m.Name("False")
+    )
+    if is_whole and not has_epochs:
+        return with_args(call, [cst.Arg(expression("None")), *call.args])
+    return call
+
+
 def _schedule(call: cst.Call) -> cst.Call:
     """Adds initial_lr, which Horovod before 0.20 did not have.
 
-    The multiplier came first. A number was a factor, and not yet the base of a power.
+    There, the multiplier came first, and a number was a factor, not yet the base of a power.
     """
     if argument(call, "initial_lr") or not call.args:
         return call

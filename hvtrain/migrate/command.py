@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvtrain.core.files import TEMPORARY, write_atomic
 from hvtrain.errors import ConfigError
 from hvtrain.system.command import Parser
+from hvtrain.system.files import TEMPORARY, write_atomic
 
 if TYPE_CHECKING:
     from hvtrain.migrate.rewriting import Rewritten
@@ -47,7 +47,9 @@ decide. Shows the changes as a diff, and writes nothing without --write.""",
         metavar="FILE|FOLDER",
         help="Python files, and folders of them; hidden folders and environments of Python in these are left alone",
     )
-    parser.add_argument("--write", action="store_true", help="write the files, without a copy of the old ones")
+    parser.add_argument(
+        "--write", action="store_true", help="write the files, without a copy of the old ones"
+    )
     options = parser.parse_args()
     if not find_spec("libcst"):
         raise ConfigError(
@@ -67,11 +69,17 @@ decide. Shows the changes as a diff, and writes nothing without --write.""",
             except ConfigError as error:
                 if file == path:
                     raise
-                faults.append(error)  # A folder may hold other files than the scripts.
+                faults.append(error)  # A folder may also hold files that are not scripts.
 
     if options.write:
-        # Of a link, the file that it leads to is written.
-        _write({file.resolve(): script.text for file, script in scripts.items() if script.text != script.old})
+        # For a link, its target is written.
+        _write(
+            {
+                file.resolve(): script.text
+                for file, script in scripts.items()
+                if script.text != script.old
+            }
+        )
     for file, script in scripts.items():
         _report(file, script, options.write)
     for fault in faults:
@@ -87,30 +95,38 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
 
-    files = sorted(file for file in path.rglob("*.py") if not _belongs_to_tools(file.relative_to(path), path))
+    files = sorted(
+        file for file in path.rglob("*.py") if not _belongs_to_tools(file.relative_to(path), path)
+    )
     if not files:
         raise ConfigError(f"{path} holds no Python file; name a folder of scripts")
     return files
 
 
 def _belongs_to_tools(file: Path, folder: Path) -> bool:
-    """True for what tools and packages keep in a project: hidden folders, and environments of Python."""
-    if any(name.startswith(".") or name in ("site-packages", "node_modules") for name in file.parent.parts):
+    """True for files of tools and packages in a project: hidden folders, and Python environments."""
+    if any(
+        name.startswith(".") or name in ("site-packages", "node_modules")
+        for name in file.parent.parts
+    ):
         return True
     return any((folder / parent / "pyvenv.cfg").exists() for parent in file.parents)
 
 
 def _read(file: Path) -> str:
     try:
-        return file.read_bytes().decode()
+        # Some editors begin a file with a byte order mark.
+        return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not Python in UTF-8: {error.reason}; name a Python file") from error
+        raise ConfigError(
+            f"{file} is not Python in UTF-8: {error.reason}; name a Python file"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; make it readable") from error
 
 
 def _write(texts: dict[Path, str]) -> None:
-    """Writes all files, or none if one cannot be written: a folder that is half migrated does not run."""
+    """Writes all files, or none if one cannot be written: a half-migrated folder does not run."""
     temporaries: dict[Path, Path] = {}
     try:
         for file, text in texts.items():

@@ -5,7 +5,7 @@ import re
 import libcst as cst
 import libcst.matchers as m
 
-from hvtrain.migrate.parsing import Pass, argument, dotted, method_of
+from hvtrain.migrate.parsing import Pass, argument, dotted, is_model_name, method_of
 
 WEIGHTS = ".weights.h5"
 MODEL = ".keras"
@@ -14,7 +14,7 @@ _READERS = ("load_weights", "load_model", "exists", "isfile")
 
 
 class Literals(Pass):
-    """Finds the string literals of file names, also those behind a variable or a command-line option.
+    """Finds the string literals of file names, including those behind a variable or a command-line option.
 
     Attributes:
         values: What is assigned to each name; `args.NAME` has the default of an option.
@@ -36,7 +36,11 @@ class Literals(Pass):
         method = method_of(node)
         default = argument(node, "default")
         # parser.add_argument("--weights", default="w.h5") is args.weights elsewhere.
-        if method == "add_argument" and default and isinstance(node.args[0].value, cst.SimpleString):
+        if (
+            method == "add_argument"
+            and default
+            and isinstance(node.args[0].value, cst.SimpleString)
+        ):
             option = node.args[0].value.raw_value.lstrip("-").replace("-", "_")
             self.values.setdefault(f"args.{option}", []).append(default.value)
 
@@ -49,33 +53,41 @@ class Literals(Pass):
         elif method in _READERS and node.args:
             self.read.append((node, node.args[0].value))
 
-    def literals(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-        """The string literals that a path ends in; empty if they are not in the script."""
+    def literals(
+        self, node: cst.BaseExpression, seen: frozenset[str] = frozenset()
+    ) -> list[cst.BaseExpression]:
+        """The string literals that a path ends in; empty if they are not in the script.
+
+        seen: names that led here; path = Path(path) leads nowhere.
+        """
         if isinstance(node, cst.SimpleString):
             return [node]
-        # f"w-{epoch}.h5": its end counts.
-        if isinstance(node, cst.FormattedString) and isinstance(node.parts[-1], cst.FormattedStringText):
+        # f"w-{epoch}.h5": the end counts.
+        if isinstance(node, cst.FormattedString) and isinstance(
+            node.parts[-1], cst.FormattedStringText
+        ):
             return [node.parts[-1]]
         if isinstance(node, cst.BinaryOperation):
             # "name-%d.h5" % step, or folder + "name.h5" and folder / "name.h5"
             is_format = isinstance(node.operator, cst.Modulo)
-            return self.literals(node.left if is_format else node.right)
+            return self.literals(node.left if is_format else node.right, seen)
         if isinstance(node, cst.Call):
             if method_of(node) == "format":
-                return self.literals(node.func.value)
+                return self.literals(node.func.value, seen)
             # os.path.join(folder, "w.h5"), Path("w.h5")
             if node.args and (method_of(node) == "join" or dotted(node.func) in ("str", "Path")):
-                return self.literals(node.args[-1].value)
+                return self.literals(node.args[-1].value, seen)
 
         # A name that is assigned several times may hold anything.
-        values = self.values.get(dotted(node) or "?", [])
-        if len(values) != 1:
+        name = dotted(node) or "?"
+        values = self.values.get(name, [])
+        if len(values) != 1 or name in seen:
             return []
-        return self.literals(values[0])
+        return self.literals(values[0], seen | {name})
 
 
 class FileNames(Pass):
-    """Renames the literals of written files, and other strings that are the same name.
+    """Renames the literals of written files, and other strings with the same text.
 
     Attributes:
         nodes: The new text of a literal.
@@ -94,17 +106,20 @@ class FileNames(Pass):
                 if new != text:
                     self.nodes[literal] = self.texts[text] = new
 
-        # Only names that are written here: other files hold weights of Keras 2 under their old
-        # names.
+        # Only names that are written here: other files hold weights of Keras 2 under their old names.
         for _, path in literals.read:
             for literal in literals.literals(path):
                 text = _text(literal)
                 if text in self.texts:
                     self.nodes[literal] = self.texts[text]
 
-    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
+    def leave_SimpleString(
+        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
+    ) -> cst.SimpleString:
         quote = updated_node.quote
-        return updated_node.with_changes(value=f"{updated_node.prefix}{quote}{self._new(original_node)}{quote}")
+        return updated_node.with_changes(
+            value=f"{updated_node.prefix}{quote}{self._new(original_node)}{quote}"
+        )
 
     def leave_FormattedStringText(
         self, original_node: cst.FormattedStringText, updated_node: cst.FormattedStringText
@@ -148,7 +163,9 @@ def outdated(literals: Literals) -> list[cst.Call]:
     calls = []
     for call, path in literals.read:
         for literal in literals.literals(path):
-            is_old = _text(literal).endswith((".h5", ".hdf5")) and not _text(literal).endswith(WEIGHTS)
+            is_old = _text(literal).endswith((".h5", ".hdf5")) and not _text(literal).endswith(
+                WEIGHTS
+            )
             if method_of(call) == "load_weights" and is_old and _before_numbers(literal) in written:
                 calls.append(call)
     return calls
@@ -179,16 +196,13 @@ def _suffix(call: cst.Call, name: str, method: str) -> str:
     if name:
         return ""
 
-    receiver = ""
-    if isinstance(call.func, cst.Attribute):
-        receiver = dotted(call.func.value).lower()
     if method == "save_weights":
         return WEIGHTS
 
     # With save_format= the suffix does not say what is written; undecided.py reports it.
     has_format = m.Arg(keyword=m.Name("save_format"), value=m.SimpleString())
     # An image has a save() too.
-    is_model = receiver.endswith(("model", "net", "network"))
+    is_model = isinstance(call.func, cst.Attribute) and is_model_name(call.func.value)
     if method == "save" and is_model and not any(m.matches(arg, has_format) for arg in call.args):
         return MODEL
     return ""

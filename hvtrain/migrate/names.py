@@ -1,6 +1,7 @@
 """The pass that renames imports and imported names for Keras 3."""
 
 import ast
+import io
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -31,20 +32,20 @@ _WRITTEN = {
 
 
 def rename(text: str, keeps_horovod: bool) -> str:
-    """The script with new names.
+    """Returns the script with new names.
 
-    keeps_horovod: the low-level horovod.tensorflow stays, as graph mode needs it.
+    keeps_horovod: keep the low-level horovod.tensorflow, which graph mode needs.
     """
     names = _Names(keeps_horovod)
     new = apply(text, names)
     for line in sorted(names.missing, reverse=True):
-        new = _with_import(new, line)
+        new = with_import(new, line)
 
     return without_unused(text, new)
 
 
 class _Names(Pass):
-    """Renames; `missing` has the imports that new names need."""
+    """Renames imports and their uses; `missing` collects the imports that new names need."""
 
     def __init__(self, keeps_horovod: bool) -> None:
         super().__init__()
@@ -54,7 +55,9 @@ class _Names(Pass):
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         return not dotted(node)  # A chain of names is one name.
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
         """Renames a chain of names, unless renaming its import is enough."""
         name = self.imported(original_node)
         # The name that an import has bound: `tf` of tf.keras.layers.Dense.
@@ -67,7 +70,7 @@ class _Names(Pass):
             return updated_node
 
         new = self._new(name)
-        # `import a.b` binds a, which is not renamed; any other import binds what it is renamed to.
+        # `import a.b` binds a, which is not renamed; any other import binds the new name.
         bound = imported if dotted(base) == imported else self._new(imported)
         if new == bound + name[len(imported) :]:
             return updated_node
@@ -85,7 +88,11 @@ class _Names(Pass):
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         """Renames a class or function that was imported under its own name."""
         name = self.imported(original_node)
-        if not name or name == original_node.value or name.rpartition(".")[2] != original_node.value:
+        if (
+            not name
+            or name == original_node.value
+            or name.rpartition(".")[2] != original_node.value
+        ):
             return updated_node
 
         new = self._new(name)
@@ -104,8 +111,10 @@ class _Names(Pass):
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
         """Renames an import, which may become several: its names may now be in different places."""
-        # Several statements in a line are rare, and would lose their layout.
-        if len(original_node.body) > 1 or not isinstance(original_node.body[0], cst.Import | cst.ImportFrom):
+        # Several statements on one line are rare, and would lose their layout.
+        if len(original_node.body) > 1 or not isinstance(
+            original_node.body[0], cst.Import | cst.ImportFrom
+        ):
             return updated_node
 
         statement = original_node.body[0]
@@ -115,26 +124,35 @@ class _Names(Pass):
             return updated_node
 
         statements = [
-            cst.parse_statement(line) for line in _lines(imported, new_names, isinstance(statement, cst.Import))
+            cst.parse_statement(line)
+            for line in _lines(imported, new_names, isinstance(statement, cst.Import))
         ]
-        # In brackets, each name may have a line and a comment of its own.
-        if len(statements) == 1 and isinstance(statement, cst.ImportFrom) and "(" in code_of(statement):
+        # In brackets, each name may have its own line and comment.
+        if (
+            len(statements) == 1
+            and isinstance(statement, cst.ImportFrom)
+            and "(" in code_of(statement)
+        ):
             statements = [updated_node.with_changes(body=[_same_layout(statement, statements[0])])]
         else:
-            statements[-1] = statements[-1].with_changes(trailing_whitespace=original_node.trailing_whitespace)
+            statements[-1] = statements[-1].with_changes(
+                trailing_whitespace=original_node.trailing_whitespace
+            )
 
         statements[0] = statements[0].with_changes(leading_lines=original_node.leading_lines)
         return cst.FlattenSentinel(statements)
 
     def _new(self, name: str) -> str:
-        is_low = name.startswith("horovod.tensorflow") and not name.startswith("horovod.tensorflow.keras")
+        is_low = name.startswith("horovod.tensorflow") and not name.startswith(
+            "horovod.tensorflow.keras"
+        )
         if is_low and self.keeps_horovod:
             return name
         return new_name(name)
 
 
 def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> Iterator[str]:
-    """Import lines that bind the same names from their new places.
+    """Yields import lines that bind the same names from their new places.
 
     is_plain: the old statement was `import a.b`, not `from a import b`.
     """
@@ -146,7 +164,7 @@ def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> It
             continue
 
         module, _, last = name.rpartition(".")
-        if name == HVTRAIN:  # `import hvtrain.keras as hvd`, as everybody writes it.
+        if name == HVTRAIN:  # The usual form is `import hvtrain.keras as hvd`.
             module = ""
             last = HVTRAIN
 
@@ -165,12 +183,15 @@ def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> It
 def _same_layout(old: cst.ImportFrom, line: cst.BaseStatement) -> cst.ImportFrom:
     """The old statement with its brackets and comments, but with the new module and names."""
     new = line.body[0]
-    names = [item.with_changes(name=other.name, asname=other.asname) for item, other in zip(old.names, new.names)]
+    names = [
+        item.with_changes(name=other.name, asname=other.asname)
+        for item, other in zip(old.names, new.names)
+    ]
     return old.with_changes(module=new.module, names=names)
 
 
-def _with_import(text: str, line: str) -> str:
-    """The script with this import above related ones, unless it has it already."""
+def with_import(text: str, line: str) -> str:
+    """Returns the script with this import above related ones, or unchanged if it has the import."""
     tree = ast.parse(text)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     if any(ast.unparse(node) == line for node in imports):
@@ -178,16 +199,27 @@ def _with_import(text: str, line: str) -> str:
 
     related = ("tensorflow", "keras", "horovod", "hvtrain")
     modules = [getattr(node, "module", None) or node.names[0].name for node in imports]
-    later = [node for node, module in zip(imports, modules) if module.partition(".")[0] in related] or imports[-1:]
-    lines = text.splitlines(keepends=True)
+    pairs = [(node, module) for node, module in zip(imports, modules) if module != "__future__"]
+    # Above the first related import, or else above the last of all.
+    below = [node for node, module in pairs if module.partition(".")[0] in related]
+    below = below or [node for node, _ in pairs[-1:]]
+    # Not splitlines(), which also splits at form feeds: Python's line numbers do not count them.
+    lines = io.StringIO(text, newline="").readlines()
+    if below:
+        index = below[0].lineno - 1
+    else:
+        # After the first comments, the docstring and imports from __future__.
+        index = next((number for number, old in enumerate(lines) if not old.startswith("#")), 0)
+        has_docstring = ast.get_docstring(tree) is not None
+        head = [*tree.body[: int(has_docstring)], *imports]
+        index = max([index, *(node.end_lineno or 0 for node in head)])
     end = "\r\n" if "\r\n" in text else "\n"
-    index = later[0].lineno - 1 if later else 0
     lines.insert(index, line + end)
     return "".join(lines)
 
 
 def without_unused(old: str, new: str) -> str:
-    """The new script without imports that only the old one used."""
+    """Returns the new script without imports that only the old one used."""
     unused = names_used(old).keys() - names_used(new).keys()
     module = cst.parse_module(new)
     context = CodemodContext()

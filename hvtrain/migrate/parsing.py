@@ -56,7 +56,7 @@ def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
 
 
 def imports_in(module: cst.Module) -> Iterator[tuple[cst.CSTNode, Imported]]:
-    """Yields the import statements of a script, once for each name, in their order."""
+    """Yields the import statements of a script in order, once for each name that they import."""
     for statement in m.findall(module, m.Import() | m.ImportFrom()):
         for item in imports(cst.ensure_type(statement, cst.Import | cst.ImportFrom)):
             yield statement, item
@@ -87,7 +87,7 @@ class Pass(cst.CSTTransformer):
         if len(names) < 2:
             return next(iter(names), "")
 
-        # A name that is imported twice, such as hvd, is what the last import above has bound it to.
+        # A name that is imported twice, such as hvd, has the meaning of the last import before its use.
         lines = dict.fromkeys(sorted(names), 0)
         for line, item in self._imports:
             name = f"{item.name if item.alias else item.bound}{dot}{rest}"
@@ -97,7 +97,7 @@ class Pass(cst.CSTTransformer):
 
 
 def apply(text: str, transformer: Pass) -> str:
-    """The script after this pass."""
+    """Returns the script after this pass."""
     return MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True).visit(transformer).code
 
 
@@ -117,6 +117,11 @@ def method_of(call: cst.Call) -> str:
     return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
+def is_model_name(node: cst.CSTNode) -> bool:
+    """True for a name such as model or self.unet, which scripts give to models."""
+    return dotted(node).lower().endswith(("model", "net", "network"))
+
+
 def is_number(node: cst.CSTNode) -> bool:
     """True for a number that is written out: 3, 1e-1, -2."""
     digits = m.Integer() | m.Float()
@@ -132,12 +137,15 @@ def code_of(node: cst.CSTNode) -> str:
 
 
 def names_used(text: str) -> Counter[str]:
-    """How often each name is used in the script; import statements and names after a dot do not count."""
+    """Counts how often each name is used in the script.
+
+    Import statements and names after a dot do not count.
+    """
     return Counter(node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.Arg | None:
-    """The argument with this keyword or, without one, at this position."""
+    """Returns the argument with this keyword, or the positional one at this position; None after * or **."""
     for number, arg in enumerate(call.args):
         if arg.star:
             return None
@@ -149,12 +157,12 @@ def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.A
 
 
 def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
-    """The call with these arguments, laid out as it was."""
+    """Returns the call with these arguments, in its old layout."""
     if not args or not call.args:
         return call.with_changes(args=list(args))
 
-    # A comma holds the line break after it. The last one may be missing, or stand before the
-    # bracket's line.
+    # In libcst a comma includes the line break after it. The last argument may have no comma, or one that
+    # puts the closing bracket on a line of its own.
     between = call.args[0].comma if len(call.args) > 1 else cst.MaybeSentinel.DEFAULT
     end = call.args[-1].comma
 

@@ -1,19 +1,23 @@
-"""Rewrites a script from Keras 2 to Keras 3 in passes, and collects the lines that are left to decide."""
+"""Rewrites a script from Keras 2 to Keras 3 in passes, and collects the lines that are left to decide.
+
+One of the passes is here: hvd.pin_gpu() in place of the statements that gave each rank its GPU.
+"""
 
 import ast
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
+import libcst.matchers as m
 from libcst.metadata import MetadataWrapper
 
 from hvtrain.errors import ConfigError
 from hvtrain.migrate.arguments import Arguments
 from hvtrain.migrate.file_names import FileNames, Literals
-from hvtrain.migrate.names import rename, without_unused
-from hvtrain.migrate.parsing import apply, imports_in
-from hvtrain.migrate.pinning import Pinning
+from hvtrain.migrate.names import rename, with_import, without_unused
+from hvtrain.migrate.parsing import Pass, apply, code_of, imports_in, names_used
 from hvtrain.migrate.undecided import undecided
 
 _HOROVOD = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow", "hvtrain.keras")
@@ -22,6 +26,14 @@ _GRAPH_MODE = re.compile(
     r"\b(BroadcastGlobalVariablesHook|MonitoredTrainingSession|tf\.estimator"
     r"|(GradientDescent|Adam|Momentum|Adagrad|RMSProp)Optimizer)\b"
 )
+# tf.config.experimental.set_memory_growth(gpu, True)
+_CALL = re.compile(r"[\w.]*\b(set_memory_growth|set_visible_devices|set_session)\(.*\)", re.DOTALL)
+# gpus = tf.config.list_physical_devices("GPU"), config = tf.compat.v1.ConfigProto()
+_VALUE = re.compile(
+    r"[\w.]*\b(list_physical_devices|ConfigProto|GPUOptions|Session)\(.*\)", re.DOTALL
+)
+# config.gpu_options.visible_device_list = ..., os.environ["CUDA_VISIBLE_DEVICES"] = ...
+_TARGET = re.compile(r"\w+\.gpu_options\.\w+|os\.environ\[.CUDA_VISIBLE_DEVICES.\]")
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,9 @@ class Rewritten:
 
     def undecided_in_old(self) -> list[tuple[int, str]]:
         """The same lines by number in the old text."""
-        matcher = difflib.SequenceMatcher(None, self.old.splitlines(), self.text.splitlines(), autojunk=False)
+        matcher = difflib.SequenceMatcher(
+            None, self.old.splitlines(), self.text.splitlines(), autojunk=False
+        )
         opcodes = matcher.get_opcodes()
 
         def old_line(number: int) -> int:
@@ -62,7 +76,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
 
     Args:
         text: The script.
-        name: Of the file, for messages.
+        name: The name of the file, for messages.
 
     Raises:
         ConfigError: It is not Python.
@@ -71,7 +85,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
         ast.parse(text)
         module = cst.parse_module(text)
     except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
-        # Errors of Python and of libcst have other attributes.
+        # Errors of Python and of libcst have different attributes.
         line = getattr(error, "lineno", None) or getattr(error, "raw_line", None)
         reason = getattr(error, "msg", None) or getattr(error, "message", None) or error
         where = f"{name}, line {line}" if line else name
@@ -84,9 +98,12 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     if uses_horovod and not is_graph:
         new = without_unused(text, apply(text, Pinning(text, alias)))
 
-    # Names first: the other passes know the names of Keras 3 only.
+    # Names first: the other passes know only the names of Keras 3.
     new = rename(new, keeps_horovod=is_graph)
-    new = apply(new, Arguments(new, uses_horovod))
+    arguments = Arguments(new, uses_horovod)
+    new = apply(new, arguments)
+    if arguments.needs_keras:
+        new = with_import(new, "import keras")
     # Both passes need the same nodes, so they share a tree.
     wrapper = MetadataWrapper(cst.parse_module(new), unsafe_skip_copy=True)
     literals = Literals()
@@ -96,6 +113,97 @@ def migrate(text: str, name: str = "script") -> Rewritten:
 
 
 def _alias(module: cst.Module) -> str:
-    """The script's name for Horovod's Keras interface; empty if it does not import it."""
+    """The name by which the script imports Horovod; empty if it does not."""
     aliases = (item.alias or item.name for _, item in imports_in(module) if item.name in _HOROVOD)
     return next(aliases, "")
+
+
+class Pinning(Pass):
+    """Replaces statements that pin a GPU by hand with one call of pin_gpu.
+
+    Args:
+        text: The script.
+        alias: Its name for Horovod.
+    """
+
+    def __init__(self, text: str, alias: str) -> None:
+        super().__init__()
+        self.used = names_used(text)
+        argument = "by_local_rank=True" if f"{alias}.elastic" in text else ""
+        self.line = f"{alias}.pin_gpu({argument})"
+
+    def visit_If(self, node: cst.If | cst.For | cst.Try) -> bool:
+        # A statement that only pins is replaced as a whole, so nothing inside it is visited.
+        return not _pins(node)
+
+    visit_For = visit_If
+    visit_Try = visit_If
+
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return updated_node.with_changes(body=self._pinned(updated_node.body))
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        return updated_node.with_changes(body=self._pinned(updated_node.body))
+
+    def _pinned(self, body: Sequence[cst.BaseStatement]) -> Sequence[cst.BaseStatement]:
+        """The statements, with one call in place of those that pin."""
+        by_hand = [statement for statement in body if _pins(statement)]
+        # A statement without the local rank does something else, such as letting memory grow.
+        by_rank = [statement for statement in by_hand if "local_rank" in code_of(statement)]
+        if not by_rank or self._is_used_elsewhere(by_hand):
+            return body
+
+        call = cst.parse_statement(self.line).with_changes(leading_lines=by_hand[0].leading_lines)
+
+        new_body = []
+        for statement in body:
+            if statement is by_rank[0]:
+                new_body.append(call)
+            elif statement not in by_hand:
+                new_body.append(statement)
+
+        return new_body
+
+    def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
+        """True if other statements use a name that these assign, such as a session's config."""
+        here = names_used("".join(code_of(statement) for statement in statements))
+
+        assigned = {
+            name.value
+            for statement in statements
+            for target in m.findall(statement, m.AssignTarget(target=m.Name()))
+            for name in m.findall(target, m.Name())
+        }
+        return any(self.used[name] > here[name] for name in assigned)
+
+
+def _pins(statement: cst.BaseStatement) -> bool:
+    """True if the statement does nothing but choose GPUs."""
+    if isinstance(statement, cst.SimpleStatementLine):
+        return all(_is_pinning(part) for part in statement.body)
+    if not isinstance(statement, cst.For | cst.If | cst.Try):
+        return False
+
+    inner: list[cst.BaseStatement] = list(statement.body.body)
+    orelse = getattr(statement, "orelse", None)
+    if isinstance(orelse, cst.If):  # an elif
+        return False
+    if isinstance(statement, cst.If | cst.For) and orelse:
+        inner += orelse.body.body
+    return all(map(_pins, inner))
+
+
+def _is_pinning(part: cst.BaseSmallStatement) -> bool:
+    """True for a call, or an assignment, that only chooses GPUs."""
+    if isinstance(part, cst.Expr):
+        return bool(_CALL.fullmatch(code_of(part)))
+    if not isinstance(part, cst.Assign):
+        return False
+
+    target = code_of(part.targets[0].target)
+    # CUDA_VISIBLE_DEVICES may also be set to hide all GPUs.
+    if target.startswith("os.environ"):
+        return bool(_TARGET.fullmatch(target)) and "local_rank" in code_of(part.value)
+    return bool(_TARGET.fullmatch(target) or _VALUE.fullmatch(code_of(part.value)))

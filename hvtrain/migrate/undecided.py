@@ -9,7 +9,15 @@ import libcst.matchers as m
 from libcst.metadata import MetadataWrapper
 
 from hvtrain.migrate.file_names import WEIGHTS, Literals, outdated
-from hvtrain.migrate.parsing import HVTRAIN, argument, code_of, dotted, is_number, method_of, names_used
+from hvtrain.migrate.parsing import (
+    HVTRAIN,
+    argument,
+    code_of,
+    dotted,
+    is_number,
+    method_of,
+    names_used,
+)
 from hvtrain.migrate.tables import (
     REMOVED_ARGUMENTS,
     REMOVED_METHODS,
@@ -22,21 +30,23 @@ from hvtrain.migrate.tables import (
 )
 
 _WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
-# Modules of Keras that TensorFlow loads at their first use, and which its files do not import.
+# Modules of Keras that TensorFlow loads on first use, and that its files do not import.
 _LAZY = ("keras", "initializers", "losses", "metrics", "optimizers")
-# Callbacks that decide something about the training, from logs that are each rank's own.
+# Callbacks that change the training according to the logs, which differ between ranks.
 _DECIDE = ("EarlyStopping", "ReduceLROnPlateau")
 _REDUCE = ("DistributedOptimizer", "GradientTape", "allreduce", "load_model")
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
 # Methods of Keras 2's optimizers.
 _NEVER_CALLED = ("_resource_apply_dense", "_resource_apply_sparse", "_create_slots", "get_updates")
 _LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
-# The names of Keras's own weights. Everything else that stood in a name came from the layer.
-_NAMES_OF_WEIGHTS = re.compile(r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)")
+# The names of Keras's own weights. Anything else in a weight's name came from the layer.
+_NAMES_OF_WEIGHTS = re.compile(
+    r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)"
+)
 
 
 def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, str]]:
-    """Finds the lines of a migrated script.
+    """Finds the lines of a migrated script that a person must decide.
 
     Args:
         text: The script.
@@ -62,14 +72,14 @@ class _Undecided(Literals):
         self.methods = {} if is_graph else REMOVED_METHODS
         # For each of the surrounding conditions, whether it asks for a rank.
         self._conditions: list[bool] = []
-        # Names for what such a condition says, and the names that it guards.
+        # Names that hold such a condition, and how often each name is used under one.
         self._asks_rank: set[str] = set()
         self._for_rank_0: Counter[str] = Counter()
         self._names = names_used(text)
         # The name that a callback is assigned to; "" without one.
         self._target = ""
         self._writers: list[tuple[cst.Call, str]] = []
-        # Names that loops give to the weights of a model.
+        # Loop variables over the weights of a model.
         self._weights: set[str] = set()
         self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
 
@@ -85,7 +95,9 @@ class _Undecided(Literals):
         return updated_node
 
     def _is_about_rank(self, test: cst.BaseExpression) -> bool:
-        return "rank()" in code_of(test) or any(code_of(name) in self._asks_rank for name in m.findall(test, m.Name()))
+        return "rank()" in code_of(test) or any(
+            code_of(name) in self._asks_rank for name in m.findall(test, m.Name())
+        )
 
     def visit_Assign(self, node: cst.Assign) -> None:
         super().visit_Assign(node)
@@ -107,7 +119,7 @@ class _Undecided(Literals):
         if not isinstance(node.names, cst.ImportStar) and not node.relative:
             for alias in node.names:
                 self._name(alias, f"{dotted(node.module)}.{dotted(alias.name)}")
-        return False  # The names inside have been looked at.
+        return False  # The names inside have been checked.
 
     def visit_Import(self, node: cst.Import) -> bool:
         for alias in node.names:
@@ -121,7 +133,8 @@ class _Undecided(Literals):
         return not dotted(node)  # A chain of names is one name.
 
     def _name(self, node: cst.CSTNode, name: str) -> None:
-        fix = advice(name)
+        # Under its old name, too, tf.keras's set_value works on no variable of Keras 3.
+        fix = advice(name) or advice(name.removeprefix("tensorflow."))
         if name.startswith("keras."):
             if not exists(name):
                 near = nearest(name)
@@ -135,7 +148,11 @@ class _Undecided(Literals):
             )
         elif fix:
             self.report(node, f"{name}: {fix}")
-        elif name.startswith("tensorflow.") and name.split(".")[1] not in _LAZY and not exists(name, TENSORFLOW):
+        elif (
+            name.startswith("tensorflow.")
+            and name.split(".")[1] not in _LAZY
+            and not exists(name, TENSORFLOW)
+        ):
             self.report(node, f"TensorFlow 2 has no {name}; replace it")
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
@@ -157,7 +174,7 @@ class _Undecided(Literals):
         self._name_of_a_weight(node)
 
     def _name_of_a_weight(self, node: cst.Comparison | cst.Call) -> None:
-        """Reports where the name of a weight is searched for that of a layer."""
+        """Reports code that looks for the name of a layer in the name of a weight."""
         # Names of Keras's own weights (kernel, bias) mean the same as before.
         texts = [code_of(text).strip("'\"") for text in m.findall(node, m.SimpleString())]
         if all(_NAMES_OF_WEIGHTS.fullmatch(text) for text in texts):
@@ -179,16 +196,22 @@ class _Undecided(Literals):
                 self.report(node, f"{removed}= {fix}")
 
         # `v.name.startswith("conv")`, or re.search("conv", v.name)
-        is_method_of_name = m.matches(node.func, m.Attribute(value=m.Attribute(attr=m.Name("name"))))
+        is_method_of_name = m.matches(
+            node.func, m.Attribute(value=m.Attribute(attr=m.Name("name")))
+        )
         if is_method_of_name or name.startswith("re."):
             self._name_of_a_weight(node)
         if name == f"{HVTRAIN}.callbacks.LearningRateScheduleCallback":
             self._schedule(node)
+        if name == f"{HVTRAIN}.callbacks.LearningRateWarmupCallback":
+            self._warmup(node)
         if name.startswith("keras.callbacks."):
             self._callback(node, name.rpartition(".")[2])
         if name.startswith("keras.optimizers."):
             self._optimizer(node)
-        is_compiled = m.Call(args=[m.ZeroOrMore(), m.Arg(m.Name("True"), m.Name("jit_compile")), m.ZeroOrMore()])
+        is_compiled = m.Call(
+            args=[m.ZeroOrMore(), m.Arg(m.Name("True"), m.Name("jit_compile")), m.ZeroOrMore()]
+        )
         if name == "tensorflow.function" and self.uses_horovod and m.matches(node, is_compiled):
             self.report(
                 node,
@@ -198,10 +221,14 @@ class _Undecided(Literals):
             self._method(node, node.func)
 
     def _schedule(self, node: cst.Call) -> None:
-        """Reports a multiplier that may be a number, which was a factor, and not yet the base of a power."""
+        """Reports a multiplier that may be a number, which used to be a factor, not the base of a power."""
         initial_lr = argument(node, "initial_lr", 0)
         multiplier = argument(node, "multiplier", 1)
-        if initial_lr is None or multiplier is None or not m.matches(initial_lr.value, m.Name("None")):
+        if (
+            initial_lr is None
+            or multiplier is None
+            or not m.matches(initial_lr.value, m.Name("None"))
+        ):
             return
 
         code = code_of(multiplier.value)
@@ -212,11 +239,24 @@ class _Undecided(Literals):
                 f"if {code} is a number, older versions took it as a factor; write lambda epoch: {code}",
             )
 
+    def _warmup(self, node: cst.Call) -> None:
+        """Reports a first argument that may be warmup_epochs, which came first before Horovod 0.20."""
+        first = argument(node, "initial_lr", 0)
+        if first is None or first.keyword or argument(node, "warmup_epochs", 1):
+            return
+        code = dotted(first.value)
+        if code and code != "None" and not re.search("lr|rate", code):
+            self.report(
+                node,
+                f"before Horovod 0.20, {code} was warmup_epochs; write initial_lr={code}, or "
+                f"initial_lr=None, warmup_epochs={code}",
+            )
+
     def _method(self, node: cst.Call, func: cst.Attribute) -> None:
         method = func.attr.value
         if method in self.methods:
             self.report(node, f"{method} {self.methods[method]}")
-        # A class that overrides compile passes on what it got.
+        # A class that overrides compile passes on what it received.
         is_super = m.matches(func.value, m.Call(func=m.Name("super")))
         has_options = any(arg.star == "**" for arg in node.args)
         if method == "compile" and self.uses_horovod and has_options and not is_super:
@@ -232,7 +272,10 @@ class _Undecided(Literals):
                 "ranks may start with different weights; add hvd.BroadcastGlobalVariablesCallback(0)",
             )
         if method == "fit" and self.uses_horovod and not self.reduces:
-            self.report(node, "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)")
+            self.report(
+                node,
+                "each rank trains alone; compile the model with hvd.DistributedOptimizer(optimizer)",
+            )
 
         saves_model = method == "save" and m.matches(func.value, m.Name("model"))
         if method == "save_weights" or saves_model:
@@ -240,8 +283,10 @@ class _Undecided(Literals):
 
     def _callback(self, node: cst.Call, name: str) -> None:
         if name in _DECIDE and any(self._conditions):
-            self.report(node, f"{name} on rank 0 alone would part it from the others; use it on all ranks")
-        # What becomes of a name is known at the end of the script.
+            self.report(
+                node, f"{name} on rank 0 alone would part it from the others; use it on all ranks"
+            )
+        # How a name is used is known only at the end of the script.
         if name in _WRITERS and self._target and not any(self._conditions):
             self._writers.append((node, self._target))
         elif name in _WRITERS:
@@ -250,10 +295,18 @@ class _Undecided(Literals):
     def _optimizer(self, node: cst.Call) -> None:
         rate = argument(node, "learning_rate", 0)
         values = [rate.value, *self.values.get(dotted(rate.value), [])] if rate else []
-        if any(isinstance(value, cst.Call) and self.imported(value.func) == "tensorflow.Variable" for value in values):
-            self.report(node, "Keras 3 takes no tf.Variable as a rate; assign to optimizer.learning_rate instead")
+        if any(
+            isinstance(value, cst.Call) and self.imported(value.func) == "tensorflow.Variable"
+            for value in values
+        ):
+            self.report(
+                node,
+                "Keras 3 takes no tf.Variable as a rate; assign to optimizer.learning_rate instead",
+            )
         for arg in node.args:
-            options = [arg.value, *self.values.get(dotted(arg.value), [])] if arg.star == "**" else []
+            options = (
+                [arg.value, *self.values.get(dotted(arg.value), [])] if arg.star == "**" else []
+            )
             if any(re.search(r"\blr['\"]?\s*[:=]", code_of(option)) for option in options):
                 self.report(node, "lr in these arguments is learning_rate on Keras 3; rename it")
 
@@ -263,14 +316,18 @@ class _Undecided(Literals):
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         for call, name in self._writers:
-            # As in `if hvd.rank() == 0: callbacks.append(checkpoint)`.
+            # Unless each use is guarded, as in `if hvd.rank() == 0: callbacks.append(checkpoint)`.
             if not self._for_rank_0[name] or self._for_rank_0[name] < self._names[name] - 1:
                 self._written_by_all(call, "use this callback on rank 0 only")
         for call in outdated(self):
-            self.report(call, f"this script now writes such files as NAME{WEIGHTS}; load them under that name")
+            self.report(
+                call,
+                f"this script now writes such files as NAME{WEIGHTS}; load them under that name",
+            )
         for call, path, suffix in self.written:
             if suffix == WEIGHTS and not self.literals(path):
                 self.report(
-                    call, f"Keras 3 needs a file name that ends in {WEIGHTS}, and the name is not in the script"
+                    call,
+                    f"Keras 3 needs a file name that ends in {WEIGHTS}, and the name is not in the script",
                 )
         return updated_node

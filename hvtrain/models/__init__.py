@@ -2,14 +2,14 @@
 
 conf/model/*.yaml name them as `_target_`. Every builder takes facts, such as `image_shape` (height,
 width, channels) and `num_outputs`, which the runner fills in from the data set and the task, and
-its own options from YAML. All builders keep these rules:
-- Inputs are normalized floats. The output is float32 of shape (batch, num_outputs), or with height
-  and width between the two, without activation, also under mixed precision (use losses with
+its own options from YAML. All builders follow these rules:
+- Inputs are normalized floats. The output is float32 of shape (batch, num_outputs) or (batch,
+  height, width, num_outputs), also under mixed precision, and has no activation (use losses with
   from_logits=True).
 - Every layer has a fixed name, so that variable paths are equal on all ranks and in every
   checkpoint.
-- An impossible argument raises ValueError or TypeError, mostly Keras's own, which a run shows in
-  one line with the setting.
+- An invalid argument raises ValueError or TypeError, usually Keras's own, which a run shows in one
+  line with the setting.
 """
 
 from hvtrain.models.deeplab import deeplabv3plus

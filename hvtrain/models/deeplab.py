@@ -14,18 +14,16 @@ from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.models.networks import body, clone
 
-# Backbones by name, and their layers that give low-level features, of a quarter of the image's
-# size, and high ones.
+# Backbones by name, with the layers that output low-level features, at a quarter of the image's
+# size, and high-level ones.
 ENDS = {
     "ResNet50": ("conv2_block3_out", "conv5_block3_out"),
     "ResNet101": ("conv2_block3_out", "conv5_block3_out"),
-    # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280
-    # channels.
+    # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280 channels.
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
 STRIDES = (8, 16, 32)
-# Filters of the low-level features, so few that they do not outweigh the others (the paper's table
-# 1).
+# Filters of the low-level features, few enough not to outweigh the others (the paper's table 1).
 LOW_FILTERS = 48
 
 
@@ -40,31 +38,31 @@ def deeplabv3plus(
     norm_momentum: float = 0.9,
     **options: Any,
 ) -> keras.Model:
-    """Backbone, atrous spatial pyramid pooling, decoder, and bilinear upsampling.
+    """Builds DeepLabv3+: backbone, atrous spatial pyramid pooling, decoder, and bilinear upsampling.
 
-    Gives a logit for each class at each pixel. The backbone's layers keep the names and the
-    weights' shapes of keras.applications. Where its features would become coarser than
-    output_stride, strides are left out, and what follows is dilated as much: the same kernels see
-    the same pixels, at more positions.
+    Outputs a logit for each class at each pixel. The backbone's layers keep the names and the weight
+    shapes of keras.applications. Where the backbone's features would become coarser than output_stride,
+    strides are removed and later convolutions dilated instead, so the same kernels see the same
+    pixels, at more positions.
 
     Args:
         image_shape: (height, width, channels).
-        num_outputs: classes; logits of a pixel.
+        num_outputs: number of classes, and so of logits per pixel.
         backbone: one of ENDS.
-        output_stride: pixels of the image for each of the backbone's features, a side; 8 is finer
-            than 16 and costs more memory and time; 32 leaves the backbone as it is.
-        filters: of the pyramid and the decoder.
-        atrous_rates: of the pyramid's convolutions, any number of them; None: 6, 12, 18 at a stride of 16, twice
-            that at 8. Small images need smaller ones: at a rate as large as the features, a kernel
-            sees nothing but its center.
+        output_stride: pixels of the image per feature of the backbone, along a side; 8 is finer than
+            16 and costs more memory and time; 32 leaves the backbone as it is.
+        filters: number of filters in the pyramid and the decoder.
+        atrous_rates: rates of the pyramid's convolutions, one or more; None: 6, 12, 18 at a stride of
+            16, twice that at 8, half at 32. Small images need smaller rates: at a rate as large as
+            the feature map, only the center of a kernel sees anything.
         dropout: fraction dropped between the pyramid and the decoder.
-        norm_momentum: of the moving statistics of all batch normalization; 0.9 suits runs of some
-            hundred steps too.
+        norm_momentum: momentum of the moving statistics of all batch normalization layers; 0.9 also
+            suits runs of a few hundred steps.
         options: passed on to the backbone, such as alpha=0.5 for MobileNetV2.
 
     Raises:
-        ConfigError: another backbone or stride, or a momentum that is no fraction. What Keras's
-            layers and the backbone refuse raises their own ValueError or TypeError.
+        ConfigError: an unknown backbone or stride, or a momentum outside 0 ... 1. Other arguments
+            are checked by Keras's layers, which raise ValueError or TypeError.
     """
     _check(backbone, output_stride, norm_momentum)
     image = keras.Input(image_shape, name="image")
@@ -80,36 +78,38 @@ def deeplabv3plus(
 
     # 6, 12 and 18 at a stride of 16, doubled at 8, as in DeepLabv3 (Chen et al. 2017,
     # arXiv:1706.05587).
-    rates = atrous_rates or [96 // output_stride * factor for factor in (1, 2, 3)]
+    default_rates = [96 // output_stride * factor for factor in (1, 2, 3)]
+    rates = default_rates if atrous_rates is None else atrous_rates
     x = _pyramid(high, filters, rates, norm_momentum)
     if dropout:
         x = layers.Dropout(dropout, name="aspp_dropout")(x)
-    # The decoder: two convolutions after the concatenation, which the paper found best.
+    # The decoder: two convolutions after the concatenation, the best choice in the paper.
     low = _pointwise(low, LOW_FILTERS, "decoder_low", norm_momentum)
     x = layers.Concatenate(name="decoder_concat")([_resize(x, low.shape), low])
     for number in (1, 2):
         x = _separable(x, filters, 1, f"decoder_separable{number}", norm_momentum)
-    # In float32 whatever the policy, as networks.logits.
+    # In float32 whatever the policy, as in networks.logits.
     x = layers.Conv2D(num_outputs, 1, dtype="float32", name="logits")(x)
     return keras.Model(image, _resize(x, image.shape), name="deeplabv3plus")
 
 
 def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]:
-    """Returns the settings, by layer, with which no feature is coarser than output_stride.
+    """Returns the changes, by layer, after which no feature is coarser than output_stride.
 
-    A layer behind strides that are left out has to skip as many positions as they did (the
-    algorithm à trous).
+    A layer behind removed strides has to skip as many positions as they did (algorithme à trous).
     """
-    stride: dict[str, int] = {}  # Of each layer's output, as Keras has built the network.
+    stride: dict[str, int] = {}  # Of each layer's output, before the changes.
     changes: dict[str, dict[str, Any]] = {}
     for layer in trunk.layers:
         parents = [node.operation for node in layer._inbound_nodes[0].parent_nodes]
         input_stride = max((stride[parent.name] for parent in parents), default=1)
         stride[layer.name] = input_stride * getattr(layer, "strides", (1, 1))[0]
-        if stride[layer.name] <= output_stride or not isinstance(layer, layers.Conv2D | layers.DepthwiseConv2D):
+        if stride[layer.name] <= output_stride or not isinstance(
+            layer, layers.Conv2D | layers.DepthwiseConv2D
+        ):
             continue
 
-        # A kernel of one pixel skips nothing, so it needs no dilation.
+        # A 1x1 kernel needs no dilation.
         size = layer.kernel_size[0]
         if size == 1:
             changes[layer.name] = {"strides": 1}
@@ -117,7 +117,7 @@ def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]
         rate = max(1, input_stride // output_stride)
         changes[layer.name] = {"strides": 1, "dilation_rate": rate}
         if layer.padding == "valid":
-            # A layer before it pads, unevenly for a stride of 2 on an even side.
+            # The layer before it pads, unevenly for a stride of 2 and an even side.
             (padding,) = parents
             changes[padding.name] = {"padding": rate * (size // 2)}
     return changes
@@ -125,15 +125,21 @@ def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]
 
 def _check(backbone: str, output_stride: int, norm_momentum: float) -> None:
     if backbone not in ENDS:
-        raise ConfigError(f"deeplabv3plus was given backbone={backbone}; {nearest(str(backbone), list(ENDS))}")
+        raise ConfigError(
+            f"deeplabv3plus was given backbone={backbone}; {nearest(str(backbone), list(ENDS))}"
+        )
     if output_stride not in STRIDES:
-        raise ConfigError(f"deeplabv3plus was given output_stride={output_stride}; it needs 8, 16 or 32")
+        raise ConfigError(
+            f"deeplabv3plus was given output_stride={output_stride}; it needs 8, 16 or 32"
+        )
     if not 0 < norm_momentum < 1:
-        raise ConfigError(f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a fraction, such as 0.9")
+        raise ConfigError(
+            f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a fraction, such as 0.9"
+        )
 
 
 def _pyramid(features: Any, filters: int, rates: Sequence[int], momentum: float) -> Any:
-    """Atrous spatial pyramid pooling: the same features seen at several scales, and as a whole."""
+    """Atrous spatial pyramid pooling: features at several scales, and their mean over the image."""
     branches = [_pointwise(features, filters, "aspp_point", momentum)]
     for number, rate in enumerate(rates, start=1):
         branches.append(_separable(features, filters, rate, f"aspp_rate{number}", momentum))
@@ -161,7 +167,7 @@ def _pointwise(x: Any, filters: int, name: str, momentum: float) -> Any:
 
 
 def _separable(x: Any, filters: int, rate: int, name: str, momentum: float) -> Any:
-    """Separable 3x3 convolution, normalized after both of its parts, as in the paper."""
+    """Separable 3x3 convolution, with normalization after both of its parts, as in the paper."""
     depthwise = f"{name}_depthwise"
     x = layers.DepthwiseConv2D(
         3,
@@ -179,9 +185,9 @@ def _normalized(x: Any, name: str, momentum: float) -> Any:
 
 
 def _resize(x: Any, shape: Sequence[int | None]) -> Any:
-    """Resizes to the height and width of a shape [batch, height, width, ...], bilinear.
+    """Resizes bilinearly to the height and width of a shape [batch, height, width, ...].
 
-    Not by keras.layers.Resizing: its call has training=True as a default, which batch normalization
-    behind it takes over wherever a model is called without that argument.
+    Not with keras.layers.Resizing: its call defaults to training=True, which later batch
+    normalization takes over whenever the model is called without that argument.
     """
     return keras.ops.image.resize(x, shape[1:3], data_format="channels_last")

@@ -1,10 +1,10 @@
-"""model.weights: a new run begins with the weights of another one, or of a file.
+"""model.weights: a new run starts from the weights of another run, or of a file.
 
-Rank 0 reads them, and the broadcast before the first step brings them to the others.
+Rank 0 reads them, and the broadcast before the first step sends them to the other ranks.
 
-Variables are matched by the path of their layer and their order in it. A head, the last layer with
-weights or what comes after a backbone of keras-hub, may be another one than the source's; whatever
-else differs is refused, unless model.weights_except names it.
+Variables are matched by the path of their layer and their order in it. The head (the last layer with
+weights, or everything after a backbone of keras-hub) may differ from the source's; any other
+difference is refused, unless model.weights_except names it.
 """
 
 import logging
@@ -35,13 +35,13 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     """Sets the weights of a built model to those of the source (chief only).
 
     Args:
-        model: built.
+        model: a built model.
         source: path or address of a file or folder, one of SOURCES.
-        excepted: patterns (see parts) of what stays new; the source may then have anything else
-            too, which is left out.
+        excepted: patterns (see parts) of variables that keep their new values; anything more in the
+            source is then ignored.
 
     Raises:
-        ConfigError: the source cannot be read, or differs; names the first variable that differs.
+        ConfigError: the source cannot be read, or differs; names the first difference.
     """
     path, arrays = _read(path_of(source), model)
     excepted_ids = set()
@@ -55,7 +55,7 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     def fits(key: str) -> bool:
         return key in arrays and arrays[key].shape == _whole_shape(own[key])
 
-    # The head is taken as a whole, or stays new as a whole.
+    # The head is taken from the source as a whole, or not at all.
     new_head = [key for key in _keyed(head_of(model)) if key in own]
     if all(map(fits, new_head)):
         new_head = []
@@ -66,13 +66,13 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
 
     unused = arrays.keys() - own.keys()
     unused_layers = sorted({key.rpartition("/")[0] for key in unused})
-    # If the head is new, the source may have one of its own, by another name.
+    # If the head is new, the source may have its own, under another name.
     is_other_head = bool(new_head) and len(unused_layers) == 1
     if unused and not excepted and not is_other_head:
         key = min(unused)
         raise _difference(source, key, arrays[key], None)
 
-    # Nothing is assigned before everything is known to fit.
+    # Assigned only now that everything is known to fit.
     for key in taken:
         if hasattr(own[key], "rank_part"):
             # broadcast_model gives each rank its part.
@@ -81,7 +81,12 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
             own[key].assign(arrays[key])
     new = [f"{_path(key, own[key])} {tuple(own[key].shape)}" for key in new_head]
     suffix = f"; new: {', '.join([*new, *excepted])}" if new or excepted else ""
-    log.info("weights        %s parameters from %s%s", f"{sum(arrays[key].size for key in taken):,}", path, suffix)
+    log.info(
+        "weights        %s parameters from %s%s",
+        f"{sum(arrays[key].size for key in taken):,}",
+        path,
+        suffix,
+    )
     if unused and excepted:
         named = ", ".join(unused_layers[:5]) + " ..." * (len(unused_layers) > 5)
         log.info("               not taken from there: %s", named)
@@ -91,14 +96,14 @@ def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
     """Returns the parts' variables by key."""
     variables: dict[str, Any] = {}
     for part in model_parts:
-        # A source has the matrices of model.lora_rank added to the kernels.
+        # In a source the matrices of model.lora_rank are already added to the kernels.
         plain = [variable for variable in part.variables if not variable.name.startswith("lora_")]
         variables |= {f"{part.path}/{index}": variable for index, variable in enumerate(plain)}
     return variables
 
 
 def _whole_shape(value: Any) -> tuple[int, ...]:
-    """Returns the shape of an array or variable; of a sharded table that of all ranks' rows."""
+    """Returns the shape of an array or variable; for a sharded table that of all ranks' rows."""
     part = getattr(value, "rank_part", None)
     return (part.num_rows, *value.shape[1:]) if part else tuple(value.shape)
 
@@ -139,23 +144,27 @@ def _read(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
         if path.name.endswith(".weights.h5"):
             return path, _read_h5(path)
     except Exception as error:
-        raise ConfigError(f"model.weights={path} cannot be read: {in_one_line(error)}; choose {SOURCES}") from error
+        raise ConfigError(
+            f"model.weights={path} cannot be read: {in_one_line(error)}; choose {SOURCES}"
+        ) from error
     raise ConfigError(f"model.weights={path} is of another kind; choose {SOURCES}")
 
 
 def _read_run_folder(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
     """Reads the preferred model of a run folder, or its newest whole checkpoint."""
-    # Keras's files hold the averages of train.ema; the weights of a checkpoint are the raw ones.
+    # Keras files are preferred: with train.ema they have the averages, and checkpoints the raw weights.
     for name in RUN_FILES:
         if (path / name).is_file():
             return _read(path / name, model)
-    # From the newest one on; a damaged one is passed over, with a warning.
+    # Newest first; damaged ones are skipped with a warning.
     for folder in reversed(store.list_checkpoints(path / "checkpoints")):
         try:
             return folder, _of_checkpoint(store.read(folder).arrays, model)
         except CheckpointError as error:
             log.warning("%s", error)
-    raise ConfigError(f"model.weights={path} is a folder without a model or a whole checkpoint; choose {SOURCES}")
+    raise ConfigError(
+        f"model.weights={path} is a folder without a model or a whole checkpoint; choose {SOURCES}"
+    )
 
 
 def _read_keras(path: Path, model: keras.Model) -> Arrays:
@@ -167,7 +176,7 @@ def _read_keras(path: Path, model: keras.Model) -> Arrays:
 
 
 def _read_preset(path: Path, model: keras.Model) -> Arrays:
-    """Reads the weights in a preset, those of its task too if the model is of the same class."""
+    """Reads the weights in a preset, including those of its task if the model is of the same class."""
     import keras_hub
 
     folder = str(path.resolve())
@@ -178,7 +187,7 @@ def _read_preset(path: Path, model: keras.Model) -> Arrays:
 
 
 def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
-    """Returns the weights of a loaded model by the keys of this one.
+    """Returns the weights of the loaded model `source` by the keys of `model`.
 
     Backbones of keras-hub are matched wherever they are in the two models, and heads if they have
     the same variables.
@@ -188,13 +197,14 @@ def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
     if backbone is None or source_backbone is None:
         return {key: variable.numpy() for key, variable in _keyed(parts(source)).items()}
 
-    # The backbone may be deeper in one model than in the other, so its layers have other paths
-    # there.
+    # The backbone may be nested more deeply in one of the two, where its layers have other paths.
     keys = {id(variable): key for key, variable in _keyed(parts(model)).items()}
 
     def with_keys_of(own: Sequence[Part], others: Sequence[Part]) -> Arrays:
         own_keys = {key: keys[id(variable)] for key, variable in _keyed(own).items()}
-        return {own_keys.get(key, key): variable.numpy() for key, variable in _keyed(others).items()}
+        return {
+            own_keys.get(key, key): variable.numpy() for key, variable in _keyed(others).items()
+        }
 
     arrays = with_keys_of(parts(backbone), parts(source_backbone))
     head = with_keys_of(head_of(task_of(model) or model), head_of(task_of(source) or source))
@@ -203,7 +213,7 @@ def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
 
 def _of_checkpoint(arrays: Arrays, model: keras.Model) -> Arrays:
     """Returns the weights in a checkpoint by the model's keys, LoRA's matrices added to the kernels."""
-    # Keys are model/NUMBER/PATH; others are of the optimizer and the ranks.
+    # Keys are model/NUMBER/PATH; other keys belong to the optimizer and the ranks.
     model_arrays = {key: array for key, array in arrays.items() if key.startswith("model/")}
     weights = {key.split("/", 2)[2]: array for key, array in model_arrays.items()}
     for path in [path for path in weights if path.endswith("_a") and "/lora_" in path]:
@@ -217,9 +227,9 @@ def _of_checkpoint(arrays: Arrays, model: keras.Model) -> Arrays:
 
 
 def _read_h5(path: Path) -> Arrays:
-    """Reads the weights in Keras's file, in which each layer's group `vars` has its name.
+    """Reads a weights file of Keras, where the group `vars` of each layer has the layer's name.
 
-    Raises ValueError for two layers of one name in a layer, whose order the file does not keep.
+    Raises ValueError for two inner layers of the same name, whose order the file does not keep.
     """
     import h5py
 
@@ -231,10 +241,12 @@ def _read_h5(path: Path) -> Arrays:
             if key == "vars":
                 for index in inner:
                     if f"{layer}/{index}" in arrays:
-                        raise ValueError(f"two layers have the name {layer}, which a .keras file could tell apart")
+                        raise ValueError(
+                            f"two layers have the name {layer}, which a .keras file could tell apart"
+                        )
                     arrays[f"{layer}/{index}"] = np.asarray(inner[index])
             elif isinstance(inner, h5py.Group):
-                # Keras's groups have names that it made up; the layer's own is an attribute.
+                # Keras generates the names of groups; the layer's own name is an attribute.
                 name = inner["vars"].attrs.get("name", key) if "vars" in inner else ""
                 walk(inner, f"{layer}/{name}".strip("/"))
 

@@ -1,4 +1,4 @@
-"""Any backbone or task model of keras-hub by its name, or by a preset on disk, untrained.
+"""Builds any backbone or task model of keras-hub, untrained, by its name or from a preset on disk.
 
 Adapts these models: maps the data set's inputs to the model's names, and its outputs to the shape
 that the task needs. Also reads presets (folders that save_to_preset of keras-hub wrote), and finds
@@ -20,13 +20,12 @@ from keras import layers, ops
 
 from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, in_one_line
-from hvtrain.models.networks import logits
+from hvtrain.models.networks import logits, token_mask
 
-# Arguments of keras-hub's constructors that are not up to the user.
+# Arguments of keras-hub's constructors that users cannot set.
 OURS = {"self", "args", "kwargs", "name", "dtype", "compile"}
 OURS |= {"backbone", "preprocessor", "activation"}
-# In every preset, and in no run folder.
-CONFIG_FILE = "config.json"
+CONFIG_FILE = "config.json"  # In every preset, and in no run folder.
 # Inputs of keras-hub's text models.
 TOKENS = "token_ids"
 MASK = "padding_mask"
@@ -43,29 +42,32 @@ def hub_model(
     vocabulary_size: int | None = None,
     preset: str | None = None,
     padding_token: int | None = None,
+    length: int | None = None,
     backbone: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> keras.Model:
-    """keras_hub.models.<name>, with float32 logits of the shape that the run's task needs.
+    """Builds keras_hub.models.<name>, with float32 logits of the shape that the run's task needs.
 
-    It is a plain keras.Model around that of keras-hub, which has a fit of its own. A backbone by
-    itself gets a dense layer, on pooled features unless the task needs an output at each position.
+    The model of keras-hub, which has its own fit, is inside a plain keras.Model. A bare backbone gets a dense
+    layer, on pooled features unless the task needs outputs at each position.
 
     Args:
         input_spec: tf.TensorSpec of one example, or a mapping of them by name.
         name: a class of keras_hub.models, such as BertTextClassifier.
-        num_outputs: numbers that the task needs of the model, such as classes.
-        output_shape: of an example; None, as of task=custom: the outputs stay as they are.
-        image_shape: (height, width, channels), for models of images.
-        vocabulary_size: of the data set's tokenizer, for models of texts.
+        num_outputs: size of the output, such as the number of classes.
+        output_shape: shape of an example's output; None, as for task=custom: outputs are not changed.
+        image_shape: (height, width, channels), for image models.
+        vocabulary_size: vocabulary size of the data set's tokenizer, for text models.
         preset: a folder that save_to_preset of keras-hub wrote. It gives the architecture;
             model.weights, the same folder unless it is set, gives the weights.
-        padding_token: fills up short texts, and is not attended to; None: all tokens are.
-        backbone: options of the backbone's constructor, before what data set and preset say.
-        options: of the task's constructor; of a backbone `dropout`, before the dense layer.
+        padding_token: fills up short texts, and is not attended to; None: all tokens are attended to.
+        length: the largest number of tokens, for texts of unequal lengths.
+        backbone: options of the backbone's constructor, which take precedence over the data set's
+            and the preset's.
+        options: options of the task's constructor; for a bare backbone `dropout`, before the dense layer.
 
     Raises:
-        ConfigError: no keras-hub, no such class or preset, or impossible options.
+        ConfigError: keras-hub, the class or the preset is missing, or options are invalid.
     """
     hub = _import_keras_hub()
     chosen = _find_class(hub, name)
@@ -78,10 +80,10 @@ def hub_model(
 
     specs = tf.nest.flatten(input_spec)
     lengths = [spec.shape[0] for spec in specs if spec.dtype.is_integer and spec.shape.rank == 1]
-    # Facts of the data set, of which each constructor takes those that it has an argument for.
+    # Facts of the data set; each constructor gets those that it has an argument for.
     facts = {
         "vocabulary_size": vocabulary_size,
-        "max_sequence_length": max(lengths, default=None),
+        "max_sequence_length": max(filter(None, lengths), default=length),
         "image_shape": image_shape,
     }
 
@@ -104,7 +106,7 @@ def hub_model(
         inputs, named_inputs = fit_inputs(network, input_spec, padding_token)
         outputs = fit_outputs(network(named_inputs), named_inputs, output_shape, dropout, is_task)
     except ConfigError:
-        raise  # It is a ValueError too, and says already what to do.
+        raise  # A ValueError as well, but it already says what to do.
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"keras_hub.models.{name} cannot be built: {in_one_line(error)}; change "
@@ -134,12 +136,14 @@ def _classes(hub: ModuleType) -> dict[str, Any]:
 def _find_class(hub: ModuleType, name: str) -> Any:
     classes = _classes(hub)
     if name not in classes:
-        # Without a near one, two that show what such names look like.
-        nearest = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
-        raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; the nearest: {', '.join(nearest)}")
+        # If no name is near, two examples show what such names look like.
+        names = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
+        nearest = f"the nearest: {', '.join(names)}"
+        raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; {nearest}")
     chosen = classes[name]
     if issubclass(chosen, hub.models.Task) and chosen.compute_loss is not keras.Model.compute_loss:
-        raise ConfigError(f"model.name={name} has a loss of its own, which runs do not use; choose another class")
+        problem = "has a loss of its own, which runs do not use; choose another class"
+        raise ConfigError(f"model.name={name} {problem}")
     return chosen
 
 
@@ -203,19 +207,19 @@ def _new_task(
     saved = task_config(folder, kind) if folder else {}
     task = kind.from_config(saved | run_options | options | fixed)
 
-    # Otherwise a loaded model compiles it, and Keras warns of an optimizer without variables.
+    # Otherwise loading the model compiles the task, and Keras warns of an optimizer without variables.
     get_config = task.get_config
     task.get_config = lambda: {**get_config(), "compile": False}
     return task
 
 
 def _user_parameters(kind: type) -> dict[str, inspect.Parameter]:
-    """Returns the arguments of a constructor that are up to the user."""
+    """Returns the arguments of a constructor that users can set."""
     return {name: parameter for name, parameter in _parameters(kind).items() if name not in OURS}
 
 
 def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
-    # Of __init__: for a class that inherits it, Python 3.10 gives those of Keras's __new__.
+    # Of __init__: if a class inherits it, Python 3.10's signature() is that of Keras's __new__.
     return dict(inspect.signature(kind.__init__).parameters)
 
 
@@ -234,7 +238,7 @@ def _check_options(
 
 def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
     """Raises ConfigError for tokens or texts beyond what the backbone has weights for."""
-    # A GPU would read zeros for them, without an error.
+    # On a GPU such lookups return zeros, without an error.
     for fact, unit in (("vocabulary_size", "tokens"), ("max_sequence_length", "positions")):
         size = getattr(backbone, fact, None)
         needed = facts[fact]
@@ -246,10 +250,10 @@ def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
 
 
 def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tuple[Any, Any]:
-    """Makes inputs of these tf.TensorSpecs, and of them what the network takes; returns both.
+    """Makes symbolic inputs of these tf.TensorSpecs, and maps them to the network's; returns both.
 
-    A single array is the tokens or the image. What a text model takes besides is derived from the
-    tokens if it is missing: see _derived.
+    A single array is the tokens or the image. Other inputs of a text model are derived from the
+    tokens if the data set lacks them: see _derived.
 
     Raises:
         ConfigError: the inputs have other names, or other numbers of axes.
@@ -272,7 +276,7 @@ def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tu
             if derived is not None:
                 named[name] = derived
 
-    # A data set may leave the lengths of axes open, so only their number is compared.
+    # A data set may leave lengths open, so only the number of axes is compared.
     axes = {name: len(tensor.shape) for name, tensor in named.items()}
     if axes != {name: len(tensor.shape) for name, tensor in expected.items()}:
         raise ConfigError(
@@ -287,10 +291,10 @@ def _shapes(tensors: Mapping[str, Any]) -> str:
 
 
 def _derived(name: str, inputs: Mapping[str, Any], padding_token: int | None) -> Any:
-    """Derives an input from the tokens beside it; None if it does not follow from them.
+    """Returns the input `name`, derived from the matching tokens; None if it cannot be derived.
 
-    The mask is of tokens that are not padding; all tokens are of one segment; and all positions are
-    predicted. decoder_padding_mask follows from decoder_token_ids, padding_mask from token_ids.
+    The mask selects tokens that are not padding; all tokens belong to one segment; and all positions
+    are predicted. padding_mask follows from token_ids, decoder_padding_mask from decoder_token_ids.
     """
     kind = next((kind for kind in (MASK, SEGMENTS, POSITIONS) if name.endswith(kind)), "")
     tokens = inputs.get(name.removesuffix(kind) + TOKENS)
@@ -302,7 +306,7 @@ def _derived(name: str, inputs: Mapping[str, Any], padding_token: int | None) ->
         return ops.cumsum(ops.ones_like(tokens), axis=1) - 1
     if padding_token is None:
         return ops.ones_like(tokens)
-    return ops.cast(ops.not_equal(tokens, padding_token), "int32")
+    return ops.cast(token_mask(tokens, padding_token), "int32")
 
 
 def fit_outputs(
@@ -312,12 +316,12 @@ def fit_outputs(
     dropout: float,
     has_head: bool,
 ) -> Any:
-    """Makes float32 logits of the network's outputs.
+    """Turns the network's outputs into float32 logits.
 
     Args:
-        outputs: of the network.
-        inputs: of the network, with the mask of a text.
-        shape: of an example's logits; None: returns the outputs as they are.
+        outputs: the network's outputs.
+        inputs: the network's inputs, with the mask of a text.
+        shape: shape of an example's logits; None: returns the outputs unchanged.
         dropout: fraction dropped before the dense layer.
         has_head: the outputs are logits already.
     """
@@ -355,7 +359,7 @@ def _features(outputs: Any, mask: Any, is_pooled: bool) -> Any:
 
 
 def _preset_folder(preset: str) -> str:
-    """Returns the folder's whole path. Raises ConfigError if it is none."""
+    """Returns the absolute path of a preset's folder. Raises ConfigError if it is not one."""
     path = Path(preset)
     if not (path / CONFIG_FILE).is_file():
         problem = f"has no {CONFIG_FILE}" if path.is_dir() else "is not a folder"
@@ -363,12 +367,12 @@ def _preset_folder(preset: str) -> str:
             f"model.preset={preset} {problem}; give a folder that save_to_preset of keras-hub "
             "wrote: nothing is downloaded"
         )
-    # keras-hub would download a preset that it knows by a name such as bert_base_en.
+    # Absolute: keras-hub would download presets that it knows by name, such as bert_base_en.
     return str(path.resolve())
 
 
 def task_config(folder: str, kind: type) -> dict[str, Any]:
-    """Returns a preset's options of the task model; empty if it has none of that class."""
+    """Returns a preset's options for a task model of this class; empty if it has none."""
     path = Path(folder) / "task.json"
     saved = json.loads(path.read_text()) if path.is_file() else {}
     if saved.get("class_name") != kind.__name__:
@@ -378,17 +382,17 @@ def task_config(folder: str, kind: type) -> dict[str, Any]:
 
 
 def backbone_of(model: keras.Model) -> keras.Model | None:
-    """Returns the backbone of keras-hub in a model; None without one."""
+    """Returns the keras-hub backbone inside a model; None if it has none."""
     return _hub_layer(model, "Backbone")
 
 
 def task_of(model: keras.Model) -> keras.Model | None:
-    """Returns the task model of keras-hub in a model, a backbone and a head; None without one."""
+    """Returns the keras-hub task model, a backbone and a head, inside a model; None if it has none."""
     return _hub_layer(model, "Task")
 
 
 def _hub_layer(model: keras.Model, class_name: str) -> Any:
-    # If keras-hub was not imported, no model can have a layer of it.
+    # If keras-hub was never imported, no model can contain one of its layers.
     hub = sys.modules.get("keras_hub")
     if hub is None:
         return None

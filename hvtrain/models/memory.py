@@ -1,11 +1,11 @@
-"""The memory that a model takes, and train.remat, which takes less: the backward pass computes activations again.
+"""The memory and operations that a model needs, and train.remat, which recomputes activations to save memory.
 
 Recomputation is after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
 (arXiv:1604.06174).
 
 Not keras.RematScope: on TensorFlow it fails in a graph if a layer takes `training`, and a layer
-with state, such as dropout or batch normalization, would change it twice. It also keeps what goes
-from each layer to the next.
+with state, such as dropout or batch normalization, would change it twice. RematScope also keeps the
+tensors that pass from each layer to the next.
 """
 
 import math
@@ -26,48 +26,80 @@ _VIEWS = (keras.layers.Flatten, keras.layers.Reshape, keras.layers.Identity)
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank. activation_bytes estimates one batch; it is None if a layer's output shape is unknown."""
+    """Bytes on one rank.
+
+    Attributes:
+        gradient_bytes: Those that are reduced, so without the gradients of sharded tables.
+        activation_bytes: An estimate for one batch; None if a layer's output shape is unknown.
+        elsewhere_bytes: Rows of sharded tables, and of their slots, that other ranks hold.
+    """
 
     weight_bytes: int
     gradient_bytes: int
     slot_bytes: int
     activation_bytes: int | None
+    elsewhere_bytes: int = 0
 
     @property
     def checkpoint_bytes(self) -> int:
-        return self.weight_bytes + self.slot_bytes
+        return self.weight_bytes + self.slot_bytes + self.elsewhere_bytes
 
 
-def footprint(model: keras.Model, batch_size: int) -> Footprint:
-    """Sizes of a compiled model whose optimizer is built.
+def footprint(model: keras.Model, batch_size: int, num_ranks: int = 1) -> Footprint:
+    """Returns the sizes of a compiled model whose optimizer is built.
 
     Activations are the outputs of all layers, kept for the backward pass. They are an estimate,
     since TensorFlow keeps less of some and more of others (work space of convolutions, gaps of the
     allocator); the rest is exact.
+
+    Args:
+        model: Built on one rank.
+        batch_size: Examples of the rank's batch.
+        num_ranks: Ranks over which the rows of sharded tables will be spread.
     """
+    weights_elsewhere = 0
+    slots_elsewhere = 0
+    gradient_bytes = num_bytes(model.trainable_variables)
+    for layer in sharded_layers(model):
+        table, *slots = layer.row_variables(model.optimizer)
+        # The first rank has the most rows.
+        share = 1 - math.ceil(layer.input_dim / num_ranks) / layer.input_dim
+        weights_elsewhere += round(share * num_bytes([table]))
+        slots_elsewhere += round(share * num_bytes(slots))
+        gradient_bytes -= num_bytes([table])
     return Footprint(
-        # Moving statistics included, which are not trained.
-        weight_bytes=num_bytes(model.weights),
-        gradient_bytes=num_bytes(model.trainable_variables),
-        slot_bytes=num_bytes(model.optimizer.variables),
+        # Including moving statistics, which are not trained.
+        weight_bytes=num_bytes(model.weights) - weights_elsewhere,
+        gradient_bytes=gradient_bytes,
+        slot_bytes=num_bytes(model.optimizer.variables) - slots_elsewhere,
         activation_bytes=_activation_bytes(model, batch_size),
+        elsewhere_bytes=weights_elsewhere + slots_elsewhere,
     )
 
 
+def sharded_layers(model: keras.Model) -> list[Any]:
+    """Returns the layers whose tables are sharded, or will be on several ranks."""
+    # Not by their class, which would import Horovod.
+    return [layer for layer in model._flatten_layers() if hasattr(layer, "row_variables")]
+
+
 def num_bytes(variables: Iterable[Any]) -> int:
-    """Bytes of the variables' values."""
-    return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)
+    """Returns the bytes of the variables' values."""
+    return sum(
+        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables
+    )
 
 
 def innermost_layers(model: Any) -> Iterator[Any]:
-    """The innermost layers, those of nested models included."""
+    """Yields the innermost layers, including those of nested models."""
     for layer in model.layers:
         yield from innermost_layers(layer) if isinstance(layer, keras.Model) else [layer]
 
 
 def example_shape(layer: Any) -> tuple[int, ...] | None:
-    """Shape of a layer's output for one example; None if it is not known."""
-    with suppress(AttributeError, ValueError):  # Never called, or called several times; or several outputs.
+    """Returns the shape of a layer's output for one example; None if it is not known."""
+    with suppress(AttributeError, ValueError):
+        # Errors of layers that were never called, or several times, or that have several outputs.
         shape = tuple(layer.output.shape[1:])
         return None if None in shape else shape
     return None
@@ -87,11 +119,48 @@ def _activation_bytes(model: Any, batch_size: int) -> int | None:
     return total * batch_size
 
 
+def flops_per_example(model: keras.Model) -> float | None:
+    """Estimates the floating-point operations of a training step for one example.
+
+    Each weight of a kernel is multiplied and added once at each position of its layer's output, and attention
+    multiplies all pairs of positions; the backward pass computes twice as much. Recomputation does not count.
+
+    Returns:
+        The number; None if a layer's output shape is unknown, or the model is not made of Keras's graphs of layers.
+
+    >>> model = keras.Sequential([keras.Input((10, 3)), keras.layers.Dense(5)])
+    >>> flops_per_example(model)  # 6 x 10 positions x 3 x 5
+    900.0
+    """
+    total = 0
+    for layer in innermost_layers(model):
+        # A bias of attention has two axes as well.
+        kernels = sum(
+            math.prod(weight.shape)
+            for weight in layer.weights
+            if len(weight.shape) > 1 and weight.name != "bias"
+        )
+        for node in layer._inbound_nodes if kernels else ():
+            inputs = node.input_tensors[0]
+            shape = node.outputs[0].shape[1:]
+            positions = shape[:-1]
+            if isinstance(layer, keras.layers.Embedding) and not _is_floating(inputs):
+                continue  # A look-up multiplies nothing.
+            if isinstance(layer, keras.layers.RNN):
+                positions = inputs.shape[1:2]
+            if None in shape or None in positions:
+                return None
+            total += math.prod(positions) * kernels
+            if isinstance(layer, keras.layers.MultiHeadAttention):
+                total += 2 * math.prod(positions) * math.prod(shape)
+    return 6.0 * total or None
+
+
 @dataclass(frozen=True)
 class Segment:
-    """Calls of layers one after the other.
+    """Consecutive calls of layers.
 
-    nodes: of Keras, each a call of a layer. takes: tensors of earlier segments that these calls
+    nodes: nodes of Keras, each a call of a layer. takes: tensors of earlier segments that these calls
     use. gives: tensors that later segments use.
     """
 
@@ -101,16 +170,15 @@ class Segment:
 
 
 def recompute(model: keras.Model) -> None:
-    """Makes a built model keep only what goes from one segment of its layers to the next.
+    """Makes a built model keep only the tensors that pass from one segment of its layers to the next.
 
-    The backward pass recomputes the rest. With n layers of like size there are about sqrt(n)
-    segments, and activations of 2 sqrt(n) layers in memory. Each is computed once more, with the
-    same random numbers, and changes no state then. The values are the same. Of nested models the
-    one with the most layers is divided.
+    The backward pass recomputes the rest, with the same random numbers and without changing state
+    again, so the values are the same. With n layers of similar size there are about sqrt(n) segments,
+    and activations of 2 sqrt(n) layers in memory. Of nested models the one with the most layers is
+    divided.
 
     Raises:
-        ConfigError: the model is neither Functional nor Sequential, so Keras does not know its
-            layers.
+        ConfigError: the model is neither Functional nor Sequential, so Keras does not know its layers.
     """
     # A Sequential model keeps its layers as a Functional one.
     graphs = [getattr(layer, "_functional", None) or layer for layer in model._flatten_layers()]
@@ -133,15 +201,13 @@ def recompute(model: keras.Model) -> None:
         call_fn: Any = None,
     ) -> Any:
         tensors = keras.tree.flatten(inputs)
-        # Keras also runs the graph on symbolic inputs, as when a model is cloned, where nothing is
-        # computed.
+        # Keras also runs the graph on symbolic inputs, as when a model is cloned, where nothing is computed.
         if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
             return run_plainly(inputs, operation_fn, call_fn)
 
         known = {id(symbol): tensor for symbol, tensor in zip(graph.inputs, tensors)}
         for segment in segments:
-            # The last one would be computed again at once; and without a gradient there is no
-            # second time.
+            # The last segment would be recomputed at once, and inputs that are integers have no gradient.
             if segment is segments[-1] or not any(map(_is_floating, segment.takes)):
                 _run(segment, known, operation_fn)
             else:
@@ -155,9 +221,9 @@ def recompute(model: keras.Model) -> None:
 
 
 def divide(graph: Any) -> list[Segment]:
-    """Divides the n calls of a Functional model into about sqrt(n) segments of like size.
+    """Divides the n calls of a Functional model into about sqrt(n) segments of similar size.
 
-    They end where little is in use, such as between the blocks of a residual network.
+    Segments end where few values are in use, such as between the blocks of a residual network.
     """
     # In the order of Keras's own loop, from the inputs to the outputs.
     nodes: list[Any] = []
@@ -170,8 +236,7 @@ def divide(graph: Any) -> list[Segment]:
         last_use.update({id(tensor): index for tensor in node.input_tensors})
     last_use.update({id(tensor): len(nodes) for tensor in graph.outputs})
 
-    # After each call: the elements that later calls still use, and the elements of all outputs so
-    # far.
+    # After each call: the elements that later calls still use, and the elements of all outputs so far.
     in_use: list[int] = []
     totals = [0]
     live: dict[int, Any] = {id(tensor): tensor for tensor in graph.inputs}
@@ -211,7 +276,7 @@ def _is_floating(tensor: Any) -> bool:
 
 
 def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], Any]) -> None:
-    """Adds what the segment's calls give to the known tensors, as Keras's own loop does."""
+    """Runs the segment's calls as Keras's own loop does, and adds their outputs to `known`."""
     for node in segment.nodes:
         args, kwargs = node.arguments.fill_in(known)
         outputs = keras.tree.flatten(operation_fn(node.operation)(*args, **kwargs))
@@ -227,12 +292,12 @@ def _run_twice(
     """Runs the segment like _run; its gradient runs it again, from the states of the first time.
 
     Args:
-        states: variables that are no weights, such as the seeds of dropout, which the second time
+        states: variables that are not weights, such as the seeds of dropout, which the second run
             must read as the first did.
     """
     before = [(state, tf.identity(state.value)) for state in states]
 
-    # Others, such as masks and indices, have no gradient, and are kept.
+    # Other tensors, such as masks and indices, have no gradient, and are kept.
     takes = list(filter(_is_floating, segment.takes))
     gives = list(filter(_is_floating, segment.gives))
     is_again = False
@@ -244,7 +309,7 @@ def _run_twice(
 
         # TensorFlow calls this function once now, and again when it takes the gradient.
         if is_again:
-            # The scope takes what the layers assign, so moving statistics move only once.
+            # The scope catches what the layers assign, so moving statistics move only once.
             with keras.StatelessScope(state_mapping=before):
                 _run(segment, local, operation_fn)
         else:

@@ -1,7 +1,7 @@
 """Networks for images: small ones for small images, and any network of keras.applications, with a head for the task.
 
-Small ones are mlp and cnn for first runs, resnet20, and a separable CNN. Also what other builders
-share of them.
+The small ones are mlp and cnn for first runs, resnet20, and a separable CNN. Also helpers that other
+builders share.
 """
 
 import inspect
@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
-from keras import layers
+from keras import layers, ops
 
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 
 # Filters of resnet20; the second and the third stage begin with a stride of 2.
 STAGES = (16, 32, 64)
-# Filters of separable_cnn's convolutions; a pooling ends each block.
+# Filters of separable_cnn's convolutions; each block ends with pooling.
 BLOCKS = ((128,), (256, 256), (512, 512))
 # Pixels on a side, in every convolution of separable_cnn.
 KERNEL = 3
-# Of ImageNet's training images, red, green and blue, scaled to 0 ... 1, as in fb.resnet.torch, whose
+# Red, green and blue of ImageNet's training images, scaled to 0 ... 1, as in fb.resnet.torch, whose
 # preprocessing Goyal et al. follow.
 COLOR_MEANS = (0.485, 0.456, 0.406)
 COLOR_VARIANCES = (0.229**2, 0.224**2, 0.225**2)
@@ -31,9 +31,9 @@ def image_input(image_shape: Sequence[int], network: str, min_side: int) -> Any:
     """Makes the input layer for images of shape (height, width, channels).
 
     Args:
-        image_shape: of an image.
-        network: its name in the message.
-        min_side: pixels that height and width need at least.
+        image_shape: shape of an image.
+        network: name of the network, for the message.
+        min_side: the least height and width in pixels.
 
     Raises:
         ConfigError: the images are smaller.
@@ -48,8 +48,18 @@ def image_input(image_shape: Sequence[int], network: str, min_side: int) -> Any:
     return keras.Input(image_shape, name="image")
 
 
+def token_mask(tokens: Any, padding: int) -> Any:
+    """Returns True for each token [batch, length] that is not padding.
+
+    An example of padding alone keeps all its tokens: a mean over no token would be NaN.
+    """
+    is_text = ops.not_equal(tokens, padding)
+    is_empty = ops.logical_not(ops.any(is_text, axis=1, keepdims=True))
+    return ops.logical_or(is_text, is_empty)
+
+
 def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform") -> Any:
-    """Dense layer without activation."""
+    """Returns logits: the output of a dense layer without activation."""
     # In float32 whatever the policy, because losses in bfloat16 lose digits.
     return layers.Dense(
         num_outputs,
@@ -60,11 +70,13 @@ def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform")
 
 
 def check_counts(network: str, **counts: int) -> None:
-    """Raises ConfigError for a count below 1, by its option."""
-    # A range below 1 would be empty, without an error.
+    """Raises ConfigError for a count below 1, naming its option."""
+    # A loop over a count below 1 would silently do nothing.
     for option, count in counts.items():
         if count < 1:
-            raise ConfigError(f"{network} was given {option}={count}; it needs a whole number from 1")
+            raise ConfigError(
+                f"{network} was given {option}={count}; it needs a whole number from 1"
+            )
 
 
 def mlp(
@@ -74,13 +86,13 @@ def mlp(
     activation: str = "relu",
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Dense layers, each followed by dropout if that is not 0, for images or rows of numbers.
+    """Builds dense layers, each followed by dropout if that is not 0, for images or rows of numbers.
 
     Args:
-        input_shape: of an example, any number of axes.
-        num_outputs: logits of an example.
-        hidden: units of each hidden layer; without any it is linear or logistic regression.
-        activation: of the hidden layers, a Keras name.
+        input_shape: shape of an example, with any number of axes.
+        num_outputs: number of logits of an example.
+        hidden: units of each hidden layer; if empty, the model is a linear or logistic regression.
+        activation: Keras name of the hidden layers' activation.
         dropout: fraction dropped after each hidden layer.
     """
     inputs = keras.Input(tuple(input_shape), name="image" if len(input_shape) == 3 else "inputs")
@@ -97,18 +109,20 @@ def cnn(
     num_outputs: int,
     dropout: Sequence[float] = (0.25, 0.5),
 ) -> keras.Model:
-    """The classic Keras MNIST network, for images from 6x6.
+    """Builds the classic Keras MNIST network, for images of 6x6 or more.
 
     1,199,882 parameters on 28x28x1 with 10 classes.
 
     Args:
         image_shape: (height, width, channels).
-        num_outputs: logits of an image.
+        num_outputs: number of logits of an image.
         dropout: the fractions dropped after the pooling and after the dense layer.
     """
     if len(dropout) != 2:
-        raise ConfigError(f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]")
-    # The convolutions take 4 pixels of a side, and the pooling halves the rest: 6 pixels leave 1.
+        raise ConfigError(
+            f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]"
+        )
+    # The convolutions remove 4 pixels per side, and pooling halves the rest: 6 pixels leave 1.
     image = image_input(image_shape, "cnn", min_side=6)
     x = layers.Conv2D(32, 3, activation="relu", name="conv1")(image)
     x = layers.Conv2D(64, 3, activation="relu", name="conv2")(x)
@@ -125,7 +139,7 @@ def resnet20(
     num_outputs: int,
     blocks_per_stage: int = 3,
 ) -> keras.Model:
-    """Three stages of residual blocks, as He et al. 2015 built them for CIFAR-10.
+    """Builds three stages of residual blocks, as in He et al. 2015 for CIFAR-10.
 
     See arXiv:1512.03385, section 4.2. 272,474 trainable parameters on 32x32x3 with 10 classes
     (Keras counts 1,568 more, the moving means and variances). If a stage changes the shape, the
@@ -134,7 +148,7 @@ def resnet20(
 
     Args:
         image_shape: (height, width, channels).
-        num_outputs: logits of an image.
+        num_outputs: number of logits of an image.
         blocks_per_stage: n gives a depth of 6 n + 2, so 3 is ResNet-20 and 9 is ResNet-56.
     """
     check_counts("resnet20", blocks_per_stage=blocks_per_stage)
@@ -169,7 +183,7 @@ def _residual_block(x: Any, filters: int, strides: int, name: str) -> Any:
 
 
 def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> Any:
-    """Convolution without a bias, since the batch normalization that follows has its own."""
+    """Convolution and batch normalization, whose offset makes a bias superfluous."""
     options = {"padding": "same", "use_bias": False, "kernel_initializer": "he_normal"}
     x = layers.Conv2D(filters, size, strides=strides, name=name, **options)(x)
     # Keras's default momentum, 0.99, is slow for runs of a few hundred steps; 0.9 is usual.
@@ -183,16 +197,16 @@ def separable_cnn(
     initializer: str = "lecun_normal",
     depthwise_initializer: str = "unit_gain",
 ) -> keras.Model:
-    """Chollet's separable convolutions between one plain convolution and one dense layer.
+    """Builds Chollet's separable convolutions between one plain convolution and one dense layer.
 
     Chollet 2017, arXiv:1610.02357; docs/separable.md trains it. 2,887,306 parameters on 28x28x1
-    with 10 classes; images from 8x8.
+    with 10 classes; images of 8x8 or more.
 
     Args:
         image_shape: (height, width, channels).
-        num_outputs: logits of an image.
-        activation: of all hidden layers, a Keras name.
-        initializer: of the plain, pointwise and dense kernels, a Keras name.
+        num_outputs: number of logits of an image.
+        activation: Keras name of the activation of all hidden layers.
+        initializer: Keras name of the initializer of the plain, pointwise and dense kernels.
         depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees
             KERNEL**2 = 9 inputs, but Keras reads its shape (3, 3, C, 1) as a fan-in of 9*C: under
             lecun, he and glorot the variance of the signal falls by a factor near C in each such
@@ -237,17 +251,16 @@ def application(
     dropout: float = 0.0,
     **options: Any,
 ) -> keras.Model:
-    """keras.applications.<name> with random weights, pooling, dropout and a dense layer of logits.
+    """Builds keras.applications.<name> with random weights, pooling, dropout and a dense layer of logits.
 
     Two things differ from Keras's own, so the network is built once and then cloned layer by layer:
     - rescaling and normalization layers, with which some networks (EfficientNet, ConvNeXt ...)
       begin, are removed, because the images are normalized already;
-    - layers that Keras named itself get the names that a new process would give them (see
-      _fresh_names).
+    - layers that Keras named itself get the names that a new process would give them (see _fresh_names).
 
     Args:
         image_shape: (height, width, channels).
-        num_outputs: logits of an image.
+        num_outputs: number of logits of an image.
         name: a function of keras.applications, such as ResNet50.
         dropout: fraction dropped before the dense layer.
         options: passed on to the network, such as alpha=0.5 for MobileNet.
@@ -266,7 +279,7 @@ def application(
 
 
 def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> keras.Model:
-    """ResNet-50 for RGB images of 0 ... 1, as Goyal et al. 2017 train it on ImageNet.
+    """Builds ResNet-50 for RGB images with values 0 ... 1, as Goyal et al. 2017 train it on ImageNet.
 
     See arXiv:1706.02677, section 5.1. 25,557,032 trainable parameters on 1000 classes. It differs
     from keras.applications.ResNet50, which is that of He et al. 2015, in these points:
@@ -278,10 +291,12 @@ def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> keras.Model:
 
     Args:
         image_shape: (height, width, 3).
-        num_outputs: logits of an image.
+        num_outputs: number of logits of an image.
     """
     image = keras.Input(image_shape, name="image")
-    colors = layers.Normalization(mean=COLOR_MEANS, variance=COLOR_VARIANCES, dtype="float32", name="colors")
+    colors = layers.Normalization(
+        mean=COLOR_MEANS, variance=COLOR_VARIANCES, dtype="float32", name="colors"
+    )
     trunk = body(image_shape, "ResNet50", pooling="avg", input_tensor=colors(image))
 
     changes: dict[str, dict[str, Any]] = {colors.name: {}}
@@ -309,10 +324,12 @@ def body(
     **options: Any,
 ) -> keras.Model:
     """Builds Keras's own network without its head, with random weights; raises as `application`."""
-    # Only functions build networks; their modules lie beside them.
+    # Functions only: keras.applications also has their modules.
     networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))
     if name not in networks:
-        raise ConfigError(f"keras.applications has no network {name!r}; {nearest(name, list(networks))}")
+        raise ConfigError(
+            f"keras.applications has no network {name!r}; {nearest(name, list(networks))}"
+        )
     return networks[name](
         include_top=False,
         weights=None,
@@ -327,20 +344,23 @@ def clone(
     image: Any,
     changes: Mapping[str, dict[str, Any]] | None = None,
 ) -> keras.Model:
-    """Rebuilds the network on another input, without rescaling, and with fresh names.
+    """Rebuilds a network of keras.applications on another input, with fresh names.
 
     Args:
-        trunk: of keras.applications.
+        trunk: a network of keras.applications.
         image: the new input.
-        changes: settings of layers, by the name that they have in the trunk, to build them with
-            others. A normalization that is named here stays.
+        changes: settings to change, by layer name in the trunk. A normalization layer that is named
+            here is kept.
     """
     names = _fresh_names(trunk)
     changes = changes or {}
 
     def rebuild(layer: Any) -> Any:
         name = names.get(layer.name, layer.name)
-        if isinstance(layer, (layers.Rescaling, layers.Normalization)) and layer.name not in changes:
+        if (
+            isinstance(layer, (layers.Rescaling, layers.Normalization))
+            and layer.name not in changes
+        ):
             return layers.Identity(name=name)  # The data set has normalized the images.
         config = layer.get_config() | changes.get(layer.name, {}) | {"name": name}
         return layer.__class__.from_config(config)
@@ -349,10 +369,10 @@ def clone(
 
 
 def _fresh_names(model: keras.Model) -> dict[str, str]:
-    """Returns new names, by old ones, of the layers that Keras named by their class and a number.
+    """Maps names that Keras made from a class and a number to names that count within the model.
 
-    A second InceptionV3 in one process begins at conv2d_94 instead of conv2d, so it could not load
-    a checkpoint of the first. Counting within the model gives both the same names.
+    In a second InceptionV3 of a process the first layer is conv2d_94 instead of conv2d, so it could
+    not load a checkpoint of the first. Counted within the model, both have the same names.
     """
     numbered: dict[str, list[tuple[int, str]]] = {}
     for layer in model.layers:

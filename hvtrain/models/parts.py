@@ -1,7 +1,7 @@
 """Parts of a model by name, and the settings that change them, such as model.freeze.
 
-A part is named by a pattern of fnmatch, in which * stands for anything, slashes too. It matches a
-layer's name, its path (the names of the layers that it is in, then its own) or the path of a
+A part is named by an fnmatch pattern, in which * matches anything, including slashes. It is matched
+against a layer's name, its path (the names of its enclosing layers, then its own) and the path of a
 variable: conv1, block2/*, */bias.
 """
 
@@ -26,10 +26,9 @@ LORA_LAYERS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedd
 
 @dataclass(frozen=True)
 class Part:
-    """A layer that holds variables itself.
+    """A layer that has variables of its own.
 
-    path: its place in the model, without the model's own name. variables: its own, without those of
-    layers inside.
+    path: its path in the model, without the model's name. variables: its own, without those of inner layers.
     """
 
     layer: keras.layers.Layer
@@ -37,20 +36,21 @@ class Part:
     variables: tuple[Any, ...]
 
     def names(self, variable: Any) -> tuple[str, ...]:
-        """Returns the names by which a pattern may call the variable: its path, and its layers'."""
+        """Returns the names that a pattern may match: the variable's path, and its layers' names and paths."""
         layer_names = self.path.split("/")
         paths = ("/".join(layer_names[:depth]) for depth in range(1, len(layer_names) + 1))
-        return tuple(dict.fromkeys([*layer_names, *paths, f"{self.path}/{variable.name}".lstrip("/")]))
+        return tuple(
+            dict.fromkeys([*layer_names, *paths, f"{self.path}/{variable.name}".lstrip("/")])
+        )
 
 
 def parts(model: keras.Model) -> list[Part]:
-    """Returns all layers that hold variables themselves, in the order of model.weights, each once.
+    """Returns each layer that has variables of its own, in the order of model.weights.
 
-    Paths do not depend on how Keras was brought to build the layers, as those of variables do: a
-    nested Sequential is in a variable's path if it was built by its first call, and not if it was
-    loaded.
+    Unlike Keras's paths of variables, these paths do not depend on how the layers were built: a
+    nested Sequential is in a variable's path if its first call built it, but not if it was loaded.
     """
-    # By identity: Keras's layers may be shared, and == on its variables compares their values.
+    # By identity: layers may be shared, and == on Keras variables compares their values.
     seen: set[int] = set()
     num_uses = Counter[str]()
 
@@ -71,9 +71,9 @@ def parts(model: keras.Model) -> list[Part]:
 
 
 def head_of(model: keras.Model) -> list[Part]:
-    """Returns the parts that may be new for another task.
+    """Returns the head, which may be replaced for another task.
 
-    That is the last layer with weights, or everything after a backbone of keras-hub.
+    It is the last layer with weights, or everything after a backbone of keras-hub.
     """
     backbone = backbone_of(model)
     if backbone is None:
@@ -105,7 +105,7 @@ def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
             n=4,
             cutoff=0.5,
         )
-        # Some names of the model are better than no hint.
+        # If none is near, a few names of the model are better than no hint.
         nearest = nearest or list(known_names)[:4]
         raise ConfigError(
             f"{setting} names {pattern}, which matches nothing that trains; near names: {', '.join(nearest)}"
@@ -114,19 +114,19 @@ def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
 
 
 def sharded_tables(model: keras.Model) -> list[tuple[Any, int]]:
-    """Returns the rows that this rank has of each sharded table, as keras.table_rows.Rows, and a row's size."""
+    """Returns this rank's rows of each sharded table, as keras.table_rows.Rows, and the size of a row."""
     tables = [variable for variable in model.weights if hasattr(variable, "rank_part")]
     return [(table.rank_part, math.prod(table.shape[1:])) for table in tables]
 
 
 def num_parameters(model: keras.Model) -> int:
-    """Returns the number of weights, with those rows of sharded tables that are on other ranks."""
+    """Returns the number of weights, including the rows of sharded tables that are on other ranks."""
     on_others = sum((rows.num_rows - rows.num_own) * size for rows, size in sharded_tables(model))
     return model.count_params() + on_others
 
 
 def describe_tables(model: keras.Model) -> str:
-    """Describes the sharded tables for the run's summary; empty for none."""
+    """Describes the sharded tables for the run's summary; empty if there are none."""
     tables = [
         f"{rows.table} {rows.num_rows:,} x {size:,}, row r on rank r mod {rows.num_ranks}"
         for rows, size in sharded_tables(model)
@@ -135,9 +135,11 @@ def describe_tables(model: keras.Model) -> str:
 
 
 def describe_trainable(model: keras.Model) -> str:
-    """Describes the trainable share; empty if every trainable weight trains."""
-    # Moving statistics never train, and are no part of the share.
-    num_trainable = sum(_size(variable) for part in parts(model) for variable in part.layer._trainable_variables)
+    """Describes the share of parameters that are trained; empty if all trainable ones are."""
+    # Moving statistics are never trained, and do not count.
+    num_trainable = sum(
+        _size(variable) for part in parts(model) for variable in part.layer._trainable_variables
+    )
     num_trained = sum(map(_size, model.trainable_variables))
     if num_trained >= num_trainable:
         return ""
@@ -154,19 +156,19 @@ def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
     These are train.sync_batch_norm, model.lora_rank, model.freeze and train.remat.
 
     Args:
-        model: built, not compiled.
-        config: of the run.
+        model: a built model that is not compiled.
+        config: the run's settings.
         size: number of ranks.
 
     Raises:
-        ConfigError: a setting names nothing, or does not go with the model.
+        ConfigError: a setting matches nothing, or does not fit the model.
     """
     options = config.model_options
     if config.train.sync_batch_norm:
         _synchronize(model, size)
     if options.lora_rank:
         add_lora(model, options.lora_rank)
-    # After LoRA, so that nothing at all trains of a part that is frozen.
+    # After LoRA, so that a frozen part trains no LoRA matrices either.
     if options.freeze:
         freeze(model, options.freeze)
     if config.train.remat:
@@ -174,12 +176,12 @@ def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
 
 
 def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
-    """Freezes what the patterns name.
+    """Freezes the variables that match the patterns.
 
-    A layer of which nothing trains any more runs as in inference.
+    A layer that is frozen completely runs in inference mode.
 
     Raises:
-        ConfigError: a pattern names nothing that trains, or nothing is left that trains.
+        ConfigError: a pattern matches nothing trainable, or nothing trainable is left.
     """
     # By identity, as in `parts`.
     frozen_ids = set()
@@ -189,8 +191,7 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
         frozen = [variable for variable in part.variables if id(variable) in frozen_ids]
         for variable in frozen:
             variable.trainable = False
-        # Batch normalization, for one, uses its moving statistics as they are once it is not
-        # trainable.
+        # Batch normalization, for example, then uses its moving statistics and leaves them unchanged.
         if frozen and not part.layer.trainable_variables:
             part.layer.trainable = False
     if not model.trainable_variables:
@@ -201,22 +202,26 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
 
 
 def add_lora(model: keras.Model, rank: int) -> None:
-    """Freezes all but the head, and trains two small matrices in place of each large one.
+    """Freezes everything but the head, and trains two small matrices in place of each large one.
 
     Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685), for the LORA_LAYERS. The head, see
-    head_of, trains as a whole, since it may be new. A saved model has the matrices added to the
-    kernels, and is a plain one.
+    head_of, is trained as a whole, since it may be new. In a saved model the matrices are added to
+    the kernels, so it is a plain model.
 
     Args:
-        model: built.
-        rank: of the matrices.
+        model: a built model.
+        rank: the rank of the matrices.
 
     Raises:
         ConfigError: the model has no such layer before its head.
     """
     head_paths = {id(part.layer): part.path for part in head_of(model)}
     body = [part for part in parts(model) if id(part.layer) not in head_paths]
-    adapted = [part.layer for part in body if isinstance(part.layer, LORA_LAYERS) and not _constraint(part.layer)]
+    adapted = [
+        part.layer
+        for part in body
+        if isinstance(part.layer, LORA_LAYERS) and not _constraint(part.layer)
+    ]
     if not adapted:
         raise ConfigError(
             f"model.lora_rank={rank}, but {model.name} has no Dense, EinsumDense or Embedding "
@@ -224,7 +229,7 @@ def add_lora(model: keras.Model, rank: int) -> None:
             "(model.freeze)"
         )
 
-    # First all, then the adapted layers train again through their new matrices.
+    # Freezes everything first; adapted layers then become trainable through their new matrices.
     for part in body:
         for variable in part.variables:
             variable.trainable = False
@@ -239,13 +244,17 @@ def add_lora(model: keras.Model, rank: int) -> None:
 
 def _constraint(layer: Any) -> Any:
     # Keras cannot add the matrices to a kernel with a constraint; such a layer stays frozen.
-    name = "embeddings_constraint" if isinstance(layer, keras.layers.Embedding) else "kernel_constraint"
+    name = (
+        "embeddings_constraint"
+        if isinstance(layer, keras.layers.Embedding)
+        else "kernel_constraint"
+    )
     return getattr(layer, name)
 
 
 def _save_plain(layer: Any) -> None:
     """Makes the layer save as a plain one."""
-    # Keras saves the sum as the kernel, and with lora_rank it would load matrices of zeros besides.
+    # Keras saves the sum as the kernel; with lora_rank in the config a loaded layer would also get zero matrices.
     get_config = layer.get_config
 
     def without_lora() -> dict[str, Any]:
@@ -255,14 +264,18 @@ def _save_plain(layer: Any) -> None:
 
 
 def _synchronize(model: keras.Model, size: int) -> None:
-    """Makes each batch normalization one over the batches of all ranks."""
-    norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    """Makes each batch normalization layer normalize over the batches of all ranks."""
+    norms = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+    ]
     if not norms:
         raise ConfigError(
             f"train.sync_batch_norm=true, but {model.name} has no BatchNormalization; leave the setting out"
         )
     if size == 1:
-        return  # Keras's own normalizes over the joint batch already.
+        return  # Keras's own layer normalizes over the joint batch already.
     from hvtrain.keras.sync_batch_norm import SyncBatchNormalization, synchronize
 
     for layer in norms:

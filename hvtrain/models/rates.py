@@ -1,9 +1,9 @@
-"""train.rates, train.weight_decay and train.ema: what is added to a Keras optimizer's step.
+"""train.rates, train.weight_decay and train.ema: additions to the step of a Keras optimizer.
 
-Parts of the model learn at another rate, kernels decay, and averages of the weights are kept. The
-average is validated and saved while training goes on without it. Keras's optimizers keep it among
-their variables (use_ema), so checkpoints have it; at the end of the training it becomes the
-weights. Moving statistics are averages already.
+Parts of the model learn at other rates, kernels decay, and a moving average of the weights is kept.
+The average is what is validated and saved, while training continues from the weights themselves. It
+is among the variables of Keras's optimizer (use_ema), so checkpoints include it; at the end of the
+training it replaces the weights. Moving statistics, already averages, are left out.
 """
 
 from collections import defaultdict
@@ -22,8 +22,7 @@ from hvtrain.step.joint_loss import overridden_steps
 def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[float]:
     """Returns the factor of each trainable variable.
 
-    Of several patterns that match it the last one counts. Raises ConfigError for a pattern that
-    matches none.
+    The last matching pattern wins. Raises ConfigError for a pattern that matches none.
     """
     factors = {}
     for pattern, factor in (rates or {}).items():
@@ -39,18 +38,17 @@ def multiply_rates(
 ) -> None:
     """Multiplies the learning rate of each variable by its factor, in place.
 
-    A step of a Keras optimizer updates one variable after the other, each by the learning rate that
-    it is given. So the rate is another one, which a factor on the gradient would not be: Adam's
-    updates do not depend on it. Weight decay, which Keras multiplies by the learning rate too,
-    follows.
+    A Keras optimizer updates one variable after the other, by the learning rate that it passes to
+    each update. So the rate itself is changed; a factor on the gradient would have no effect on
+    Adam. Weight decay, which Keras also multiplies by the learning rate, is scaled as well.
 
     Raises:
-        ConfigError: the optimizer steps in another way.
+        ConfigError: the optimizer overrides Keras's step.
     """
     if all(factor == 1 for factor in factors):
         return
     inner = _plain_steps(optimizer, "train.rates")
-    # Not by the variable itself: parameter servers hold another one.
+    # By index and not by identity, since parameter servers hold other variable objects.
     index_of = inner._get_variable_index
     factor_of = {index_of(variable): factor for variable, factor in zip(variables, factors)}
     update_step = inner.update_step
@@ -67,7 +65,7 @@ def multiply_rates(
         groups = defaultdict(list)
         for variable in variables:
             groups[factor_of.get(index_of(variable), 1.0)].append(variable)
-        # Keras reads the attribute for all variables of a call, so those of one factor go together.
+        # Keras reads the attribute once per call, so variables with the same factor are passed together.
         weight_decay = inner.weight_decay
         for factor, group in groups.items():
             inner.weight_decay = None if weight_decay is None else weight_decay * factor
@@ -81,10 +79,10 @@ def multiply_rates(
 def decay_kernels(optimizer: keras.optimizers.Optimizer, weight_decay: float) -> None:
     """Adds weight_decay times the kernel to the gradient of each kernel, in place.
 
-    That is the weight decay of ResNet's and many other papers, and of PyTorch's SGD, which goes
-    through the momentum. Keras's optimizer.weight_decay takes as much off the weights themselves
-    (Loshchilov and Hutter 2017), which in SGD with a momentum of 0.9 decays a tenth as much. A
-    regularizer has the same gradient, but would be in every loss that is reported.
+    This is the weight decay of ResNet's and many other papers, and of PyTorch's SGD; it passes
+    through the momentum. Keras's optimizer.weight_decay is subtracted from the weights themselves
+    (Loshchilov and Hutter 2017); in SGD with a momentum of 0.9 that decays a tenth as much. A
+    regularizer would have the same gradient, but would be part of every reported loss.
 
     Args:
         optimizer: its kernels are the variables of two or more axes. Biases and the parameters of
@@ -92,7 +90,7 @@ def decay_kernels(optimizer: keras.optimizers.Optimizer, weight_decay: float) ->
         weight_decay: 0 changes nothing.
 
     Raises:
-        ConfigError: the optimizer steps in a way of its own.
+        ConfigError: the optimizer overrides Keras's step.
     """
     if not weight_decay:
         return
@@ -101,7 +99,7 @@ def decay_kernels(optimizer: keras.optimizers.Optimizer, weight_decay: float) ->
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
         if len(variable.shape) > 1:
-            # A sparse gradient, of an embedding, becomes dense, since all rows decay.
+            # The sparse gradient of an embedding becomes dense, since all rows decay.
             gradient = tf.convert_to_tensor(gradient) + weight_decay * variable
         return update_step(gradient, variable, learning_rate)
 
@@ -116,7 +114,7 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None)
             changes nothing.
 
     Raises:
-        ConfigError: the optimizer averages already, or steps in a way of its own.
+        ConfigError: the optimizer averages already, or overrides Keras's step.
     """
     if momentum is None:
         return
@@ -129,7 +127,7 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None)
     inner.use_ema = True
     inner.ema_momentum = momentum
 
-    # Keras by itself would average after each of the steps that only accumulate too.
+    # Keras itself would also average after steps that only accumulate.
     accumulate = inner.gradient_accumulation_steps
     if accumulate:
         average = inner._update_model_variables_moving_average
@@ -143,14 +141,14 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None)
 
 @contextmanager
 def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
-    """Sets the model's weights to their averages for the block, and then back, bit by bit."""
+    """Sets the model's weights to their averages within the block, and restores them exactly."""
     inner = _inner(model.optimizer)
     # Before the first step Keras's averages are zeros.
     if momentum is None or int(inner.iterations.numpy()) == 0:
         yield
         return
     variables = [variable.value for variable in inner._trainable_variables]
-    # Copies on the device, so that the weights come back bit by bit.
+    # Copies on the device, so that the weights are restored exactly.
     weights = [tf.identity(variable) for variable in variables]
     for variable, average in zip(variables, inner._model_variables_moving_average):
         variable.assign(average)
@@ -172,7 +170,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _plain_steps(optimizer: Any, setting: str) -> Any:
-    """Returns the optimizer inside, after a check that it steps as Keras's do.
+    """Returns the inner optimizer, after checking that it steps as Keras's optimizers do.
 
     Raises ConfigError.
     """

@@ -23,17 +23,17 @@ def dlrm(
     bottom: Sequence[int] = (64,),
     top: Sequence[int] = (64, 32),
 ) -> keras.Model:
-    """Deep learning recommendation model of Naumov et al. 2019 (arXiv:1906.00091).
+    """Builds the deep learning recommendation model of Naumov et al. 2019 (arXiv:1906.00091).
 
-    Dense layers turn the numbers into a vector; the table has one for each category. The dot
-    products of all pairs of these vectors, and the first vector itself, go through dense layers to
-    the logits.
+    Dense layers turn the numbers into a vector; the table has a vector for each category. The dot
+    products of all pairs of vectors, and the vector of the numbers itself, are the input of the
+    dense layers that end in the logits.
 
     Args:
         input_spec: {"numbers": float [n], "categories": int [features]}.
-        category_sizes: ids of each feature, whose sum is the number of rows of the table.
-        num_outputs: logits of an example.
-        width: numbers in each vector.
+        category_sizes: number of ids of each feature; their sum is the number of rows of the table.
+        num_outputs: number of logits of an example.
+        width: length of each vector.
         bottom: units of the hidden layers before the products.
         top: units of the hidden layers after them.
     """
@@ -42,7 +42,7 @@ def dlrm(
     table = layers.Embedding(sum(category_sizes), width, name="category_table")
     rows = ops.concatenate([numbers[:, None], table(inputs["categories"])], axis=1)
     products = ops.einsum("bid,bjd->bij", rows, rows)
-    # Below the diagonal stands each pair once.
+    # The entries below the diagonal: each pair once.
     below = np.flatnonzero(np.tri(len(category_sizes) + 1, k=-1))
     pairs = ops.take(layers.Flatten()(products), below, axis=1)
     features = ops.concatenate([numbers, pairs], axis=1)
@@ -56,15 +56,15 @@ def two_tower(
     width: int = 32,
     hidden: Sequence[int] = (64,),
 ) -> keras.Model:
-    """A tower for queries and one for items, each a table and dense layers, for task=retrieval.
+    """Builds a tower for queries and one for items, each a table and dense layers, for task=retrieval.
 
-    The output is [2, width]: the vector of the query and that of the item, of length 1. Their
-    product is the score, so that a search for nearest neighbours finds a query's items.
+    The output is [2, width]: the unit vectors of the query and of the item. Their dot product is the
+    score, so a nearest-neighbor search finds a query's items.
 
     Args:
         input_spec: {"query": int [features], "item": int [features]}.
-        query_sizes, item_sizes: ids of each feature.
-        width: numbers in a vector, in the tables too.
+        query_sizes, item_sizes: number of ids of each feature.
+        width: length of the vectors, in the tables too.
         hidden: units of the hidden layers of each tower.
     """
     inputs = symbolic(input_spec)

@@ -1,5 +1,6 @@
-"""A transformer over tokens, to predict the next token, or hidden ones from both sides."""
+"""A transformer over tokens: predicts the next token, masked tokens, or the class of a text."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -7,7 +8,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from hvtrain.errors import ConfigError
-from hvtrain.models.networks import check_counts
+from hvtrain.models.networks import check_counts, logits, token_mask
 
 # Standard deviation of the first weights, as in GPT-2 and BERT.
 STDDEV = 0.02
@@ -22,35 +23,45 @@ def transformer(
     heads: int = 4,
     mlp_ratio: int = 4,
     dropout: float = 0.1,
-    mask_zero: bool = False,
+    mask_zero: bool | None = None,
+    length: int | None = None,
+    padded: bool = False,
+    output_shape: Sequence[Any] | None = None,
 ) -> keras.Model:
-    """Pre-norm blocks of attention and MLP over learned positions, from tokens to logits.
+    """Builds pre-norm blocks of attention and MLP over learned positions, from tokens to logits.
 
-    As GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). The
+    Like GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). The
     token's embedding and the head share one matrix, in float32. 1,071,872 parameters with the
     defaults, 128 tokens and a vocabulary of 2,048.
 
     Args:
-        input_spec: one example: a row of tokens, int, of one length.
-        vocabulary_size: of the data set's tokenizer.
+        input_spec: one example: a row of tokens, int, of one length, or of any length up to
+            `length`.
+        vocabulary_size: vocabulary size of the data set's tokenizer.
         causal: each position sees itself and earlier ones; False: all. A fact of dataset=text.
-        blocks: how many.
-        width: units of each position.
+        blocks: number of blocks.
+        width: number of units of each position.
         heads: attention heads, which share the width.
         mlp_ratio: units of the MLP's inner layer, relative to the width.
         dropout: fraction dropped after the embeddings and at the end of attention and MLP.
         mask_zero: token 0 is padding, which no position sees; give it the weight 0 as a target.
+            None: true if `padded` and not `causal`, as no causal position sees the padding after it.
+        length: the largest number of tokens, for rows of different lengths. A fact of dataset=text.
+        padded: rows are filled up with token 0. A fact of dataset=text.
+        output_shape: an example's output shape, from the task. With one axis (logits of the whole text)
+            the head is a dense layer on the mean over all positions, not the shared matrix.
     """
-    _check_input(input_spec)
+    if mask_zero is None:
+        mask_zero = padded and not causal
+    length = _check_input(input_spec, length)
     check_counts("transformer", blocks=blocks, heads=heads)
     if width % heads:
-        raise ConfigError(f"transformer was given width={width} and heads={heads}; the heads share the width evenly")
-    # Learned positions need a fixed length.
-    (length,) = input_spec.shape
-    tokens = keras.Input((length,), dtype="int32", name="tokens")
+        raise ConfigError(
+            f"transformer was given width={width} and heads={heads}; the heads share the width evenly"
+        )
+    tokens = keras.Input(tuple(input_spec.shape), dtype="int32", name="tokens")
 
-    # In float32 whatever the policy, as the head is it too: losses of logits in bfloat16 lose
-    # digits.
+    # In float32 whatever the policy, since it is the head too: losses of logits in bfloat16 lose digits.
     embedding = layers.ReversibleEmbedding(
         vocabulary_size,
         width,
@@ -71,11 +82,18 @@ def transformer(
 
     # Not as Keras's mask, which a sum of two embeddings drops. [batch, 1, length]: the same for
     # each position that attends.
-    mask = ops.expand_dims(ops.not_equal(tokens, 0), axis=1) if mask_zero else None
+    is_text = token_mask(tokens, 0) if mask_zero else None
+    mask = ops.expand_dims(is_text, axis=1) if mask_zero else None
     for number in range(1, blocks + 1):
         x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, mask)
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
-    return keras.Model(tokens, embedding(x, reverse=True), name="transformer")
+    if output_shape is not None and len(output_shape) == 1:
+        outputs = logits(
+            layers.GlobalAveragePooling1D(name="pool")(x, mask=is_text), output_shape[0]
+        )
+    else:
+        outputs = embedding(x, reverse=True)
+    return keras.Model(tokens, outputs, name="transformer")
 
 
 def _block(
@@ -87,7 +105,7 @@ def _block(
     dropout: float,
     mask: Any,
 ) -> Any:
-    """Attention over the positions of the mask, or all, then an MLP; both add to x."""
+    """Adds to x attention over the positions of the mask, or all, and then an MLP; returns the sum."""
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(
         heads,
@@ -118,10 +136,13 @@ def _normal() -> keras.initializers.Initializer:
     return keras.initializers.RandomNormal(stddev=STDDEV)
 
 
-def _check_input(input_spec: Any) -> None:
+def _check_input(input_spec: Any, length: int | None) -> int:
+    """Returns the largest number of tokens in a row, for which learned positions are made."""
     shape = tuple(getattr(input_spec, "shape", ()))
-    if len(shape) != 1 or not shape[0] or not input_spec.dtype.is_integer:
+    longest = shape[0] or length if len(shape) == 1 else None
+    if not longest or not input_spec.dtype.is_integer:
         raise ConfigError(
             f"transformer was given inputs {input_spec}; it needs a row of tokens as whole "
             "numbers, of one length: dataset=text gives them"
         )
+    return longest

@@ -18,7 +18,7 @@ TREE_SHARE = 0.9
 # step_cost.Rules.interference and .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
 LINK_SHARE = 0.825
 
-# Of the measurements behind Machine.factors.
+# Message size of the measurements behind Machine.factors.
 FACTOR_BYTES = 4 << 20
 
 # Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink,
@@ -34,8 +34,8 @@ class Link:
     """One direction of a link.
 
     Attributes:
-        latency_seconds: Until the first byte arrives.
-        bytes_per_second: From then on.
+        latency_seconds: Time until the first byte arrives.
+        bytes_per_second: Speed from then on.
         corrections: Pairs (bytes, measured / predicted seconds) of all-reduces over it: no real
             link has the same speed for all sizes.
     """
@@ -70,12 +70,12 @@ class Machine:
     Attributes:
         inside: Each rank's link inside its host.
         between: The link of a host to the others, which all its ranks share.
-        ranks_per_host: Ranks of a host.
+        ranks_per_host: Ranks on each host.
         start_seconds: Fixed cost of an all-reduce of any size: with Horovod, until all ranks have
             agreed on it.
-        factors: Time to exchange something else than float32, relative to an all-reduce of as many
-            bytes: "gather" for bytes that cannot be added (Gloo's allgather is slower between hosts),
-            "half" for half precision (whose sums are slow on CPUs). 1 if missing.
+        factors: Time to exchange something other than float32, relative to an all-reduce of as many
+            bytes: "gather" for bytes that cannot be added (Gloo's allgather is slower between
+            hosts), "half" for half precision (whose sums are slow on CPUs). 1 if missing.
     """
 
     inside: Link
@@ -85,19 +85,19 @@ class Machine:
     factors: Mapping[str, float] = field(default_factory=dict)
 
     def num_hosts(self, num_ranks: int) -> int:
-        """Number of hosts for so many ranks; the last may be partly filled."""
+        """Number of hosts for num_ranks ranks; the last may be partly filled."""
         return -(-num_ranks // self.ranks_per_host)
 
     def slowest(self, num_ranks: int) -> str:
-        """Name of the link that limits so many ranks: "inside" or "between"."""
+        """Name of the link that limits num_ranks ranks: "inside" or "between"."""
         return "inside" if self.num_hosts(num_ranks) == 1 else "between"
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """2 (n - 1) steps, in each of which every rank passes on an n-th part: 2 (n - 1) (alpha + bytes / n / beta).
+    """Time of 2 (n - 1) steps in which every rank passes on an n-th part: 2 (n - 1) (alpha + bytes / n / beta).
 
     No algorithm sends less (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations"), but its latency grows with the ranks.
+    clusters of workstations"), but a ring's latency grows with the ranks.
 
     >>> round(ring_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(ring_seconds(0, 4, Link(1e-5, 1e9)), 6)
     (0.15, 6e-05)
@@ -106,10 +106,10 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Halving and doubling (Rabenseifner's algorithm, in Thakur et al. 2005): a ring's bytes in 2 log2 n steps.
+    """Time of halving and doubling: a ring's bytes in 2 log2 n steps, if n is a power of two.
 
-    That holds for powers of two. Other numbers of ranks would send more; they get the ring's time
-    here.
+    This is Rabenseifner's algorithm, in Thakur et al. 2005. Other numbers of ranks would send more, and
+    get the ring's time here.
 
     >>> round(halving_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(halving_seconds(0, 32, Link(1e-5, 1e9)), 6)
     (0.15, 0.0001)
@@ -119,11 +119,14 @@ def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
         return ring_seconds(num_bytes, num_ranks, link)
 
     steps = 2 * (num_ranks.bit_length() - 1)
-    return steps * link.latency_seconds + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
+    return (
+        steps * link.latency_seconds
+        + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
+    )
 
 
 def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
-    """One ring through all ranks, host after host, which crosses each host's link once in each direction.
+    """Time of one ring through all ranks, host after host, which crosses each host's link once in each direction.
 
     The narrowest link limits it. A part of the sum passes 2 (n - 1) links, of which 2 (hosts - 1)
     lead from host to host; NCCL's ncclTopoTuneModel counts the same way.
@@ -133,7 +136,7 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
     0.175032
     """
     hosts = machine.num_hosts(num_ranks)
-    # No network takes part.
+    # The network is not used.
     if hosts == 1:
         return ring_seconds(num_bytes, num_ranks, machine.inside)
 
@@ -145,7 +148,9 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
     steps = 2 * (num_ranks - 1)
     outer_steps = 2 * (hosts - 1)
     inner_steps = steps - outer_steps
-    latency = inner_steps * machine.inside.latency_seconds + outer_steps * machine.between.latency_seconds
+    latency = (
+        inner_steps * machine.inside.latency_seconds + outer_steps * machine.between.latency_seconds
+    )
     return latency + steps / num_ranks * num_bytes / slowest
 
 
@@ -154,7 +159,7 @@ def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> 
 
     This follows Goyal et al. 2017 (arXiv:1706.02677, section 4); with
     HOROVOD_HIERARCHICAL_ALLREDUCE, MPI chooses how hosts reduce. The parts share each host's link,
-    which carries all bytes; its latency grows with the hosts alone.
+    which carries all bytes; the latency of that link grows with the hosts alone.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=4)
     >>> round(hierarchical_seconds(100e6, 8, hosts), 6)  # inside 2 x 3/4 x 0.01 s, between 2 x 1/2 x 0.1 s, 20 us
@@ -162,7 +167,9 @@ def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> 
     """
     hosts = machine.num_hosts(num_ranks)
     local = min(num_ranks, machine.ranks_per_host)
-    return ring_seconds(num_bytes, local, machine.inside) + halving_seconds(num_bytes, hosts, machine.between)
+    return ring_seconds(num_bytes, local, machine.inside) + halving_seconds(
+        num_bytes, hosts, machine.between
+    )
 
 
 def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
@@ -170,8 +177,7 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
 
     An inner rank of one tree is a leaf of the other, so each link carries 2 x bytes, and the
     latency grows with the logarithm (Sanders, Speck and Traeff 2009, "Two-tree algorithms for full
-    bandwidth broadcast, reduction and scan"). NCCL has it since 2.4. The time to fill the pipeline
-    is left out.
+    bandwidth broadcast, reduction and scan"). NCCL has it since 2.4. The time to fill the pipeline is left out.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> round(tree_seconds(90e6, 512, hosts), 6), round(tree_seconds(0, 512, hosts), 6)
@@ -202,7 +208,7 @@ def allreduce_seconds(
     machine: Machine,
     algorithms: Sequence[str] = tuple(ALGORITHMS),
 ) -> tuple[float, str]:
-    """Time by the fastest of the algorithms, with the machine's start and its link's correction, and which one it is.
+    """Time of the fastest algorithm, with the machine's start and its link's correction, and that algorithm's name.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> [allreduce_seconds(num_bytes, 512, hosts, ("ring", "tree"))[1] for num_bytes in (1e3, 1e9)]
@@ -212,6 +218,8 @@ def allreduce_seconds(
         return 0.0, "none"
 
     # Ties go to the name that comes first in the alphabet.
-    seconds, name = min((ALGORITHMS[name](num_bytes, num_ranks, machine), name) for name in algorithms)
+    seconds, name = min(
+        (ALGORITHMS[name](num_bytes, num_ranks, machine), name) for name in algorithms
+    )
     link: Link = getattr(machine, machine.slowest(num_ranks))
     return (machine.start_seconds + seconds) * link.correction(num_bytes), name

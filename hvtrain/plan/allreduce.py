@@ -4,14 +4,13 @@ Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFO
 algorithm bandwidth is bytes / time, and bus bandwidth is that times 2 (n - 1) / n, the share that
 each of n ranks has to send.
 
-`python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` is one rank: it measures seconds by size of
-the reduction that trainings use, inside a tf.function, and reports one JSON file. `half` and
-`gather` are what compression exchanges. benchmarks/allreduce.py has other methods.
+`python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` is one rank: it times the reduction that
+trainings use, inside a tf.function, and writes the seconds by size to the JSON file REPORT.RANK; `half`
+and `gather` are what compression exchanges. benchmarks/allreduce.py has other methods.
 """
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,22 +20,35 @@ from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
-from hvtrain.compare.measure import in_turns, progress
-from hvtrain.core.files import write_json
+from hvtrain.compare.measure import in_turns
 from hvtrain.errors import LostRankError
-from hvtrain.launch.child import end, ends_within, failure, started
+from hvtrain.launch.child import end, ends_within, exit_at_signals, failure, started
 from hvtrain.plan.algorithms import FACTOR_BYTES
 from hvtrain.system.command import Parser, add_number, at_least, make_output
+from hvtrain.system.console import progress
+from hvtrain.system.files import write_json
 from hvtrain.system.text import human_bytes
 
 KIB = 1 << 10
 MIB = 1 << 20
-# This module: a rank of the command is a process of its own.
+# This module, which runs as each rank of the command.
 WORKER = "hvtrain.plan.allreduce"
-SIZES = (4, 256, 4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 128 * MIB, 256 * MIB)
-# A hung launcher would keep the command for ever.
+SIZES = (
+    4,
+    256,
+    4 * KIB,
+    64 * KIB,
+    256 * KIB,
+    MIB,
+    4 * MIB,
+    16 * MIB,
+    64 * MIB,
+    128 * MIB,
+    256 * MIB,
+)
+# Otherwise the command would wait for a hung launcher forever.
 SECONDS_FOR_A_RUN = 900.0
-# They limit a process to so many threads for computing.
+# Environment variables that limit the compute threads of a process.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 # Each size is repeated until about BYTES_EACH are moved, FEWEST to MOST times.
 BYTES_EACH = 1 << 29
@@ -53,7 +65,7 @@ class Collectives:
     """All-reduces, measured in rounds.
 
     Attributes:
-        workers: For each method the module of its ranks; methods take turns.
+        workers: The module that runs as each rank, by method; methods take turns.
         num_ranks: Ranks, all on this host.
         transport: "mpi" or "gloo".
         threads: TensorFlow's threads of a rank.
@@ -86,13 +98,29 @@ class Collectives:
     def _measure(self, method: str, folder: Path) -> list[dict[str, float]]:
         """Returns each rank's seconds by size.
 
-        The folder, a new one, keeps the output and the reports.
+        Creates the folder, which keeps the output and the reports.
         """
         folder.mkdir(parents=True)
         log = folder / "output.txt"
-        worker = [sys.executable, "-m", self.workers[method], method, f"{folder}/report", *map(str, self.sizes)]
-        launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}", "-np", str(self.num_ranks)]
-        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **dict.fromkeys(THREADS, str(self.threads))}
+        worker = [
+            sys.executable,
+            "-m",
+            self.workers[method],
+            method,
+            f"{folder}/report",
+            *map(str, self.sizes),
+        ]
+        launcher = [
+            f"{sys.prefix}/bin/horovodrun",
+            f"--{self.transport}",
+            "-np",
+            str(self.num_ranks),
+        ]
+        environment = {
+            **os.environ,
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            **dict.fromkeys(THREADS, str(self.threads)),
+        }
         with started([*launcher, *worker], log, environment=environment) as process:
             if not ends_within(process, SECONDS_FOR_A_RUN):
                 end(process)
@@ -103,13 +131,13 @@ class Collectives:
         return [json.loads(path.read_text()) for path in folder.glob("report.*")]
 
     def bus_bandwidth(self, method: str, size: int) -> float:
-        """GB/s, the median over the rounds."""
-        # What each rank has to send, relative to the size (see the module's text).
+        """Bus bandwidth in GB/s, the median over the rounds."""
+        # What each rank has to send, relative to the size (see the module's docstring).
         factor = 2 * (self.num_ranks - 1) / self.num_ranks
         return median(size * factor / seconds / 1e9 for seconds in self.seconds[method][str(size)])
 
     def microseconds(self, method: str, size: int | str) -> float:
-        """The median over the rounds."""
+        """Time in microseconds, the median over the rounds."""
         return 1e6 * median(self.seconds[method][str(size)])
 
     def table(self) -> list[str]:
@@ -128,23 +156,30 @@ class Collectives:
 
         gather, half = (self.microseconds("hvtrain", kind) for kind in ("gather", "half"))
         moved = human_bytes(FACTOR_BYTES)
-        return [*lines, f"{moved} in half precision: {half:,.0f} us; gathered, not added: {gather:,.0f} us"]
+        return [
+            *lines,
+            f"{moved} in half precision: {half:,.0f} us; gathered, not added: {gather:,.0f} us",
+        ]
 
     def write(self) -> None:
         """Writes allreduce.json in the folder."""
-        summary = {"num_ranks": self.num_ranks, "transport": self.transport, "seconds": self.seconds}
+        summary = {
+            "num_ranks": self.num_ranks,
+            "transport": self.transport,
+            "seconds": self.seconds,
+        }
         write_json(self.folder / "allreduce.json", summary)
 
 
 def main(kind: type[Collectives] = Collectives) -> int:
     """Measures in rounds, prints a table, and writes allreduce.json."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the processes that it started end too.
-    options = _parser().parse_args(sys.argv[1:])
+    exit_at_signals()
+    options = _parser().parse_args()
     # Ranks share the cores, as in a run.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.ranks)
     started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(options.output or f"allreduce/{started}-{options.transport}").absolute()
-    # A small machine need not hold the largest buffers of all ranks.
+    # A small machine may not have memory for the largest buffers of all ranks.
     sizes = tuple(size for size in SIZES if size <= options.largest * MIB)
     session = kind(options.ranks, options.transport, threads, folder, sizes)
 
@@ -168,7 +203,9 @@ allreduce.json, which plan --calibrate reads.""",
     option("--transport", choices=("mpi", "gloo"), default="mpi", help="default: mpi")
     add_number(parser, "--largest", at_least(1), "largest size", 256, "MIB")
     add_number(parser, "--rounds", at_least(1), "times that each size is measured", 7)
-    add_number(parser, "--threads", at_least(1), "TensorFlow's threads of a rank; default: cores / ranks")
+    add_number(
+        parser, "--threads", at_least(1), "TensorFlow's threads of a rank; default: cores / ranks"
+    )
     option("--output", metavar="DIR", help="default: allreduce/DATE_TIME-TRANSPORT")
     return parser
 
@@ -180,7 +217,7 @@ class Method:
     Attributes:
         rank: This process's rank.
         barrier: Waits for all ranks.
-        make: Gets the numbers of floats of some tensors and returns the action that reduces them.
+        make: Given the lengths of some float tensors, returns the action that reduces them.
     """
 
     rank: int
@@ -189,7 +226,10 @@ class Method:
 
 
 def rank_main() -> None:
-    """Measures. Command line: the method, the path of the report without its rank, and the sizes in bytes."""
+    """Measures on this rank, and writes its report.
+
+    Command line: the method, the path of the report without its rank, and the sizes in bytes.
+    """
     _, report_path, *sizes = sys.argv[1:]
     method = hvtrain_method()
     report = seconds_by_size(method, sizes) | seconds_by_kind(method)
@@ -197,8 +237,10 @@ def rank_main() -> None:
 
 
 def seconds_by_size(method: Method, sizes: Sequence[str]) -> dict[str, float]:
-    """Seconds of one tensor of float32, by its bytes."""
-    return {size: median_seconds(method, method.make([int(size) // 4]), int(size)) for size in sizes}
+    """Seconds to reduce one float32 tensor, by its size in bytes."""
+    return {
+        size: median_seconds(method, method.make([int(size) // 4]), int(size)) for size in sizes
+    }
 
 
 def median_seconds(method: Method, action: Action, num_bytes: int) -> float:
@@ -206,14 +248,14 @@ def median_seconds(method: Method, action: Action, num_bytes: int) -> float:
 
     Args:
         method: The way to reduce, which has the barrier.
-        action: It is timed.
+        action: The action to time.
         num_bytes: Decides how often the action is repeated.
     """
     repetitions = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
 
     times = []
     for repetition in range(WARMUP_REPETITIONS + repetitions):
-        # Ranks drift apart, and the time of one would contain the wait for another.
+        # Ranks drift apart, and the time of one would include its wait for another.
         if repetition % 20 == 0:
             method.barrier()
         began = time.perf_counter()
@@ -225,7 +267,7 @@ def median_seconds(method: Method, action: Action, num_bytes: int) -> float:
 
 
 def hvtrain_method() -> Method:
-    """hvtrain's grouped all-reduce in a graph."""
+    """Returns hvtrain's grouped all-reduce in a graph."""
     import tensorflow as tf
 
     import hvtrain.keras as hvd
@@ -244,7 +286,7 @@ def hvtrain_method() -> Method:
 
 
 def seconds_by_kind(method: Method) -> dict[str, float]:
-    """Seconds of what compression exchanges, for Machine.factors: an allgather of bytes, and sums of half precision.
+    """Seconds of compression's exchanges, for Machine.factors: an allgather of bytes, and sums in half precision.
 
     A rank sends as many bytes as in an all-reduce of FACTOR_BYTES.
     """
@@ -258,7 +300,9 @@ def seconds_by_kind(method: Method) -> dict[str, float]:
         "gather": tf.function(lambda: hvd.allgather(part, name="bench_gather")),
         "half": tf.function(lambda: hvd.allreduce(halves, op=hvd.Sum, name="bench_half")),
     }
-    return {kind: median_seconds(method, exchange, FACTOR_BYTES) for kind, exchange in exchanges.items()}
+    return {
+        kind: median_seconds(method, exchange, FACTOR_BYTES) for kind, exchange in exchanges.items()
+    }
 
 
 if __name__ == "__main__":

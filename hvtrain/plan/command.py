@@ -1,4 +1,4 @@
-"""`python -m hvtrain plan`: what a run on many ranks will be, without them: batch, steps, memory and speed."""
+"""`python -m hvtrain plan`: forecasts a run on many ranks without them: batch, steps, memory and speed."""
 
 import argparse
 import os
@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvtrain.compare.measure import train
-from hvtrain.config.compose import compose, override
-from hvtrain.config.schema import from_dict
-from hvtrain.core.files import write_json
+from hvtrain.config.compose import composed, override
+from hvtrain.config.schema import round_up_to_accumulation
 from hvtrain.errors import ConfigError
 from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
@@ -28,11 +27,12 @@ from hvtrain.system.command import (
     not_negative,
     positive,
 )
+from hvtrain.system.files import write_json
 
 if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
 
-# Of which a run counts the first ten as its warm-up (training/callbacks/epochs.py).
+# A run counts the first ten steps as its warm-up (training/callbacks/epochs.py).
 MEASURED_STEPS = 30
 EPILOG = f"""\
 {RUN_SETTINGS}
@@ -48,33 +48,30 @@ docs/plan.md has the model, its sources, and how near it comes to published runs
 
 def main() -> int:
     """Composes the run, then prints and writes its plan."""
-    options = _parser().parse_with_overrides(sys.argv[1:])
-    trees = compose(options.overrides)
-    # Hydra has only printed something, such as its help.
-    if not trees:
-        return 0
-
+    options = _parser().parse_with_overrides()
+    config = composed(options.overrides)
     if options.advise and (options.np == 1 or not (options.step_seconds or options.measure)):
         raise ConfigError(
             "--advise compares steps of several ranks; give -np 2 or more, and --step-seconds S or --measure"
         )
 
-    config = from_dict(trees[0])
     # Before TensorFlow is imported, so that a wrong file is refused at once.
     measured = [read(Path(path)) for path in options.calibrate]
 
-    # Errors of the command line come first, without the seconds that TensorFlow takes.
+    # Imported only now, since TensorFlow takes seconds.
     with console.quiet_import(config.verbose):
         from hvtrain.plan import report
         from hvtrain.plan.forecast import forecast
 
     run = forecast(config, options.np, options.ranks_per_host, options.examples, options.classes)
-    folder = Path(options.output or f"plan/{datetime.now():%Y-%m-%d_%H-%M-%S}-np{options.np}-{run.model_name}")
+    folder = Path(
+        options.output or f"plan/{datetime.now():%Y-%m-%d_%H-%M-%S}-np{options.np}-{run.model_name}"
+    )
 
     make_output(folder, may_hold_files=True)
     print("\n".join(report.run_lines(run, options.overrides, options.ranks_per_host)), flush=True)
 
-    # The lines above are printed by now: measuring takes a while, and may fail.
+    # After the lines above are printed: measuring takes a while, and may fail.
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
     rules = _rules(options, run)
     machine = None
@@ -86,21 +83,32 @@ def main() -> int:
             rules = replace(rules, cycle_seconds=0.0)
 
         work = Work(step_seconds, run.messages)
+        accumulate = run.config.train.accumulate
         own = method_of(config.strategy)
         methods = METHODS if options.advise else ()
         # Ranks of a host share its cores.
-        num_threads = max(1, len(os.sched_getaffinity(0)) // min(options.np, options.ranks_per_host))
+        num_threads = max(
+            1, len(os.sched_getaffinity(0)) // min(options.np, options.ranks_per_host)
+        )
         shapes = [[run.gradients[position].shape for position in bucket] for bucket in run.buckets]
         encoded = encode(shapes, [own, *methods], num_threads)
-        costs = [method_cost(own, work, encoded, num_ranks, machine, rules) for num_ranks in rank_counts(options.np)]
-        method_costs = [method_cost(method, work, encoded, options.np, machine, rules) for method in methods]
+        costs = [
+            method_cost(own, work, encoded, num_ranks, machine, rules, accumulate)
+            for num_ranks in rank_counts(options.np)
+        ]
+        method_costs = [
+            method_cost(method, work, encoded, options.np, machine, rules, accumulate)
+            for method in methods
+        ]
         print("\n".join(report.step_lines(run, costs, links, rules)))
         if options.noise_scale:
             print(report.progress_line(run, costs[-1], options.noise_scale))
         if methods:
             print("\n".join(report.advice_lines(run, method_costs, work, encoded)))
     else:
-        print(f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here")
+        print(
+            f"{'step':<15}unknown; --step-seconds S says what one rank takes, --measure tries it here"
+        )
 
     content = report.as_json(run, options, rules, costs, method_costs, machine)
     write_json(folder / "plan.json", content)
@@ -109,7 +117,7 @@ def main() -> int:
 
 
 def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
-    # Without the option, what NCCL would choose from.
+    # Without the option, the algorithms from which NCCL chooses.
     choices = {None: Rules.algorithms, "best": tuple(ALGORITHMS)}
     return Rules(
         overlap=run.bucket_bytes > 0,
@@ -120,7 +128,10 @@ def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
 
 
 def _measured(options: argparse.Namespace, run: "Forecast") -> float:
-    """Step time of the run on one rank here; of synthetic data in the same shape if the data set is elsewhere."""
+    """Step time of the run on one rank here.
+
+    If the data set is elsewhere, synthetic data of its shape takes its place.
+    """
     overrides = list(options.overrides)
     if options.examples is not None:
         overrides = [text for text in overrides if not text.startswith(("dataset=", "dataset."))]
@@ -129,32 +140,38 @@ def _measured(options: argparse.Namespace, run: "Forecast") -> float:
         overrides += ["dataset=synthetic", override("dataset.image_shape", [*shape])]
         overrides.append(f"dataset.num_classes={run.source.num_classes}")
 
-    return measured_step_seconds(overrides, run.batch_size)
+    return measured_step_seconds(overrides, run.batch_size, run.config.train.accumulate)
 
 
-def measured_step_seconds(overrides: list[str], batch_size: int) -> float:
-    """Step time of a run on one rank with all cores of this machine and without Horovod.
+def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int) -> float:
+    """Measures the step time of a run on one rank with all cores of this machine and without Horovod.
 
-    A short training in its own process measures it.
+    It runs a short training in a separate process.
 
     Args:
         overrides: The run's settings.
         batch_size: Examples of the rank's batch.
+        accumulate: The run's train.accumulate.
 
     Raises:
         LostRankError: The training failed. The message has the line of its output that says why.
     """
     settings = [
-        # The run's own folder stays as it is, and one process has no settings of other strategies.
-        *(text for text in overrides if not text.startswith(("run.dir=", "strategy"))),
+        # Left out: the run's own folder, its trackers, and settings of a strategy, which do not apply to one process.
+        *(text for text in overrides if not text.startswith(("run.dir=", "strategy", "tracker"))),
         # One rank without Horovod, for all of the steps, with nothing between them.
         "strategy=single",
-        f"train.steps={MEASURED_STEPS}",
+        f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
         "train.divide_steps_by_size=false",
         "train.validate_every_epochs=null",
+        "train.validate_every_steps=null",
+        "train.max_time=null",
+        "checkpoint.every_epochs=null",
+        "checkpoint.every_steps=null",
+        "checkpoint.every_minutes=null",
         "train.learning_rate_scale=none",
         f"train.batch_size={batch_size}",
-        # It is a part of this command.
+        # This training is part of the command, so it sends no notice.
         "notify=[]",
     ]
     with tempfile.TemporaryDirectory(prefix="hvtrain-plan-") as folder:
@@ -177,7 +194,9 @@ Nothing is trained or reduced.""",
     option = parser.add_argument
     option("-np", type=at_least(1), required=True, metavar="N", help="ranks")
     add_number(parser, "--ranks-per-host", at_least(1), "ranks of a host", 4)
-    add_number(parser, "--examples", at_least(1), "training examples of a data set that is not here")
+    add_number(
+        parser, "--examples", at_least(1), "training examples of a data set that is not here"
+    )
     classes = "its classes, if the settings do not say so; default: 1000"
     add_number(parser, "--classes", at_least(1), classes, metavar="C")
     option(
@@ -186,7 +205,9 @@ Nothing is trained or reduced.""",
         help="where plan.json goes; default: plan/DATE_TIME-npN-MODEL",
     )
 
-    group = parser.add_argument_group("time of a step of one rank, of the batch that is set; else no step is predicted")
+    group = parser.add_argument_group(
+        "time of a step of one rank, of the batch that is set; else no step is predicted"
+    )
     step = group.add_mutually_exclusive_group()
     add_number(step, "--step-seconds", positive, "given", metavar="S")
     step.add_argument(
@@ -198,11 +219,15 @@ Nothing is trained or reduced.""",
     group = parser.add_argument_group("the machine")
     add_number(group, "--link-gbits", positive, "nominal speed between hosts", 25.0, "G")
     latency = 1e6 * NETWORK_SECONDS
-    add_number(group, "--latency-us", not_negative, "of one step of a ring between hosts", latency, "T")
+    add_number(
+        group, "--latency-us", not_negative, "of one step of a ring between hosts", latency, "T"
+    )
     about = "between ranks of a host, in one direction; PCIe 3.0 x16 has 15.75"
     add_number(group, "--inside-gbytes", positive, about, 15.75, "G")
     latency = 1e6 * PCIE_SECONDS
-    add_number(group, "--inside-latency-us", not_negative, "PCIe has 10.8, NVLink about 6.5", latency, "T")
+    add_number(
+        group, "--inside-latency-us", not_negative, "PCIe has 10.8, NVLink about 6.5", latency, "T"
+    )
     about = "share of the nominal speeds that an allreduce gets"
     add_number(group, "--link-share", positive, about, LINK_SHARE, "X")
     group.add_argument(

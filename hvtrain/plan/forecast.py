@@ -1,6 +1,6 @@
-"""A run on many ranks without starting it: step plan, learning rate, model and bytes.
+"""Forecasts a run on many ranks without starting it: step plan, learning rate, model and bytes.
 
-It neither trains nor reduces.
+Nothing is trained or reduced.
 """
 
 import math
@@ -9,17 +9,26 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import keras
+import tensorflow as tf
 
 from hvtrain.config.instantiate import build
+from hvtrain.config.make_plan import batch_sizes_by_rank, make_plan
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.buckets import in_buckets
 from hvtrain.core.schedule import Schedule
-from hvtrain.core.step_plan import StepPlan, batch_sizes_by_rank, make_plan
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import reduced
 from hvtrain.data.source import Source
 from hvtrain.data.sources.synthetic import Synthetic
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.models.memory import Footprint, example_shape, footprint, innermost_layers, num_bytes
+from hvtrain.models.memory import (
+    Footprint,
+    example_shape,
+    footprint,
+    innermost_layers,
+    num_bytes,
+    sharded_layers,
+)
 from hvtrain.plan.step_cost import Gradient
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.setup import build_model, build_schedule, open_task, seed_everything
@@ -35,12 +44,17 @@ class Forecast:
     source: Source
     footprint: Footprint
     gradients: Sequence[Gradient]
+    row_bytes: int
+    """Bytes of the rows of sharded tables that one rank looks up in a batch, if all ids differ."""
     model_name: str
     num_parameters: int
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of the messages that are reduced while others are computed; 0: one message, at the end."""
+        """Size of the messages that are reduced while others are computed.
+
+        0: a single message, at the end.
+        """
         return int(self.config.strategy.get("bucket_mib", 0) * (1 << 20))
 
     @property
@@ -97,10 +111,15 @@ def forecast(
             "hvtrain plan does not know strategy=virtual_ranks, whose steps are those of strategy=horovod on as many "
             f"ranks; leave it out, and give -np {virtual_ranks}"
         )
+    if "num_ps" in config.strategy:
+        raise ConfigError(
+            "hvtrain plan knows steps of ranks that all-reduce, and strategy=parameter_server has none; choose "
+            "strategy=horovod, or measure with hvtrain compare"
+        )
     # As in the run: building a model draws random numbers.
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)
-    # Names of hosts: only which ranks share one matters.
+    # Any names of hosts will do: only which ranks share one matters.
     hosts = [f"host{rank // ranks_per_host}" for rank in range(num_ranks)]
     batch_sizes = batch_sizes_by_rank(config.train.batch_size, hosts)
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
@@ -108,7 +127,7 @@ def forecast(
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
 
     schedule = build_schedule(config, plan)
-    # The single process: nothing starts Horovod.
+    # The base strategy, a single process, does not start Horovod.
     model = build_model(config, source, open_task(config, source), plan, Strategy())
 
     return Forecast(
@@ -116,20 +135,23 @@ def forecast(
         plan=plan,
         schedule=schedule,
         source=source,
-        footprint=footprint(model, max(plan.batch_sizes)),
+        footprint=footprint(model, max(plan.batch_sizes), num_ranks),
         gradients=gradients(model),
+        row_bytes=_row_bytes(model) * max(plan.batch_sizes),
         model_name=model.name,
         num_parameters=model.count_params(),
     )
 
 
 def _source(config: RunConfig, examples: int | None, classes: int | None) -> Source:
-    """The run's data set, or a synthetic one of the same shape in place of one that is not here."""
+    """The run's data set, or a synthetic one of the same shape if it is not on this machine."""
     if examples is None:
         try:
             source: Source = build(config, "dataset", Source)
         except DataError as error:
-            raise DataError(f"{error}; for a data set on other machines give --examples N") from error
+            raise DataError(
+                f"{error}; for a data set on other machines give --examples N"
+            ) from error
         return source
 
     # The stand-in is named after the data set that it stands for.
@@ -142,7 +164,7 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
         )
 
     num_classes = classes or config.dataset.get("num_classes") or 1000
-    # A model needs shapes and numbers, no data.
+    # A model needs shapes and the number of classes, no data.
     stand_in = Synthetic(config.dataset["image_shape"], num_classes, num_train=examples)
     stand_in.name = name
     return stand_in
@@ -157,8 +179,10 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     if 0 < warmup <= last:
         steps[warmup] = "the end of warm-up, step "
 
-    # Only some schedules have them.
-    milestones = [round(epoch * forecast.plan.steps_per_epoch) for epoch in getattr(schedule, "at_epochs", ())]
+    # Only some schedules have milestones.
+    milestones = [
+        round(epoch * forecast.plan.steps_per_epoch) for epoch in getattr(schedule, "at_epochs", ())
+    ]
     steps |= {step: "step " for step in milestones if 0 < step <= last}
     if not milestones:
         steps.setdefault((min(warmup, last) + last) // 2, "step ")
@@ -168,14 +192,28 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     return [(label, step) for step, label in sorted(steps.items())]
 
 
+def _row_bytes(model: keras.Model) -> int:
+    """Bytes of the rows of sharded tables that one example looks up; 0 for layers of unknown output shape."""
+    num_row_bytes = 0
+    for layer in sharded_layers(model):
+        inputs = [node.input_tensors[0].shape[1:] for node in layer._inbound_nodes]
+        num_ids = sum(math.prod(shape) for shape in inputs if None not in shape)
+        num_row_bytes += num_ids * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
+    return num_row_bytes
+
+
 def gradients(model: keras.Model) -> list[Gradient]:
-    """Gradients of the trainable variables, last layer first, with the multiplications for one example as work.
+    """Gradients that are reduced, last layer first, with the multiplications for one example as work.
 
     Each weight of a kernel is used once at each position of the layer's output, in convolution,
-    dense and depthwise layers alike. Layers without weights count as nothing.
+    dense and depthwise layers alike. Layers without weights count as no work.
     """
     in_order = []
+    sharded = sharded_layers(model)
     for layer in reversed(list(innermost_layers(model))):
+        # The rows of sharded tables are exchanged, not reduced.
+        if layer in sharded:
+            continue
         variables = layer.trainable_variables
         shape = example_shape(layer)
         num_positions = math.prod(shape[:-1]) if shape else 1

@@ -31,9 +31,9 @@ class Fit:
 
     Attributes:
         start_seconds: Fixed cost of an all-reduce.
-        latency_seconds: Of one step of the ring; None if all measurements have the same number of
-            ranks: then it is part of start_seconds.
-        bytes_per_second: Of the link.
+        latency_seconds: Latency of one step of the ring; None if all measurements have the same
+            number of ranks; then it is part of start_seconds.
+        bytes_per_second: Bandwidth of the link.
         error: Mean absolute relative error.
     """
 
@@ -46,8 +46,7 @@ class Fit:
 def fit(measurements: Sequence[Measured]) -> Fit:
     """Fits start + 2 (n - 1) alpha + 2 (n - 1) / n x bytes / beta: a ring on one kind of link.
 
-    The sum of squared relative errors is minimised, so that small messages count as much as large
-    ones.
+    The sum of squared relative errors is minimized, so that small messages count as much as large ones.
 
     >>> ring = [Measured(n, m, 1e-3 + 2 * (n - 1) * (1e-5 + m / n / 1e9)) for n in (2, 4) for m in (4, 10**6, 10**8)]
     >>> best = fit(ring)
@@ -59,7 +58,7 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     Raises:
         ConfigError: There are not two sizes, or larger messages do not take longer.
     """
-    from scipy.optimize import nnls  # Half a second, which only --calibrate needs.
+    from scipy.optimize import nnls  # Takes half a second, and only --calibrate needs it.
 
     ranks = np.array([measurement.num_ranks for measurement in measurements])
     sizes = np.array([measurement.num_bytes for measurement in measurements], float)
@@ -71,7 +70,10 @@ def fit(measurements: Sequence[Measured]) -> Fit:
         )
 
     # Relative to what was measured: terms x (start, alpha, 1 / beta) = 1. No time can be negative.
-    terms = np.stack([np.ones(len(ranks)), 2.0 * (ranks - 1), 2 * (1 - 1 / ranks) * sizes], axis=1) / seconds[:, None]
+    terms = (
+        np.stack([np.ones(len(ranks)), 2.0 * (ranks - 1), 2 * (1 - 1 / ranks) * sizes], axis=1)
+        / seconds[:, None]
+    )
     has_latency = len(set(ranks)) > 1
     if not has_latency:
         terms[:, 1] = 0
@@ -83,14 +85,18 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     start, latency, inverse_bandwidth = factors.tolist()
     # The fit allows no negative factor, so noise can make this one 0.
     if inverse_bandwidth <= 0:
-        raise ConfigError("the measured allreduces take no longer for larger messages; measure more rounds and sizes")
+        raise ConfigError(
+            "the measured allreduces take no longer for larger messages; measure more rounds and sizes"
+        )
     return Fit(start, latency if has_latency else None, 1 / inverse_bandwidth, error)
 
 
-def corrected(machine: Machine, measurements: Sequence[Measured], algorithms: Sequence[str]) -> Machine:
+def corrected(
+    machine: Machine, measurements: Sequence[Measured], algorithms: Sequence[str]
+) -> Machine:
     """The machine with corrections, so that all-reduces of the measured sizes take the measured times.
 
-    If several numbers of ranks were measured, a size has the geometric mean of their corrections.
+    If several numbers of ranks were measured, a size gets the geometric mean of their corrections.
 
     >>> measured = [Measured(2, 1000, 2e-6), Measured(2, 10**6, 1.5e-3)]
     >>> real = corrected(Machine(Link(0.0, 1e9), Link(0.0, 1e9), ranks_per_host=2), measured, ["ring"])
@@ -99,7 +105,9 @@ def corrected(machine: Machine, measurements: Sequence[Measured], algorithms: Se
     """
     ratios: dict[int, list[float]] = {}
     for measurement in measurements:
-        seconds, _ = allreduce_seconds(measurement.num_bytes, measurement.num_ranks, machine, algorithms)
+        seconds, _ = allreduce_seconds(
+            measurement.num_bytes, measurement.num_ranks, machine, algorithms
+        )
         # The same size may be measured on several numbers of ranks.
         ratios.setdefault(measurement.num_bytes, []).append(measurement.seconds / seconds)
 
@@ -119,7 +127,7 @@ def machine_of(
     Measurements replace the figures of the link that they were taken on.
 
     Args:
-        options: Of the command line.
+        options: The parsed command line.
         files: The result of `read` for each file.
         algorithms: Names in algorithms.ALGORITHMS.
 
@@ -129,7 +137,9 @@ def machine_of(
     share = f"{options.link_share:.1%} of the speed is used"
 
     machine = Machine(
-        inside=Link(options.inside_latency_us * 1e-6, options.inside_gbytes * 1e9 * options.link_share),
+        inside=Link(
+            options.inside_latency_us * 1e-6, options.inside_gbytes * 1e9 * options.link_share
+        ),
         between=Link(options.latency_us * 1e-6, options.link_gbits / 8 * 1e9 * options.link_share),
         ranks_per_host=options.ranks_per_host,
     )
@@ -194,19 +204,27 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
 
 
 def read(path: Path) -> list[Measured]:
-    """Reads the median of each size from a file of `hvtrain allreduce`. Raises ConfigError."""
+    """Reads the median time of each size and kind from a file of `hvtrain allreduce`. Raises ConfigError."""
     advice = "give the allreduce.json of python -m hvtrain allreduce"
 
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         num_ranks = int(content["num_ranks"])
         by_size = content["seconds"]["hvtrain"]
-        # Other keys than sizes are times of other work, such as many small tensors.
-        measured = [Measured(num_ranks, int(size), median(by_size[size])) for size in by_size if size.isdigit()]
+        # Keys that are not sizes are times of other work, such as many small tensors.
+        measured = [
+            Measured(num_ranks, int(size), median(by_size[size]))
+            for size in by_size
+            if size.isdigit()
+        ]
         kinds = [kind for kind in ("gather", "half") if kind in by_size]
-        return measured + [Measured(num_ranks, FACTOR_BYTES, median(by_size[kind]), kind) for kind in kinds]
+        return measured + [
+            Measured(num_ranks, FACTOR_BYTES, median(by_size[kind]), kind) for kind in kinds
+        ]
     except OSError as error:
-        raise ConfigError(f"--calibrate {path} cannot be read: {error.strerror}; {advice}") from None
+        raise ConfigError(
+            f"--calibrate {path} cannot be read: {error.strerror}; {advice}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--calibrate {path} is not what hvtrain allreduce writes ({type(error).__name__}: {error}); {advice}"

@@ -1,7 +1,7 @@
-"""What can be set against a slow network: its time, bytes and memory, and the advice of `plan --advise`.
+"""Settings that help on a slow network: their time, bytes and memory, and the advice of `plan --advise`.
 
-`python -m hvtrain.plan.methods` measures what compression takes on this host. It is a process of its
-own, so that a plan itself starts no Horovod.
+`python -m hvtrain.plan.methods` measures the time of compression on this host. It runs as a separate
+process, so that a plan itself does not start Horovod.
 """
 
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hvtrain.models.memory import Footprint
 
 REPETITIONS = 5
-# A method that is faster by less is not worth what it does to the result.
+# A method must be this many times as fast to be worth its effect on the result.
 WORTH_IT = 1.1
 # What compression exchanges, see Machine.factors.
 KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
@@ -37,10 +37,10 @@ class Method:
     """A way in which ranks exchange what they have learned.
 
     Attributes:
-        settings: What chooses it.
-        effect: What it does to the result.
+        settings: The settings that choose it.
+        effect: Its effect on the result.
         compression: The strategy's setting; so are rank, every, within_hosts and shard_optimizer.
-        has_outer: An outer optimizer with momentum steps on what the ranks changed.
+        has_outer: True if an outer optimizer with momentum applies the ranks' changes.
     """
 
     settings: str
@@ -57,7 +57,7 @@ class Method:
         return self.compression, self.rank
 
     def extra_bytes(self, footprint: "Footprint", num_ranks: int) -> dict[str, int]:
-        """Memory that it adds to a rank's, or saves (below 0), by purpose."""
+        """Bytes of memory that the method adds to a rank, or saves if negative, by purpose."""
         parts = {}
         if self.compression in ("int8", "powersgd"):
             parts["errors"] = footprint.gradient_bytes
@@ -68,16 +68,25 @@ class Method:
         return parts
 
 
-# The mildest first: of two that are about as fast, the first is advised.
+# The mildest first: of two that are about equally fast, the first is advised.
 METHODS = (
     Method("strategy=horovod", "the mean of whole gradients"),
     Method("strategy.compression=fp16", "half precision, with its range", compression="fp16"),
     Method("strategy.compression=bf16", "8 significant bits", compression="bf16"),
     Method("strategy.compression=int8", "rounded, the rest arrives later", compression="int8"),
-    Method("strategy.compression=powersgd", "of rank 4, the rest arrives later", compression="powersgd"),
+    Method(
+        "strategy.compression=powersgd", "of rank 4, the rest arrives later", compression="powersgd"
+    ),
     Method("strategy=local_sgd strategy.every=16", "ranks drift apart for 16 steps", every=16),
-    Method("strategy=diloco strategy.every=500", "and for 500, for long runs", every=500, has_outer=True),
-    Method("strategy.shard_optimizer=true", "the same weights, and less memory", shard_optimizer=True),
+    Method(
+        "strategy=diloco strategy.every=500",
+        "and for 500, for long runs",
+        every=500,
+        has_outer=True,
+    ),
+    Method(
+        "strategy.shard_optimizer=true", "the same weights, and less memory", shard_optimizer=True
+    ),
 )
 
 
@@ -90,18 +99,20 @@ def method_of(strategy: Mapping[str, Any]) -> Method:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What compression takes of a step, and the bytes of each message, as a ring all-reduce of so many would send."""
+    """Seconds of compression in a step, and for each message the bytes of a ring all-reduce that sends as much."""
 
     seconds: float
     message_bytes: Sequence[float]
 
 
-def encode(shapes: Sequence[Any], methods: Sequence[Method], num_threads: int) -> dict[Wire, Encoded]:
-    """Measures the methods' compression of the gradients, on one rank of this host.
+def encode(
+    shapes: Sequence[Any], methods: Sequence[Method], num_threads: int
+) -> dict[Wire, Encoded]:
+    """Measures the methods' compression of the gradients on one rank of this host; returns it by wire.
 
     Args:
-        shapes: Those of the gradients of each message.
-        methods: Those without compression are left out.
+        shapes: The shapes of the gradients in each message.
+        methods: The methods, of which those without compression are left out.
         num_threads: TensorFlow's threads of a rank.
 
     Raises:
@@ -121,8 +132,10 @@ def encode(shapes: Sequence[Any], methods: Sequence[Method], num_threads: int) -
         check=False,
     )
     if done.returncode:
-        raise LostRankError(f"the time of compression could not be measured: {failure(done.stderr, done.returncode)}")
-    # Libraries may print something before it.
+        raise LostRankError(
+            f"the time of compression could not be measured: {failure(done.stderr, done.returncode)}"
+        )
+    # Libraries may print something before the answer.
     answers = json.loads(done.stdout.splitlines()[-1])
     return {wire: Encoded(*answer) for wire, answer in zip(wires, answers)}
 
@@ -134,25 +147,33 @@ def method_cost(
     num_ranks: int,
     machine: Machine,
     rules: Rules,
+    accumulate: int = 1,
 ) -> Cost:
-    """Predicts the step of num_ranks ranks, a mean over `every` steps.
+    """Predicts the step of num_ranks ranks, a mean over all steps between two reductions.
 
     Args:
         work: One rank's step, with the messages that are reduced without compression.
         encoded: As `encode` returns it.
+        accumulate: Steps whose gradients are summed before they are reduced.
     """
-    every = method.every
+    every = method.every * accumulate
     messages = list(work.gradients)
     compute = work.step_seconds
     code = encoded.get(method.wire)
     if code and num_ranks > 1:
         compute += code.seconds / every
         factor = machine.factors.get(KINDS.get(method.compression, ""), 1.0)
-        messages = [Gradient(round(size * factor), old.work) for size, old in zip(code.message_bytes, messages)]
+        messages = [
+            Gradient(round(size * factor), old.work)
+            for size, old in zip(code.message_bytes, messages)
+        ]
 
-    # Ranks that meet every k steps wait for the slowest in the sum of k, whose deviation is smaller.
-    rules = replace(rules, overlap=rules.overlap and every == 1, deviation=rules.deviation / every**0.5)
-    # Compression is a part of the backward pass.
+    # Ranks that synchronize every k steps wait for the slowest sum of k step times, whose relative
+    # deviation is smaller.
+    rules = replace(
+        rules, overlap=rules.overlap and every == 1, deviation=rules.deviation / every**0.5
+    )
+    # Compression counts as a part of the backward pass.
     forward_share = work.forward_share * work.step_seconds / compute
     cost = step_cost(Work(compute, messages, forward_share), num_ranks, machine, rules)
     gather = 0.0
@@ -163,8 +184,9 @@ def method_cost(
         gather = machine.factors.get("gather", 1.0) * whole / 2
     exposed = (cost.exposed_seconds + gather) / every
     if method.within_hosts:
-        # The ranks of a host average their gradients in every step.
-        exposed += step_cost(work, min(num_ranks, machine.ranks_per_host), machine, rules).exposed_seconds
+        # The ranks of a host average their gradients before every update.
+        on_host = step_cost(work, min(num_ranks, machine.ranks_per_host), machine, rules)
+        exposed += on_host.exposed_seconds / accumulate
     step_seconds = cost.compute_seconds + exposed
     return replace(
         cost,
@@ -175,20 +197,26 @@ def method_cost(
     )
 
 
-def sent_bytes(method: Method, work: Work, encoded: Mapping[Wire, Encoded], num_ranks: int) -> float:
-    """Returns the bytes that a rank sends in a step, a mean over `every` steps."""
+def sent_bytes(
+    method: Method,
+    work: Work,
+    encoded: Mapping[Wire, Encoded],
+    num_ranks: int,
+    accumulate: int = 1,
+) -> float:
+    """Returns the bytes that a rank sends in a step, a mean over all steps between two reductions."""
     code = encoded.get(method.wire)
     sizes = code.message_bytes if code else [gradient.num_bytes for gradient in work.gradients]
-    # The weights that are gathered are half of what an all-reduce of them sends.
+    # Gathering the weights sends half as much as an all-reduce of them.
     factor = 1.5 if method.shard_optimizer else 1.0
-    return factor * sum(sizes) * 2 * (num_ranks - 1) / num_ranks / method.every
+    return factor * sum(sizes) * 2 * (num_ranks - 1) / num_ranks / (method.every * accumulate)
 
 
 def advice(costs: Sequence[Cost]) -> str:
-    """Which of METHODS to take, in one sentence, or that none pays.
+    """Says in one sentence which of METHODS to take, or that none pays off.
 
     Args:
-        costs: Of each of METHODS.
+        costs: The cost of each of METHODS.
 
     >>> def of(*seconds):
     ...     return [Cost(2, step, 0.2, 0, step - 0.2, 1, "ring", 0.2 / step) for step in seconds]
@@ -201,7 +229,7 @@ def advice(costs: Sequence[Cost]) -> str:
     speeds = {method: base.step_seconds / cost.step_seconds for method, cost in zip(METHODS, costs)}
 
     def mildest(methods: Sequence[Method], than: float) -> Method | None:
-        """The first that is nearly as fast as the fastest; None if that does not pay."""
+        """The first that is nearly as fast as the fastest; None if the fastest does not pay."""
         fastest = max(speeds[method] for method in methods)
         near = [method for method in methods if speeds[method] * WORTH_IT >= fastest]
         return near[0] if fastest >= than * WORTH_IT else None
@@ -221,12 +249,13 @@ def advice(costs: Sequence[Cost]) -> str:
 
 
 def main() -> None:
-    """Measures what standard input asks for, and prints it, as `encode` takes it."""
+    """Measures the compression that standard input describes, and prints the result for `encode`."""
     import tensorflow as tf
 
     import hvtrain.keras as hvd
-    from hvtrain.keras.compression import WireFormat, sent_bytes
+    from hvtrain.keras.compression import sent_bytes
     from hvtrain.keras.gradients import are_finite
+    from hvtrain.keras.wire_formats import WireFormat
 
     wires, buckets = json.load(sys.stdin)
     hvd.init()
@@ -241,7 +270,9 @@ def main() -> None:
         projections: list[Any] = []
         if isinstance(wire, WireFormat):
             kept = [wire.projection_shape(gradient.shape) for gradient in gradients]
-            projections = [tf.Variable(tf.random.normal(shape)) if shape else None for shape in kept]
+            projections = [
+                tf.Variable(tf.random.normal(shape)) if shape else None for shape in kept
+            ]
 
         @tf.function(autograph=False)
         def step() -> list[Any]:

@@ -1,4 +1,4 @@
-"""Prints a forecast as lines, and gives it as JSON."""
+"""Formats a forecast as lines of text and as JSON."""
 
 import argparse
 import shlex
@@ -30,16 +30,24 @@ def amount(num_bytes: float) -> str:
     return f"{num_bytes / 1e3:,.1f} kB"
 
 
-def launch_line(overrides: Sequence[str], num_ranks: int, ranks_per_host: int) -> str:
+def launch_line(
+    overrides: Sequence[str], num_ranks: int, ranks_per_host: int, has_replicas: bool = False
+) -> str:
     """The command that starts the run, without secrets; for several hosts, with a hostfile.
+
+    has_replicas: One process trains all of them, as with strategy=mirrored.
 
     >>> launch_line(["dataset.api_key=hunter2"], 1, 4)
     "horovodrun -np 1 python -m hvtrain 'dataset.api_key=***'"
     >>> launch_line(["model=cnn"], 2, 4), launch_line(["model=cnn"], 8, 4)
     ('horovodrun -np 2 python -m hvtrain model=cnn', 'python -m hvtrain launch -np 8 --hostfile hosts.txt -- model=cnn')
+    >>> launch_line(["strategy=mirrored"], 4, 4, has_replicas=True)
+    'python -m hvtrain launch -np 4 -- strategy=mirrored'
     """
     line = f"horovodrun -np {num_ranks} python -m hvtrain"
-    if num_ranks > ranks_per_host:
+    if has_replicas:
+        line = f"python -m hvtrain launch -np {num_ranks} --"
+    elif num_ranks > ranks_per_host:
         # Several hosts need a list of them, which this command does not know.
         line = f"python -m hvtrain launch -np {num_ranks} --hostfile hosts.txt --"
     return shlex.join([*line.split(), *without_secrets(overrides)])
@@ -57,7 +65,7 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
     }
     # One rank reduces nothing.
     if num_ranks > 1:
-        # Horovod allocates it for grouped tensors too.
+        # Horovod allocates this buffer for grouped tensors too.
         parts["fusion buffer"] = Rules.fusion_bytes
         for purpose, size in method.extra_bytes(footprint, num_ranks).items():
             parts[purpose] = parts.get(purpose, 0) + size
@@ -67,15 +75,19 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
 
 
 def run_lines(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int) -> list[str]:
-    """Lines on the run itself, which need no prediction."""
+    """Returns the lines on the run that need no predicted step."""
     config = forecast.config
     plan = forecast.plan
     num_hosts = -(-plan.size // ranks_per_host)
     precision = config.train.precision
-    rate = f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
-    # The schedule itself is asked, so the lines show what the run will do.
-    rates = (f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast))
-    # The newest ones, the best one, and those that epochs keep for good; the hours are not known.
+    rate = (
+        f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
+    )
+    # Taken from the schedule itself, so the lines show what the run will do.
+    rates = (
+        f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast)
+    )
+    # The newest ones, the best one, and those that keep_every_epochs keeps; hours cannot be predicted.
     num_checkpoints = config.checkpoint.keep + 1
     if config.checkpoint.keep_every_epochs:
         num_checkpoints += plan.num_epochs // config.checkpoint.keep_every_epochs
@@ -98,11 +110,16 @@ def run_lines(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int)
             f"{amount(checkpoint_bytes)}; {num_checkpoints} of them are kept: "
             f"{amount(num_checkpoints * checkpoint_bytes)}",
         ),
-        ("launch", launch_line(overrides, plan.size, ranks_per_host)),
+        ("launch", _launch_line(forecast, overrides, ranks_per_host)),
     ]
-    if num_hosts > 1:
+    if num_hosts > 1 and "hosts.txt" in lines[-1][1]:
         lines.append(("", f"hosts.txt: {num_hosts} lines like `s1 slots={ranks_per_host}`"))
     return [f"{name:<15}{text}" for name, text in lines]
+
+
+def _launch_line(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int) -> str:
+    has_replicas = "num_replicas" in forecast.config.strategy
+    return launch_line(overrides, forecast.plan.size, ranks_per_host, has_replicas)
 
 
 def _s(number: int) -> str:
@@ -111,7 +128,7 @@ def _s(number: int) -> str:
 
 def _global_batch(forecast: Forecast) -> str:
     plan = forecast.plan
-    # Ranks with batches of their own have no single product.
+    # Ranks with different batches have no single product.
     if len(set(plan.batch_sizes)) > 1:
         return f"{plan.global_batch:,}"
     return f"{plan.size} x {plan.batch_sizes[0]} = {plan.global_batch:,} (ranks x batch)"
@@ -119,7 +136,7 @@ def _global_batch(forecast: Forecast) -> str:
 
 def _steps(forecast: Forecast) -> str:
     plan = forecast.plan
-    # What does not fill a batch on all ranks is left out of an epoch.
+    # Examples that do not fill a batch on all ranks are left out of an epoch.
     left_out = ""
     num_dropped = plan.num_examples - plan.examples_per_epoch
     if num_dropped:
@@ -167,6 +184,7 @@ def step_lines(
         f"{'step':<15}{1000 * step_seconds:,.4g} ms on one rank; ranks differ by {rules.deviation:.1%}; "
         f"{amount(forecast.footprint.gradient_bytes)} are reduced in {num_messages} message{_s(num_messages)}, "
         f"{moment}",
+        *_table_lines(forecast),
         "",
         f"{'ranks':>6}{'step ms':>11}{'reducing ms':>13}{'exposed ms':>12}{'examples/s':>13}{'efficiency':>12}  by",
     ]
@@ -187,19 +205,35 @@ def step_lines(
     return lines
 
 
-def advice_lines(forecast: Forecast, costs: Sequence[Cost], work: Work, encoded: Mapping[Wire, Encoded]) -> list[str]:
-    """A row for each of METHODS, and which to take.
+def _table_lines(forecast: Forecast) -> list[str]:
+    if not forecast.row_bytes:
+        return []
+    num_ranks = forecast.plan.size
+    received = amount(forecast.row_bytes * (num_ranks - 1) / num_ranks)
+    return [
+        f"{'tables':<15}a rank receives up to {received} of sharded rows in a step, and sends as much of gradients; "
+        "this time is left out"
+    ]
+
+
+def advice_lines(
+    forecast: Forecast, costs: Sequence[Cost], work: Work, encoded: Mapping[Wire, Encoded]
+) -> list[str]:
+    """Returns lines: a row for each of METHODS, and the advice which to take.
 
     Args:
         forecast: The run.
-        costs: Of each method on the run's ranks.
+        costs: The cost of each method on the run's ranks.
         work: One rank's step.
-        encoded: What compression takes.
+        encoded: As `encode` returns it.
     """
     num_ranks = forecast.plan.size
-    lines = ["", f"{num_ranks} ranks with{'step ms':>39}{'sent':>10}{'memory':>10}{'speed':>7}  the result"]
+    lines = [
+        "",
+        f"{num_ranks} ranks with{'step ms':>39}{'sent':>10}{'memory':>10}{'speed':>7}  the result",
+    ]
     for method, cost in zip(METHODS, costs):
-        sent = amount(sent_bytes(method, work, encoded, num_ranks))
+        sent = amount(sent_bytes(method, work, encoded, num_ranks, forecast.plan.accumulate))
         size = amount(sum(memory(forecast, method).values()))
         speed = costs[0].step_seconds / cost.step_seconds
         lines.append(
@@ -209,7 +243,7 @@ def advice_lines(forecast: Forecast, costs: Sequence[Cost], work: Work, encoded:
 
 
 def progress_line(forecast: Forecast, cost: Cost, noise_scale: float) -> str:
-    """What the ranks are worth, in speed and in what they learn from an example."""
+    """Says how many times one rank's progress the ranks make, by speed and by what they learn from an example."""
     num_ranks = forecast.plan.size
     joint_batch = forecast.plan.global_batch * forecast.plan.accumulate
     share = share_of_progress(noise_scale, joint_batch / num_ranks, joint_batch)
@@ -242,7 +276,8 @@ def as_json(
         "memory_bytes": memory(forecast, method_of(forecast.config.strategy)),
         "checkpoint_bytes": forecast.footprint.checkpoint_bytes,
         "gradient_bytes": forecast.footprint.gradient_bytes,
-        "launch": launch_line(options.overrides, plan.size, options.ranks_per_host),
+        "row_bytes": forecast.row_bytes,
+        "launch": _launch_line(forecast, options.overrides, options.ranks_per_host),
         "rules": asdict(rules),
         # None if no step is predicted.
         "machine": asdict(machine) if machine else None,

@@ -1,8 +1,8 @@
 """Time of one training step on n ranks: computing, and the reduction that it does not hide. Pure.
 
 A small simulation: the backward pass finishes the gradients of the last layer first; those that are
-ready go into a buffer (Horovod's tensor fusion, arXiv:1802.05799); each buffer is one all-reduce,
-one after the other; the step ends when the last has been reduced.
+ready go into a buffer (Horovod's tensor fusion, arXiv:1802.05799); buffers are all-reduced one after
+the other; the step ends when the last is reduced and all computing is done.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Gradient:
 
     num_bytes: int
     work: float
-    # Of one variable; empty for a message of several.
+    # The shape of one variable; empty for a message of several.
     shape: tuple[int, ...] = field(default=(), compare=False)
 
 
@@ -49,7 +49,7 @@ class Rules:
     The defaults of fusion_bytes and cycle_seconds are Horovod's since 0.21.
 
     Attributes:
-        overlap: Whether gradients are reduced while others are computed, or after the last.
+        overlap: True if gradients are reduced while others are computed, False if after the last.
         fusion_bytes: Size of a buffer; a larger tensor goes alone. hvtrain's runs fuse nothing (0),
             but have buckets.
         cycle_seconds: Interval at which Horovod looks for ready gradients, which wait half of it on
@@ -59,8 +59,8 @@ class Rules:
             Learning Training Platforms"). Fitted, as are algorithms.LINK_SHARE and the deviation:
             see docs/plan.md.
         deviation: Standard deviation of the ranks' step times, relative to their mean.
-        algorithms: Names in algorithms.ALGORITHMS; each buffer takes the fastest. NCCL chooses between
-            these two.
+        algorithms: Names in algorithms.ALGORITHMS; each buffer takes the fastest. NCCL chooses
+            between the default two.
     """
 
     overlap: bool = False
@@ -76,10 +76,10 @@ class Cost:
     """A step on num_ranks ranks.
 
     Attributes:
-        compute_seconds: Of the slowest rank, without the reduction.
-        communication_seconds: Of all reductions, hidden or not.
+        compute_seconds: Time of the slowest rank, without the reduction.
+        communication_seconds: Time of all reductions, hidden or not.
         exposed_seconds: Time that the reduction adds to the step, interference included.
-        algorithm: Of the largest buffer.
+        algorithm: The algorithm of the largest buffer.
         efficiency: One rank's step time / this one.
     """
 
@@ -130,17 +130,21 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
 
         # Gradients that are ready by now share the buffer.
         last = first + 1
-        while last < len(sizes) and ready[last] <= begin and sum(sizes[first : last + 1]) <= rules.fusion_bytes:
+        while (
+            last < len(sizes)
+            and ready[last] <= begin
+            and sum(sizes[first : last + 1]) <= rules.fusion_bytes
+        ):
             last += 1
 
         num_bytes = sum(sizes[first:last])
         seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
 
-        # Waiting for a latency slows nobody down.
+        # Computing is slower only while data moves, not during the latency.
         moving = max(0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0])
         ready = [_held_up(moment, begin, moving, rules.interference) for moment in ready]
         computed = _held_up(computed, begin, moving, rules.interference)
-        # For the largest one, whose algorithm stands for the step.
+        # The algorithm of the largest buffer stands for the step.
         buffers.append((num_bytes, algorithm))
         busy += seconds
         free = begin + seconds
@@ -170,7 +174,10 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
     total = done[-1]
     # Without weights in any layer there is no work to share.
     shares = [operations / total if total else 1.0 for operations in done]
-    return [compute_seconds * (work.forward_share + (1 - work.forward_share) * share) for share in shares]
+    return [
+        compute_seconds * (work.forward_share + (1 - work.forward_share) * share)
+        for share in shares
+    ]
 
 
 def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
@@ -182,7 +189,9 @@ def _held_up(moment: float, begin: float, seconds: float, interference: float) -
     if moment <= begin or not interference:
         return moment
     # Slower for as long as data is moved, or until the work is done if that comes first.
-    return moment + min(seconds * interference, (moment - begin) * interference / (1 - interference))
+    return moment + min(
+        seconds * interference, (moment - begin) * interference / (1 - interference)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -204,9 +213,9 @@ def expected_maximum(number: int) -> float:
 def slowdown(num_ranks: int, deviation: float) -> float:
     """Expected step time of the slowest of num_ranks ranks, for which all wait, relative to the mean.
 
-    Step times are taken as normal, with a relative deviation. The heavier tail that Chen et al.
+    Step times are assumed to be normal, with a relative deviation. The heavier tail that Chen et al.
     (2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981) measured on real clusters is
-    not modelled.
+    not modeled.
 
     >>> round(slowdown(512, 0.03), 3)
     1.091

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hvtrain.core.files import TEMPORARY
 from hvtrain.report.run_files import RunFiles
+from hvtrain.system.files import TEMPORARY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ Panel = tuple[str, Callable[[Any], None]]
 # Epoch and value.
 Points = Sequence[tuple[float, float]]
 
-# Up to this many ranks have a curve each; of more there are the slowest, median and fastest.
+# Up to this many ranks have a curve each; if there are more, only the slowest, median and fastest are shown.
 MOST_RANKS = 6
 _WIDTH = 4.4  # Inches.
 _HEIGHT = 2.6
@@ -57,8 +57,8 @@ def picture(
         path: a PNG file; readers see the old picture or the new one, never a part of it.
         width: of the whole figure, in inches.
         height: of the whole figure, in inches.
-        columns: of axes.
-        rows: of axes.
+        columns: number of columns of axes.
+        rows: number of rows of axes.
         dpi: pixels per inch.
     """
     # A Figure without pyplot needs no display, and no call that closes it.
@@ -91,7 +91,7 @@ def write_panels(
     Args:
         panels: at least one.
         path: the PNG file.
-        columns: of panels.
+        columns: number of panels in a row.
         panel_size: width and height of a panel, in inches.
         dpi: pixels per inch.
     """
@@ -110,7 +110,7 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
     """Draws one chart as an SVG element for a page.
 
     Args:
-        title: what screen readers say; the page shows it itself.
+        title: for screen readers; the page itself shows it too.
         draw: draws on the axes, in the colors of this module.
         width: in inches; the page scales the chart.
         height: in inches.
@@ -118,12 +118,12 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # The salt makes ids the same in each start, so a page that is written again has no other bytes.
+    # The salt makes ids reproducible, so a page that is written again has the same bytes.
     settings: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": title,
         "font.family": "sans-serif",
-        "text.color": INK,  # Of legends.
+        "text.color": INK,  # For legends.
     }
 
     with mpl.rc_context(settings):
@@ -151,18 +151,18 @@ def plain_style(axes: Any) -> None:
 
 
 def _for_a_page(text: str, title: str) -> str:
-    """Removes what the page has already or would have twice: XML head, group names, size, fonts."""
+    """Returns the SVG for a page: labelled, in CSS colors, without XML header, ids of groups, size and fonts."""
     text = text[text.index("<svg") :]
     fonts = r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?"
     text = re.sub(rf"<metadata>.*?</metadata>|<!--.*?-->|{fonts}", "", text, flags=re.DOTALL)
-    # Two charts on a page may not have the same id; nothing refers to these.
+    # Ids must be unique on a page, and nothing refers to these.
     text = re.sub(r'<g id="[\w.-]*"', "<g", text)
 
-    # A color that is a variable follows the page from light to dark.
+    # As CSS variables, the colors follow the page's light or dark mode.
     for color, variable in _VARIABLES.items():
         text = text.replace(color, variable)
 
-    # Without a size of its own the chart is as wide as its place on the page.
+    # Without its own size, the chart takes the width of its place on the page.
     for attribute in ("height", "width"):
         text = re.sub(rf'(<svg[^>]*?) {attribute}="[^"]*"', r"\1", text, count=1)
 
@@ -171,7 +171,7 @@ def _for_a_page(text: str, title: str) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve, with a point for each epoch. Those of one color belong together."""
+    """A curve with one point per epoch. Curves of one color belong together."""
 
     label: str
     points: Points
@@ -199,7 +199,9 @@ def charts_of(run: RunFiles) -> list[Chart]:
 
     rates = [(row.epoch, row.learning_rate) for row in run.history]
     charts.append(Chart("learning rate", [Series("", rates)], from_zero=True))
-    charts.append(Chart("examples per second, all ranks", [Series("", _speed(run))], from_zero=True))
+    charts.append(
+        Chart("examples per second, all ranks", [Series("", _speed(run))], from_zero=True)
+    )
     if run.rank_seconds:
         ranks = _rank_series(run.rank_seconds)
         charts.append(Chart("work of a step by rank, ms", ranks, from_zero=True))
@@ -219,7 +221,7 @@ def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[C
 
     charts = []
     for name in _metric_names(runs):
-        # With a curve for each run, training and validation in one chart would be too many.
+        # With a curve for each run, training and validation in one chart would be too crowded.
         for column in (f"val_{name}", name):
             charts.append(Chart(column, curves(partial(_metric, name=column))))
 
@@ -229,12 +231,12 @@ def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[C
 
 
 def svg(chart: Chart, has_legend: bool = True) -> str:
-    """Draws the chart as an element for a page."""
+    """Draws the chart as an SVG element for a page."""
     return page_svg(chart.title, partial(_draw, chart, has_legend=has_legend), _WIDTH, _HEIGHT)
 
 
 def scatter_svg(figure: dict[str, Any]) -> str:
-    """Draws a core.figures.Scatter, as review.json holds it, as an element for a page."""
+    """Draws a core.figures.Scatter, given as in review.json, as an SVG element for a page."""
 
     def draw(axes: "Axes") -> None:
         x, y = zip(*figure["points"])
@@ -253,7 +255,7 @@ def scatter_svg(figure: dict[str, Any]) -> str:
 
 
 def write_png(charts: Sequence[Chart], path: Path) -> None:
-    """Draws all charts, at least one, into one picture on white."""
+    """Draws all charts, of which there must be at least one, into one picture on white."""
 
     def draw(axes: "Axes", chart: Chart) -> None:
         plain_style(axes)
@@ -268,10 +270,14 @@ def _with_points(charts: Iterable[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(series.points for series in chart.series)]
 
 
+FLOPS = ("flops_per_second", "share_of_peak")
+
+
 def _metric_names(runs: Sequence[RunFiles]) -> list[str]:
-    """Names of the metrics without "val_", the loss first, the others as they appear."""
+    """Names of the metrics without "val_", the loss first, the others in order of appearance."""
     columns = (name for run in runs for row in run.history for name in row.metrics)
-    names = dict.fromkeys(name.removeprefix("val_") for name in columns)
+    # FLOP/s follow the speed, which has its own chart.
+    names = dict.fromkeys(name.removeprefix("val_") for name in columns if name not in FLOPS)
     return sorted(names, key=lambda name: name != "loss")
 
 
@@ -284,7 +290,7 @@ def _speed(run: RunFiles) -> Points:
 
 
 def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
-    """Returns curves of the milliseconds that ranks work in a step.
+    """Returns curves of the ranks' work in a step, in milliseconds.
 
     Args:
         rank_seconds: by epoch, the seconds of each rank. A resume can change the number of ranks.
@@ -303,7 +309,9 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
         return series
 
     for rank in range(num_ranks):
-        points = [(epoch, 1000 * row[rank]) for epoch, row in rank_seconds.items() if rank < len(row)]
+        points = [
+            (epoch, 1000 * row[rank]) for epoch, row in rank_seconds.items() if rank < len(row)
+        ]
         series.append(Series(f"rank {rank}", points, rank))
     return series
 
@@ -313,16 +321,18 @@ def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
         axes.plot(
             [epoch for epoch, _ in series.points],
             [value for _, value in series.points],
-            # Beyond the colors of the page they begin again, with dashes.
+            # If there are more curves than colors, the colors repeat with dashed lines.
             color=SERIES[series.color % len(SERIES)],
             linestyle="-" if series.color < len(SERIES) else "--",
             linewidth=1.6,
-            marker="o" if len(series.points) < 3 else None,  # A single point has no line to be seen by.
+            marker="o"
+            if len(series.points) < 3
+            else None,  # A single point has no line that shows it.
             markersize=3.5,
             label=series.label,
         )
 
-    # Speeds are compared by their ratio, which an axis that begins elsewhere hides. Losses are not.
+    # Speeds are compared by ratio, which shows only if the axis starts at 0. Losses are not.
     if chart.from_zero:
         axes.set_ylim(bottom=0)
 
@@ -339,7 +349,7 @@ def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
         axes.yaxis.set_major_formatter("{x:,.0f}")
 
     if has_legend and len(chart.series) > 1:
-        # Above the axes, where no curve is.
+        # Above the axes, clear of the curves.
         axes.legend(
             frameon=False,
             fontsize=8,

@@ -1,39 +1,36 @@
 """`python -m hvtrain report` and `runs`: pages about runs, and the list of the runs in a folder.
 
-report writes the page of one run again, or compares several on one page: a sortable table, curves in common charts,
-and the settings that differ. Everything comes from the files of the run folders, so neither TensorFlow nor the data
-are needed.
+report writes the page of one run again, or compares several on one page: a sortable table, curves
+in common charts, and the settings that differ. Everything comes from the files of the run folders,
+so neither TensorFlow nor the data are needed.
 """
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvtrain.config.validate import flatten
-from hvtrain.core.files import write_atomic
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.report.charts import SERIES, charts_of_several, svg
 from hvtrain.report.page import FOLDER, REPORT_FILE, render, state_text, write_page, yaml_text
 from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
 from hvtrain.storage.cache import path_of
-from hvtrain.storage.remote import is_remote
 from hvtrain.system.command import Parser
-from hvtrain.system.text import duration, format_known
+from hvtrain.system.files import is_remote, page_path, write_atomic
+from hvtrain.system.text import duration, flatten, format_known
 
 # The value to sort by, None if it is unknown, and the text.
 Cell = tuple[Any, str]
 
 COMPARISON_FILE = "comparison.html"
-# They differ between any two runs, or say nothing about the training.
+# Settings that differ between any two runs, or say nothing about the training.
 _NOT_COMPARED = ("run.dir", "run.name", "run.report")
 
 DEFAULT_FOLDER = "runs"
 # Levels of folders below DIR that are searched.
 DEPTH = 3
-# Characters of a line, unless names need more.
+# The length of a line in characters, unless names need more.
 WIDTH = 80
 MIN_METRIC_WIDTH = 10
 MIN_NAME_WIDTH = 12
@@ -48,20 +45,18 @@ Row = dict[str, Any]
 
 def report_runs() -> int:
     """Reads the run folders, writes the page, and prints which files it wrote."""
-    options = _report_parser().parse_args(sys.argv[1:])
-    # As the commands that use a run take it.
+    options = _report_parser().parse_args()
+    # run=RUN is accepted too, as by the commands that use a run.
     folders = [folder.removeprefix("run=") for folder in options.runs]
     runs = [read_run(path_of(folder)) for folder in folders]
-    # One run has a page of its own kind, with all its figures.
+    # One run gets its own kind of page, with all its figures.
     is_comparison = len(runs) > 1
 
     default = Path(COMPARISON_FILE) if is_comparison else runs[0].folder / REPORT_FILE
-    # The copy of a run in object storage stays as it is.
+    # The local copy of a run in object storage is left unchanged.
     if is_remote(folders[0]) and not is_comparison:
         default = Path(REPORT_FILE)
-    path = Path(options.output or default)
-    if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no folder {path.parent}; make it, or choose another file")
+    path = page_path(options.output or default)
 
     if is_comparison:
         write_atomic(path, comparison_html(runs))
@@ -98,7 +93,7 @@ the settings that differ.""",
 def comparison_html(runs: Sequence[RunFiles]) -> str:
     """Returns the page that compares runs."""
     labels = folder_labels(runs)
-    # Runs of different tasks have different ones; each has a column.
+    # Runs of different tasks have different metrics, each in its own column.
     metrics = dict.fromkeys(name for run in runs for name in run.result.get("metrics", {}))
     # The metric of the best checkpoint is a setting, so runs may have different ones, each in a column.
     bests = dict.fromkeys(run.result["best"]["metric"] for run in runs if run.result.get("best"))
@@ -119,41 +114,52 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
 
 
 def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Names of the run folders, with as many parent folders as it takes to tell them apart."""
+    """Returns the names of the run folders, with as many parent folders as needed to tell them apart."""
     # The same folder may be given twice; no depth tells those apart.
     paths = [run.folder.parts for run in runs]
-    by_depth = (["/".join(parts[-depth:]) for parts in paths] for depth in range(1, max(map(len, paths)) + 1))
+    by_depth = (
+        ["/".join(parts[-depth:]) for parts in paths]
+        for depth in range(1, max(map(len, paths)) + 1)
+    )
     return next(labels for labels in by_depth if len(set(labels)) == len(set(paths)))
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Returns the settings that are not the same in all runs, with each run's value; "" where it is missing.
+    """Returns the settings that are not the same in all runs, with each run's value, or "" if it is missing.
 
-    Those that all runs have come first: other ones only say that a model or a data set is another.
+    Those that all runs have come first: the others only reflect a different model or data set.
 
     >>> differing([{"new": True, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}}])
     [('train.epochs', ['2', 'null']), ('new', ['true', '']), ('seed', ['', '1'])]
     """
-    # Compared as texts, as they are shown: 1 and 1.0 differ, and lists can be elements of a set.
-    runs = [{name: yaml_text(value) for name, value in flatten(config).items()} for config in configs]
+    # Compared as the text that is shown: 1 and 1.0 differ, and lists can be elements of a set.
+    runs = [
+        {name: yaml_text(value) for name, value in flatten(config).items()} for config in configs
+    ]
     names = dict.fromkeys(name for settings in runs for name in settings)
     rows = [(name, [settings.get(name, "") for settings in runs]) for name in names]
     rows.sort(key=lambda row: "" in row[1])
 
-    return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in _NOT_COMPARED]
+    return [
+        (name, values)
+        for name, values in rows
+        if len(set(values)) > 1 and name not in _NOT_COMPARED
+    ]
 
 
-def _row(run: RunFiles, label: str, metrics: Iterable[str], bests: Iterable[str]) -> dict[str, Cell]:
+def _row(
+    run: RunFiles, label: str, metrics: Iterable[str], bests: Iterable[str]
+) -> dict[str, Cell]:
     """The cells of a run by column."""
     result = run.result
     values = result.get("metrics", {})
     best = result.get("best") or {}
     best_values = {best.get("metric"): best.get("value")}
 
-    # A run that is going has a speed, but neither a time nor an efficiency.
+    # A run in progress has a speed, but neither a time nor an efficiency.
     rate = run.examples_per_second
     ranks = run.num_ranks
-    # It compares runs on different numbers of ranks.
+    # For comparing runs on different numbers of ranks.
     rate_of_each = rate / ranks if rate and ranks else None
     split = result.get("split") or {}
     seconds = result.get("seconds")
@@ -177,7 +183,7 @@ def _cell(value: float | None, form: str) -> Cell:
 
 
 def _score_key(row: Row) -> Any:
-    # Scores of different metrics cannot be compared, so they stand together by metric.
+    # Scores of different metrics cannot be compared, so runs are grouped by metric.
     if row["score"] is None:
         return None
     return row["metric"], -row["sign"] * row["score"]
@@ -199,8 +205,8 @@ SORT_KEYS: dict[str, Callable[[Row], Any]] = {
 
 
 def list_runs() -> int:
-    """Prints the table, or JSON."""
-    options = _runs_parser().parse_args(sys.argv[1:])
+    """Prints the runs as a table, or as JSON."""
+    options = _runs_parser().parse_args()
     folder = Path(options.dir)
     # The default may be missing: nothing has been trained here yet.
     if not folder.is_dir():
@@ -228,19 +234,21 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
             return [folder]
         if depth == 0:
             return []
-        # Links may lead back to a folder above.
+        # Symbolic links may lead back to a folder above.
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    except OSError:  # A folder that another user keeps private.
+    except OSError:  # A folder that this user may not read.
         return []
 
     # Hidden folders are those of editors and version control.
-    return [run for path in below if not path.name.startswith(".") for run in find_runs(path, depth - 1)]
+    return [
+        run for path in below if not path.name.startswith(".") for run in find_runs(path, depth - 1)
+    ]
 
 
 def run_row(path: Path, folder: Path) -> Row:
     """Describes the run in `path`, below the listed folder.
 
-    A damaged run has that state, and the error.
+    A damaged run has the state "damaged", and an error.
     """
     # DIR may be a run itself, and "." has no name.
     name = path.absolute().name
@@ -248,7 +256,7 @@ def run_row(path: Path, folder: Path) -> Row:
         name = str(path.relative_to(folder))
 
     row: Row = dict.fromkeys(COLUMNS)
-    # One damaged run is no reason to hide the others.
+    # One damaged run must not hide the others.
     row.update(run=name, state="damaged", resumable=False, began="")
     try:
         run = read_run(path)
@@ -258,7 +266,8 @@ def run_row(path: Path, folder: Path) -> Row:
 
     known = ("state", "sign", "examples_per_second", "num_ranks", "progress", "began")
     row.update({column: getattr(run, column) for column in known}, resumable=run.is_resumable)
-    if run.score and math.isfinite(run.score[1]):  # Another one can be neither sorted nor written as JSON.
+    if run.score and math.isfinite(run.score[1]):
+        # A score that is not finite can be neither sorted nor written as JSON.
         row["metric"], row["score"] = run.score
 
     return row
@@ -281,7 +290,13 @@ def table(rows: list[Row]) -> list[str]:
         if len(name) > name_width:
             name = f"…{name[1 - name_width :]}"
         numbers = [number.rjust(width) for number, width in zip(numbers, widths[2:])]
-        columns = [began.ljust(widths[0]), state.ljust(widths[1]), *numbers, metric.ljust(metric_width), name]
+        columns = [
+            began.ljust(widths[0]),
+            state.ljust(widths[1]),
+            *numbers,
+            metric.ljust(metric_width),
+            name,
+        ]
         lines.append("  ".join(columns).rstrip())
 
     if any(row["resumable"] for row in rows):
@@ -303,7 +318,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         state,
         str(row["num_ranks"] or ""),
         format_known(rate, ",.0f", missing=""),
-        # With its zeros, so that points stand below each other.
+        # With trailing zeros, so that decimal points line up.
         format_known(row["score"], "#.4g", missing=""),
         row["metric"] or "",
         row["run"],
@@ -325,7 +340,9 @@ metric on the test data, or else the best value so far; the speed is in examples
         metavar="DIR",
         help=f"folder to search; default: {DEFAULT_FOLDER}",
     )
-    parser.add_argument("--sort", choices=SORT_KEYS, default="date", help="order of the runs; default: date")
+    parser.add_argument(
+        "--sort", choices=SORT_KEYS, default="date", help="order of the runs; default: date"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with all digits")
 
     return parser

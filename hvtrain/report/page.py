@@ -8,25 +8,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvtrain.config.validate import flatten
-from hvtrain.core.files import write_atomic
 from hvtrain.core.run_files import STARTS_FILE, proof_in_words
 from hvtrain.core.step_plan import MOST_LEFT_OUT, share_of_progress
 from hvtrain.core.version import VERSION
 from hvtrain.errors import in_one_line
 from hvtrain.report.charts import charts_of, scatter_svg, svg, write_png
 from hvtrain.report.run_files import RunFiles, read_run
-from hvtrain.system.text import duration
+from hvtrain.system.files import write_atomic
+from hvtrain.system.text import duration, flatten
 
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 REPORT_FILE = "report.html"
 CURVES_FILE = "curves.png"
-_DIFF_LEFT_OUT = f"Their diff is left out here, since a tracker gets this page; {STARTS_FILE} has it."
+_DIFF_LEFT_OUT = (
+    f"Their diff is left out here, since a tracker gets this page; {STARTS_FILE} has it."
+)
 # Lines of the run's description that the page shows elsewhere.
 _SHOWN_ELSEWHERE = ("versions", "devices", "differs", "run folder", "resumed", "changed")
-# Numbers of the page's colors --series-N. Computation, which is what one wants, has the first.
+# Numbers of the page's colors --series-N. Computation, the useful part of a step, has the first.
 _SERIES_OF_PART = {"data": 3, "compute": 1, "communication": 2}
 
 
@@ -40,7 +41,7 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
         with_diff: shows the uncommitted changes of the user's checkout.
     """
     try:
-        # This process still holds the lock of the folder, by which it looks like a running one.
+        # This process still holds the folder's lock, so the run would be shown as running.
         run = replace(read_run(folder), state="finished")
         write_page(run, folder / REPORT_FILE, with_diff)
     except Exception as error:  # Whatever Matplotlib or a template may raise.
@@ -69,10 +70,10 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
     start = run.last_start
     git = start.get("git")
     if git and not with_diff:
-        # The names of changed files stay, which say that the commit is not all.
+        # The names of changed files stay: they show that the commit alone does not reproduce the run.
         git = {**git, "diff": _DIFF_LEFT_OUT}
     description = start.get("described", {})
-    # The result has in full what the start's lines cut.
+    # The result has the full phrases; the description of the start shortens them.
     data = run.result.get("data") or {}
 
     return render(
@@ -88,7 +89,9 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
         split=_split(run.result.get("split")),
         again=_command_again(run),
         data=[(label, ", ".join(phrases)) for label, phrases in data.items()],
-        described=[item for item in description.items() if item[0] not in (*_SHOWN_ELSEWHERE, *data)],
+        described=[
+            item for item in description.items() if item[0] not in (*_SHOWN_ELSEWHERE, *data)
+        ],
         environment=_environment(run, description.get("devices", "")),
         settings=flatten(run.config).items(),
     )
@@ -101,10 +104,10 @@ def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
 
     Args:
         template: its file name. It may extend base.html.j2.
-        folder: of the template.
+        folder: the folder of the template.
         **values: what the template shows.
     """
-    # The style is in the page, so that one file can be sent to others.
+    # The style is inlined, so that the page can be shared as one file.
     page = _templates(folder).get_template(template)
     return page.render(
         style=(FOLDER / "style.css").read_text(encoding="utf-8"),
@@ -142,7 +145,7 @@ def state_text(run: RunFiles) -> str:
 
 
 def yaml_text(value: Any) -> str:
-    """A setting as YAML has it."""
+    """Formats a setting as YAML does."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -152,28 +155,32 @@ def yaml_text(value: Any) -> str:
 
 
 def _proof(proof: dict[str, Any] | None) -> list[tuple[str, bool]]:
-    """A line for each thing that the run has proved, with a capital letter; False if it is not proved."""
+    """Returns a capitalized line for each item of the proof, and whether it is proved."""
     if not proof:
         return []
     unproved = ["not compared", "nothing to prove"]
-    if any(count < (1 - MOST_LEFT_OUT) * proof["examples"] for count in proof["examples_each_epoch"]):
+    if any(
+        count < (1 - MOST_LEFT_OUT) * proof["examples"] for count in proof["examples_each_epoch"]
+    ):
         unproved.append("samples seen")
     lines = proof_in_words(proof).split("; ")
-    return [(line[:1].upper() + line[1:], not any(text in line for text in unproved)) for line in lines]
+    return [
+        (line[:1].upper() + line[1:], not any(text in line for text in unproved)) for line in lines
+    ]
 
 
 def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
-    """The large figures at the top: name, value, and a line below it."""
+    """Returns the large figures at the top: name, value, and the note below it."""
     result = run.result
     metrics = result.get("metrics") or {}
-    # The loss, which says little by itself, comes after the metrics of the task.
+    # The loss comes last: alone it says less than the metrics of the task.
     names = sorted(metrics, key=lambda name: name == "test_loss")
     numbers = [(name, f"{metrics[name]:.4g}", "") for name in names]
 
     best = result.get("best")
     if best:
         numbers.append((f"best {best['metric']}", f"{best['value']:.4g}", f"step {best['step']:,}"))
-    elif not result and run.score:  # Going, or failed: what it has reached.
+    elif not result and run.score:  # The run has not ended, or has failed: its best so far.
         name, value = run.score
         numbers.append((name, f"{value:.4g}", "so far"))
 
@@ -183,23 +190,30 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
         numbers.append(("examples per second", f"{run.examples_per_second:,.0f}", note))
 
     split = result.get("split")
-    # One rank waits for nobody.
+    # A single rank waits for no other.
     if split and result.get("num_ranks", 1) > 1 and split["efficiency"] is not None:
         note = split.get("caution") or "of a run whose reductions take no time"
         numbers.append(("efficiency", f"{split['efficiency']:.0%}", note))
-    scale = run.history[-1].metrics.get("noise_scale") if run.history else None
+    newest = run.history[-1].metrics if run.history else {}
+    scale = newest.get("noise_scale")
     if scale and result:
         joint_batch = result["global_batch"] * run.config["train"]["accumulate"]
         share = share_of_progress(scale, joint_batch / result["num_ranks"], joint_batch)
         note = f"examples; in this batch one makes {share:.0%} of the progress of one in a rank's"
         numbers.append(("gradient noise scale", f"{scale:,.0f}", note))
 
+    if newest.get("flops_per_second"):
+        note = "of the model, estimated"
+        if newest.get("share_of_peak"):
+            note += f"; {newest['share_of_peak']:.0%} of the devices' peak"
+        numbers.append(("GFLOP/s", f"{newest['flops_per_second'] / 1e9:,.3g}", note))
+
     if result:
         seconds = duration(result["seconds"])
         numbers.append(("time in all", seconds, f"{result['num_steps']:,} steps"))
     elif run.history:
-        newest = run.history[-1]
-        numbers.append(("epochs", f"{newest.epoch:,}", f"{newest.step:,} steps"))
+        row = run.history[-1]
+        numbers.append(("epochs", f"{row.epoch:,}", f"{row.step:,} steps"))
 
     if result.get("num_parameters"):
         numbers.append(("parameters", f"{result['num_parameters']:,}", ""))
@@ -216,7 +230,9 @@ def _split(split: dict[str, Any] | None) -> list[tuple[str, float, str, int]]:
     total = sum(seconds.values())
 
     return [
-        (name, part / total, f"{1000 * part:.2f} ms", _SERIES_OF_PART[name]) for name, part in seconds.items() if part
+        (name, part / total, f"{1000 * part:.2f} ms", _SERIES_OF_PART[name])
+        for name, part in seconds.items()
+        if part
     ]
 
 
@@ -237,7 +253,10 @@ def _environment(run: RunFiles, devices: str) -> list[tuple[str, str]]:
     versions = start.get("versions") or run.result.get("versions", {})
     system = start.get("system") or {}
     git = start.get("git") or {}
-    hosts = [f"{host} ({count} rank{'s' * (count > 1)})" for host, count in start.get("hosts", {}).items()]
+    hosts = [
+        f"{host} ({count} rank{'s' * (count > 1)})"
+        for host, count in start.get("hosts", {}).items()
+    ]
     rows = {
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "hosts": ", ".join(hosts),

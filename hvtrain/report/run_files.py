@@ -1,6 +1,6 @@
 """A run as its folder describes it: settings, numbers, starts, messages and state.
 
-Without TensorFlow.
+Reading it does not need TensorFlow.
 """
 
 import math
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.core.checkpoint_notes import newest_step
-from hvtrain.core.files import read_file, read_json
 from hvtrain.core.run_files import (
     CONFIG_FILE,
     RESULT_FILE,
@@ -21,6 +20,7 @@ from hvtrain.core.run_files import (
     read_starts,
 )
 from hvtrain.errors import ConfigError
+from hvtrain.system.files import read_file, read_json
 from hvtrain.system.run_lock import is_held
 
 MAX_LOGS = 64
@@ -28,12 +28,14 @@ MAX_LOGS = 64
 LOG_BYTES = 100_000
 MAX_MESSAGES = 30
 MAX_MESSAGE_LENGTH = 400
-_LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERROR|CRITICAL) \S+?: (.*)$")
+_LOG_LINE = re.compile(
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERROR|CRITICAL) \S+?: (.*)$"
+)
 
 
 @dataclass(frozen=True)
 class Message:
-    """A line of a rank's log."""
+    """A line from the log of a rank."""
 
     when: str
     level: str
@@ -47,10 +49,10 @@ class RunFiles:
 
     Attributes:
         folder: the run folder, absolute.
-        config: the settings, as config.yaml has them.
+        config: the settings, as in config.yaml.
         result: result.json; empty until the run has finished.
         history: a record for each epoch.
-        rank_seconds: by epoch, the seconds that each rank works in a step.
+        rank_seconds: by epoch, the seconds of each rank's own work in a step.
         starts: starts.json, one entry for each start of the ranks.
         review: figures of the predictions (core/figures.py), as plain values.
         messages: the newest warnings and errors of the ranks on this host.
@@ -81,13 +83,13 @@ class RunFiles:
 
     @property
     def is_resumable(self) -> bool:
-        """True if it has not finished, and has a checkpoint on this host to continue from."""
+        """True if the run ended before it finished, and has a checkpoint on this host to continue from."""
         return self.state in ("stopped", "failed") and self.checkpoint_step is not None
 
     @property
     def num_ranks(self) -> int | None:
         """Number of replicas that compute gradients at the same time: ranks, workers, or devices of one process."""
-        # Until there is a result, the newest start says it.
+        # Until there is a result, the newest start has the number.
         facts = self.result or self.last_start
         return facts.get("num_replicas") or facts.get("num_ranks")
 
@@ -110,7 +112,10 @@ class RunFiles:
 
     @property
     def progress(self) -> float | None:
-        """Fraction of the steps that are done and saved or recorded, 0 to 1; None if their number is unknown."""
+        """Fraction of the steps that are done and saved or recorded, 0 to 1.
+
+        None if their number is unknown.
+        """
         num_steps = self.last_start.get("num_steps")
         if not num_steps:
             return None
@@ -128,7 +133,7 @@ class RunFiles:
     @property
     def score(self) -> tuple[str, float] | None:
         """The task's metric and its value: on the test data, or else the best in validation or training."""
-        # What the start says holds while the run is going; the result may be of an earlier end.
+        # The newest start decides: the result may date from before the run was resumed.
         tested = self.result.get("metrics") or {}
         best = self.result.get("best") or {}
         name = self.last_start.get("best") if self.starts else best.get("metric")
@@ -173,7 +178,7 @@ def read_run(folder: Path) -> RunFiles:
     result = _read_result(folder)
     messages = _read_messages(folder)
     step = newest_step(folder)
-    # A damaged one costs its part of the page only.
+    # If the review is damaged, only its part of the page is missing.
     review = read_json(folder / REVIEW_FILE, list)
 
     return RunFiles(
@@ -191,14 +196,14 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _state(folder: Path, result: dict[str, Any], step: int | None, messages: list[Message]) -> str:
-    # The lock goes with its process, so a run that was killed is not taken for a running one.
+    # The lock ends with its process, so a killed run does not count as running.
     if is_held(folder):
         return "running"
-    # A checkpoint after the result's last step is of a run that was resumed with more steps.
+    # A checkpoint after the result's last step belongs to a run that was resumed with more steps.
     if result and (step is None or result.get("num_steps", 0) >= step):
         return "finished"
     of_chief = [message for message in messages if message.rank == 0 and message.level != "WARNING"]
-    # The chief's last message, if it had the time to say why it ends. A warning may follow it.
+    # The chief's last message, warnings aside, says why the run ended, if there was time to write it.
     if of_chief and of_chief[-1].text.startswith("stopped by "):
         return "stopped"
 
@@ -211,7 +216,9 @@ def _read_result(folder: Path) -> dict[str, Any]:
         return {}
     result = read_json(path, dict)
     if not result:
-        raise ConfigError(f"{path} is damaged; move it away, and the same command tests the run again")
+        raise ConfigError(
+            f"{path} is damaged; move it away, and the same command tests the run again"
+        )
 
     return result
 
@@ -225,18 +232,23 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
 
-    # Hydra's own keys are no settings of the run.
+    if not isinstance(tree, dict):
+        return {}
+    # Hydra's own keys are not settings of the run.
     return {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
 
 
 def _read_messages(folder: Path) -> list[Message]:
-    """Reads the logs of the ranks on this host, by rank and in order; only the ends of long ones."""
+    """Reads the logs of the ranks on this host, by rank and in order.
+
+    Of long logs, only the ends are read.
+    """
     messages = []
     for path in sorted((folder / "logs").glob("rank-*.log"))[:MAX_LOGS]:
         digits = path.stem.removeprefix("rank-")
         rank = int(digits) if digits.isdigit() else 0
         try:
-            if not path.is_file():  # The reader of a pipe would wait for a writer for ever.
+            if not path.is_file():  # Reading a pipe would wait for a writer forever.
                 continue
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LOG_BYTES))

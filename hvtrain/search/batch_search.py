@@ -12,8 +12,9 @@ import keras
 import tensorflow as tf
 
 from hvtrain import runner
+from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.step_plan import StepPlan, make_plan
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.models.memory import footprint
 from hvtrain.search.batch_sizes import (
@@ -37,14 +38,14 @@ from hvtrain.training.run import Run, RunState, Start, describe, summary
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# Each size has its own of these lines of a run's description.
+# The lines of a run's description that differ between sizes.
 _DIFFER_BY_SIZE = ("global batch", "learning rate", "steps", "left out")
-# CUDA's libraries have words of their own for it.
+# How CUDA's libraries report that a device has no memory left.
 _OUT_OF_MEMORY = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "ALLOC_FAILED")
 
 
 class Stopwatch(keras.callbacks.Callback):
-    """Times the calls of the graph: seconds of a step in each."""
+    """Times the calls of the graph, in seconds per step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Stopwatch(keras.callbacks.Callback):
         self._first = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # A GPU may still be at work; a value that is read has been computed.
+        # A GPU may still be computing; reading a value waits for it.
         float(next(iter((logs or {"loss": 0.0}).values())))
         seconds = time.perf_counter() - self._began
         self.step_seconds.append(seconds / (batch + 1 - self._first))
@@ -72,18 +73,18 @@ def try_sizes(
     """Tries sizes from train.batch_size on, doubled each time; returns the trials on every rank.
 
     Args:
-        config: the run, as find_batch.as_search makes it.
-        strategy: of the ranks.
-        state: of the run.
+        config: the settings of the run, made by commands.as_search.
+        strategy: the strategy of the ranks.
+        state: the state of the run.
         largest: the last size to try; None: until one does not fit.
-        limit_bytes: memory of all ranks of a host; None: what is free.
-        overrides: of the command line, for the command that uses the result.
+        limit_bytes: memory that all ranks of a host may use; None: what is free.
+        overrides: settings on the command line, for the command that uses the result.
 
     Raises:
-        ConfigError: the strategy has steps of another kind.
+        ConfigError: the strategy's ranks do not take steps by themselves.
         TrainingError: not even the first size fits.
     """
-    # Others run the step elsewhere, on servers or replicas, where its memory is not this process's.
+    # Other strategies run the step on servers or replicas, whose memory is not this process's.
     if not strategy.is_plain:
         raise ConfigError(
             "find_batch measures ranks that take steps by themselves, and this strategy has other steps; "
@@ -105,7 +106,7 @@ def try_sizes(
     size = run.plan.batch_sizes[0]
     reason = ""
 
-    # Every rank has the same reasons, which were gathered, so all leave the loop together.
+    # Reasons are gathered, so every rank has the same one, and all leave the loop together.
     while not reason:
         if largest is not None and size > largest:
             reason = f"{size} is above --largest {largest}"
@@ -113,17 +114,20 @@ def try_sizes(
             reason = sizes.obstacle(size) or sizes.measure(size)
         if not reason:
             log.info("%s", trials[-1])
-            # After each size: the kernel may end the ranks in the next.
+            # After each size, since the kernel may kill the ranks during the next.
             on_chief(lambda: write_sizes(run.folder, trials))
             size *= 2
 
     log.info("ended: %s", reason)
     if not trials:
-        raise TrainingError(f"no batch was tried: {reason}; choose a smaller --first, or a smaller model")
+        raise TrainingError(
+            f"no batch was tried: {reason}; choose a smaller --first, or a smaller model"
+        )
 
     def write_results() -> None:
         write_sizes(run.folder, trials, reason)
         write_png(run.folder, trials)
+        run.state.store.send()
 
     on_chief(write_results)
     strategy.stop()
@@ -139,7 +143,7 @@ class Sizes:
         run: the run, whose plan each size replaces.
         model: its model, restored.
         start: where the run begins.
-        limit_bytes: memory of all ranks of a host; None: what is free.
+        limit_bytes: memory that all ranks of a host may use; None: what is free.
     """
 
     def __init__(self, run: Run, model: keras.Model, start: Start, limit_bytes: int | None) -> None:
@@ -149,7 +153,7 @@ class Sizes:
         self.limit_bytes = limit_bytes
         self.comm = run.strategy.comm
         self.trials: list[Trial] = []
-        self._peaks = [(0, resident_bytes())]  # Of this rank on the host, by size.
+        self._peaks = [(0, resident_bytes())]  # This rank's memory on the host, by size.
         self._gpu = tf.config.list_logical_devices("GPU")[:1]
 
     def plan_of(self, size: int) -> StepPlan:
@@ -164,15 +168,15 @@ class Sizes:
         return make_plan(train, run.plan.base_learning_rate, shards, run.source.name)
 
     def obstacle(self, size: int) -> str:
-        """Returns what is known to prevent the size: too few examples, or too little memory of a host; else ""."""
-        # The plan knows how many batches of this size the data set fills.
+        """Returns why the size cannot be tried: too few examples, or too little memory on a host; else ""."""
+        # Making the plan fails if the data set does not fill a batch of this size.
         try:
             self.plan_of(size)
         except ConfigError as error:
             return str(error).partition(";")[0]
 
-        # Activations are on the GPU, if there is one, and its memory is not predicted: what does not fit there
-        # is an error that leaves the process alive.
+        # Activations are on the GPU, if there is one. Its memory is not predicted: running out of it is
+        # an error that the process survives.
         first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
         resident = resident_bytes()
         growth = max(0.0, predicted_peak(self._peaks, size, first_slope) - resident)
@@ -190,12 +194,14 @@ class Sizes:
     def measure(self, size: int) -> str:
         """Trains some steps. Returns the reason if the size does not fit on a rank, else ""."""
         run = replace(self.run, plan=self.plan_of(size))
-        # From here on, so that the peak is that of this size.
+        # Reset, so that the peak is that of this size.
         forget_peak()
         if self._gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
 
-        full_ranks = [rank for rank, fits in enumerate(self.comm.gather(self._fits(run))) if not fits]
+        full_ranks = [
+            rank for rank, fits in enumerate(self.comm.gather(self._fits(run))) if not fits
+        ]
         if full_ranks:
             return f"train.batch_size={size} exceeds the memory of {named(full_ranks)}"
 
@@ -203,7 +209,9 @@ class Sizes:
         steps = CallSteps(run.config.train.steps_per_execution, [], self.comm.broadcast)
         context = RunContext.begin(run, self.model, self.start.step)
         with explain_errors(context):
-            run.strategy.fit(self.model, run.batches_from, run.plan, 0, [context.position, stopwatch], steps)
+            run.strategy.fit(
+                self.model, run.batches_from, run.plan, 0, [context.position, stopwatch], steps
+            )
 
         peak = peak_bytes()
         self._peaks.append((size, peak))
@@ -218,10 +226,10 @@ class Sizes:
         return ""
 
     def _fits(self, run: Run) -> bool:
-        """True if a step without reduction and update finds memory on this rank.
+        """True if a step without reduction and update fits into the memory of this rank.
 
-        A rank that failed in a step of all ranks would leave the others waiting for its gradients.
-        What the reduction itself needs does not depend on the batch.
+        A rank that failed in a joint step would leave the others waiting for its gradients. The
+        memory of the reduction itself does not depend on the batch.
         """
         model = self.model
 
@@ -229,7 +237,7 @@ class Sizes:
             logs, pairs = step_without_update(model, batch)
             return logs, [gradient for gradient, _ in pairs]
 
-        # Compiled as the real step is, since XLA plans memory of its own.
+        # Compiled like the real step, since XLA plans memory differently.
         step = tf.function(gradients_alone, jit_compile=bool(model.jit_compile))
 
         try:
@@ -237,7 +245,7 @@ class Sizes:
         except tf.errors.OpError as error:
             if not is_out_of_memory(error):
                 raise
-            # For the log of this rank; all ranks learn its number.
+            # The error goes to this rank's log; the other ranks only learn its number.
             log.info("rank %d: %s", self.comm.topology.rank, " ".join(error.message.split())[:200])
             return False
 
@@ -252,10 +260,10 @@ def is_out_of_memory(error: tf.errors.OpError) -> bool:
 
 
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:
-    """Logs the largest and the fastest size, and how to use it."""
-    # Not the largest: beyond some size a batch only takes longer.
+    """Logs the largest and the fastest size, and the commands that use the fastest."""
+    # Not the largest: beyond some size, a larger batch only takes longer.
     best = fastest(trials)
-    # The other settings hold for the found size too.
+    # The other settings apply to the suggested size too.
     kept = [text for text in overrides if not text.startswith(("run.dir=", "train.batch_size="))]
     settings = shlex.join([*without_secrets(kept), f"train.batch_size={best.batch_size}"])
     ranks = run.plan.size

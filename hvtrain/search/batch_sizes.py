@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hvtrain.core.files import write_json
 from hvtrain.report.charts import picture
+from hvtrain.system.files import write_json
 
 MIB = 2**20
-# A batch is as fast as the fastest with this part of its examples/s: the smaller one is then
-# better.
+# A batch with this share of the highest examples/s counts as equally fast; the smallest such one is best.
 ALMOST = 0.97
-# How much more than predicted must be free. Memory grows in steps, and beyond its end the kernel
-# ends processes.
+# Free memory must exceed this multiple of the predicted growth. Memory grows in steps, and the kernel
+# kills processes when it runs out.
 MARGIN = 1.25
 
 
@@ -22,10 +21,10 @@ class Trial:
     """Measurements of one size.
 
     Attributes:
-        batch_size: examples of a step and a rank.
-        global_batch: examples of a step of all ranks.
-        step_seconds: of the fastest call of the graph.
-        memory_bytes: peaks, by rank: of the GPU, or of the process without one.
+        batch_size: examples of one rank in a step.
+        global_batch: examples of all ranks in a step.
+        step_seconds: seconds per step in the fastest call of the graph.
+        memory_bytes: peak memory by rank: of the GPU, or of the process if there is none.
     """
 
     batch_size: int
@@ -39,7 +38,7 @@ class Trial:
         return self.global_batch / self.step_seconds
 
     def __str__(self) -> str:
-        """One size in a line.
+        """Describes the size in one line.
 
         >>> str(Trial(8, 16, 0.004, [3 * MIB, 2 * MIB]))
         'train.batch_size=8 (16 on all ranks): 4,000 examples/s, 4.00 ms a step, at most 3 MiB a rank'
@@ -80,36 +79,40 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 
 
 def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: float) -> float:
-    """Returns the bytes of a rank with batches of that size.
+    """Predicts a rank's peak memory with batches of this size, in bytes.
 
-    This is the line through the last peak with the steepest slope so far; an allocator that reuses
+    Extrapolates from the last peak with the steepest slope so far, since an allocator that reuses
     memory may hide growth for a while.
 
     Args:
-        peaks: earlier sizes and their peaks, smallest first. Size 0 is the rank before the first step.
-        size: to predict.
-        first_slope: bytes of an example, for the first size, before which nothing was measured.
+        peaks: earlier sizes and their peaks, smallest first. Size 0 is the rank before the first
+            step.
+        size: the size to predict.
+        first_slope: bytes per example, for the first size, before anything has been measured.
 
     >>> predicted_peak([(0, 500), (1, 600), (2, 640), (4, 740)], 8, 0.0)
     940.0
     >>> predicted_peak([(0, 500)], 8, 10.0)
     580.0
     """
-    # To the first size it grows by what the size does not change, too: that counts only while there is nothing better.
+    # The growth up to the first size includes memory that does not depend on the size. Its slope is
+    # used only while there is no other.
     pairs = list(pairwise(peaks[1:])) or list(pairwise(peaks))
     slopes = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairs]
     slope = max(0.0, *slopes) if slopes else first_slope
-    # From the last peak on, which a line through all of them might miss.
+    # From the last peak, which a line fitted to all of them might miss.
     last_size, last_peak = peaks[-1]
 
     return last_peak + slope * (size - last_size)
 
 
-def lacking_host(ranks: Sequence[RankMemory], limit_bytes: int | None = None) -> tuple[str, float, float] | None:
-    """Returns the first host with too little memory, what its ranks would add, and what it has left.
+def lacking_host(
+    ranks: Sequence[RankMemory], limit_bytes: int | None = None
+) -> tuple[str, float, float] | None:
+    """Returns the first host with too little memory, the bytes that its ranks would add, and those left; else None.
 
     Args:
-        ranks: of all hosts.
+        ranks: the ranks of all hosts.
         limit_bytes: what the ranks of a host may occupy together; None: what is free.
 
     >>> ranks = [RankMemory("s1", 100.0, 260, 50), RankMemory("s1", 100.0, 250, 60)]
@@ -140,10 +143,13 @@ def write_sizes(folder: Path, trials: Sequence[Trial], ended: str | None = None)
     Args:
         folder: the run folder.
         trials: the sizes so far.
-        ended: the reason for which no other size is tried; None before the end.
+        ended: why no other size is tried; None before the end.
     """
-    sizes = [{**vars(trial), "examples_per_second": round(trial.examples_per_second, 1)} for trial in trials]
-    # Complete after each size: the kernel may end the next one.
+    sizes = [
+        {**vars(trial), "examples_per_second": round(trial.examples_per_second, 1)}
+        for trial in trials
+    ]
+    # Complete after each size, since the kernel may kill the run during the next.
     content = {
         "sizes": sizes,
         "ended": ended,
@@ -154,7 +160,7 @@ def write_sizes(folder: Path, trials: Sequence[Trial], ended: str | None = None)
 
 
 def write_png(folder: Path, trials: Sequence[Trial]) -> None:
-    """Draws speed and memory by size, batch.png (chief only)."""
+    """Writes batch.png, which shows speed and memory by size (chief only)."""
     sizes = [trial.batch_size for trial in trials]
     rates = [trial.examples_per_second for trial in trials]
     peaks = [max(trial.memory_bytes) / MIB for trial in trials]

@@ -1,21 +1,20 @@
-"""`python -m hvtrain find_lr` and `find_batch`: runs that only try something out, on all ranks, with other settings.
+"""`python -m hvtrain find_lr` and `find_batch`: trial runs on all ranks, with some settings changed.
 
 find_lr trains some steps at a growing learning rate, and suggests a rate (Smith 2015,
 arxiv.org/abs/1506.01186). range_test trains and judges the losses.
 
-find_batch trains some steps with ever larger batches, and says which fit and which is fastest. All
-sizes are tried in one process for each rank, which is started once: memory is read as a peak that
-is reset before each size, and sizes only grow, so what an earlier one left behind is never the
-larger part. batch_search measures, batch_sizes judges.
+find_batch trains some steps with ever larger batches, and says which fit and which is fastest. Each
+rank tries all sizes in one process. The peak of its memory is reset before each size; since sizes only
+grow, what an earlier size left behind is never the larger part. batch_search measures, batch_sizes
+judges.
 """
 
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hvtrain.config.compose import compose, override
-from hvtrain.config.schema import RunConfig, from_dict, round_up_to_accumulation
+from hvtrain.config.compose import composed, override
+from hvtrain.config.schema import RunConfig, round_up_to_accumulation
 from hvtrain.errors import ConfigError
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, positive
@@ -31,45 +30,49 @@ examples:
 
 def find_lr() -> int:
     """Composes the run, trains with growing rates, and prints the suggestion on rank 0."""
-    options = _find_lr_parser().parse_with_overrides(sys.argv[1:])
+    options = _find_lr_parser().parse_with_overrides()
     # Refused before TensorFlow is imported, which takes seconds.
     if options.lowest >= options.highest:
-        raise ConfigError(f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range")
+        raise ConfigError(
+            f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range"
+        )
     # Any schedule of the user's is replaced: its warm-up would hold the rate down.
-    schedule = {"_target_": "hvtrain.core.schedule.RangeTest", "lowest": options.lowest, "highest": options.highest}
-    for tree in compose([*options.overrides, *options.output]):
-        config = from_dict(tree)
-        with console.quiet_import(config.verbose):
-            from hvtrain import runner
-            from hvtrain.search.range_test import try_rates
-        runner.on_all_ranks(as_trial(config, options.steps, schedule=schedule), try_rates)
-
+    schedule = {
+        "_target_": "hvtrain.core.schedule.RangeTest",
+        "lowest": options.lowest,
+        "highest": options.highest,
+    }
+    config = composed([*options.overrides, *options.output])
+    with console.quiet_import(config.verbose):
+        from hvtrain import runner
+        from hvtrain.search.range_test import try_rates
+    runner.on_all_ranks(as_trial(config, options.steps, schedule=schedule), try_rates)
     return 0
 
 
 def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
-    """Returns the settings of a run that only tries something out; find_batch uses it too.
+    """Returns the settings of a trial run, for find_lr and find_batch.
 
-    It has no checkpoints, no notices, and nothing that acts on its losses. run.dir stays as it is:
-    a folder named by the clock could differ between ranks, so the chief makes the name.
+    It has no checkpoints, no notices, and nothing that acts on its losses. run.dir is unchanged: a
+    folder named by the time could differ between ranks, so the chief makes the name.
 
     Args:
         config: the user's run.
         num_steps: rounded up to whole accumulations.
         **changes: other settings, by the fields of RunConfig.
     """
-    # A call of the graph is then one update of the weights.
+    # Each call of the graph is one update of the weights.
     accumulate = config.train.accumulate
     train = replace(
         config.train,
-        # Half an accumulation would change no weights.
+        # A partial accumulation would not change the weights.
         steps=round_up_to_accumulation(num_steps, accumulate),
         steps_per_execution=accumulate,
-        # The steps are those of the test, on any number of ranks.
+        # The number of steps is the same on any number of ranks.
         divide_steps_by_size=False,
         max_time=None,
         validate_every_steps=None,
-        # Nothing is validated or saved, for which averages are kept.
+        # Averages serve validation and saving, of which there is none.
         ema=None,
     )
     # Nobody resumes a test, and saving would be timed too.
@@ -104,7 +107,7 @@ A schedule's warm-up and decay are applied to this rate.""",
 
 
 def _trial_parser(command: str, description: str, epilog: str) -> Parser:
-    """The options that both commands have."""
+    """Makes a parser with the options that both commands have."""
     parser = Parser(
         f"python -m hvtrain {command}",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
@@ -128,7 +131,7 @@ examples:
   python -m hvtrain find_batch model=cnn dataset=fashion_mnist           one process
   horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
 """
-# Weights hardly change, so that no size diverges.
+# So low that weights hardly change, and no size diverges.
 LEARNING_RATE = 1e-9
 # Calls of the graph with each size, of --steps steps each. The first is a warm-up.
 CALLS = 4
@@ -136,19 +139,23 @@ CALLS = 4
 
 def find_batch() -> int:
     """Composes the run, tries the sizes, and prints the result on rank 0."""
-    options = _find_batch_parser().parse_with_overrides(sys.argv[1:])
+    options = _find_batch_parser().parse_with_overrides()
     if options.largest is not None and options.first > options.largest:
-        raise ConfigError(f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other")
-    for tree in compose([*options.overrides, *options.output]):
-        config = as_search(from_dict(tree), options.first, options.steps)
-        with console.quiet_import(config.verbose):
-            from hvtrain import runner
-            from hvtrain.search.batch_search import try_sizes
-        # None leaves the limit to what is free.
-        limit_bytes = options.memory and int(options.memory * 2**30)
-        attempt = partial(try_sizes, largest=options.largest, limit_bytes=limit_bytes, overrides=options.overrides)
-        runner.on_all_ranks(config, attempt)
-
+        raise ConfigError(
+            f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other"
+        )
+    config = as_search(
+        composed([*options.overrides, *options.output]), options.first, options.steps
+    )
+    with console.quiet_import(config.verbose):
+        from hvtrain import runner
+        from hvtrain.search.batch_search import try_sizes
+    # None: limited only by the free memory.
+    limit_bytes = options.memory and int(options.memory * 2**30)
+    attempt = partial(
+        try_sizes, largest=options.largest, limit_bytes=limit_bytes, overrides=options.overrides
+    )
+    runner.on_all_ranks(config, attempt)
     return 0
 
 
@@ -157,17 +164,17 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
 
     Args:
         config: the user's run.
-        first_size: examples of a step and a rank.
+        first_size: examples of one rank in a step.
         call_steps: steps of a call of the graph, rounded up to whole accumulations.
     """
     trial = as_trial(
         config,
         call_steps,
         optimizer={**config.optimizer, "learning_rate": LEARNING_RATE},
-        # All batches are whole then, so each step has the memory and the time of its size.
+        # All batches are then full, so each step has the memory and the time of its size.
         data=replace(config.data, uneven="trim"),
     )
-    # as_trial has rounded them up to whole accumulations.
+    # as_trial has rounded the steps up to whole accumulations.
     steps = trial.train.steps or call_steps
     train = replace(
         trial.train,
@@ -192,6 +199,12 @@ A size that would exceed the memory of the host or of its container is not begun
     add_number(parser, "--first", at_least(1), "first size, of a rank", 1)
     add_number(parser, "--largest", at_least(1), "largest size to try; default: as many as fit")
     add_number(parser, "--steps", at_least(1), f"steps of a call; a size takes {CALLS} calls", 5)
-    add_number(parser, "--memory", positive, "memory of all ranks of a host; default: what is free", metavar="GIB")
+    add_number(
+        parser,
+        "--memory",
+        positive,
+        "memory of all ranks of a host; default: what is free",
+        metavar="GIB",
+    )
 
     return parser

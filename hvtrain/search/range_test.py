@@ -13,10 +13,10 @@ import numpy as np
 
 from hvtrain import runner
 from hvtrain.config.schema import RunConfig
-from hvtrain.core.files import csv_text, write_atomic
 from hvtrain.errors import TrainingError
 from hvtrain.report.charts import picture
 from hvtrain.strategies.base import Strategy
+from hvtrain.system.files import csv_text, write_atomic
 from hvtrain.training.callbacks.guard import explain_errors
 from hvtrain.training.callbacks.make_callbacks import call_steps
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 SMOOTHING = 0.9
 # The test ends when the smoothed loss exceeds its lowest value by this factor.
 DIVERGED = 4.0
-# Number of first steps to leave out, in which the moving average has seen too little.
+# Number of steps to ignore at the beginning, where the moving average covers too few losses.
 LEFT_OUT = 5
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A learning rate of all ranks together.
+    """The suggested learning rate, of all ranks together.
 
     Attributes:
         rate: where the smoothed loss falls fastest over the logarithm of the rate.
-        lowest_at: the rate where it is lowest.
+        lowest_at: the rate where the smoothed loss is lowest.
     """
 
     rate: float
@@ -62,19 +62,22 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
-    """True if the last loss is not finite, or the moving average is DIVERGED times its lowest value."""
+    """True if the last loss is not finite, or the moving average has risen to DIVERGED times its lowest value."""
     if not losses:
         return False
-    # A loss of NaN would never exceed anything.
+    # NaN never compares as greater than anything.
     if not math.isfinite(losses[-1]):
         return True
-    averages = smoothed(losses)
-
-    return len(averages) > LEFT_OUT and averages[-1] > DIVERGED * min(averages)
+    averages = smoothed(losses)[LEFT_OUT:]
+    if not averages:
+        return False
+    lowest = min(averages)
+    # A loss may be negative.
+    return averages[-1] - lowest > (DIVERGED - 1) * abs(lowest)
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | None:
-    """Returns the suggestion of a test; None if the loss never falls.
+    """Returns the rate that a test suggests; None if the loss never falls.
 
     Args:
         rates: the learning rate of each step.
@@ -87,11 +90,12 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | Non
     """
     averages = np.array(smoothed(list(takewhile(math.isfinite, losses))))
     steps_rates = np.array(rates[: len(averages)])
-    # A slope takes a step on each side.
+    # A slope needs a step on each side.
     if len(averages) <= LEFT_OUT + 2:
         return None
 
-    # Over the steps on both sides, by the logarithm, on which the rates are even; the first one is that of step 1.
+    # Central differences over the logarithm, on which the rates are evenly spaced; the first is that
+    # of step 1.
     slopes = (averages[2:] - averages[:-2]) / np.log(steps_rates[2:] / steps_rates[:-2])
     # Beyond the lowest loss the rate is too high, whatever the slope is there.
     lowest = LEFT_OUT + int(averages[LEFT_OUT:].argmin())
@@ -103,7 +107,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | Non
 
 
 class Recorder(RunCallback):
-    """Records the rate and the loss over all ranks of each step, and stops when the loss diverges (every rank)."""
+    """Records each step's rate and its loss over all ranks, and stops when the loss diverges (every rank)."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -113,7 +117,7 @@ class Recorder(RunCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._rate = float(self.model.optimizer.learning_rate)
-        self.model.reset_metrics()  # Else the loss would be the mean of all steps so far.
+        self.model.reset_metrics()  # Otherwise the loss would be the mean of all steps so far.
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.rates.append(self._rate)
@@ -145,6 +149,7 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
 
     suggestion = suggest(recorder.rates, recorder.losses)
     strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, suggestion))
+    strategy.comm.on_chief(state.store.send)
     strategy.stop()  # All ranks are done; what follows raises the same error on each of them.
     if suggestion is None:
         raise TrainingError(
@@ -152,16 +157,22 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
             "take more --steps, or another range"
         )
 
-    # As the setting, which the run multiplies by the factor of its ranks.
+    # Shown as the value to set: the run multiplies its setting by the factor for its ranks.
     factor = run.plan.learning_rate_factor
     note = "" if factor == 1 else f" (x {factor:g} = {suggestion.rate:.3g} for all ranks together)"
     rate = suggestion.rate / factor
-    log.info("the loss fell fastest, and is suggested, at optimizer.learning_rate=%.2g%s", rate, note)
-    log.info("it was lowest at %.2g; picture and losses in %s", suggestion.lowest_at / factor, run.folder)
+    log.info(
+        "the loss fell fastest, and is suggested, at optimizer.learning_rate=%.2g%s", rate, note
+    )
+    log.info(
+        "it was lowest at %.2g; picture and losses in %s", suggestion.lowest_at / factor, run.folder
+    )
     return suggestion
 
 
-def write(folder: Path, rates: Sequence[float], losses: Sequence[float], suggestion: Suggestion | None) -> None:
+def write(
+    folder: Path, rates: Sequence[float], losses: Sequence[float], suggestion: Suggestion | None
+) -> None:
     """Writes range.csv and range.png (chief only)."""
     averages = smoothed(losses)
     header = ("learning_rate", "loss", "smoothed_loss")
@@ -175,6 +186,8 @@ def write(folder: Path, rates: Sequence[float], losses: Sequence[float], suggest
             axes.axvline(suggestion.rate, color="tab:orange", linestyle="--", label=label)
 
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
-        # Cut where it diverges, which would flatten all the rest.
-        axes.set_ylim(min(0.0, *averages), 1.1 * max(averages[: len(averages) // 2]))
+        if averages:
+            # Scaled to the first half: a loss that diverges later would flatten the rest, and is cut off.
+            before = averages[: max(1, len(averages) // 2)]
+            axes.set_ylim(min(0.0, *averages), 1.1 * max(before))
         axes.legend()

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvtrain.compare.results import lower_is_better
-from hvtrain.config.compose import CONFIGS, own_folders
+from hvtrain.config.choices import CONFIGS, own_folders
 from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import nearest
-from hvtrain.core.run_files import EpochRecord
+from hvtrain.core.run_files import EpochRecord, lower_is_better
 from hvtrain.errors import ConfigError, in_one_line
 
 MAX = "max"
@@ -20,24 +19,30 @@ _KEYS = ["low", "high", "log", "step", "choices"]
 _FORM = "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
 
 
-# One searched setting: {low, high}, both included, with log or a step if need be; or {choices}, which are values or
-# lists of values. Numbers are whole if both ends are.
+# One searched setting: {low, high}, both inclusive, optionally with log or a step; or {choices},
+# which are values or lists of values. The numbers are whole if both ends are.
 Setting = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The searched settings by name, and the file that they are from."""
+    """The searched settings by name, and the file that defines them."""
 
     path: Path
     settings: Mapping[str, Setting]
 
     def examples(self) -> list[dict[str, Any]]:
-        """Returns values of all settings, which between them reach both ends and every choice of each."""
-        ranges = {name: line.get("choices") or (line["low"], line["high"]) for name, line in self.settings.items()}
-        # The longest list of choices decides; shorter ones begin again.
+        """Returns sets of values of all settings, which together cover both ends and every choice of each."""
+        ranges = {
+            name: line.get("choices") or (line["low"], line["high"])
+            for name, line in self.settings.items()
+        }
+        # As many as the longest list of choices; shorter lists start over.
         count = max(map(len, ranges.values()))
-        return [{name: values[index % len(values)] for name, values in ranges.items()} for index in range(count)]
+        return [
+            {name: values[index % len(values)] for name, values in ranges.items()}
+            for index in range(count)
+        ]
 
 
 def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
@@ -61,7 +66,9 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}; fix the file") from error
 
     if not isinstance(tree, dict) or not tree:
-        raise ConfigError(f"{path} names no setting; a line of it is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}")
+        raise ConfigError(
+            f"{path} names no setting; a line of it is NAME: {{low: 1, high: 9}} or {{choices: [a, b]}}"
+        )
     settings: dict[str, Any] = {str(key): line for key, line in tree.items()}
     for name, line in settings.items():
         _check_line(f"{path}: {name}", line)
@@ -70,17 +77,21 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
 
 
 def _space_file(name: str, overrides: list[str]) -> Path:
-    # A path may lie anywhere; names are looked up in the folders.
+    # Paths are used as given; names are looked up in the folders.
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
-            raise ConfigError(f"sweep={name} does not exist; name a YAML file, or one of the folder sweep")
+            raise ConfigError(
+                f"sweep={name} does not exist; name a YAML file, or one of the folder sweep"
+            )
         return Path(name)
 
     # A space of the user's folder comes last, and replaces hvtrain's of the same name.
     folders = (CONFIGS, *own_folders(overrides))
     known = {path.stem: path for folder in folders for path in (folder / "sweep").glob("*.yaml")}
     if name not in known:
-        raise ConfigError(f"sweep={name} is not a search space; {nearest(name, list(known))} (or name a YAML file)")
+        raise ConfigError(
+            f"sweep={name} is not a search space; {nearest(name, list(known))} (or name a YAML file)"
+        )
 
     return known[name]
 
@@ -89,7 +100,7 @@ def _check_line(location: str, line: Any) -> None:
     """Checks one line of a space. location: the file and the setting's name, which begin each message."""
     if not isinstance(line, dict):
         raise ConfigError(f"{location} is {line!r}, which is not what to search; {_FORM}")
-    # A misspelt key would be a setting that silently does nothing.
+    # A misspelled key would silently have no effect.
     unknown = next((key for key in line if key not in _KEYS), None)
     if unknown:
         raise ConfigError(f"{location}: unknown key '{unknown}'; {nearest(str(unknown), _KEYS)}")
@@ -105,9 +116,11 @@ def _check_choices(location: str, line: Setting) -> None:
     if len(line) > 1 or not isinstance(choices, list) or not choices:
         raise ConfigError(f"{location} is {line}; {_FORM}")
     for choice in choices:
-        # A mapping would be a group of settings, which has no form on a command line.
+        # A mapping would be a group of settings, which cannot be written on a command line.
         if not _is_plain(choice):
-            raise ConfigError(f"{location}: {choice} is not a value, or a list of values; choose among these")
+            raise ConfigError(
+                f"{location}: {choice} is not a value, or a list of values; choose among these"
+            )
 
 
 def _is_plain(value: Any) -> bool:
@@ -131,19 +144,25 @@ def _check_range(location: str, line: Setting) -> None:
     high = line["high"]
     if low >= high:
         raise ConfigError(f"{location}: low {low:g} is not below high {high:g}; widen the range")
-    # optuna takes neither.
+    # optuna accepts neither.
     if log and (low <= 0 or "step" in line):
-        raise ConfigError(f"{location}: log needs a low above 0, and no step; change the range or leave out log")
+        raise ConfigError(
+            f"{location}: log needs a low above 0, and no step; change the range or leave out log"
+        )
     if "step" in line:
         _check_step(location, low, high, line["step"])
 
 
 def _check_step(location: str, low: Number, high: Number, step: Number) -> None:
-    """Raises ConfigError unless steps lead from low to high: optuna would lower `high`, and warn at most."""
+    """Raises ConfigError unless steps lead from low to high: optuna would lower `high`, at most with a warning."""
     if step <= 0 or abs((high - low) / step - round((high - low) / step)) > 1e-9:
-        raise ConfigError(f"{location}: steps of {step:g} do not lead from {low:g} to {high:g}; change one of them")
+        raise ConfigError(
+            f"{location}: steps of {step:g} do not lead from {low:g} to {high:g}; change one of them"
+        )
     if isinstance(low, int) and isinstance(high, int) and not isinstance(step, int):
-        raise ConfigError(f"{location}: whole numbers take no steps of {step:g}; write low as {low:.1f}")
+        raise ConfigError(
+            f"{location}: whole numbers take no steps of {step:g}; write low as {low:.1f}"
+        )
 
 
 @dataclass(frozen=True)
@@ -152,9 +171,9 @@ class Goal:
 
     Attributes:
         metric: a column of history.csv.
-        direction: MAX or MIN of it.
+        direction: MAX or MIN, whichever of its values is best.
         is_explicit: True if the user named the direction.
-        first_epoch: the first epoch whose end has the metric.
+        first_epoch: the first epoch at whose end the metric is known.
     """
 
     metric: str
@@ -172,7 +191,7 @@ class Goal:
         Raises:
             ConfigError: no epoch has the metric, though it is due.
         """
-        # A metric in validation is missing in epochs without one, and one that is misspelt in all.
+        # A validation metric is missing in epochs without validation, a misspelled one in all epochs.
         is_due = bool(history) and history[-1].epoch >= self.first_epoch
         if is_due and self.metric not in history[-1].metrics:
             names = list(dict.fromkeys(name for record in history for name in record.metrics))
@@ -187,13 +206,13 @@ class Goal:
         return {epoch: value for epoch, value in values.items() if math.isfinite(value)}
 
     def check(self, starts: Sequence[dict[str, Any]]) -> None:
-        """Compares the direction with that of the task, which only a run that has started knows.
+        """Compares the direction with the task's, which is known only once a run has started.
 
         Args:
             starts: starts.json of the run.
 
         Raises:
-            ConfigError: the task says the opposite, and the user said nothing.
+            ConfigError: they differ, and the user named no direction.
         """
         # The newest start: an earlier one may have had other settings.
         last = starts[-1] if starts else {}
@@ -210,7 +229,7 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
     """Returns the goal of a sweep.
 
     Args:
-        config: one of its runs.
+        config: the settings of one of its runs.
         metric: default: the one whose best checkpoint the run keeps.
         direction: default: by the metric's name.
 
@@ -221,7 +240,9 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
     if name is None:
         task_metric = config.task.get("best")
         if not task_metric:
-            raise ConfigError(f"{config.task['_target_']} names no best metric; give --metric NAME --direction max|min")
+            raise ConfigError(
+                f"{config.task['_target_']} names no best metric; give --metric NAME --direction max|min"
+            )
         name = f"val_{task_metric}"
 
     first_epoch = 1
@@ -233,10 +254,12 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
                 "--metric"
             )
         if config.train.validate_every_epochs is None:
-            raise ConfigError(f"train.validate_every_epochs=null leaves no {name} at the end of epochs; give a number")
+            raise ConfigError(
+                f"train.validate_every_epochs=null leaves no {name} at the end of epochs; give a number"
+            )
         first_epoch = config.train.validate_every_epochs
 
-    # The task knows better, and says so in starts.json once a run has started (Goal.check).
+    # The task may correct this in starts.json, once a run has started (Goal.check).
     by_name = MIN if lower_is_better(name) else MAX
 
     return Goal(name, direction or by_name, direction is not None, first_epoch)

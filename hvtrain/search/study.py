@@ -1,6 +1,6 @@
-"""The study of a sweep, optuna's, and its results: records of trials, and the table, files and picture that show them.
+"""The optuna study of a sweep, and its results: records of trials, and the table, files and picture that show them.
 
-The study is a file of the output folder, so that it survives the process.
+The study is a file in the output folder, so that it survives the process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from hvtrain.config.compose import override, override_value
-from hvtrain.core.files import csv_text, refuse_link, write_atomic, write_json
 from hvtrain.errors import ConfigError, LostRankError, in_one_line
 from hvtrain.report.charts import BLUE, GREY, ORANGE, Panel, write_panels
 from hvtrain.search.search_space import MAX, SearchSpace, Setting
+from hvtrain.system.files import csv_text, refuse_link, write_atomic, write_json
 from hvtrain.system.secrets import command_line
 from hvtrain.system.text import aligned
 
 STUDY_FILE = "sweep.db"
-FIRST_PRUNED_EPOCH = 2  # The first is often that of the warm-up.
+FIRST_PRUNED_EPOCH = 2  # The first epoch is often the warm-up.
 ERROR = "error"
-# Different values that it takes to tell which settings matter.
+# The number of different values needed to tell which settings matter.
 LEAST_TO_COMPARE = 8
 
 # Takes an epoch and its value, and says whether to prune the trial.
@@ -36,11 +36,11 @@ _ORDER = (FINISHED, PRUNED, FAILED)
 _COLORS = {FINISHED: BLUE, PRUNED: GREY}
 
 MOST_ROWS = 30
-# Searched settings in the picture; of more, those that matter most.
+# The most searched settings shown in the picture; if there are more, those that matter most.
 MOST_PANELS = 8
 _PANEL_SIZE = (4.4, 3.4)  # Inches.
 
-# A trial as sweep.json has it.
+# A trial as in sweep.json.
 Trial = Mapping[str, Any]
 # The content of sweep.json.
 Results = Mapping[str, Any]
@@ -49,14 +49,15 @@ Results = Mapping[str, Any]
 class Study:
     """The trials of one search space.
 
-    A trial that was interrupted is no result: its settings are tried again. One that failed counts.
+    An interrupted trial does not count: its settings are tried again. A failed one counts.
 
     Args:
-        folder: of the study's file.
+        folder: the folder of the study's file.
         space: the searched settings.
         facts: what all trials have in common: metric, direction, ranks, settings.
-        seed: of the choice of settings.
-        prune_after: number of finished trials by whose median later ones are pruned; None: none is.
+        seed: the seed for choosing settings.
+        prune_after: number of finished trials from which later ones are pruned by their median;
+            None: no pruning.
 
     Raises:
         ConfigError: the folder holds another sweep, or something else.
@@ -72,30 +73,34 @@ class Study:
     ) -> None:
         import optuna
 
-        # Its own lines would stand between those of the sweep.
+        # Its log lines would appear between those of the sweep.
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._optuna = optuna
         self._states = optuna.trial.TrialState
         self._space = space
-        self._distributions = {name: _distribution(setting) for name, setting in space.settings.items()}
+        self._distributions = {
+            name: _distribution(setting) for name, setting in space.settings.items()
+        }
         self._study = _open_study(folder, facts)
 
         # No other process runs a trial: the folder is locked. These were left behind by a killed sweep.
         for trial in self._trials_in(self._states.RUNNING):
             self._try_again_later(trial)
 
-        # The same seed again would draw the same settings again.
+        # The same seed would choose the same settings after a restart.
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + len(self._study.trials))
-        # Optuna's default prunes too.
+        # Set explicitly, since optuna's default prunes.
         self._study.pruner = optuna.pruners.NopPruner()
         if prune_after is not None:
-            self._study.pruner = optuna.pruners.MedianPruner(prune_after, n_warmup_steps=FIRST_PRUNED_EPOCH)
+            self._study.pruner = optuna.pruners.MedianPruner(
+                prune_after, n_warmup_steps=FIRST_PRUNED_EPOCH
+            )
 
     def trials(self) -> list[Any]:
         """Returns trials with a result, in their order: finished, pruned and failed ones."""
         states = self._states
         ended = self._trials_in(states.COMPLETE, states.PRUNED, states.FAIL)
-        # Optuna has no state for an interrupted trial, so that one has failed without an error.
+        # Optuna has no state for an interrupted trial, so it is stored as failed without an error.
         return [trial for trial in ended if trial.state != states.FAIL or ERROR in trial.user_attrs]
 
     def settings(self, trial: Any) -> dict[str, Any]:
@@ -125,8 +130,7 @@ class Study:
     def try_next(self, run: RunTrial) -> Any:
         """Runs the next trial, and returns it after its end.
 
-        A LostRankError of `run` makes it a failed one. Whatever else `run` raises is raised here
-        too.
+        A LostRankError from `run` makes it a failed trial. Other exceptions are raised again.
         """
         trial = self._study.ask(self._distributions)
 
@@ -150,7 +154,7 @@ class Study:
         return self._study.tell(trial.number, value, state=self._states.COMPLETE)
 
     def _try_again_later(self, trial: Any) -> None:
-        # Nothing of its run is used again; the next trial takes the same settings.
+        # Its run is not used again; the next trial takes the same settings.
         self._study.tell(trial.number, state=self._states.FAIL)
         self._study.enqueue_trial(trial.params)
 
@@ -175,10 +179,12 @@ def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
 
     path = folder / STUDY_FILE
     refuse_link(path, ConfigError, "choose another --output")
-    # The lock of the folder is a hidden file.
+    # Hidden files do not count: the folder's lock is one.
     has_files = folder.exists() and any(not file.name.startswith(".") for file in folder.iterdir())
     if has_files and not path.exists():
-        raise ConfigError(f"--output {folder} is not empty and holds no sweep; choose another folder")
+        raise ConfigError(
+            f"--output {folder} is not empty and holds no sweep; choose another folder"
+        )
     try:
         study = optuna.create_study(
             storage=f"sqlite:///{path}",
@@ -186,7 +192,7 @@ def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
             direction="maximize" if facts["direction"] == MAX else "minimize",
             load_if_exists=True,
         )
-    except Exception as error:  # sqlalchemy and sqlite have errors of many kinds.
+    except Exception as error:  # sqlalchemy and sqlite raise errors of many kinds.
         raise ConfigError(
             f"{path} cannot be used as the file of a sweep: {in_one_line(error)}; choose another --output"
         ) from error
@@ -216,7 +222,7 @@ def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[
         "number": trial.number,
         "state": _STATES[trial.state.name],
         "value": trial.value,
-        # Keys of JSON are texts.
+        # JSON keys are strings.
         "epochs": {str(epoch): value for epoch, value in sorted(trial.intermediate_values.items())},
         "seconds": seconds and round(seconds, 1),
         "settings": dict(settings),
@@ -229,7 +235,7 @@ def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
     """Sorts trials: finished ones from the best to the worst, then pruned ones, then those that failed."""
     sign = -1 if direction == MAX else 1
 
-    # Trials of the same value stand in the order in which they ran.
+    # Trials of equal value keep the order in which they ran.
     def key(trial: Trial) -> tuple[int, float, int]:
         return _ORDER.index(trial["state"]), sign * (trial["value"] or 0.0), trial["number"]
 
@@ -241,10 +247,12 @@ def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
     return next((trial for trial in ranked(trials, direction) if trial["state"] == FINISHED), None)
 
 
-def train_command(launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]) -> str:
+def train_command(
+    launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]
+) -> str:
     """Returns the command that trains with these settings again, in a run folder of its own."""
     searched = [override(name, value) for name, value in settings.items()]
-    # The line is printed and written, so the user has to fill in what is secret.
+    # The command is printed and saved, so it hides secrets, which the user has to fill in.
     return command_line("launch", [*launcher, "--", *overrides, *searched])
 
 
@@ -269,7 +277,7 @@ def _epochs(trial: Trial) -> int:
 
 
 def in_short(value: Any) -> str:
-    """A setting for a table: numbers to four digits."""
+    """Formats a setting for a table, floats to four digits."""
     return f"{value:.4g}" if isinstance(value, float) else override_value(value)
 
 
@@ -279,7 +287,11 @@ def result_lines(results: Results) -> list[str]:
     hidden = len(results["trials"]) - MOST_ROWS
     if hidden > 0:
         lines.append(f"... and {hidden} more in sweep.csv")
-    lines += [f"trial {trial['number']} failed: {trial['error']}" for trial in results["trials"] if trial["error"]]
+    lines += [
+        f"trial {trial['number']} failed: {trial['error']}"
+        for trial in results["trials"]
+        if trial["error"]
+    ]
 
     if results["importances"]:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in results["importances"].items())
@@ -308,14 +320,16 @@ def write_results(results: Results, folder: Path) -> None:
 
 
 def write_picture(results: Results, path: Path) -> None:
-    """Draws the values by trial and over each setting. At least one trial has a value.
+    """Draws the values by trial and over each setting. At least one trial must have a value.
 
-    optuna's own plots leave out pruned trials, and show the numbers of choices, since it stores no
-    lists (study.py).
+    optuna's own plots leave out pruned trials, and show the index of a choice in place of the choice,
+    since it stores no lists.
     """
-    # By importance, as soon as there are enough trials to know it.
+    # By importance, once there are enough trials to know it.
     names = list(results["importances"] or results["space"])[:MOST_PANELS]
-    panels: list[Panel] = [(f"{results['metric']} by trial", partial(_draw_history, results=results))]
+    panels: list[Panel] = [
+        (f"{results['metric']} by trial", partial(_draw_history, results=results))
+    ]
 
     for name in names:
         share = results["importances"].get(name)
@@ -328,9 +342,20 @@ def write_picture(results: Results, path: Path) -> None:
 def _draw_trials(axes: Any, results: Results, position: Callable[[Trial], Any]) -> None:
     """Draws the values of finished and of pruned trials over a position."""
     for state, color in _COLORS.items():
-        trials = [trial for trial in results["trials"] if trial["state"] == state and trial["value"] is not None]
+        trials = [
+            trial
+            for trial in results["trials"]
+            if trial["state"] == state and trial["value"] is not None
+        ]
         positions = [position(trial) for trial in trials]
-        axes.plot(positions, [trial["value"] for trial in trials], "o", color=color, markersize=4, label=state)
+        axes.plot(
+            positions,
+            [trial["value"] for trial in trials],
+            "o",
+            color=color,
+            markersize=4,
+            label=state,
+        )
 
 
 def _draw_history(axes: Any, results: Results) -> None:
@@ -354,7 +379,7 @@ def _draw_setting(axes: Any, results: Results, name: str) -> None:
             axes.set_xscale("log")
         return
 
-    # Choices need not be numbers, so each has a place of its own.
+    # Choices need not be numbers, so each has its own position.
     _draw_trials(axes, results, lambda trial: choices.index(trial["settings"][name]))
     labels = [in_short(choice) for choice in choices]
     rotation = 30 if max(map(len, labels)) > 6 else 0  # Longer labels would overlap.

@@ -1,23 +1,51 @@
-"""`python -m hvtrain sweep`: the settings with which a run learns best, by one run of N ranks for each trial."""
+"""`python -m hvtrain sweep`: finds the settings with which a run learns best, by one run of N ranks for each trial.
 
+Trials run one after the other, and are judged after each epoch.
+"""
+
+import math
+import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from statistics import mean
+from typing import Any
 
-from hvtrain.config.compose import compose, override
-from hvtrain.config.schema import RunConfig, from_dict
-from hvtrain.errors import BusyError, ConfigError
-from hvtrain.search.search_space import MAX, MIN, SearchSpace, goal_of, read_space
-from hvtrain.search.study import Study
-from hvtrain.search.trials import Trials
-from hvtrain.storage.remote import local_folder
-from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least
+from hvtrain.config.compose import composed, override
+from hvtrain.config.schema import RunConfig
+from hvtrain.core.run_files import EpochRecord, read_history, read_starts
+from hvtrain.errors import INTERRUPTED, BusyError, ConfigError, LostRankError
+from hvtrain.launch.child import (
+    SECONDS_TO_SAVE,
+    end,
+    ends_within,
+    exit_at_signals,
+    read_result,
+    started,
+)
+from hvtrain.search.search_space import MAX, MIN, Goal, SearchSpace, goal_of, read_space
+from hvtrain.search.study import (
+    IsHopeless,
+    Study,
+    best_of,
+    in_short,
+    result_lines,
+    train_command,
+    trial_record,
+    write_picture,
+    write_results,
+)
+from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, take_values
+from hvtrain.system.console import progress
+from hvtrain.system.files import local_folder
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import command_line, without_secrets
+from hvtrain.system.text import duration
 
+SECONDS_BETWEEN_LOOKS = 0.5
 EPILOG = f"""\
 {RUN_SETTINGS}
 SPACE is one of conf/sweep, of the folder sweep of --config-dir, or a YAML file:
@@ -34,30 +62,26 @@ The same command again goes on with a sweep that was ended; docs/sweep.md has mo
 
 
 def main() -> int:
-    """Checks everything, then runs one trial after the other; 1 if none of them finished."""
+    """Checks everything, then runs one trial after the other. Returns 1 if none of them finished."""
     # Composing may change sys.argv, and the record of the sweep has the command as it was given.
     arguments = sys.argv[1:]
     options = _parser().parse_with_overrides(arguments)
-    request = parse_request(options.overrides)
-    # Not part of the environment, since no run needs it.
+    path, num_trials, overrides = parse_request(options.overrides)
+    # optuna is not part of the environment, since no run needs it.
     if not find_spec("optuna"):
         raise ConfigError(
             "this command needs optuna, which is not installed; install scripts/lock/sweep.txt, or optuna"
         )
 
-    space = read_space(request.space, request.overrides)
-    configs = _compose_examples(space, request.overrides)
-    # Hydra has printed a run, and no sweep was asked for.
-    if not configs:
-        return 0
-
+    space = read_space(path, overrides)
+    configs = _compose_examples(space, overrides)
     goal = goal_of(configs[0], options.metric, options.direction)
     # Trials can be compared only if these are the same, so the study keeps them.
     facts = {
         "metric": goal.metric,
         "direction": goal.direction,
         "num_ranks": options.np,
-        "words": without_secrets(request.overrides),
+        "words": without_secrets(overrides),
         "space": space.settings,
     }
     results = {
@@ -66,90 +90,72 @@ def main() -> int:
         **facts,
     }
     launcher = ("-np", str(options.np), *options.hosts)
-    # The same name for the same sweep, so that the same command goes on with it.
-    folder = local_folder(options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}", "--output")
+    # The same name for the same sweep, so that the same command continues it.
+    folder = local_folder(
+        options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}", "--output"
+    )
     prune_after = None if options.no_pruning else options.prune_after
 
-    # Until the last trial has ended: two sweeps in a folder would take each other's trials for interrupted ones.
+    # Held until the last trial has ended: two sweeps in a folder would treat each other's trials as
+    # interrupted.
     with RunLock() as lock:
         _take(lock, folder)
         study = Study(folder, space, facts, options.seed, prune_after)
-        overrides = tuple(request.overrides)
-        return Trials(study, goal, launcher, overrides, folder, request.num_trials, results).run()
+        return Trials(study, goal, launcher, tuple(overrides), folder, num_trials, results).run()
 
 
-class Request(NamedTuple):
-    """The arguments without dashes: sweep=SPACE, trials=N, and settings of the runs."""
+def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
+    """Returns SPACE of sweep=SPACE, N of trials=N, and the settings of the runs.
 
-    space: str
-    num_trials: int
-    overrides: list[str]
-
-
-def parse_request(arguments: Sequence[str]) -> Request:
-    """Separates sweep=SPACE and trials=N from the settings.
-
-    Raises ConfigError if one of them is wrong.
+    Raises ConfigError.
     """
-    space = ""
-    # As text, since the line may give another one.
-    trials = "20"
-
     # What is left goes to Hydra, which knows the settings.
-    overrides = []
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if name == "sweep":
-            space = value
-        elif name == "trials":
-            trials = value
-        elif name == "run.dir":
-            raise ConfigError(
-                f"{argument} came, and each trial has a run folder of its own; choose --output DIR instead"
-            )
-        else:
-            overrides.append(argument)
-
-    if not space:
+    own, overrides = take_values(arguments, "sweep", "trials", "run.dir")
+    if "run.dir" in own:
+        raise ConfigError(
+            f"run.dir={own['run.dir']} came, and each trial has a run folder of its own; choose --output DIR instead"
+        )
+    if not own.get("sweep"):
         raise ConfigError("sweep=SPACE is missing; name a search space, such as sweep=optimizer")
-    # isdecimal refuses signs and fractions, which int or float would take.
+    trials = own.get("trials", "20")
+    # isdecimal refuses signs and fractions, which int or float would accept.
     if not trials.isdecimal() or int(trials) < 1:
         raise ConfigError(f"trials={trials} is not a whole number of at least 1")
 
-    return Request(space, int(trials), overrides)
+    return own["sweep"], int(trials), overrides
 
 
 def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfig]:
-    """Composes runs with both ends and every choice of each setting, so that no trial is refused hours later.
-
-    Empty if the overrides only ask Hydra to print one.
-    """
+    """Composes runs with both ends and every choice of each setting, so that no trial is refused hours later."""
     for argument in overrides:
         if argument.partition("=")[0] in space.settings:
-            raise ConfigError(f"{argument} came, and {space.path} searches that setting; leave it out of one of them")
+            raise ConfigError(
+                f"{argument} came, and {space.path} searches that setting; leave it out of one of them"
+            )
 
     configs = []
     for example in space.examples():
-        # As a trial will give them on its command line.
+        # As on the command line of a trial.
         searched = [override(name, value) for name, value in example.items()]
-        trees = compose([*overrides, *searched])
-        if not trees:
-            return []
-        configs.append(from_dict(trees[0]))
+        configs.append(composed([*overrides, *searched]))
 
     return configs
 
 
 def _take(lock: RunLock, folder: Path) -> None:
-    """Keeps the folder to one sweep at a time."""
+    """Locks the folder, so that only one sweep uses it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A sweep takes hours, so there is nothing to wait for.
+        # A sweep takes hours, so it makes no sense to wait.
         lock.take(folder, wait_seconds=0.0)
     except BusyError as error:
-        raise BusyError(f"--output {folder} is in use by another sweep; wait for its end, or choose another") from error
+        raise BusyError(
+            f"--output {folder} is in use by another sweep; wait for its end, or choose another"
+        ) from error
     except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be written: {error.strerror}; choose another folder") from error
+        raise ConfigError(
+            f"--output {folder} cannot be written: {error.strerror}; choose another folder"
+        ) from error
 
 
 def _parser() -> Parser:
@@ -182,3 +188,209 @@ with the best settings again. trials: results in all, those that are there inclu
     option("--output", metavar="DIR", help="default: sweeps/SPACE-RUN, with the name of the run")
 
     return parser
+
+
+@dataclass
+class Trials:
+    """Runs the trials of a study, and keeps the files of the sweep up to date.
+
+    Attributes:
+        study: chooses settings, and remembers trials.
+        goal: the metric.
+        launcher: options of `hvtrain launch`.
+        overrides: settings of all runs.
+        folder: the output folder.
+        num_trials: results to reach, including those of an earlier start.
+        results: the content of sweep.json.
+    """
+
+    study: Study
+    goal: Goal
+    launcher: tuple[str, ...]
+    overrides: tuple[str, ...]
+    folder: Path
+    num_trials: int
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> int:
+        """Runs trials until there are enough results; however it ends, the files have all of them.
+
+        Returns:
+            The exit code.
+        """
+        exit_at_signals()
+        self._collect()
+        # Results of an earlier start count, so the same command continues a sweep.
+        already = len(self.results["trials"])
+        note = f"; {already} of them are there" if already else ""
+        num_ranks = self.results["num_ranks"]
+        print(
+            f"{self.num_trials} trials of {num_ranks} ranks{note}; results go to {self.folder}",
+            flush=True,
+        )
+
+        is_interrupted = False
+        try:
+            while len(self.results["trials"]) < self.num_trials:
+                self._run_next()
+        except KeyboardInterrupt:
+            is_interrupted = True
+
+        # The data files are written after each trial; the picture takes a while, so it is drawn once.
+        files = "sweep.csv, sweep.json"
+        if any(trial["value"] is not None for trial in self.results["trials"]):
+            write_picture(self.results, self.folder / "sweep.png")
+            files += ", sweep.png"
+
+        print(
+            "\n"
+            + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"])
+        )
+        if is_interrupted:
+            print(
+                "hvtrain: interrupted; all trials so far are kept, and the same command goes on",
+                file=sys.stderr,
+            )
+            return INTERRUPTED
+
+        return 0 if self.results["best"] else 1
+
+    def _run_next(self) -> None:
+        title = f"{len(self.results['trials']) + 1} of {self.num_trials}"
+
+        def run_trial(
+            number: int, settings: dict[str, Any], is_hopeless: IsHopeless
+        ) -> float | None:
+            values = ", ".join(f"{name} {in_short(value)}" for name, value in settings.items())
+            trial_title = f"{title}: trial {number} ({values})"
+            progress(f"{trial_title}; {self._so_far()} ...")
+
+            def judge(epoch: int, value: float) -> bool:
+                progress(
+                    f"{trial_title}, epoch {epoch}: {self.goal.metric} {value:.5g}; {self._so_far()} ..."
+                )
+                return is_hopeless(epoch, value)
+
+            return train_trial(
+                self._command(number, settings), self._run_folder(number), self.goal, judge
+            )
+
+        self.study.try_next(run_trial)
+        progress("")
+        self._collect()
+        trial = self.results["trials"][-1]
+        outcome = trial["error"]
+        if trial["value"] is not None:
+            outcome = f"{self.goal.metric} {trial['value']:.5g}"
+        print(
+            f"{title}: trial {trial['number']} {trial['state']}, {outcome}; {self._so_far()}",
+            flush=True,
+        )
+
+    def _command(self, number: int, settings: dict[str, Any]) -> list[str]:
+        searched = [override(name, value) for name, value in settings.items()]
+        # The user waits for the sweep as a whole, so its trials send no notices.
+        own = [override("run.dir", str(self._run_folder(number))), "notify=[]"]
+        # Through the launcher, which ends all ranks of a pruned trial.
+        launch = [sys.executable, "-m", "hvtrain", "launch", *self.launcher, "--"]
+        return [*launch, *self.overrides, *searched, *own]
+
+    def _run_folder(self, number: int) -> Path:
+        return self.folder / f"trial-{number}"
+
+    def _so_far(self) -> str:
+        """The best value so far, and an estimate of the time left."""
+        best = self.results["best"]
+        trials = self.results["trials"]
+        seconds = [trial["seconds"] for trial in trials if trial["seconds"]]
+        left = "left: not known yet"
+        if seconds:
+            left = f"left: about {duration((self.num_trials - len(trials)) * mean(seconds))}"
+
+        if best is None:
+            return left
+        return f"best {best['value']:.5g} of trial {best['number']}; {left}"
+
+    def _collect(self) -> None:
+        """Updates the results and their files."""
+        trials = [
+            trial_record(trial, self.study.settings(trial), self._run_folder(trial.number))
+            for trial in self.study.trials()
+        ]
+        best = best_of(trials, self.goal.direction)
+        if best:
+            best = {
+                **best,
+                "line": train_command(self.launcher, self.overrides, best["settings"]),
+            }
+        self.results |= {
+            "trials": trials,
+            "best": best,
+            "importances": self.study.importances(),
+        }
+        write_results(self.results, self.folder)
+
+
+def train_trial(
+    command: Sequence[str], folder: Path, goal: Goal, is_hopeless: IsHopeless
+) -> float | None:
+    """Runs one trial in its own processes, and judges it after each epoch.
+
+    Args:
+        command: starts the run.
+        folder: its run folder; its output goes to a file beside it.
+        goal: the metric.
+        is_hopeless: says after an epoch whether to prune the run.
+
+    Returns:
+        The best value of its epochs, or None if it was pruned.
+
+    Raises:
+        LostRankError: the run failed, or no value is finite.
+        ConfigError: the run does not have the metric.
+    """
+    # Beside the run folder, which the run creates itself.
+    log = folder.with_suffix(".txt")
+
+    # The newest reported epoch: each is reported once, however often the file is read.
+    newest = 0
+    with started(command, log) as process:
+        has_ended = False
+        while not has_ended:
+            # Checked before the history is read, so that the last epoch is seen too.
+            has_ended = ends_within(process, SECONDS_BETWEEN_LOOKS)
+            history = read_history(folder)
+            starts = read_starts(folder)
+            values = goal.values(history)
+            # An error here ends the run and the sweep: each trial would fail in the same way.
+            goal.check(starts)
+
+            # Every new epoch is reported, even after a hopeless one: later trials are judged by all.
+            verdicts = [
+                is_hopeless(epoch, value) for epoch, value in values.items() if epoch > newest
+            ]
+            newest = max(values, default=newest)
+            # A run that has ended anyway keeps its result.
+            if any(verdicts) and not has_ended and not _is_trained(history, starts):
+                _stop(process)
+                return None
+
+    # A launcher that succeeded without leaving a result has not trained.
+    read_result(folder, process.returncode, log)
+    if not values:
+        raise LostRankError(f"the run ended well, but {goal.metric} was never a finite number")
+
+    return goal.best(list(values.values()))
+
+
+def _is_trained(history: Sequence[EpochRecord], starts: Sequence[dict[str, Any]]) -> bool:
+    """True after the last step, when ending the run would save no time."""
+    return bool(history and starts) and history[-1].step >= starts[-1].get("num_steps", math.inf)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Asks the launcher to end all ranks; ends them by force if it does not."""
+    # SIGTERM: all ranks save and stop together.
+    process.terminate()
+    if not ends_within(process, SECONDS_TO_SAVE):
+        end(process)

@@ -1,10 +1,10 @@
-"""Losses whose mean over all ranks is that of the joint batch, whatever each rank holds.
+"""Losses whose mean over all ranks is that of the joint batch, whatever each rank's batch contains.
 
-The mean over ranks of their means is the joint mean only if each rank divides by the same number.
-Masks, ignored labels and weighted means divide by what the batch holds, so the ranks have to add up
-these denominators. That is one number in a message of its own. It depends on masks and weights
-alone, so it travels while the model computes; and unlike a number that travels with the gradients,
-it is exact for several losses, for accumulated gradients and for the loss in the logs.
+The mean of the ranks' means is the joint mean only if each rank divides by the same number. With
+masks, ignored labels and weighted means the divisor depends on the batch, so the ranks have to sum
+these denominators. That takes a message with a single number. The number depends only on masks and weights,
+so it is sent while the model computes; and unlike a correction sent with the gradients, it is exact
+for several losses, for accumulated gradients and for the loss in the logs.
 """
 
 from collections.abc import Callable
@@ -24,20 +24,21 @@ def joint_loss(
     mean_over_ranks: Callable[[tf.Tensor], tf.Tensor],
     num_ranks: Callable[[], float],
 ) -> keras.losses.Loss:
-    """Changes a loss so that the mean over ranks of its gradients is that of the joint batch.
+    """Returns a copy of a loss whose gradients, averaged over the ranks, are those of the joint batch.
 
-    It acts only where a gradient is taken. Keras saves it as the plain loss.
+    Its values differ from the plain loss only where a gradient is taken. Keras saves it as the plain
+    loss.
 
     Args:
         loss: any keras.losses.Loss.
         mean_over_ranks: a function that returns the mean of a float32 scalar over all ranks.
-        num_ranks: a function that returns the number of ranks, called when a step is traced; or the
-            joint batch's size over this one's, where means over ranks weigh batches by their size.
+        num_ranks: a function that returns the number of ranks, called when a step is traced; or, if
+            means over ranks weight batches by size, the joint batch's size over this batch's.
 
     Returns:
-        A copy with two more attributes. `denominator` is what its last value was divided by, or
-        None if that is the number of elements. `batch_weight` is 1, or n x ranks / N if this rank
-        has n of the step's N examples and its gradient is multiplied by that afterwards.
+        The copy, with two more attributes. `denominator` is the divisor of its last value, or None if
+        that is the number of elements. `batch_weight` is 1, or n x ranks / N if this rank has n of
+        the step's N examples and its gradient is multiplied by that number afterwards.
     """
     base = type(loss)
 
@@ -51,7 +52,7 @@ def joint_loss(
         self._elements = self.denominator = None
         value = base.__call__(self, y_true, y_pred, sample_weight)
         if self._elements is None:
-            return value  # A loss with a __call__ of its own.
+            return value  # A loss with its own __call__.
         mask = get_keras_mask(y_pred)
         if mask is None:
             mask = self._elements_mask
@@ -61,7 +62,7 @@ def joint_loss(
 
         if not is_taking_gradients():
             return value
-        # The mean over the ranks of these is the sum over all of them.
+        # The mean of these values over the ranks is the sum over the joint batch.
         if self.reduction == "sum":
             return value * num_ranks() / self.batch_weight
         if self.denominator is None:
@@ -71,14 +72,14 @@ def joint_loss(
         share = tf.math.divide_no_nan(self.denominator, mean_over_ranks(self.denominator))
         return value * tf.cast(tf.stop_gradient(share / self.batch_weight), value.dtype)
 
-    # Without a call of __init__, whose arguments only the loss's class knows.
+    # Bypasses __init__, whose arguments are not known here.
     joint: Any = object.__new__(subclass_under_its_name(base, __call__=__call__, call=call))
     vars(joint).update(vars(loss), _elements=None, denominator=None, batch_weight=1.0)
     return joint
 
 
 def refuse_joint_batch(loss: Any, strategy: str) -> None:
-    """Raises ConfigError for a loss that compares all ranks' examples, under a strategy that does not gather them."""
+    """Raises ConfigError for a loss that needs all ranks' examples, which are not gathered."""
     if hasattr(loss, "joint_batch"):
         raise ConfigError(
             f"strategy={strategy} gives a loss one replica's examples, and {type(loss).__name__} compares those of "
@@ -100,7 +101,7 @@ def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
 
 
 def overridden_steps(optimizer_class: type) -> list[str]:
-    """Returns the methods of Keras's step that a class of optimizers overrides.
+    """Returns the methods of Keras's optimizer step that a class of optimizers overrides.
 
     >>> overridden_steps(keras.optimizers.Adam)
     []
@@ -110,11 +111,13 @@ def overridden_steps(optimizer_class: type) -> list[str]:
     return [name for name in steps if getattr(optimizer_class, name) is not getattr(base, name)]
 
 
-def _denominator(elements: tf.Tensor, mask: Any, weights: Any, reduction: str | None) -> tf.Tensor | None:
+def _denominator(
+    elements: tf.Tensor, mask: Any, weights: Any, reduction: str | None
+) -> tf.Tensor | None:
     """Returns what Keras divides the sum of the elements by.
 
-    None if that is their number, or if it does not divide. As in keras.src.losses.loss: a mask
-    counts what is left, by its share of the elements, whatever its shape.
+    None if that is the number of elements, or if Keras does not divide. As in keras.src.losses.loss, a
+    mask of any shape counts by the share of elements that it keeps.
     """
     if mask is not None:
         mask = tf.cast(mask, tf.float32)
@@ -141,9 +144,9 @@ def weighted(loss: tf.Tensor, batch_weight: tf.Tensor) -> tf.Tensor:
 class ExactLoss(keras.metrics.Mean):
     """Mean of losses that does not depend on how the examples of an evaluation are batched.
 
-    Takes the place of the model's own, which weights each batch by its number of examples. Where
-    the loss divides by something else (unmasked elements, the sum of weights), an evaluation
-    weights by that instead: sum over sum, over all batches of all ranks.
+    Replaces the model's own loss metric, which weights each batch by its number of examples. If the
+    loss divides by something else (unmasked elements, the sum of weights), evaluation weights by
+    that instead: sum over sum, over all batches of all ranks.
 
     Args:
         loss: a loss that joint_loss returned.
@@ -154,7 +157,8 @@ class ExactLoss(keras.metrics.Mean):
         self._loss = loss
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        denominator = getattr(self._loss, "denominator", None)  # A strategy may leave losses as they are.
+        # A strategy may leave losses as they are.
+        denominator = getattr(self._loss, "denominator", None)
         if denominator is not None and not is_taking_gradients():
             sample_weight = denominator
         super().update_state(values, sample_weight)

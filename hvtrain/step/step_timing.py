@@ -1,7 +1,7 @@
 """Counts and times the phases of this process's training steps inside the graph.
 
-The watchdog's thread reads the counts; the record of a run has the times. The graph itself reads
-the clock, because Python sees neither the wait for a batch nor the wait for other ranks. loop and
+The watchdog's thread reads the counts; the times go into the run's record. The graph itself reads
+the clock, because Python sees neither the wait for a batch nor the wait for other ranks. loop.py and
 the reducer set the marks.
 """
 
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 FEW_STEPS = 20
-"""From this number of steps between two pauses on, the wait after a pause is a small part of them."""
+"""With this many steps between two pauses the wait after a pause is a small part of the total."""
 
 
 class StepTimes(NamedTuple):
-    """Total seconds of `steps` steps of this process, by what it did."""
+    """Total seconds of `steps` steps of this process, by phase."""
 
     steps: float
     # Wait for a batch.
@@ -47,19 +47,19 @@ class StepTimes(NamedTuple):
 class StepMarks:
     """Counters and clocks of one process. Call the methods that set marks while a graph is traced.
 
-    The order is: `ended` begins a step, `arrived` has its batch, `ready` its gradients, `reduced`
-    the reduced ones, and the next `ended` ends it.
+    The order is: `ended` marks the beginning of a step, `arrived` its batch, `ready` its gradients,
+    `reduced` the reduced gradients, and the next `ended` the end of the step.
     """
 
     def __init__(self) -> None:
-        # Must be False if TensorFlow's operations are deterministic, which a clock is not.
+        # Set to False if TensorFlow's operations must be deterministic, which reading a clock is not.
         self.timed = True
-        # True without a GPU. Values are then available only after the clock was read, since a
-        # single thread might use them first otherwise. With a GPU each step would wait for the
-        # host, only to make the times a few microseconds more exact.
+        # True without a GPU: values then become available only after the clock was read, since a
+        # single thread might use them first. With a GPU each step would wait for the host, only to
+        # make the times a few microseconds more exact.
         self.host_only = not tf.config.list_logical_devices("GPU")
 
-        # Counts.
+        # Counts of marks, and of examples.
         self._arrived = _host_variable(0, tf.int64, "mark")
         self._ready = _host_variable(0, tf.int64, "mark")
         self._reduced = _host_variable(0, tf.int64, "mark")
@@ -68,7 +68,7 @@ class StepMarks:
         self._step = _host_variable([0.0, 0.0, 0.0], tf.float64, "step")
         # Seconds of waiting for data, seconds in all, and the number of steps.
         self._totals = _host_variable([0.0, 0.0, 0.0], tf.float64, "totals")
-        # Of communication.
+        # Seconds of communication.
         self._seconds = _host_variable(0.0, tf.float64, "seconds")
 
     def __call__(self) -> tuple[int, int, int, int]:
@@ -92,8 +92,8 @@ class StepMarks:
         return StepTimes(steps, data, whole - data - communication, communication)
 
     def now(self, after: Sequence[Any] = ()) -> tf.Tensor:
-        """Reads the clock once these values are computed, or these operations are done."""
-        # Grouped on their own device: one signal goes to the CPU, not one for each.
+        """Returns the time in seconds, read once these values are computed or operations done; 0 if not timed."""
+        # Grouped on their own device, so that one signal goes to the CPU instead of one for each.
         dependencies = [tf.group(*after)] if after else []
         with tf.control_dependencies(dependencies), tf.device("/CPU:0"):
             return tf.timestamp() if self.timed else tf.zeros([], tf.float64)
@@ -140,15 +140,15 @@ class StepMarks:
         return self._after(now, list(last))
 
     def ended(self, result: Any) -> tf.Tensor:
-        """Marks that the step before, if any, has ended, and the next begins; returns the time.
+        """Marks the end of the previous step, if any, and the start of the next; returns the time.
 
         Args:
-            result: tensors that the step before computed.
+            result: tensors that the previous step computed.
         """
         now = self.now(tf.nest.flatten(result))
         with tf.control_dependencies([now]), tf.device("/CPU:0"):
             began, arrived, is_open = tf.unstack(self._step)
-            # Nothing is added before the first step.
+            # Before the first step is_open is 0, and nothing is added.
             step = tf.stack([arrived - began, now - began, 1.0])
             totals = self._totals.assign_add(is_open * step)
             closed = self._step.assign([0.0, 0.0, 0.0])
@@ -179,10 +179,10 @@ class Split:
             where one process leads replicas or workers, whose exchange it does not see.
         efficiency: Speed relative to a run whose reductions take no time; None as above.
         slowest_rank: The rank with the most work of its own in a step.
-        slowest_host: Its host.
-        slowest_seconds: Its own work in a step.
+        slowest_host: The slowest rank's host.
+        slowest_seconds: The slowest rank's own work in a step.
         median_seconds: The median of the ranks' own work.
-        caution: Why the efficiency says little, if it does.
+        caution: Why the efficiency says little; empty if it is reliable.
     """
 
     data_seconds: float
@@ -196,14 +196,15 @@ class Split:
     caution: str = ""
 
     @classmethod
-    def of(cls, ranks: list[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool = True) -> "Split":
+    def of(
+        cls, ranks: list[tuple[StepTimes, str]], steps_in_a_row: int, sees_exchange: bool = True
+    ) -> "Split":
         """Combines the step times and hosts of all ranks.
 
         steps_in_a_row: timed steps from one pause of the ranks, such as the end of an epoch, to the next.
         """
         work = [times.own_work for times, _ in ranks]
-        # The rank with the most work of its own: a rank that waits for others takes as long as they
-        # do.
+        # By own work, since in total time a rank that waits for others takes as long as they do.
         slowest = max(range(len(ranks)), key=lambda rank: work[rank])
         whole = mean(times.whole for times, _ in ranks)
 
@@ -215,7 +216,8 @@ class Split:
 
         caution = ""
         if sees_exchange and steps_in_a_row < FEW_STEPS:
-            # After a pause the ranks begin at different times, and the first reduction waits for the last of them.
+            # After a pause the ranks begin at different times, and the first reduction waits for
+            # the last of them.
             caution = f"{steps_in_a_row} steps in a row are too few to judge by: the first waits for slower ranks"
 
         return cls(

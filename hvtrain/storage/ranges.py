@@ -1,33 +1,39 @@
-"""Objects that are read in parts, each once: a part that was read is kept in a file with holes, which ranks share."""
+"""Objects read in parts, each part only once: parts are kept in a sparse file, which the host's ranks share."""
 
 import errno
 import io
-import math
 import os
+import threading
 import time
 import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Generic, TypeVar
 
 from hvtrain.errors import StorageError
-from hvtrain.storage.remote import Object, Remote
+from hvtrain.storage.remote import READ_AT_ONCE, Object, Remote
 
 SECONDS_UNCHECKED = 10.0
-"""How long an object is taken to be the same, without asking."""
+"""How long an object is assumed to be unchanged before it is checked again."""
 READ_AHEAD_BYTES = 1 << 20
-BLOCK_BYTES = 512
-"""What the offsets of kept parts are multiples of, as in tar files."""
 SUM_BYTES = 4
+MOST_AHEAD = 1024
+"""Maximum number of parts that wait to be taken."""
+
+T = TypeVar("T")
 
 
-class RangedFile:
+class FarFile:
     """An object that is read in parts.
 
     Args:
         remote: where the object is.
-        state: its size and time of change, which must stay.
-        kept: a file with holes for the parts that were read; None: they are not kept.
+        state: its size and modification time, which must not change.
+        kept: a sparse file for the parts that have been read; None: they are not kept.
     """
 
     def __init__(self, remote: Remote, state: Object, kept: Path | None) -> None:
@@ -35,65 +41,145 @@ class RangedFile:
         self._state = state
         self._kept = kept
         self._handle: Any = None
-        self._checked = -math.inf
+        self._checked = 0.0
 
     def part(self, num_bytes: int, offset: int) -> bytes:
-        """Returns bytes from an offset, a multiple of BLOCK_BYTES: from this host's disk if they were read before.
+        """Returns bytes from an offset, from this host's disk if they were read before.
 
         Raises:
             StorageError: The store does not answer, or the object has changed.
         """
         if self._kept is None:
             return self.pread(num_bytes, offset)
-        # A checksum, since a power cut may keep either file without the other.
-        sums = self._kept.with_name(f".{self._kept.name}.sums")
-        slot = offset // BLOCK_BYTES * SUM_BYTES
-        with suppress(OSError), self._kept.open("rb") as file, sums.open("rb") as sums_file:
+        # A checksum, since a power cut may save only one of the two files. It is at about the part's offset.
+        slot = offset - offset % SUM_BYTES
+        with suppress(OSError):
+            file, sums = _kept_files(self._kept)
             data = os.pread(file.fileno(), num_bytes, offset)
-            expected = os.pread(sums_file.fileno(), SUM_BYTES, slot)
-            if zlib.crc32(data).to_bytes(SUM_BYTES, "big") == expected:
+            if os.pread(sums.fileno(), SUM_BYTES, slot) == _checksum(data):
                 return data
         data = self.pread(num_bytes, offset)
-        with suppress(OSError), self._kept.open("r+b") as file, sums.open("ab"), sums.open("r+b") as sums_file:
+        with suppress(OSError):
+            file, sums = _kept_files(self._kept)
             os.pwrite(file.fileno(), data, offset)
-            os.pwrite(sums_file.fileno(), zlib.crc32(data).to_bytes(SUM_BYTES, "big"), slot)
+            os.pwrite(sums.fileno(), _checksum(data), slot)
         return data
 
     def pread(self, num_bytes: int, offset: int) -> bytes:
-        """Reads bytes of the object. Raises StorageError."""
+        """Reads bytes from the store, and does not keep them. Raises StorageError."""
 
         def read() -> bytes:
-            if time.monotonic() - self._checked > SECONDS_UNCHECKED:
-                self._check()
-            data: bytes = self._handle.read_at(num_bytes, offset)
+            handle = self._handle
+            if handle is None or time.monotonic() - self._checked > SECONDS_UNCHECKED:
+                handle = self._open()
+            data = handle.read_at(num_bytes, offset)
             if len(data) < num_bytes:
-                # Perhaps another object is there now.
-                self._checked = -math.inf
+                # The object may have been replaced: open it again.
+                self._handle = None
                 raise OSError(errno.EIO, f"{len(data):,} of {num_bytes:,} bytes came")
             return data
 
         return self._remote.attempt(read, StorageError)
 
-    def _check(self) -> None:
+    def _open(self) -> Any:
         filesystem, path = self._remote.filesystem, self._remote.path
-        info = filesystem.get_file_info(path)
-        if (info.size, info.mtime_ns or 0) != (self._state.num_bytes, self._state.changed_ns):
+        handle = filesystem.open_input_file(path)
+        # S3 reports the modification time with the size; other stores need a second request.
+        changed = handle.metadata().get("Last-Modified", b"").decode().replace("Z", "+00:00")
+        if changed:
+            seconds = datetime.fromisoformat(changed).timestamp()
+        else:
+            seconds = (filesystem.get_file_info(path).mtime_ns or 0) / 1e9
+        # Some stores list times with more digits than they report for one object.
+        if (handle.size(), int(seconds)) != (
+            self._state.num_bytes,
+            self._state.changed_ns // 10**9,
+        ):
             raise StorageError(
                 f"{self._remote.address} has changed since this run opened it; start again when nothing writes there"
             )
-        self._handle = filesystem.open_input_file(path)
         self._checked = time.monotonic()
+        self._handle = handle
+        return handle
 
-    def buffered(self) -> io.BufferedReader:
-        """Opens the object as a file that is read ahead."""
-        return io.BufferedReader(_Positioned(self, self._state.num_bytes), READ_AHEAD_BYTES)
+    def whole(self) -> bytes:
+        """Returns the whole object, in the same way as `part`."""
+        data = self.part(self._state.num_bytes, 0)
+        # Not kept open, since there may be millions of objects.
+        self._handle = None
+        return data
+
+    def opened(self) -> io.RawIOBase:
+        """Opens the object as a file, each read of which is a part."""
+        return _Positioned(self.part, self._state.num_bytes)
+
+    def read_ahead(self) -> io.BufferedReader:
+        """Opens the object as a buffered file for sequential reading. What is read is not kept on this host."""
+        return io.BufferedReader(_Positioned(self.pread, self._state.num_bytes), READ_AHEAD_BYTES)
+
+
+# Few, since each takes two of the 1,024 files that a process may open.
+@lru_cache(maxsize=16)
+def _kept_files(path: Path) -> tuple[IO[bytes], IO[bytes]]:
+    """Opens the file of kept parts, and the file of their checksums.
+
+    They are closed once they have left this function's cache and no thread uses them.
+    """
+    sums = os.open(path.with_name(f".{path.name}.sums"), os.O_RDWR | os.O_CREAT, 0o666)
+    return path.open("r+b", buffering=0), os.fdopen(sums, "r+b", buffering=0)
+
+
+def _checksum(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(SUM_BYTES, "big")
+
+
+class ReadAhead(Generic[T]):
+    """Prefetches parts, several at a time, since each read waits for the store.
+
+    Args:
+        read: reads a part by name.
+    """
+
+    def __init__(self, read: Callable[[str], T]) -> None:
+        self._read = read
+        # Parts in the order in which they were announced.
+        self._parts: dict[str, Future[T]] = {}
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def announce(self, names: Iterable[str]) -> None:
+        """Starts to read these parts. Beyond MOST_AHEAD, the oldest that were not taken are dropped."""
+        with self._lock:
+            # Created here, since threads do not survive a fork.
+            self._pool = self._pool or ThreadPoolExecutor(READ_AT_ONCE)
+            for name in names:
+                if name not in self._parts:
+                    self._parts[name] = self._pool.submit(self._read, name)
+            while len(self._parts) > MOST_AHEAD:
+                self._parts.pop(next(iter(self._parts))).cancel()
+
+    def take(self, name: str) -> T:
+        """Returns a part, which is read now if it was not announced. Raises what `read` raises."""
+        with self._lock:
+            future = self._parts.pop(name, None)
+        if future is None:
+            return self._read(name)
+        try:
+            return future.result()
+        except BaseException:
+            # The stream ends here, and the process should not wait for parts that will not be used.
+            with self._lock:
+                for part in self._parts.values():
+                    part.cancel()
+                self._parts.clear()
+            raise
 
 
 class _Positioned(io.RawIOBase):
-    """A file of so many bytes at a position."""
+    """A read-only file of num_bytes. read: returns a number of bytes from an offset."""
 
-    def __init__(self, file: RangedFile, num_bytes: int) -> None:
-        self._file = file
+    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
+        self._read = read
         self._num_bytes = num_bytes
         self._position = 0
 
@@ -111,6 +197,6 @@ class _Positioned(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         size = max(0, min(len(buffer), self._num_bytes - self._position))
         if size:
-            buffer[:size] = self._file.pread(size, self._position)
+            buffer[:size] = self._read(size, self._position)
         self._position += size
         return size

@@ -1,6 +1,6 @@
-"""Objects at addresses: s3://, gs://, abfs:// and hdfs:// by pyarrow.fs, other schemes by fsspec.
+"""Objects at addresses: s3://, gs://, abfs:// and hdfs:// through pyarrow.fs, other schemes through fsspec.
 
-Endpoints and credentials are those of the stores' own variables and files; an address never has any.
+Endpoints and credentials come from the stores' own environment variables and files, never from an address.
 pyarrow.fs is imported where it is used, since its threads do not survive a fork.
 """
 
@@ -9,6 +9,7 @@ import json
 import logging
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,8 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from hvtrain.errors import ConfigError, DataError, UserError
+from hvtrain.errors import ConfigError, DataError, StorageError, UserError
+from hvtrain.system.files import ADDRESS
 from hvtrain.system.secrets import WITH_PASSWORD, without_passwords
 
 log = logging.getLogger(__name__)
@@ -25,41 +27,28 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SECONDS_BEFORE_RETRIES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses after failures, which grow so that a store that is overloaded recovers."""
+"""Pauses after failures, which grow to let an overloaded store recover."""
 PIECE_BYTES = 4 << 20
+READ_AT_ONCE = 48
+"""Concurrent requests of one process for parts of objects, each of which waits for the store."""
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
-# What no retry changes, by the names that stores give it.
-_MISSING = re.compile(r"NO_SUCH_(BUCKET|KEY)|RESOURCE_NOT_FOUND|HTTP status 404|\b404\b|Container.?NotFound")
+# Errors that no retry can fix, as stores name them.
+_MISSING = re.compile(
+    r"NO_SUCH_(BUCKET|KEY)|RESOURCE_NOT_FOUND|HTTP status 404|\b404\b|Container.?NotFound"
+)
 _DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|INVALID_CLIENT_TOKEN|SIGNATURE|EXPIRED|SKEWED|CREDENTIALS|UNRECOGNIZED_CLIENT"
     r"|HTTP status 40[013]|Unauthenticated|PermissionDenied|AuthenticationFailed|AuthorizationFailure",
     re.IGNORECASE,
 )
 _AWS = re.compile(r"AWS Error (\w+)(?: \(HTTP status (\d+)\))? during (\w+)")
-# Of errors in the files' own disk, which the store has no part in.
+# Errors of this host's disk rather than of the store.
 _OWN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-def is_remote(text: object) -> bool:
-    """True for an address.
-
-    >>> is_remote("s3://bucket/leaves"), is_remote("/data/leaves"), is_remote("file:///data/leaves")
-    (True, False, True)
-    """
-    return bool(_ADDRESS.match(str(text)))
-
-
-def local_folder(text: str, setting: str) -> Path:
-    """Returns the absolute path of a folder. Raises ConfigError for an address."""
-    if is_remote(text):
-        raise ConfigError(f"{setting}={text} is an address, and a folder of this host is needed here; give its path")
-    return Path(text).absolute()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Object:
-    """An object below an address: its name there ("" for the address itself), size and time of change."""
+    """An object below an address: its name there ("" for the address itself), size and modification time."""
 
     name: str
     num_bytes: int
@@ -71,9 +60,9 @@ class Remote:
     """An object, or a folder of objects, in a store.
 
     Attributes:
-        address: as the user gives it.
-        filesystem: of pyarrow.
-        path: in the filesystem.
+        address: the address as the user gave it.
+        filesystem: the pyarrow filesystem of the store.
+        path: the path in that filesystem.
     """
 
     address: str
@@ -86,12 +75,11 @@ class Remote:
         return PurePosixPath(self.path).name
 
     def read_json(self) -> dict[str, Any]:
-        """Returns the content of a small object. Raises DataError."""
+        """Returns the content of a small JSON object. Raises DataError."""
 
         def read() -> bytes:
             with self.filesystem.open_input_stream(self.path) as source:
-                data: bytes = source.read()
-                return data
+                return source.read()
 
         with suppress(ValueError):
             content = json.loads(self.attempt(read))
@@ -100,13 +88,13 @@ class Remote:
         raise DataError(f"{self.address} is damaged; remove it, or choose another address")
 
     def child(self, name: str) -> "Remote":
-        """An object of this folder; the object itself for the name ""."""
+        """Returns an object in this folder; for the name "", the object itself."""
         if not name:
             return self
         return Remote(f"{self.address}/{name}", self.filesystem, f"{self.path}/{name}")
 
     def objects(self) -> list[Object]:
-        """Lists the objects at and below this address, sorted by name; none if there is nothing."""
+        """Lists the objects at and below this address, sorted by name; empty if there are none. Raises DataError."""
         from pyarrow import fs
 
         def listed() -> list[Any]:
@@ -114,35 +102,56 @@ class Remote:
             if info.type is fs.FileType.File:
                 return [info]
             if info.type is fs.FileType.NotFound:
-                # The root of a bucket that does not exist, too.
+                # Also the root of a bucket that does not exist.
                 return []
             return self.filesystem.get_file_info(fs.FileSelector(self.path, recursive=True))
 
         infos = self.attempt(listed)
-        names = {info.path[len(self.path) + 1 :]: info for info in infos if info.type is fs.FileType.File}
+        names = {
+            info.path[len(self.path) + 1 :]: info for info in infos if info.type is fs.FileType.File
+        }
         for name in names:
             if {"..", ""} & {*name.split("/")} and name:
-                raise DataError(f"{self.address} has an object {name!r}, which is no path in a folder; remove it")
+                raise DataError(
+                    f"{self.address} has an object {name!r}, which is no path in a folder; remove it"
+                )
         return [Object(name, info.size, info.mtime_ns or 0) for name, info in sorted(names.items())]
 
     def download(self, target: Path, num_bytes: int) -> None:
-        """Writes the object to a file. Raises DataError, or OSError for the disk's own errors."""
+        """Downloads the object to a file. Raises DataError, or OSError for errors of the disk."""
 
         def copy() -> None:
-            size = 0
             with self.filesystem.open_input_stream(self.path) as source, target.open("wb") as file:
-                while True:
-                    piece = source.read(PIECE_BYTES)
-                    if not piece:
-                        break
-                    size += file.write(piece)
+                shutil.copyfileobj(source, file, PIECE_BYTES)
+                size = file.tell()
             if size != num_bytes:
                 raise OSError(errno.EIO, f"{size:,} of {num_bytes:,} bytes came")
 
         self.attempt(copy)
 
-    def attempt(self, action: Callable[[], T], kind: type[UserError] = DataError, verb: str = "read") -> T:
-        """Calls the action, again after failures that may pass; raises an error of that kind in the end."""
+    def upload(self, source: Path) -> None:
+        """Uploads a file as this object. Raises StorageError."""
+
+        def copy() -> None:
+            with source.open("rb") as file:
+                target = self.filesystem.open_output_stream(self.path)
+                try:
+                    shutil.copyfileobj(file, target, PIECE_BYTES)
+                except BaseException:
+                    # Only closing ends an upload. It publishes the part, which is then deleted.
+                    with suppress(Exception):
+                        target.close()
+                    with suppress(Exception):
+                        self.filesystem.delete_file(self.path)
+                    raise
+                target.close()
+
+        self.attempt(copy, StorageError, "written")
+
+    def attempt(
+        self, action: Callable[[], T], kind: type[UserError] = DataError, verb: str = "read"
+    ) -> T:
+        """Returns the action's result, with retries after transient failures; finally raises an error of that kind."""
         for pause in (*SECONDS_BEFORE_RETRIES, None):
             try:
                 return action()
@@ -158,14 +167,14 @@ class Remote:
                         f"({_reason(error)}); check the network and the store"
                     ) from None
                 log.debug("%s: %s; tried again in %s s", self.address, _reason(error), pause)
-                # Ranks that failed together come back apart. Not Python's own generator, which the run has seeded.
+                # Jitter, so that ranks that failed together retry apart. The run has seeded Python's own generator.
                 time.sleep(pause * random.SystemRandom().uniform(0.5, 1.5))
         raise AssertionError("unreachable")
 
 
 def locate(address: str) -> Remote:
-    """Opens the store of an address; nothing is read yet. Raises ConfigError."""
-    match = _ADDRESS.fullmatch(address)
+    """Opens the store of an address, without reading anything yet. Raises ConfigError."""
+    match = ADDRESS.fullmatch(address)
     assert match, address
     if WITH_PASSWORD.search(address):
         raise ConfigError(
@@ -175,41 +184,41 @@ def locate(address: str) -> Remote:
     scheme, rest = match.groups()
     authority, _, path = rest.partition("/")
     filesystem, root = _filesystem(scheme.lower(), authority)
-    # Not parsed as a part of the address: names of objects may hold what addresses may not, such as blanks.
+    # The path is not parsed as a URI: object names may contain characters that a URI may not, such as blanks.
     full = f"{root.rstrip('/')}/{path}".rstrip("/")
     return Remote(address.rstrip("/"), filesystem, full)
 
 
 @lru_cache(maxsize=32)
 def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
-    """Returns the filesystem of a store, and the path of the store's root in it."""
+    """Returns the pyarrow filesystem of a store, and the path of the store's root in it. Raises ConfigError."""
+    import pyarrow as pa
     from pyarrow import fs
 
+    # An S3 client opens as many connections as pyarrow has I/O threads.
+    pa.set_io_thread_count(max(pa.io_thread_count(), READ_AT_ONCE))
     root = f"{scheme}://{authority}"
     try:
         if scheme == "file":
             return fs.LocalFileSystem(), ""
-        try:
+        with suppress(ValueError):
             return fs.FileSystem.from_uri(root)
-        except ValueError:
-            import fsspec
-
-            if scheme not in fsspec.available_protocols():
-                raise ImportError(f"fsspec does not know {scheme}") from None
-            other, path = fsspec.core.url_to_fs(root)
-            return fs.PyFileSystem(fs.FSSpecHandler(other)), path
-    except ImportError as error:
+        return fs.FileSystem.from_uri(f"fsspec+{root}")
+    except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{root}: no store is known for {scheme}://; use s3://, gs://, abfs:// or hdfs://, or install fsspec and "
-            f"its package for this scheme ({error})"
+            f"its package for this scheme ({_reason(error)})"
         ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{root} cannot be opened ({_reason(error)}); check the address") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{root} cannot be opened ({_reason(error)}); check the address"
+        ) from None
 
 
 def _final_problem(error: Exception) -> str:
-    """Returns the problem and the advice if no retry helps, else ""."""
-    text = str(error)
+    """Returns the problem and advice if no retry can help, else ""."""
+    # Without the quoted names of objects: signatures/404.jpg is no problem.
+    text = re.sub(r"'[^']*'", "", str(error))
     if isinstance(error, FileNotFoundError) or _MISSING.search(text):
         return "is not there; check the bucket and the path"
     if isinstance(error, PermissionError) or _DENIED.search(text):
@@ -221,7 +230,7 @@ def _final_problem(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the error in short, without keys and addresses of requests.
+    """Returns the error in brief, without keys and addresses of requests.
 
     >>> _reason(OSError("When reading 'a' in 'b': AWS Error SLOW_DOWN (HTTP status 503) during GetObject operation: ?"))
     'SLOW_DOWN (HTTP status 503) during GetObject'

@@ -1,52 +1,64 @@
-"""Runs whose folder is in object storage: worked on in a folder of this host, and sent after each checkpoint.
+"""Runs whose folder is in object storage: the run works in a local folder, which is uploaded after each checkpoint.
 
-Objects come first and their list last, so what the list names is complete whenever the process is killed. Stores have
-no locks that pyarrow can take: the last start wins, and an earlier one ends when it next sends something.
+Objects are uploaded first and their manifest last, so everything in the manifest is complete whenever the process is
+killed. Stores have no locks that pyarrow can take: the latest start wins, and an earlier one ends at its next upload.
 """
 
 import hashlib
 import json
 import logging
+import re
 import secrets
 import socket
+from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.files import TEMPORARY, is_own_file, remove, write_atomic
+from hvtrain.core.checkpoint_notes import newest_step
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.storage.cache import RUN_MANIFEST, cache_folder, complete_objects, download
-from hvtrain.storage.remote import PIECE_BYTES, Object, Remote, is_remote, locate
+from hvtrain.storage.remote import Object, Remote, locate
+from hvtrain.system.files import TEMPORARY, is_own_file, is_remote, remove, write_atomic
 
 log = logging.getLogger(__name__)
 
 OWNER = "hvtrain-owner.json"
-"""The object that names the run and the start that writes."""
+"""The object that identifies the run and the start that writes it."""
 IDENTITY_FILE = ".object-store-run"
-# What is of this host.
-_LEFT = ("logs", "launch")
+# Not uploaded, since they belong to this host: logs, and names that begin with a dot.
+_LEFT = re.compile(r"logs|launch|(.*/)?\.")
 
 
 class RunStore:
-    """The folder of a run that is on a disk, where there is nothing to send."""
+    """The store of a run whose folder is on disk: there is nothing to upload."""
 
     folder: Path | None = None
-    """The folder of this host to work in, if run.dir is an address."""
+    """The local folder to work in, if run.dir is an address."""
     address = ""
 
     def begin(self) -> None:
-        """Claims the run, and brings its newest state if it is not here (chief only). Raises UserError."""
+        """Claims the run, and downloads its newest state if it is not here (chief only). Raises UserError."""
 
     def send(self) -> None:
-        """Sends what has changed (chief only). Raises StorageError."""
+        """Uploads what has changed (chief only). Raises StorageError."""
+
+
+def address_of(folder: Path) -> str:
+    """Returns the address of the run for which a folder is the local working folder; empty for any other folder."""
+    identity = folder / IDENTITY_FILE
+    # A folder that may not be entered has none; opening the run reports it.
+    with suppress(OSError):
+        if is_own_file(identity):
+            return identity.read_text().partition(" ")[2]
+    return ""
 
 
 def open_store(run_dir: str | None) -> RunStore:
-    """Returns the store of the setting run.dir. Raises ConfigError for an address that cannot be used."""
-    # The folder in which such a run is worked on stands for its address.
-    identity = Path(run_dir or ".") / IDENTITY_FILE
-    if is_own_file(identity):
-        run_dir = identity.read_text().partition(" ")[2]
+    """Returns the store for the setting run.dir. Raises ConfigError for an address that cannot be used."""
+    # The local working folder of such a run stands for its address.
+    run_dir = address_of(Path(run_dir or ".")) or run_dir
     if run_dir and is_remote(run_dir):
         if run_dir.startswith("file://"):
             raise ConfigError(f"run.dir={run_dir} is a folder of this host; give its path")
@@ -61,18 +73,34 @@ class _ObjectStore(RunStore):
         self.address = remote.address
         self._remote = remote
         self._start = secrets.token_hex(8)
-        # Objects of the store by name, with size and time of the file that was sent.
+        # The run's objects in the store by name, with size and mtime of the uploaded file; None if unknown.
         self._sent: dict[str, tuple[int, int] | None] = {}
 
     def begin(self) -> None:
-        # Ranks that leave and join begin it again.
-        self._sent = {item.name: self._sent.get(item.name) for item in self._remote.objects()}
-        owner = self._remote.child(OWNER).read_json() if OWNER in self._sent else {}
+        names = [item.name for item in self._remote.objects()]
+        owner = self._remote.child(OWNER).read_json() if OWNER in names else {}
+        if names and not owner:
+            raise ConfigError(
+                f"run.dir={self.address} is not a run, and holds {names[0]}; choose another address"
+            )
+        listed = complete_objects(self._remote) if RUN_MANIFEST in names else []
+        # Only these may be deleted: others, such as another run below this address, do not belong to this run.
+        own = [
+            *(item.name for item in listed),
+            *(name for name in names if name.startswith("checkpoints/")),
+        ]
+        # begin() is called again when ranks leave or join, so known states are kept.
+        self._sent = {name: self._sent.get(name) for name in own}
         identity = self.folder / IDENTITY_FILE
-        # What is here may be of a run that was deleted there.
-        if not owner or not is_own_file(identity) or identity.read_text().split()[0] != owner.get("run"):
+        # The local files may belong to a run that was deleted from the store.
+        if (
+            not owner
+            or not is_own_file(identity)
+            or identity.read_text().split()[0] != owner.get("run")
+        ):
             for path in self.folder.iterdir():
-                if path.name != ".lock":
+                # The lock file, or the claim in its place.
+                if not path.name.startswith(".lock"):
                     remove(path)
         run = owner.get("run") or secrets.token_hex(8)
         if owner:
@@ -83,23 +111,29 @@ class _ObjectStore(RunStore):
                 owner.get("since"),
             )
         since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-        self._write(OWNER, {"run": run, "start": self._start, "host": socket.gethostname(), "since": since})
+        self._write(
+            OWNER, {"run": run, "start": self._start, "host": socket.gethostname(), "since": since}
+        )
         write_atomic(identity, f"{run} {self.address}")
         log.info("storage        %s is worked on in %s", self._remote.address, self.folder)
 
-        if RUN_MANIFEST in self._sent:
-            self._bring(complete_objects(self._remote))
+        self._bring(listed)
 
     def _bring(self, objects: list[Object]) -> None:
-        """Brings the state of the store if its newest checkpoint is not here."""
+        """Downloads the state of the store if its newest checkpoint is not here."""
         folder_of = {item.name: Path(item.name).parent.as_posix() for item in objects}
-        checkpoints = {folder for folder in folder_of.values() if folder.startswith("checkpoints/step-")}
-        if not checkpoints or (self.folder / max(checkpoints)).is_dir():
+        checkpoints = {
+            folder for folder in folder_of.values() if folder.startswith("checkpoints/step-")
+        }
+        # This host may have newer checkpoints, whose uploads failed.
+        newest_here = newest_step(self.folder)
+        newest = max((int(name.rpartition("-")[2]) for name in checkpoints), default=None)
+        if newest is None or (newest_here is not None and newest_here >= newest):
             return
         temporary = self.folder / f"{TEMPORARY}store"
         remove(temporary)
         download(self._remote, objects, temporary)
-        # The newest checkpoint last: if it is here, so is the rest.
+        # The newest checkpoint is moved last: if it is here, so is everything else.
         others = [name for name, folder in folder_of.items() if folder not in checkpoints]
         for name in [*others, *sorted(checkpoints)]:
             target = self.folder / name
@@ -118,37 +152,25 @@ class _ObjectStore(RunStore):
         states = {}
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
-            is_left = name.startswith(_LEFT) or any(part.startswith(".") for part in name.split("/"))
-            if is_own_file(path) and not is_left:
+            if is_own_file(path) and not _LEFT.match(name):
                 stat = path.stat()
                 states[name] = stat.st_size, stat.st_mtime_ns
         for name, state in states.items():
             if self._sent.get(name) != state:
-                self._upload(name, self.folder / name)
+                self._remote.child(name).upload(self.folder / name)
                 self._sent[name] = state
-        self._write(RUN_MANIFEST, {"files": {name: num_bytes for name, (num_bytes, _) in states.items()}})
+        self._write(
+            RUN_MANIFEST, {"files": {name: num_bytes for name, (num_bytes, _) in states.items()}}
+        )
         for name in self._sent.keys() - states.keys() - {OWNER, RUN_MANIFEST}:
-            self._attempt(name, lambda path: self._remote.filesystem.delete_file(path))
+            remote = self._remote.child(name)
+            delete = partial(remote.filesystem.delete_file, remote.path)
+            remote.attempt(delete, StorageError, "written")
             del self._sent[name]
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         file = self.folder / f"{TEMPORARY}{name}"
         write_atomic(file, json.dumps(content, indent=1))
-        self._upload(name, file)
+        self._remote.child(name).upload(file)
         remove(file)
         self._sent[name] = None
-
-    def _upload(self, name: str, file: Path) -> None:
-        def upload(path: str) -> None:
-            with file.open("rb") as source, self._remote.filesystem.open_output_stream(path) as target:
-                while True:
-                    piece = source.read(PIECE_BYTES)
-                    if not piece:
-                        break
-                    target.write(piece)
-
-        self._attempt(name, upload)
-
-    def _attempt(self, name: str, action: Any) -> None:
-        remote = self._remote.child(name)
-        remote.attempt(lambda: action(remote.path), StorageError, "written")

@@ -1,8 +1,8 @@
-"""Interface of strategies, and the single process, which is its null object.
+"""The interface of strategies. The base class is the null object: a single process.
 
-So nobody asks which strategy a run has. A strategy has parts: comm (collectives, see comm.py),
-timeline, membership (ranks that leave and join) and watchdog. The base class of each part does for one
-process what the others do for many.
+No other code therefore has to ask which strategy a run has. A strategy has parts: comm (collectives, see
+comm.py), timeline, membership (ranks that leave and join) and watchdog. The base class of each part
+does for one process what the subclasses do for many.
 """
 
 import threading
@@ -30,12 +30,12 @@ from hvtrain.watchdog.progress import StopReason
 
 T = TypeVar("T")
 
-# Leaving Horovod may block after a failure, and the process has to end all the same.
+# Shutting down Horovod may block after a failure; the process has to end anyway.
 STOP_SECONDS = 2.0
 
 
 class Timeline:
-    """`strategy.timeline`: a trace of the reductions, here none. Every rank calls both methods."""
+    """`strategy.timeline`: a trace of the reductions; none here. Every rank calls both methods."""
 
     def start(self, path: Path) -> None:
         """Starts tracing; the chief writes the file, which chrome://tracing shows."""
@@ -45,7 +45,7 @@ class Timeline:
 
 
 class Membership:
-    """`strategy.membership`: ranks may leave and join during a run. Here none do."""
+    """`strategy.membership`: ranks that leave and join during a run; none do here."""
 
     # Steps between commits of the state to every rank's memory; 0: never.
     commit_steps = 0
@@ -69,19 +69,20 @@ class Strategy:
     marks: StepMarks
     # A description of each rank's device, by rank. Set by start; empty here.
     devices: Sequence[str] = ()
-    # Ranks of the plan whose batches this process takes in each step, as one joint batch. Known
-    # after start.
+    # Number of the plan's ranks whose batches this process takes in each step, as one joint batch.
+    # Known after start.
     num_replicas: int = 1
-    # True if the batch of a rank is cut into parts that another rank may compute after a restart.
+    # True if a rank's batch is split into parts that another rank may compute after a restart.
     cuts_batches: bool = False
-    # How a run under this strategy differs from the same run under others, for the summary and the
-    # record.
+    # False if batches must have the same length in all steps.
+    takes_lengths: bool = True
+    # How a run under this strategy differs from the same run under others, for the summary and the record.
     differences: Sequence[str] = ()
-    # Steps from one moment with equal weights on all ranks to the next, and how many were counted.
+    # Steps from one synchronization of the ranks' weights to the next, and the synchronizations so far.
     sync_every: int = 1
     num_synchronizations: int = 0
-    # For each worker of parameter servers, how many of this start's steps took a gradient of it;
-    # empty without them.
+    # For each worker of parameter servers, the number of this start's steps that used its gradient;
+    # empty without parameter servers.
     steps_by_worker: Sequence[int] = ()
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class Strategy:
 
     @property
     def num_computing(self) -> int:
-        """How many compute gradients at the same time: ranks, replicas or workers."""
+        """Number of ranks, replicas or workers that compute gradients at the same time."""
         return self.topology.size * self.num_replicas
 
     @property
@@ -106,16 +107,16 @@ class Strategy:
 
     @property
     def is_plain(self) -> bool:
-        """True if each process trains by the model's own step on its own batch. Not collective."""
+        """True if each process runs the model's own train step on its own batch. Not collective."""
         own = type(self)
         return own.make_steps is Strategy.make_steps and own.train_step is Strategy.train_step
 
     def start(self) -> Topology:
-        """Joins the other ranks, and pins this rank's device before TensorFlow uses one."""
+        """Joins the other ranks, pins this rank's device before TensorFlow uses one, and returns the topology."""
         self.marks = StepMarks()
         gpus = physical_gpus()
         if gpus:
-            # It imports Horovod, which hvtrain.plan works without.
+            # Imported here because it imports Horovod, which hvtrain.plan does not need.
             from hvtrain.keras.devices import use_only
 
             use_only(gpus[0])
@@ -126,12 +127,11 @@ class Strategy:
         return self.comm.gather(self.topology.host)
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        """Starts a watchdog over all ranks, replacing any earlier one. 0 seconds: none.
+        """Starts a watchdog over all ranks, replacing an earlier one; 0 seconds: starts none.
 
-        Raises ConfigError if there are ranks that this strategy cannot watch, since each would
-        train alone.
+        Raises ConfigError if a launcher started several ranks, since each would train alone.
         """
-        # Not in start, which hvtrain.load() calls too, in scripts that a launcher may have started.
+        # Not checked in start: hvtrain.load() calls it too, in scripts that a launcher may have started.
         refuse_several_processes("single", "horovod")
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -141,7 +141,7 @@ class Strategy:
     def distribute(
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
-        """Makes the optimizer step on the mean of all ranks' gradients. Not collective.
+        """Returns the optimizer, changed to step on the mean of all ranks' gradients. Not collective.
 
         Args:
             optimizer: not built yet.
@@ -150,7 +150,7 @@ class Strategy:
         return optimizer
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        """Makes the mean of all ranks' gradients that of the joint batch. Not collective."""
+        """Returns a loss whose gradient, averaged over the ranks, is that of the joint batch. Not collective."""
         return joint_loss(loss, lambda number: number, lambda: 1)
 
     def prepare(self, model: keras.Model) -> None:
@@ -168,7 +168,10 @@ class Strategy:
         callbacks: list[keras.callbacks.Callback],
         call_steps: CallSteps,
     ) -> None:
-        """Trains from start_step on, see loop.train; batches_from(step) is this rank's endless stream from there on."""
+        """Trains, beginning at start_step: see loop.train.
+
+        batches_from(step) is this rank's endless stream of batches, beginning at that step.
+        """
         self.check_plan(plan)
 
         def begin_steps() -> Steps:
@@ -183,13 +186,13 @@ class Strategy:
         start_step: int,
         call_steps: CallSteps,
     ) -> Steps:
-        """Makes the steps; batches begin at start_step."""
+        """Returns the function that runs training steps; batches begin at start_step."""
         gpus = tf.config.list_logical_devices("GPU")
         iterator = iter(loop.to_device(batches, gpus[0].name) if gpus else batches)
         return loop.make_steps(model, iterator, self.marks, self.train_step(model))
 
     def settle(self) -> None:
-        """Brings the model up to date at the end of an epoch (every rank)."""
+        """Completes pending changes of the model at the end of an epoch (every rank)."""
 
     def check_plan(self, plan: StepPlan) -> None:
         """Raises ConfigError for batches that this strategy cannot take. Not collective."""
@@ -201,9 +204,9 @@ class Strategy:
     def metrics_over_ranks(self, model: keras.Model) -> dict[str, float]:
         """Returns the model's metrics over all ranks. Each rank's metric state stays as it was.
 
-        The state of a Keras metric is sums (total and count of a mean, the counts of an AUC). Their
-        sums over the ranks are the state of one process on all the data, so the result is exact
-        even if shards differ in size: sum of values over sum of counts, never a mean of means.
+        The state of a Keras metric consists of sums (total and count of a mean, the counts of an
+        AUC). Summed over the ranks they are the state of one process on all the data, so the result
+        is exact even if shards differ in size: never a mean of means.
         """
         local_state = _values(model.metrics_variables)
         _assign(model.metrics_variables, self.comm.sum_arrays(local_state))
@@ -224,11 +227,10 @@ class Strategy:
         training_state = _values(model.metrics_variables)
         num_more = 0
         if self.calls_together(model):
-            # Zeros, by the same graph, until the ranks with more batches are done.
+            # This rank evaluates zeros with the same graph until the ranks with more batches are done.
             num_calls = max(1, int(dataset.cardinality()))
             num_more = max(self.comm.gather(num_calls)) - num_calls
-        # A rank without examples still takes part in the sum, for which its metrics must have their
-        # variables.
+        # A rank without examples still takes part in the sum, so its metrics need their variables.
         if int(dataset.cardinality().numpy()) == 0:
             names = loop.build_metrics(model, dataset.element_spec)
         else:
@@ -239,26 +241,26 @@ class Strategy:
             _assign(model.metrics_variables, own_state)
         results = self.metrics_over_ranks(model)
         _assign(model.metrics_variables, training_state)
-        # Without metrics that only the train step computes.
+        # Leaves out metrics that only the train step computes.
         return {name: value for name, value in results.items() if name in names}
 
     def calls_together(self, model: keras.Model) -> bool:
-        """Returns True if a call of the model needs all ranks, as a look-up in a sharded table does. Not collective."""
+        """Returns True if calling the model is collective; this method is not."""
         return False
 
     def guards(self) -> list[keras.callbacks.Callback]:
-        """Returns callbacks, to put first, that check that ranks train together. Not collective."""
+        """Returns callbacks that check that the ranks train together; put them first. Not collective."""
         return []
 
     def stop_callbacks(self) -> list[keras.callbacks.Callback]:
-        """Returns callbacks, to put last, that stop all ranks if one stops. Not collective."""
+        """Returns callbacks that stop all ranks if one stops; put them last. Not collective."""
         return []
 
     def stop(self) -> None:
         """Stops the watchdog and leaves the other ranks. Not collective."""
 
     def report_failure(self, error: BaseException) -> None:
-        """Tells the other ranks why this one fails, then stops. Not collective."""
+        """Tells the other ranks why this rank failed, then stops. Not collective."""
         self.watchdog.fail(error)
         stopping = threading.Thread(target=self.stop, daemon=True)
         stopping.start()
@@ -268,7 +270,7 @@ class Strategy:
         """Makes restart possible; call it before start. Not collective."""
 
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
-        """Leaves and rejoins the other ranks, with other variables and another bucket size."""
+        """Leaves and rejoins the other ranks, with another environment and bucket size."""
 
     def is_lost_rank(self, error: BaseException) -> bool:
         """Returns True if the error says that communication between ranks broke. Not collective."""
@@ -285,17 +287,19 @@ class Strategy:
 
 
 @contextmanager
-def report_failures(strategy: Strategy, note: Callable[[BaseException], None] | None = None) -> Iterator[None]:
-    """Reports a failure of the block to the other ranks, or raises the one that caused it.
+def report_failures(
+    strategy: Strategy, note: Callable[[BaseException], None] | None = None
+) -> Iterator[None]:
+    """Reports a failure of the block to the other ranks; raises the failure of another rank that caused it, if any.
 
     Args:
-        note: takes the cause, before the others learn it.
+        strategy: connects this rank to the others.
+        note: called with the error that is reported, before the other ranks learn of it.
     """
     try:
         yield
     except BaseException as error:
-        # The launcher signals all ranks once one has ended, and this one has yet to say why it
-        # fails.
+        # The launcher signals all ranks once one has ended; this rank still has to say why it failed.
         console.take_signals(console.note_signal)
         cause = strategy.cause_of(error)
         if note:
@@ -317,12 +321,14 @@ def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
 
 
 def exclude(strategy: str, setting: str) -> None:
-    raise ConfigError(f"strategy={strategy} and {setting} exclude each other; leave one of them out")
+    raise ConfigError(
+        f"strategy={strategy} and {setting} exclude each other; leave one of them out"
+    )
 
 
 def refuse_several_processes(strategy: str, instead: str) -> None:
-    """Raises ConfigError if a launcher started several processes; each would train alone."""
-    # It imports Horovod, which hvtrain.plan works without.
+    """Raises ConfigError if a launcher started several processes, since each would train alone."""
+    # Imported here because it imports Horovod, which hvtrain.plan does not need.
     from hvtrain.keras.process import launched_size
 
     size = launched_size() or 1

@@ -1,4 +1,4 @@
-"""Collectives on values, arrays and models, and those of a single process, which are their null object."""
+"""The interface of collectives, and the null object of a single process."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +19,7 @@ T = TypeVar("T")
 class Comm:
     """`strategy.comm`: collectives on Python values, arrays and models; every rank enters each.
 
-    The watchdog is told while this rank waits in one, so that it does not blame the rank for the
-    wait.
+    The watchdog is told while this rank waits in one, so that it does not blame this rank.
     """
 
     def __init__(self, topology: Topology | None = None) -> None:
@@ -40,10 +39,16 @@ class Comm:
         return [np.asarray(array, np.float64) for array in arrays]
 
     def broadcast_model(self, model: keras.Model) -> None:
-        """Sets weights and optimizer state on all ranks to the chief's; of what is sharded each takes its part."""
+        """Sets weights and optimizer state on all ranks to the chief's.
+
+        Each rank takes its own part of what is sharded.
+        """
 
     def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
-        """Returns variables that are sharded over the ranks, whole, on the chief; tables in files of the folder."""
+        """Returns sharded variables as whole arrays on the chief, and an empty dict on the other ranks.
+
+        Embedding tables are mapped from files in the folder.
+        """
         return {}
 
     def whole_tables(self, model: keras.Model, folder: Path) -> AbstractContextManager[None]:
@@ -55,13 +60,13 @@ class Comm:
         return self.on_rank(0, action)
 
     def on_rank(self, root: int, action: Callable[[], T]) -> T:
-        """Like on_chief, but on rank `root`; the error names a root other than the chief."""
+        """Like on_chief, but on rank `root`; an error names that rank unless it is the chief."""
         outcome: tuple[Any, UserError | None] = (None, None)
         if self.topology.rank == root:
             with self.watchdog.phase(CHECKPOINT):
                 outcome = _attempt(action)
 
-        # The error travels as a value: a root that raised before the broadcast would leave the
+        # The error is sent as a value: a root that raised before the broadcast would leave the
         # others waiting in it.
         value, error, host = self.broadcast((*outcome, self.topology.host), root)
         if error is None:
@@ -79,8 +84,7 @@ class Comm:
         if first is None:
             return value
 
-        # All ranks raise the error of the lowest one. If all failed, it is no one rank's and names
-        # none.
+        # All ranks raise the error of the lowest failed rank. If all failed, it names no rank.
         first_error, host = failures[first]
         if all(failures):
             raise type(first_error)(str(first_error)) from error

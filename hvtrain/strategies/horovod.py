@@ -28,12 +28,12 @@ from hvtrain.watchdog.progress import EXCHANGE
 MIB = 1 << 20
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "powersgd")
 
-# Horovod passes NCCL's text on: "ncclCommInitRank failed: ...", "NCCL async error: ...".
+# Horovod passes on NCCL's messages: "ncclCommInitRank failed: ...", "NCCL async error: ...".
 _NCCL_FAILED = re.compile(r"(nccl\w+ failed|NCCL async error):[^\n]*")
 
 
 class HorovodComm(Comm):
-    """Horovod's collectives. The watchdog learns when this rank waits in one."""
+    """Horovod's collectives. The watchdog is told while this rank waits in one."""
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         if hvd.size() == 1:
@@ -57,7 +57,10 @@ class HorovodComm(Comm):
 
     def gather_parts(self, variables: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
         with self.watchdog.phase(EXCHANGE):
-            wholes = {key: variable.rank_part.gather(variable, folder) for key, variable in variables.items()}
+            wholes = {
+                key: variable.rank_part.gather(variable, folder)
+                for key, variable in variables.items()
+            }
         return {key: whole for key, whole in wholes.items() if whole is not None}
 
     def whole_tables(self, model: keras.Model, folder: Path) -> AbstractContextManager[None]:
@@ -77,17 +80,17 @@ class HorovodTimeline(Timeline):
 
 
 class HorovodStrategy(Strategy):
-    """The default strategy, also with one rank and no launcher.
+    """The default strategy, also for one rank without a launcher.
 
     Args:
-        compression: how gradients travel: "none", "fp16", "bf16", "int8" or "powersgd".
-        rank: columns of PowerSGD's matrices.
-        whole_steps: first steps in which PowerSGD's gradients travel as they are.
+        compression: how gradients are sent: "none", "fp16", "bf16", "int8" or "powersgd".
+        rank: number of columns of PowerSGD's matrices.
+        whole_steps: number of first steps in which PowerSGD sends gradients uncompressed.
         share_gpus: let several ranks of a host use one GPU (for experiments).
         bucket_mib: size of the messages in which gradients are reduced while others are computed;
-            0: all in one.
+            0: a single message.
         pin_cores: without GPUs, pin each rank of a host to its own share of the cores.
-        shard_optimizer: each rank keeps the optimizer's slots of its part of the weights.
+        shard_optimizer: each rank keeps optimizer slots for its part of the weights only.
     """
 
     def __init__(
@@ -102,7 +105,9 @@ class HorovodStrategy(Strategy):
     ) -> None:
         super().__init__()
         if compression not in COMPRESSIONS:
-            raise ConfigError(f"strategy.compression={compression} is not one of {', '.join(COMPRESSIONS)}")
+            raise ConfigError(
+                f"strategy.compression={compression} is not one of {', '.join(COMPRESSIONS)}"
+            )
         if rank < 1 or whole_steps < 0:
             raise ConfigError(
                 f"strategy.rank={rank} and strategy.whole_steps={whole_steps} are out of range; they must be at least "
@@ -124,8 +129,8 @@ class HorovodStrategy(Strategy):
         self.timeline = HorovodTimeline()
 
     def start(self) -> Topology:
-        # Horovod must not end stalled ranks by itself: the watchdog does, and names the rank that
-        # holds up the others.
+        # Horovod must not end stalled ranks itself: the watchdog does, and names the rank that the
+        # others wait for.
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")
         hvd.init()
         self.devices = hvd.pin_gpu(share=self.share_gpus, pin_cores=self.pin_cores)
@@ -136,10 +141,10 @@ class HorovodStrategy(Strategy):
         return self.topology
 
     def before_devices(self) -> None:
-        """Is called by start once the ranks know each other, and TensorFlow has no device yet."""
+        """Called by start once the ranks know each other, before TensorFlow initializes a device."""
 
     def start_watchdog(self, abort_seconds: float) -> None:
-        # In an elastic job it watched the earlier ranks, of which this one may be the last.
+        # In an elastic job an earlier watchdog watched ranks of which only this rank may be left.
         self.watchdog.stop()
         self.comm.watchdog = watchdog.Watchdog()
         topology = self.topology
@@ -161,7 +166,7 @@ class HorovodStrategy(Strategy):
         self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
     ) -> keras.optimizers.Optimizer:
         if self._keeps_errors and keras.config.dtype_policy().name == "mixed_float16":
-            # They would be in the unit of a loss scale that changes.
+            # The errors would be in units of a loss scale that changes.
             raise ConfigError(
                 f"strategy.compression={self.compression.name} and train.precision=mixed_float16 exclude each other; "
                 "choose strategy.compression=bf16 or train.precision=mixed_bfloat16"
@@ -186,7 +191,7 @@ class HorovodStrategy(Strategy):
         return hvd.DistributedLoss(loss)
 
     def prepare(self, model: keras.Model) -> None:
-        # Keras's own step passes its loss through the optimizer's scale_loss; a user's may not.
+        # Keras's own step passes its loss through the optimizer's scale_loss; a user's step may not.
         if type(model).train_step is keras.Model.train_step:
             divide_losses(model.optimizer)
 
@@ -210,7 +215,7 @@ class HorovodStrategy(Strategy):
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
         self.bucket_bytes = int(bucket_mib * MIB)
         if hvd.size() > 1:
-            self.comm.gather(None)  # No rank leaves before all are ready.
+            self.comm.gather(None)  # A barrier: no rank shuts down before all are ready.
             hvd.shutdown()
             os.environ.update(environment)
             hvd.init()
@@ -223,7 +228,7 @@ class HorovodStrategy(Strategy):
         nccl_error = _NCCL_FAILED.search(str(error))
         if cause or nccl_error is None:
             return cause
-        # All ranks are there, so it was the network between them, and a restart may help.
+        # No rank is lost, so the network between the ranks failed, and a restart may help.
         advice = resume_advice(self.watchdog.folder)
         return LostRankError(f"NCCL lost the connection between ranks ({nccl_error[0]}); {advice}")
 
@@ -245,9 +250,9 @@ class HorovodStrategy(Strategy):
 
 
 class ElasticMembership(Resets, Membership):
-    """Horovod's elastic state.
+    """Horovod's elastic restarts.
 
-    A restart may hang, so the earlier ranks' watchdog runs until the new ranks have theirs.
+    A restart may hang, so the old watchdog keeps running until start_watchdog replaces it.
 
     Args:
         commit_steps: steps between commits.
@@ -265,12 +270,12 @@ class ElasticStrategy(HorovodStrategy):
     """Horovod with ranks that leave and join during a run.
 
     For `horovodrun --gloo --min-np ... --host-discovery-script ...`, or one rank without a
-    launcher. Every rank commits the state to memory periodically. After a loss the first remaining
-    rank restores its last commit, or a newer checkpoint, and the run continues like one resumed on
-    another number of ranks.
+    launcher. Every rank periodically commits the state to memory. After a loss the first remaining
+    rank restores the last commit, or a newer checkpoint, and the run continues like one that is
+    resumed on another number of ranks.
 
     Args:
-        commit_steps: steps between commits, besides those at the end of each epoch; a loss costs
+        commit_steps: steps between commits, in addition to one after each epoch; a lost rank costs
             fewer steps than that.
         horovod: the arguments of HorovodStrategy.
     """
@@ -282,8 +287,12 @@ class ElasticStrategy(HorovodStrategy):
                 f"strategy=elastic and strategy.compression={self.compression.name} exclude each other, since errors "
                 "of ranks that leave would be lost; choose bf16 or strategy=horovod"
             )
+        if self.shard_optimizer:
+            exclude("elastic", "strategy.shard_optimizer=true")
         if commit_steps < 1:
-            raise ConfigError(f"strategy.commit_steps={commit_steps} is out of range; it must be at least 1")
+            raise ConfigError(
+                f"strategy.commit_steps={commit_steps} is out of range; it must be at least 1"
+            )
         self.membership = ElasticMembership(commit_steps)
 
     def start(self) -> Topology:

@@ -1,4 +1,4 @@
-"""Ranks that step on their own and bring their weights together every few steps, for slow networks."""
+"""Ranks that step on their own and synchronize their weights every few steps, for slow networks."""
 
 import logging
 import os
@@ -25,18 +25,20 @@ log = logging.getLogger(__name__)
 class LocalSGDStrategy(HorovodStrategy):
     """Local SGD (Stich 2019): see hvtrain.keras.LocalSGD.
 
-    The ranks also synchronize at the end of each epoch and where training is interrupted, so that
+    The ranks also synchronize at the end of each epoch and when training is interrupted, so that
     validation, checkpoints and results have the same weights on all ranks.
 
     Args:
         every: steps from one synchronization to the next.
-        warmup_steps: first steps in which gradients are reduced, as with strategy=horovod.
-        within_hosts: average gradients between the ranks of each host in every step, so that only
-            hosts drift apart.
+        warmup_steps: number of first steps in which gradients are reduced, as with strategy=horovod.
+        within_hosts: average gradients between the ranks of each host in every step, so that weights
+            differ only between hosts.
         horovod: bucket_mib, share_gpus and pin_cores of HorovodStrategy.
     """
 
     name = "local_sgd"
+    # Rounded weights would lose what was learned; the changes that DiLoCo sends can be rounded.
+    compresses = False
 
     def __init__(
         self,
@@ -46,24 +48,31 @@ class LocalSGDStrategy(HorovodStrategy):
         **horovod: Any,
     ) -> None:
         super().__init__(**horovod)
+        if self.shard_optimizer:
+            exclude(self.name, "strategy.shard_optimizer=true")
+        if self.compression_name != "none" and not self.compresses:
+            exclude(self.name, f"strategy.compression={self.compression_name}")
         if every < 1:
             raise ConfigError(f"strategy.every={every} is out of range; it must be at least 1")
         if warmup_steps < 0:
-            raise ConfigError(f"strategy.warmup_steps={warmup_steps} is out of range; it must be at least 0")
+            raise ConfigError(
+                f"strategy.warmup_steps={warmup_steps} is out of range; it must be at least 0"
+            )
         self.sync_every = every
         self.warmup_steps = warmup_steps
         self.within_hosts = within_hosts
         self.host_set: Any = None
         """Process set of the ranks of this host."""
-        self.differences = [f"weights of the ranks differ between synchronizations, which come every {every} steps"]
-        self.num_synchronizations = 0
-        # Where the last settle() has counted to: a step, and the reductions that had run.
+        self.differences = [
+            f"weights of the ranks differ between synchronizations, which come every {every} steps"
+        ]
+        # At the last settle(): the step, and the reductions that had run.
         self._settled_step = 0
         self._num_counted = (0, 0)
 
     def start(self) -> Topology:
         if self.within_hosts:
-            # Before Horovod starts: the ranks of each host are known only after it has.
+            # Set before Horovod starts; which ranks share a host is known only afterwards.
             os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         topology = super().start()
         if self.within_hosts and topology.size > 1:
@@ -107,16 +116,18 @@ class LocalSGDStrategy(HorovodStrategy):
         self._hook.reducer.marks = self.marks
         return distributed
 
-    def make_local(self, optimizer: keras.optimizers.Optimizer, **options: Any) -> keras.optimizers.Optimizer:
+    def make_local(
+        self, optimizer: keras.optimizers.Optimizer, **options: Any
+    ) -> keras.optimizers.Optimizer:
         """Wraps the optimizer. Not collective."""
         return hvd.LocalSGD(optimizer, self.sync_every, self.warmup_steps, **options)
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
-        # Each rank's own mean: a mean over the joint batch would need a message in each step.
+        # Each rank's own mean, since a mean over the joint batch would need a message in each step.
         return Strategy.distribute_loss(self, loss)
 
     def prepare(self, model: keras.Model) -> None:
-        """Does nothing: losses that were divided by the number of ranks would make local steps small."""
+        """Does nothing: dividing losses by the number of ranks would make local steps too small."""
 
     def guards(self) -> list[keras.callbacks.Callback]:
         return []  # settle() compares what ran with what was due.
@@ -195,6 +206,7 @@ class DiLoCoStrategy(LocalSGDStrategy):
     """
 
     name = "diloco"
+    compresses = True
 
     def __init__(
         self,
@@ -212,7 +224,9 @@ class DiLoCoStrategy(LocalSGDStrategy):
         self.outer_rate = outer_rate
         self.outer_momentum = outer_momentum
 
-    def make_local(self, optimizer: keras.optimizers.Optimizer, **options: Any) -> keras.optimizers.Optimizer:
+    def make_local(
+        self, optimizer: keras.optimizers.Optimizer, **options: Any
+    ) -> keras.optimizers.Optimizer:
         return hvd.DiLoCo(
             optimizer,
             self.sync_every,

@@ -1,8 +1,8 @@
 """The training loop: Keras's train step and callbacks, with several steps in one call of the graph.
 
-Keras's own fit can do several steps in a call too, but always the same number, so that calls cross
-the end of an epoch, checkpoints and other intervals; and a call costs it more time than a small
-step takes.
+Keras's own fit can run several steps per call too, but always the same number, so its calls cross
+the ends of epochs, checkpoints and other intervals; and the overhead of each of its calls exceeds the
+time of a small step.
 """
 
 import time
@@ -20,17 +20,17 @@ from hvtrain.step.step_timing import StepMarks
 from hvtrain.watchdog import Watchdog
 from hvtrain.watchdog.progress import VALIDATION
 
-# Does a number of steps, and returns the last one's logs.
+# Runs a number of steps and returns the logs of the last one.
 Steps = Callable[[int], dict[str, Any]]
 
-# Long enough that the 1.4 ms of Python for a call do not matter, short enough for callbacks,
-# signals and progress.
+# Long enough that the 1.4 ms of Python in each call do not matter, and short enough that callbacks,
+# signals and progress are not held up.
 CALL_SECONDS = 0.2
 MAX_CALL_STEPS = 200
-# Before the first timed step the graph is traced, and the data pipeline fills.
+# The steps before the first timed one trace the graph and fill the data pipeline.
 FIRST_TIMED_STEP = 5
 TIMED_STEPS = 10
-# Distinguishes an attribute that is not there from one that is None.
+# Distinguishes a missing attribute from one that is None.
 _MISSING = object()
 
 
@@ -38,10 +38,13 @@ class CallSteps:
     """Chooses the number of steps in the next call of the graph, the same on all ranks.
 
     Args:
-        steps: at most so many; None: as many as take CALL_SECONDS, which the first calls, of one
-            step each, measure.
-        intervals: of steps, such as those between checkpoints, that a call must not cross.
+        steps: the most steps in a call. None: as many as fit into CALL_SECONDS, which is found by timing
+            the first calls, each of a single step.
+        intervals: step intervals, such as that of checkpoints, whose multiples a call must not cross.
         broadcast: returns the chief's value on all ranks.
+        accumulate: steps per weight update. The ranks learn of a request to stop during an update, and
+            obey it at the end of the call. No rank may then hold accumulated gradients that the others
+            lack, so a call that includes an update must also end with one.
     """
 
     def __init__(
@@ -49,22 +52,26 @@ class CallSteps:
         steps: int | None,
         intervals: Sequence[int],
         broadcast: Callable[[Any], Any],
+        accumulate: int = 1,
     ) -> None:
         self._steps = steps or 1
         self._is_fixed = steps is not None
         self._intervals = intervals
         self._broadcast = broadcast
+        self._accumulate = accumulate
         self._end = 0
         self._timed: list[float] | None = None if steps else []
 
     def next(self, step: int, end: int) -> int:
-        """Returns the number of steps to do from this step of the run on, to `end` at most."""
+        """Returns the number of steps to do from this step of the run, up to `end`."""
         self._end = end
-        return min(
+        number = min(
             self._steps,
             end - step,
             *(interval - step % interval for interval in self._intervals),
         )
+        past_change = (step + number) % self._accumulate
+        return number - past_change if past_change < number else number
 
     def is_boundary(self, step: int) -> bool:
         """Returns True if callbacks may look at the model after this step, at the end of a call."""
@@ -72,12 +79,12 @@ class CallSteps:
         return self._is_fixed or is_due or step == self._end
 
     def record(self, seconds: float) -> None:
-        """Records the time of a call; after some the ranks agree on a number (every rank)."""
+        """Records the time of a call; after enough calls the ranks agree on a number of steps (every rank)."""
         if self._timed is None:
             return
         self._timed.append(seconds)
         if len(self._timed) == FIRST_TIMED_STEP + TIMED_STEPS:
-            # The median, so that a single slow call does not count.
+            # The median, so that a single slow call has no effect.
             steps = CALL_SECONDS / max(median(self._timed[FIRST_TIMED_STEP:]), 1e-6)
             self._steps = self._broadcast(int(min(max(steps, 1), MAX_CALL_STEPS)))
             self._timed = None
@@ -98,12 +105,12 @@ def train(
 
     Args:
         model: compiled, with an optimizer that a strategy distributed.
-        begin_steps: makes the steps, once callbacks have begun.
+        begin_steps: makes the steps, after the callbacks' on_train_begin.
         plan: the steps of the run.
         start_step: steps already done.
-        callbacks: all of them, in the order of calls.
+        callbacks: all of them, in the order in which they are called.
         call_steps: chooses the number of steps in each call of the graph.
-        settle: brings the model up to date at the end of an epoch.
+        settle: completes pending changes of the model at the end of an epoch.
     """
     callback_list = keras.callbacks.CallbackList(
         callbacks,
@@ -135,16 +142,15 @@ def train(
             step += number
             callback_list.on_train_batch_end(step - begin - 1, logs)
 
-        # An epoch that a callback stops ends at any step.
+        # Also for an epoch that a callback has cut short.
         settle()
-        # As in Keras's fit: the metrics if the step returns just those, else what the last step
+        # As in Keras's fit: the metrics if the step returns just these, otherwise what the last step
         # returned.
         metrics = model.get_metrics_result()
         logs = dict(metrics if set(metrics) == set(logs) else logs)
         callback_list.on_epoch_end(epoch, logs)
 
-    # Not after each epoch: it overwrites weights with their moving average, if the optimizer keeps
-    # one.
+    # Only at the end: it overwrites the weights with their moving average, if there is one.
     model.optimizer.finalize_variable_values(model.trainable_variables)
     callback_list.on_train_end(logs)
 
@@ -157,19 +163,19 @@ def evaluate_shard(
 ) -> Collection[str]:
     """Evaluates on this rank's data; returns the names of the metrics. Not collective."""
 
-    # Each batch is progress for the watchdog, which would else take a long validation for a hang.
+    # Reports each batch to the watchdog, which would otherwise mistake a long validation for a hang.
     def beat(batch: int, logs: Any) -> None:
         watchdog.progress.beat()
 
     callbacks = [keras.callbacks.LambdaCallback(on_test_batch_begin=beat), *callbacks]
     with watchdog.phase(VALIDATION), warnings.catch_warnings():
-        # Keras warns of the end of data whose length is unknown, as after data.on_error=skip.
+        # Keras warns at the end of data of unknown length, as with data.on_error=skip.
         warnings.filterwarnings("ignore", "Your input ran out of data")
         return model.evaluate(dataset, verbose=0, callbacks=callbacks, return_dict=True)
 
 
 def batched(spec: Any) -> Any:
-    """Returns the spec of batches of elements of that spec."""
+    """Returns the spec of a batch of elements of that spec."""
     return tf.nest.map_structure(lambda part: tf.TensorSpec([None, *part.shape], part.dtype), spec)
 
 
@@ -214,13 +220,13 @@ def make_steps(
     marks: StepMarks,
     train_step: Callable[[Any], Any] | None = None,
 ) -> Steps:
-    """Makes the steps of a model.
+    """Returns the function that runs training steps of a model.
 
     Args:
         model: compiled.
         batches: an iterator; each step takes its next batch.
         marks: counts and times the steps.
-        train_step: replaces the model's.
+        train_step: used instead of the model's own train_step.
     """
     train_step = train_step or (_by_xla(model) if model.jit_compile else model.train_step)
     traced_step = tf.function(train_step, reduce_retracing=True)
@@ -229,27 +235,25 @@ def make_steps(
     def blank_output(output: Any) -> tf.Tensor:
         return tf.zeros([extent or 0 for extent in output.shape], output.dtype)
 
-    # Stands in for the result before the first step, which a loop in the graph needs; its values
-    # are not read.
+    # The loop in the graph needs a result before the first step; its values are never read.
     blank = tf.nest.map_structure(blank_output, outputs)
 
     def step(iterator: Any, previous: Any) -> Any:
-        # The end of the previous step is marked here, not there, where a GPU would run dry while
-        # the host waits for it.
+        # Marks the end of the previous step. A mark within the previous step would make the host wait
+        # for the GPU, and the GPU would run out of work.
         began = marks.ended(previous)
         with tf.control_dependencies([began] if marks.host_only else []):
             data = iterator.get_next()
         result = traced_step(marks.arrived(data, began))
-        # That operation is the call of the whole step, so its update is done too before the results
-        # go on.
+        # The operation behind each result is the call of the whole step, so the weights too are updated
+        # before the results are passed on.
         with tf.control_dependencies([tf.nest.flatten(result)[0].op]):
             return tf.nest.map_structure(tf.identity, result)
 
-    # AutoGraph would only cost time: nothing here depends on values but the loop, which is spelled
-    # out.
+    # AutoGraph would only cost time: nothing depends on values except the loop, which is explicit.
     @tf.function(autograph=False)
     def several(iterator: Any, number: tf.Tensor) -> Any:
-        # One at a time: a rank can run only one reduction of each name at once.
+        # One iteration at a time: a rank can run only one reduction of each name at once.
         _, result = tf.while_loop(
             lambda done, _: done < number,
             lambda done, previous: (done + 1, step(iterator, previous)),
@@ -260,13 +264,13 @@ def make_steps(
         marks.ended(result)
         return result
 
-    # Concrete functions: a tf.function spends 0.3 ms of each call on looking it up.
+    # Concrete functions, because a tf.function spends 0.3 ms per call on finding its trace.
     if marks.host_only:
         traced_loop = several.get_concrete_function(batches, tf.TensorSpec([], tf.int32))
         return lambda number: traced_loop(batches, tf.constant(number))
 
-    # On GPUs each step is a call, since a loop in the graph goes on only after all that an
-    # iteration did, and so waits for the GPU. A call returns while the GPU is still at the update.
+    # On GPUs each step is a call. A loop in the graph starts an iteration only after everything in
+    # the last one is done, and so waits for the GPU; a call returns while the GPU still updates weights.
     spec = tf.nest.map_structure(lambda output: tf.TensorSpec(output.shape, output.dtype), outputs)
     call = tf.function(step, autograph=False).get_concrete_function(batches, spec)
     ended = tf.function(marks.ended, autograph=False).get_concrete_function(spec)
@@ -292,7 +296,9 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
     @tf.function(jit_compile=True, reduce_retracing=True)
     def result_and_gradients(data: Any) -> tuple[Any, list[Any]]:
         captured: list[Any] = []
-        with replaced(optimizer, "apply", lambda gradients, variables=None: captured.extend(gradients)):
+        with replaced(
+            optimizer, "apply", lambda gradients, variables=None: captured.extend(gradients)
+        ):
             result = model.train_step(data)
         return result, captured
 
@@ -306,7 +312,7 @@ def _by_xla(model: keras.Model) -> Callable[[Any], Any]:
 
 @contextmanager
 def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of the object for a while, without what Keras does when one is set."""
+    """Replaces an attribute of the object temporarily, bypassing Keras's __setattr__."""
     attributes = vars(target)
     before = attributes.get(name, _MISSING)
     attributes[name] = value

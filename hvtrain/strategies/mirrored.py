@@ -28,8 +28,8 @@ class MirroredStrategy(ReplicaStrategy):
     """One process takes the plan's joint batch, and each replica computes on an equal part of it.
 
     Args:
-        num_replicas: how many, each on a GPU of its own; None: one per GPU. Without GPUs: on the
-            CPU; None: one.
+        num_replicas: each has its own GPU, or without GPUs its own logical CPU device; None: one per
+            GPU, or a single one.
     """
 
     name = "mirrored"
@@ -37,11 +37,13 @@ class MirroredStrategy(ReplicaStrategy):
     def __init__(self, num_replicas: int | None = None) -> None:
         super().__init__()
         if num_replicas is not None and (type(num_replicas) is not int or num_replicas < 1):
-            raise ConfigError(f"strategy.num_replicas={num_replicas} is not a whole number of 1 or more, nor null")
+            raise ConfigError(
+                f"strategy.num_replicas={num_replicas} is not a whole number of 1 or more, nor null"
+            )
         self._requested_replicas = num_replicas
 
     def start(self) -> Topology:
-        # Each of them would train on its own, with all GPUs of its host.
+        # Each process would train on its own, with all GPUs of its host.
         refuse_several_processes(self.name, "multi_worker_mirrored")
         self.replicas = mirrored_over(self._requested_replicas)
         self.num_replicas = self.replicas.num_replicas_in_sync
@@ -63,8 +65,8 @@ class MirroredStrategy(ReplicaStrategy):
         return plain_variables(functools.partial(self._averaged, next_creator), **options)
 
     def _averaged(self, next_creator: Callable[..., Any], **options: Any) -> Any:
-        """Makes each step set moving statistics to their mean over the replicas."""
-        # Weights that no gradient touches, and for which Keras has asked no aggregation.
+        """Creates a variable; if it is a moving statistic, each step sets it to its mean over the replicas."""
+        # Variables that are not trained, and for which Keras has requested no aggregation.
         aggregation = options.get("aggregation")
         is_statistic = not options.get("trainable") and aggregation == tf.VariableAggregation.NONE
         if self._builds_model and is_statistic:
@@ -80,9 +82,8 @@ class MirroredStrategy(ReplicaStrategy):
     def mean(self, number: tf.Tensor) -> tf.Tensor:
         """Returns the mean over the replicas.
 
-        While the step is traced, their threads take turns here. The threads share the layers, which
-        keep the losses that they add. So each replica puts its own losses back before Keras adds
-        them up.
+        While the step is traced, the replicas' threads take turns here. The replicas share the layers,
+        and so their lists of added losses; each replica restores its own losses before Keras sums them.
         """
         own_losses = [(layer, list(layer._losses)) for layer in self._model._flatten_layers()]
         mean = mean_over_replicas(number)
@@ -107,14 +108,16 @@ class MirroredStrategy(ReplicaStrategy):
         train_step = step_of(model)
 
         def part_of(batch: Any, replica: int) -> Any:
-            return tf.nest.map_structure(lambda array: tf.split(array, self.num_replicas)[replica], batch)
+            return tf.nest.map_structure(
+                lambda array: tf.split(array, self.num_replicas)[replica], batch
+            )
 
         def last_result(output: Any) -> Any:
             return self.replicas.experimental_local_results(output)[-1]
 
         @tf.autograph.experimental.do_not_convert
         def step(batch: Any) -> Any:
-            # tf.distribute would give each replica the next batch; here they share one.
+            # tf.distribute would give each replica a batch of its own; here they split one.
             parts = self.replicas.experimental_distribute_values_from_function(
                 lambda context: part_of(batch, context.replica_id_in_sync_group)
             )
@@ -125,20 +128,22 @@ class MirroredStrategy(ReplicaStrategy):
         return step
 
     def description(self) -> str:
-        return f"Mirrored, {self.num_replicas} replica{'s' * (self.num_replicas > 1)} in one process"
+        return (
+            f"Mirrored, {self.num_replicas} replica{'s' * (self.num_replicas > 1)} in one process"
+        )
 
 
 @functools.cache
 def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
     """Returns TensorFlow's strategy with this many replicas, on GPUs or else on the CPU.
 
-    Cached, because a process can choose its devices only once, and may run several trainings.
+    Cached: a process can configure its devices only once, and may run several trainings.
 
     Args:
         num_replicas: None: one on each GPU, or one on the CPU.
 
     Raises:
-        ConfigError: there are fewer GPUs.
+        ConfigError: there are fewer GPUs than replicas.
         RankError: TensorFlow has initialized its devices already.
     """
     gpus = physical_gpus()
@@ -155,8 +160,10 @@ def mirrored_over(num_replicas: int | None) -> tf.distribute.MirroredStrategy:
             for gpu in gpus[:number]:
                 tf.config.experimental.set_memory_growth(gpu, True)
         else:
-            # The one CPU becomes as many devices, since each replica needs its own.
+            # The CPU becomes several logical devices, since each replica needs its own.
             cpu = tf.config.list_physical_devices("CPU")[0]
-            tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * number)
+            tf.config.set_logical_device_configuration(
+                cpu, [tf.config.LogicalDeviceConfiguration()] * number
+            )
     devices = tf.config.list_logical_devices("GPU" if gpus else "CPU")
     return tf.distribute.MirroredStrategy([device.name for device in devices])

@@ -21,7 +21,7 @@ from hvtrain.system import host_facts
 from hvtrain.watchdog.starting import LOOPBACK, agree
 
 NAME = "multi_worker_mirrored"
-# As TensorFlow calls its implementations, in small letters.
+# TensorFlow's names of its implementations, in lower case.
 COMMUNICATION = ("auto", "ring", "nccl")
 
 # TensorFlow raises these on a process when another process of its cluster is gone.
@@ -54,13 +54,14 @@ class MultiWorkerMirroredStrategy(ReplicaStrategy, HorovodStrategy):
     ) -> None:
         super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
         if communication not in COMMUNICATION:
-            raise ConfigError(f"strategy.communication={communication} is not one of {', '.join(COMMUNICATION)}")
+            raise ConfigError(
+                f"strategy.communication={communication} is not one of {', '.join(COMMUNICATION)}"
+            )
         self.communication = communication
         self.timeline = Timeline()  # Horovod's would not show the gradients.
 
     def start(self) -> Topology:
-        # Gradients do not pass through Horovod, so its threads need not look for messages every 0.1
-        # ms.
+        # Gradients do not pass through Horovod, so its threads need not look for messages every 0.1 ms.
         os.environ.setdefault(CYCLE_TIME, "20")
         return super().start()
 
@@ -93,13 +94,15 @@ def join_cluster(rank: int, size: int, communication: str) -> tf.distribute.Stra
     refuse_own_cluster(NAME)
     if size > 1:
         cluster = {"worker": cluster_addresses(rank, NAME)}
-        os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
+        os.environ["TF_CONFIG"] = json.dumps(
+            {"cluster": cluster, "task": {"type": "worker", "index": rank}}
+        )
     options = tf.distribute.experimental.CommunicationOptions(implementation=communication)
     try:
         with initializing_devices(NAME):
             return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     finally:
-        # A process that this one starts must not take it for a cluster of the user's.
+        # A child process must not mistake TF_CONFIG for a cluster that the user has set up.
         os.environ.pop("TF_CONFIG", None)
 
 

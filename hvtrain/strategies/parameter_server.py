@@ -20,23 +20,23 @@ from hvtrain.watchdog.progress import EXCHANGE
 
 
 class ParameterServerStrategy(Strategy):
-    """A coordinator, parameter servers that hold the variables, and workers, none of which waits for another.
+    """A coordinator, parameter servers that hold the variables, and workers that do not wait for each other.
 
     Rank 0, the coordinator, executes the run; the next num_ps ranks are servers, the others
     workers. The plan is that of one rank: a step is one batch, on whichever worker is free.
 
     Args:
-        num_ps: parameter servers.
+        num_ps: number of parameter servers.
         share_gpus: let several workers of a host use one GPU (for experiments).
     """
 
     name = "parameter_server"
     mode = "asynchronous"
-    # Set by start.
-    cluster: Cluster
+    takes_lengths = False  # Not tested.
+    cluster: Cluster  # Set by start.
     # Examples of each part of a step's batch; a synchronous step has one for each worker. Set by check_plan.
     part_sizes: list[int]
-    # What a sum over a part is multiplied by, so that the mean of the parts is the sum over the batch; for tracing.
+    # Batch size / part size: a part's sum times this, averaged over parts, is the batch's sum. Set while tracing.
     batch_over_part: float
     # Set by make_steps, with the state of the steps.
     steps_by_worker: list[int]
@@ -92,13 +92,14 @@ class ParameterServerStrategy(Strategy):
         from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-        layers = model._flatten_layers()
+        syncs = any(isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers())
+        combines = f"the optimizer {type(optimizer).__name__}, which combines several,"
         refused = {
             "train.accumulate": optimizer.gradient_accumulation_steps,
             "train.precision=mixed_float16": optimizer is not model.optimizer,
             "train.jit_compile": model.jit_compile,
-            "train.sync_batch_norm": any(isinstance(layer, SyncBatchNormalization) for layer in layers),
-            f"the optimizer {type(optimizer).__name__}, which combines several,": hasattr(optimizer, "optimizers"),
+            "train.sync_batch_norm": syncs,
+            combines: hasattr(optimizer, "optimizers"),
         }
         for setting, is_set in refused.items():
             if is_set:
@@ -106,7 +107,9 @@ class ParameterServerStrategy(Strategy):
 
     def check_plan(self, plan: StepPlan) -> None:
         if not plan.is_full:
-            raise ConfigError(f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim")
+            raise ConfigError(
+                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim"
+            )
         self.part_sizes = plan.on(self.num_replicas).batch_sizes
 
     def make_steps(
@@ -139,7 +142,7 @@ class ParameterServerStrategy(Strategy):
         """Does a number of steps, and returns the last one's logs.
 
         After a step at which callbacks may look at the model, no worker is busy and the model is
-        that of the servers. After other steps, workers go on while callbacks act, and the weights
+        that of the servers. After other steps, workers continue while callbacks act, and the weights
         here stay as they were.
         """
         if self._is_settled:
@@ -161,7 +164,7 @@ class ParameterServerStrategy(Strategy):
 
     @tf.autograph.experimental.do_not_convert
     def on_worker(self, batch: Any, number: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-        """Computes on a batch, where a worker calls it; returns the numbers of the result."""
+        """Computes on a batch, on the worker that calls it; returns the numbers of the result, packed."""
         self.batch_over_part = sum(self.part_sizes) / tf.nest.flatten(batch)[0].shape[0]
         with self.state.traced():
             computed = compute(self.model, batch, number, self.check_finite)
@@ -230,19 +233,18 @@ class ParameterServerStrategy(Strategy):
 
 
 class SyncParameterServerStrategy(ParameterServerStrategy):
-    """Each worker takes the batches of one rank of the plan; a step takes their mean gradient.
+    """Each worker takes the batches of one rank of the plan; a step uses their mean gradient.
 
     With backup workers, a step waits for the first gradients only, and drops late ones (Chen et al.
     2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981).
 
-    A worker whose batch is larger counts for as much more in the mean.
+    A worker with a larger batch has a proportionally larger weight in the mean.
 
     Each worker writes its results into a row of its own beside each variable. So a step uses the
-    same workers for all variables, adds in the order of the workers, and has no late gradient in
-    it.
+    same workers for all variables, adds in the order of the workers, and contains no late gradient.
 
     Args:
-        replicas_to_aggregate: gradients that a step waits for; None: those of all workers. With
+        replicas_to_aggregate: number of gradients that a step waits for; None: one of each worker. With
             fewer, the others are backups: a gradient that arrives after its step is dropped.
         servers: the arguments of ParameterServerStrategy.
     """
@@ -260,7 +262,9 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
     def differences(self) -> list[str]:  # type: ignore[override]
         differences = ["moving statistics are averaged over the workers after each step"]
         if self._has_embedding:
-            differences.append("gradients of an embedding's row are summed before Adam or a clipped norm squares them")
+            differences.append(
+                "gradients of an embedding's row are summed before Adam or a clipped norm squares them"
+            )
         if self.num_needed < self.num_replicas:
             differences.append(
                 f"a step takes the first {self.num_needed} of {self.num_replicas} gradients, and drops late ones"
@@ -289,7 +293,9 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     def prepare(self, model: keras.Model) -> None:
         super().prepare(model)
-        self._has_embedding = any(isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers())
+        self._has_embedding = any(
+            isinstance(layer, keras.layers.Embedding) for layer in model._flatten_layers()
+        )
 
     def make_steps(self, *arguments: Any) -> Steps:
         self.num_dropped = 0
@@ -309,7 +315,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                 rows.scatter_update(tf.IndexedSlices(row, worker[None]))
 
     def _rows_of(self, variable: keras.Variable) -> tf.Variable:
-        """Returns rows for the workers, on the server that holds the variable."""
+        """Returns the variable's rows [workers, ...], which are on its server."""
         # Dense, also for the gradients of embeddings.
         if id(variable) not in self._rows:
             with tf.init_scope(), tf.device(variable.value.device):
@@ -319,11 +325,12 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
 
     @tf.autograph.experimental.do_not_convert
     def on_servers(self, arrived: tf.Tensor) -> None:
-        """Does one step with the results of the workers that arrived, 1 or 0 [workers]."""
+        """Does one step with the results of the workers whose entry in `arrived` [workers] is 1, not 0."""
         weights = arrived * tf.constant(reduced(self.part_sizes))
         with self.state.traced():
             trained = [variable for variable, _ in self._computed.gradients]
-            self.model.optimizer.apply([self._mean(variable, weights) for variable in trained], trained)
+            means = [self._mean(variable, weights) for variable in trained]
+            self.model.optimizer.apply(means, trained)
             for variable, _ in self._computed.counts:
                 variable.value.assign_add(self._sum(variable, arrived))
             for variable, _ in self._computed.statistics:
@@ -333,15 +340,17 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         rows = self._rows_of(variable)
         with tf.device(rows.device):
             values = rows.read_value()
-            factors = tf.reshape(tf.cast(weights, values.dtype), [-1, *[1] * (values.shape.rank - 1)])
+            factors = tf.cast(weights, values.dtype)
+            factors = tf.reshape(factors, [-1, *[1] * (values.shape.rank - 1)])
             # A late worker may be writing its row, which must not count, even if it is not finite.
-            return tf.reduce_sum(tf.where(factors > 0, values * factors, tf.zeros([], values.dtype)), axis=0)
+            zero = tf.zeros([], values.dtype)
+            return tf.reduce_sum(tf.where(factors > 0, values * factors, zero), axis=0)
 
     def _mean(self, variable: keras.Variable, weights: tf.Tensor) -> tf.Tensor:
         total = self._sum(variable, weights)
         with tf.device(self._rows_of(variable).device):
             number = tf.reduce_sum(tf.cast(weights, tf.float64))
-            # In float64, which holds each integer of 32 bits.
+            # In float64, which represents every 32-bit integer exactly.
             if total.dtype.is_integer:
                 return tf.cast(tf.cast(total, tf.float64) / number, total.dtype)
             return total / tf.cast(number, total.dtype)
@@ -351,8 +360,7 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
         arrived: set[int] = set()
 
         def begin(worker: int) -> None:
-            # The number differs between steps and between workers, so that each draws its own
-            # dropout.
+            # The number differs between steps and between workers, so that each draws its own dropout.
             self.begin(worker, parts, worker, self.step * self.num_replicas + worker)
 
         for worker in self.workers.free:
@@ -370,12 +378,12 @@ class SyncParameterServerStrategy(ParameterServerStrategy):
                         self.num_dropped += 1
                         begin(worker)
             mask = tf.constant([int(worker in arrived) for worker in range(self.num_replicas)])
-            # Called on a server: operations without a device of their own run there, not here.
+            # On a server: operations without a device of their own run there, not on the coordinator.
             with tf.device("/job:ps/replica:0/task:0"):
                 self._apply(mask)
 
     def wait(self) -> None:
-        """Returns at once: late workers go on, and change only their own rows."""
+        """Returns at once: late workers continue, and change only their own rows."""
 
     def distribute_loss(self, loss: keras.losses.Loss) -> keras.losses.Loss:
         refuse_joint_batch(loss, self.name)

@@ -1,6 +1,6 @@
 """Joins the processes of a run with parameter servers into a TensorFlow cluster, and ends them.
 
-Horovod's launchers start the processes, so each has a rank, which determines its role. They
+Horovod's launchers start the processes, so each has a rank, which determines its role. The processes
 exchange addresses through Horovod, start the watchdog and leave Horovod. From then on they
 communicate through TensorFlow's servers, and the watchdog ends them.
 """
@@ -31,8 +31,7 @@ from hvtrain.watchdog.progress import EXCHANGE
 # With a single thread, a call that waits for an answer would block all others.
 MIN_INTER_OP_THREADS = 2
 INTER_OP_VARIABLE = "TF_NUM_INTEROP_THREADS"
-# For watchdog.abort_seconds=0: no limit for a run without progress, but a lost process still ends
-# it.
+# For watchdog.abort_seconds=0: no limit for a run without progress, but a lost process still ends it.
 NO_LIMIT_SECONDS = 1e9
 
 
@@ -72,7 +71,9 @@ class Cluster:
         )
         hvd.shutdown()
         if type(self.watchdog) is Watchdog:
-            raise RankError("the watchdog did not start, and nothing else would end the parameter servers and workers")
+            raise RankError(
+                "the watchdog did not start, and nothing else would end the parameter servers and workers"
+            )
         return self.watchdog
 
 
@@ -83,7 +84,7 @@ _servers: list[tf.distribute.Server] = []
 
 
 def roles_of(size: int, num_ps: int, strategy: str) -> Roles:
-    """Returns the roles of so many processes. Raises ConfigError if there are too few.
+    """Returns the roles of `size` processes. Raises ConfigError if there are too few.
 
     >>> roles_of(4, 1, "parameter_server").names
     ('coordinator 0', 'ps 0', 'worker 0', 'worker 1')
@@ -122,11 +123,10 @@ def join_cluster(
     later call returns the same cluster.
 
     Args:
-        num_ps: parameter servers.
-        strategy: its name in messages.
+        num_ps: number of parameter servers.
+        strategy: name of the strategy, for messages.
         share_gpus: let several workers of a host use one GPU.
-        check_workers: is called with the number of workers, and raises ConfigError if it does not
-            fit.
+        check_workers: called with the number of workers; raises ConfigError if it does not fit.
 
     Raises:
         ConfigError: too few processes, or TF_CONFIG is set.
@@ -192,7 +192,8 @@ def choose_devices(roles: Roles, share_gpus: bool) -> tuple[list[str], list[int 
 def serve(cluster: Cluster) -> None:
     """Serves until the coordinator ends, then ends this process (ps and workers).
 
-    Exits with 0 if the coordinator ended well, else raises what all processes report.
+    Exits with 0 if the coordinator ended well, and with the coordinator's exit code if it failed.
+    Otherwise raises the error that all processes report.
     """
     watchdog = cluster.watch(0.0, None)
     signalled = threading.Event()
@@ -203,15 +204,16 @@ def serve(cluster: Cluster) -> None:
         if console.BY_HAND in os.environ:
             watchdog.signal_rank_0(number)
 
-    # Signals do not end this process: the coordinator saves and stops, and then this ends.
+    # Signals do not end this process: the coordinator saves and stops, and then this process ends.
     console.take_signals(note)
     console.take_signals(note, signal.SIGINT)
     watchdog.progress.end_step(0)
-    with watchdog.phase(EXCHANGE):  # It only serves, so it never counts as the one that others wait for.
+    with watchdog.phase(EXCHANGE):
+        # This process only serves, so it never counts as the one that others wait for.
         reason = watchdog.wait()
 
     if reason is None:
-        # Python would take seconds to tear down what this process has nothing left to do with.
+        # Python would take seconds to tear down, and this process has nothing left to do.
         processes.exit_now(0)
     elif reason.rank == 0 and reason.is_failure:
         # The coordinator says why, and the launcher sees it end first.
@@ -222,7 +224,7 @@ def serve(cluster: Cluster) -> None:
 
 
 def _allow_threads() -> None:
-    """Raises a number of threads at which TensorFlow's servers would deadlock."""
+    """Raises the number of threads if TensorFlow's servers would deadlock with it."""
     if os.environ.get(INTER_OP_VARIABLE, "").strip() != "1":
         return
     os.environ[INTER_OP_VARIABLE] = str(MIN_INTER_OP_THREADS)
@@ -244,11 +246,11 @@ def _start_server(
     """Starts this process's server.
 
     Args:
-        spec: of the cluster.
-        name: such as "ps 0" or "worker 1".
-        gpu: its index on this host, for a worker.
-        num_here: processes on this host.
-        address: of this process in the spec.
+        spec: addresses of all processes.
+        name: name of this process, such as "ps 0" or "worker 1".
+        gpu: index of a worker's GPU on this host.
+        num_here: number of processes on this host.
+        address: address of this process, as in the spec.
     """
     num_cores = os.cpu_count() or 1
     # Servers of one host share its cores: TensorFlow's default would be all cores for each of them.

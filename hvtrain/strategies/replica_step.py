@@ -1,4 +1,4 @@
-"""The step of one replica under tf.distribute, with the results of a rank of Horovod.
+"""The step of one replica under tf.distribute, with the same results as a rank of Horovod.
 
 Keras's optimizers sum gradients over the replicas of tf.distribute, but only after each replica has
 clipped its own gradients and checked its own for an overflow. Here gradients are summed when the
@@ -17,15 +17,22 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.keras.gradients import compare_structure, overwrites, sum_duplicates
+from hvtrain.keras.gradients import overwrites, sum_duplicates
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
+from hvtrain.keras.same_gradients import compare_structure
 from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch, subclass_under_its_name
 from hvtrain.strategies.base import Strategy, exclude
 
 # Variables, by name, that are neither weights nor slots: see plain_variables.
-_PLAIN = ("seed_generator_state", "learning_rate_factor", "num_reductions", "at_fault")
+_PLAIN = (
+    "seed_generator_state",
+    "learning_rate_factor",
+    "num_reductions",
+    "at_fault",
+    "gradient_norm",
+)
 
 
 @dataclass(eq=False)
@@ -33,10 +40,10 @@ class ReplicaReducer(Reducer):
     """Sums gradients over the replicas in one all-reduce of tf.distribute. Called by each replica.
 
     Args:
-        strategy: its name in messages.
-        num_replicas: of all processes together.
-        topology: of this process. Other processes have one replica each, as this one then has;
-            they check that they reduce the same gradients.
+        strategy: name of the strategy, for messages.
+        num_replicas: number of replicas in all processes together.
+        topology: topology of this process. With several processes each has one replica, and they check
+            that they reduce the same gradients.
     """
 
     strategy: str = ""
@@ -72,8 +79,7 @@ class ReplicaReducer(Reducer):
         sent = [reduced[index] for index in present]
         ready = self.marks.ready(sent) if self.marks and is_own else None
 
-        # The flag comes first, in the type of the first gradient, so that it needs no message of
-        # its own.
+        # The flag comes first, in the type of the first gradient, so that it needs no message of its own.
         flags = [self.flag.own(sent[0].dtype)] if self.flag else []
         sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, [*flags, *sent])
         done = [self.flag.update(sums.pop(0))] if self.flag else []
@@ -82,7 +88,7 @@ class ReplicaReducer(Reducer):
 
         if is_own:
             done += tf.nest.flatten(sums, expand_composites=True)
-            # The count is of reductions that ran: it goes up once their results are there.
+            # Incremented only once the results are there, so that it counts reductions that ran.
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
             if self.marks and ready is not None:
@@ -100,7 +106,7 @@ def _without_duplicates(gradient: Any) -> Any:
 
 
 def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
-    """Returns a scalar's mean over all replicas, as float32; itself where no replica runs."""
+    """Returns a scalar's mean over all replicas, as float32; the scalar itself where no replica runs."""
     number = tf.cast(number, tf.float32)
     if not tf.distribute.has_strategy():
         return number
@@ -112,13 +118,13 @@ def replica_loss(
     num_replicas: int,
     mean: Callable[[tf.Tensor], tf.Tensor],
 ) -> keras.losses.Loss:
-    """Returns the loss, changed so that the sum of all replicas' gradients is the joint batch's.
+    """Returns a copy of the loss whose gradients, summed over all replicas, are those of the joint batch.
 
     Keras divides means by the number of replicas, but neither sums nor a loss that its class
     returns as one number.
 
     Args:
-        mean: the mean of a float32 scalar over all replicas.
+        mean: returns the mean of a float32 scalar over all replicas.
     """
     base = type(loss)
 
@@ -154,11 +160,13 @@ def plain_variables(next_creator: Callable[..., Any], **options: Any) -> Any:
 
 
 class ReplicaStrategy(Strategy):
-    """Trains replicas of tf.distribute, one or several in this process. A mixin: start is missing."""
+    """Trains replicas of tf.distribute, one or several in this process. A mixin without `start`."""
 
     name: str
     # TensorFlow's strategy. Set by start.
     replicas: tf.distribute.Strategy
+    # The collectives of tf.distribute keep the shapes of the first step.
+    takes_lengths = False
     create_variable = staticmethod(plain_variables)
     mean = staticmethod(mean_over_replicas)
 
@@ -172,7 +180,7 @@ class ReplicaStrategy(Strategy):
     ) -> keras.optimizers.Optimizer:
         """Makes the optimizer step on the replicas' summed gradients (in place).
 
-        It may be inside a LossScaleOptimizer, or combine several.
+        The optimizer may be inside a LossScaleOptimizer, or combine several optimizers.
 
         Raises ConfigError if its step would reduce within a branch of the graph.
         """
@@ -206,7 +214,9 @@ class ReplicaStrategy(Strategy):
         to compile the model.
         """
         steps = ("train_step", "compute_loss")
-        overridden = [name for name in steps if getattr(type(model), name) is not getattr(keras.Model, name)]
+        overridden = [
+            name for name in steps if getattr(type(model), name) is not getattr(keras.Model, name)
+        ]
         if overridden:
             raise ConfigError(
                 f"strategy={self.name} needs Keras's own train_step and compute_loss, which divide "
@@ -219,7 +229,7 @@ class ReplicaStrategy(Strategy):
         model._distribute_strategy = None
 
     def expect_restart(self) -> None:
-        # Another start of Horovod with other settings would change nothing: it reduces no gradient.
+        # A restart of Horovod with other settings would change nothing: Horovod reduces no gradient here.
         exclude(self.name, "comm.tune=true")
 
 

@@ -1,4 +1,4 @@
-"""The same bits on 1, 2, 4 or more ranks: a step is a fixed number of parts, whoever computes them."""
+"""The same bits on any number of ranks: a step has a fixed number of parts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,21 +17,21 @@ from hvtrain.strategies.base import exclude
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.loop import replaced
 
-# Apart from each other in the seeds of parts: the golden ratio's digits, as in Knuth's multiplicative hashing.
+# Distance between the seeds of two parts: 2**32 over the golden ratio, as in Knuth's multiplicative hashing.
 SEED_STRIDE = 0x9E3779B9
 MAX_DRAWS = 1 << 12
-"""Draws of a layer in a step that have numbers of their own."""
+"""The most random draws of a layer in one step; with more, those of two steps would overlap."""
 
 
 class VirtualRanksStrategy(HorovodStrategy):
-    """Horovod, with results that do not depend on the number of ranks, to the last bit.
+    """Horovod with results that do not depend on the number of ranks, to the last bit.
 
-    A step has as many parts as there are virtual ranks: batches of train.batch_size, with their own seeds. Each
-    rank computes its parts one after the other, and gradients are added in the parts' order, as are the changes
-    of moving statistics. So a run can go on with another number of ranks, at any step.
+    A step has one part for each virtual rank: a batch of train.batch_size with its own seeds. Each
+    rank computes its parts one after the other. Gradients and changes of moving statistics are
+    added in the order of the parts. So a run can continue on another number of ranks, from any step.
 
     Args:
-        virtual_ranks: How many; a multiple of the number of ranks.
+        virtual_ranks: Number of virtual ranks, a multiple of the number of ranks.
         share_gpus: See HorovodStrategy.
         pin_cores: See HorovodStrategy.
     """
@@ -39,10 +39,14 @@ class VirtualRanksStrategy(HorovodStrategy):
     name = "virtual_ranks"
     cuts_batches = True
 
-    def __init__(self, virtual_ranks: int, share_gpus: bool = False, pin_cores: bool = True) -> None:
+    def __init__(
+        self, virtual_ranks: int, share_gpus: bool = False, pin_cores: bool = True
+    ) -> None:
         super().__init__(share_gpus=share_gpus, pin_cores=pin_cores)
         if type(virtual_ranks) is not int or virtual_ranks < 1:
-            raise ConfigError(f"strategy.virtual_ranks={virtual_ranks} is no whole number from 1 on")
+            raise ConfigError(
+                f"strategy.virtual_ranks={virtual_ranks} is no whole number from 1 on"
+            )
         self.virtual_ranks = virtual_ranks
 
     def start(self) -> Topology:
@@ -56,7 +60,7 @@ class VirtualRanksStrategy(HorovodStrategy):
         return topology
 
     def before_devices(self) -> None:
-        # Products of matrices are cut by the number of threads, which shows in the last bits.
+        # Matrix products are divided among threads, so the number of threads shows in the last bits.
         tf.config.threading.set_intra_op_parallelism_threads(1)
 
     def distribute(
@@ -92,7 +96,9 @@ class VirtualRanksStrategy(HorovodStrategy):
 
     def check_plan(self, plan: StepPlan) -> None:
         if not plan.is_full:
-            raise ConfigError(f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim")
+            raise ConfigError(
+                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim"
+            )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
         optimizer = model.optimizer
@@ -104,7 +110,7 @@ class VirtualRanksStrategy(HorovodStrategy):
             for variable in model.non_trainable_variables
             if id(variable) in weights and tf.as_dtype(variable.dtype).is_floating
         ]
-        # Ranks begin with seeds of their own.
+        # Ranks begin with different seeds.
         for seed, value in zip(seeds, self.comm.broadcast([seed.numpy() for seed in seeds])):
             seed.assign(value)
         first_part = self.topology.rank * self.num_replicas
@@ -130,9 +136,13 @@ class VirtualRanksStrategy(HorovodStrategy):
                     gradients.extend(values)
 
                 result = step_of_part(number, tf.nest.pack_sequence_as(batch, tensors), collect)
-                changes = [variable - before for variable, before in zip(statistics, statistics_before)]
+                changes = [
+                    variable - before for variable, before in zip(statistics, statistics_before)
+                ]
                 reducer.parts.append([*gradients, *changes])
-                for variable, before in zip([*seeds, *statistics], [*seeds_before, *statistics_before]):
+                for variable, before in zip(
+                    [*seeds, *statistics], [*seeds_before, *statistics_before]
+                ):
                     variable.assign(before)
 
             optimizer.apply(_totals(reducer.parts, len(gradients)), model.trainable_variables)
@@ -147,7 +157,7 @@ class VirtualRanksStrategy(HorovodStrategy):
 
 
 def _totals(parts: list[list[Any]], number: int) -> list[Any]:
-    """Adds the first gradients of all parts: a value that is not finite in one of them stays so."""
+    """Sums the first `number` gradients of each part; only whether the sums are finite matters."""
     totals = []
     for values in zip(*(part[:number] for part in parts)):
         total = None

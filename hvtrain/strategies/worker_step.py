@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.checkpoint.store import rate_factor
+from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import ConfigError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE, are_finite, map_values
 from hvtrain.step.step_timing import StepMarks
@@ -37,8 +37,8 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
     """Calls the model's train step in a graph, and returns what it would have changed.
 
     Args:
-        model: compiled; its variables stay as they are.
-        batch: as the train step takes it.
+        model: a compiled model; its variables stay as they are.
+        batch: a batch as the train step takes it.
         number: int64, differs between steps and between workers; random numbers depend on it.
         check_finite: the computation fails with NOT_FINITE unless all gradients are finite.
 
@@ -48,7 +48,7 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
     metrics = model.metrics_variables
     known = {id(variable) for variable in (*model.weights, *metrics)}
     seeds = [variable for variable in model.variables if id(variable) not in known]
-    # Metrics begin at zero: what they come to is what this batch adds to them.
+    # Metrics begin at zero, so their new state is what this batch adds to them.
     start = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metrics]
     start += [(seed, _moved(seed, number)) for seed in seeds]
 
@@ -58,8 +58,7 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         variables = model.trainable_variables if variables is None else variables
         steps.append((list(gradients), list(variables)))
 
-    # The step's own assignments go into the scope; its optimizer hands over the gradients instead
-    # of stepping.
+    # The step's own assignments go into the scope; its optimizer hands over the gradients instead of stepping.
     with (
         replaced(model.optimizer, "apply", take),
         keras.StatelessScope(state_mapping=start) as scope,
@@ -72,13 +71,21 @@ def compute(model: keras.Model, batch: Any, number: tf.Tensor, check_finite: boo
         )
 
     gradients, variables = steps[0]
-    present = [(variable, gradient) for variable, gradient in zip(variables, gradients) if gradient is not None]
+    present = [
+        (variable, gradient)
+        for variable, gradient in zip(variables, gradients)
+        if gradient is not None
+    ]
     if check_finite:
         is_fine = tf.debugging.Assert(are_finite(gradients), [NOT_FINITE])
         with tf.control_dependencies([is_fine]):
-            present = [(variable, map_values(tf.identity, gradient)) for variable, gradient in present]
+            present = [
+                (variable, map_values(tf.identity, gradient)) for variable, gradient in present
+            ]
     counts = [(variable, scope.get_current_value(variable)) for variable in metrics]
-    new_values = [(variable, scope.get_current_value(variable)) for variable in model.non_trainable_weights]
+    new_values = [
+        (variable, scope.get_current_value(variable)) for variable in model.non_trainable_weights
+    ]
     statistics = [(variable, value) for variable, value in new_values if value is not None]
     return Computed(present, counts, statistics, dict(result))
 
@@ -91,7 +98,7 @@ def _moved(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
 
 def packed(result: dict[str, tf.Tensor]) -> tf.Tensor:
     """Packs the numbers that a step returns into one tensor."""
-    # Each tensor of a worker takes a fetch of its own.
+    # Each tensor would need a fetch of its own from the worker.
     numbers = [tf.cast(tf.reduce_mean(value), tf.float32) for _, value in sorted(result.items())]
     return tf.stack(numbers or [0.0])
 
@@ -101,9 +108,9 @@ def reader(
     marks: StepMarks,
     sizes: Sequence[int],
 ) -> tuple[Callable[[], list[Any]], Any]:
-    """Makes a function that takes the next batch, cut into parts of these sizes.
+    """Returns two things: a function that returns the parts of the next batch, and the parts' specs.
 
-    It marks that a step begins. Returns it and the specs of the parts.
+    Parts have the given sizes. The function also marks that a step begins.
     """
 
     def cut(batch: Any) -> list[Any]:
@@ -112,7 +119,7 @@ def reader(
 
     @tf.function(autograph=False)
     def take(iterator: Any) -> Any:
-        # The step before is over for the coordinator once it reads on.
+        # For the coordinator the previous step is over once it reads the next batch.
         began = marks.ended([])
         with tf.control_dependencies([began]):
             data = iterator.get_next()
@@ -126,7 +133,7 @@ class Workers:
     """Calls of functions on workers, one at a time on each.
 
     Args:
-        ranks: of the workers, for messages.
+        ranks: the workers' ranks, for messages.
     """
 
     def __init__(self, ranks: list[int]) -> None:
@@ -189,11 +196,10 @@ class ServerState:
     """Variables on the parameter servers for all that a step reads or changes.
 
     TensorFlow places them on the servers in turn. The coordinator's model is a copy: `push` and
-    `pull` copy between the two, so that callbacks, checkpoints and evaluation deal with an ordinary
-    model.
+    `pull` copy between the two, so that callbacks, checkpoints and evaluation deal with an ordinary model.
 
     Args:
-        model: built and compiled, with all metrics built.
+        model: a built and compiled model, with all metrics built.
         replicas: makes the variables.
     """
 
@@ -219,14 +225,14 @@ class ServerState:
             ]
         # The values that the servers hold, as far as this process knows.
         self._known: list[np.ndarray] = [variable.numpy() for variable in self.variables]
-        # Traced for each count.
+        # Traced once for each count.
         self._read = tf.function(
             lambda count: [tf.identity(variable) for variable in self.remote[:count]],
             autograph=False,
         )
 
     def pull(self, everything: bool) -> None:
-        """Copies to the model what the servers hold, or only metrics and counters of it."""
+        """Copies the servers' values to the model: all of them, or only metrics and counters."""
         count = len(self.variables) if everything else self._num_small
         for index, value in enumerate(self._read(count)):
             self.variables[index].value.assign(value)
@@ -249,22 +255,27 @@ class ServerState:
             for variable, remote in zip(self.variables, self.remote):
                 stack.enter_context(replaced(variable, "_value", remote))
 
-            # Keras finds a variable's slots by a key of its value, which is another one now.
+            # Keras finds a variable's slots by a key made from its value, which is another object now.
             indices = {
-                optimizer._var_key(variable): index for index, variable in enumerate(optimizer._trainable_variables)
+                optimizer._var_key(variable): index
+                for index, variable in enumerate(optimizer._trainable_variables)
             }
             stack.enter_context(replaced(optimizer, "_trainable_variables_indices", indices))
-            stack.enter_context(replaced(optimizer, "update_step", on_its_server(optimizer.update_step)))
+            stack.enter_context(
+                replaced(optimizer, "update_step", on_its_server(optimizer.update_step))
+            )
 
             # Keras reads the counter and writes it back, and increments of other workers in between
             # would be lost.
             counter = optimizer._iterations
-            stack.enter_context(replaced(counter, "assign_add", lambda by: counter.value.assign_add(by)))
+            stack.enter_context(
+                replaced(counter, "assign_add", lambda by: counter.value.assign_add(by))
+            )
             yield
 
 
 def on_its_server(update_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes update_step run on the server that holds the variable, and so its slots."""
+    """Returns an update_step that runs on the server that holds the variable and its slots."""
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
         with tf.device(variable.device):

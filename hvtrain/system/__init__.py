@@ -1,1 +1,1 @@
-"""This process and this host: console, cores, memory, GPUs, versions, interfaces, the lock of a run folder."""
+"""This process and this host: console, cores, memory, GPUs, versions, network interfaces, the lock on a run folder."""

@@ -1,4 +1,4 @@
-"""The frame of every command: options and help, one line for an error, and an exit code."""
+"""The framework of every command: options and help, one-line error messages, and exit codes."""
 
 import argparse
 import atexit
@@ -9,27 +9,38 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvtrain.errors import INTERRUPTED, ConfigError, FailedRankError, UserError, in_one_line, message_of, place_of
+from hvtrain.errors import (
+    INTERRUPTED,
+    ConfigError,
+    FailedRankError,
+    UserError,
+    cause_of,
+    message_of,
+)
 from hvtrain.system import console
 
 SECONDS_TO_EXIT = 2.0
 SECONDS_TO_EXIT_AFTER_SUCCESS = 60.0
-RUN_SETTINGS = "GROUP=CHOICE and SETTING=VALUE are those of python -m hvtrain; its --help lists them."
+RUN_SETTINGS = (
+    "GROUP=CHOICE and SETTING=VALUE are those of python -m hvtrain; its --help lists them."
+)
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command, whose errors are one line.
+    """An argument parser whose errors take one line.
 
     prog begins with "python -m hvtrain COMMAND" or "python -m MODULE", for subcommands too.
-    more_help makes what follows --help, called only for that.
+    more_help returns further text for the end of --help, and is called for nothing else.
     """
 
-    def __init__(self, prog: str, *, more_help: Callable[[], str] = lambda: "", **options: Any) -> None:
-        # Raw, because descriptions and examples have lines of their own.
+    def __init__(
+        self, prog: str, *, more_help: Callable[[], str] = lambda: "", **options: Any
+    ) -> None:
+        # Raw, to keep the line breaks of descriptions and examples.
         formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **options)
         self._more_help = more_help
@@ -38,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + self._more_help()
 
     def error(self, message: str) -> NoReturn:
-        # Without the name of a subcommand, whose own help is part of its command's.
+        # Without the name of a subcommand, whose help is part of its command's help.
         num_words = 3
         if "-m hvtrain" in self.prog:
             num_words = 4
@@ -46,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {command} --help")
 
     def add_hosts(self) -> None:
-        """Adds -H and --hostfile: `hosts` of the options has the words for a command line of hvtrain launch."""
+        """Adds -H and --hostfile: the result's `hosts` holds the same option for a command line of hvtrain launch."""
         hosts = self.add_mutually_exclusive_group()
         hosts.add_argument(
             "-H",
@@ -65,17 +76,22 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_ssh(self) -> None:
-        """Adds -H, -p and -i, for commands that ask the hosts themselves."""
-        self.add_argument("-H", dest="hosts", default="localhost", metavar="s1:4,s2:4", help="hosts; default: this one")
-        self.add_argument("-p", dest="port", type=int, metavar="PORT", help="ssh port; the rest goes in ~/.ssh/config")
-        self.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
+        """Adds -H, -p and -i, for commands that connect to the hosts themselves."""
+        self.add_argument(
+            "-H",
+            dest="hosts",
+            default="localhost",
+            metavar="s1:4,s2:4",
+            help="hosts; default: this one",
+        )
+        add_ssh_options(self)
 
-    def parse_with_overrides(self, arguments: list[str]) -> argparse.Namespace:
-        """Parses its options.
+    def parse_with_overrides(self, arguments: list[str] | None = None) -> argparse.Namespace:
+        """Parses the arguments, by default those of the command line.
 
-        The others, settings of a run and options of Hydra, are in `overrides` of the result.
+        Settings of a run and Hydra's options are in `overrides` of the result.
         """
-        # Settings have no dashes, so argparse cannot know them.
+        # Settings have no dashes, so argparse cannot parse them.
         options, others = self.parse_known_args(arguments)
         for argument in others:
             is_hydras = argument.startswith(("--config-", "-c"))
@@ -83,6 +99,35 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unknown option {argument}")
         options.overrides = others
         return options
+
+
+def take_values(arguments: Iterable[str], *names: str) -> tuple[dict[str, str], list[str]]:
+    """Separates NAME=VALUE with these names from the other arguments; the last value of a name counts.
+
+    >>> take_values(["trials=9", "model=mlp", "trials=20"], "sweep", "trials")
+    ({'trials': '20'}, ['model=mlp'])
+    """
+    values = {}
+    others = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if equals and name in names:
+            values[name] = value
+        else:
+            others.append(argument)
+    return values, others
+
+
+def add_ssh_options(options: Any) -> None:
+    """Adds -p and -i to a parser, or to an argument group of one."""
+    options.add_argument(
+        "-p",
+        dest="port",
+        type=int,
+        metavar="PORT",
+        help="ssh port; users go in ~/.ssh/config",
+    )
+    options.add_argument("-i", dest="identity_file", metavar="KEY", help="ssh key")
 
 
 def add_number(
@@ -96,12 +141,12 @@ def add_number(
     """Adds an option that takes a number; its help ends with the default, if there is one.
 
     Args:
-        options: a parser, or a group of one.
-        name: with its dashes.
+        options: a parser, or an argument group of one.
+        name: the option, with its dashes.
         kind: at_least(low), not_negative or positive.
-        about: the help.
-        default: of the option.
-        metavar: stands for the number in the help.
+        about: its help text.
+        default: its default.
+        metavar: the placeholder for the number in the help.
     """
     if default is not None:
         about = f"{about}; default: {default:g}"
@@ -109,11 +154,13 @@ def add_number(
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """The type of an option that takes a whole number from `low` on."""
+    """Returns the type of an option that takes a whole number of at least `low`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text} came where a whole number of at least {low} was needed")
+            raise argparse.ArgumentTypeError(
+                f"{text} came where a whole number of at least {low} was needed"
+            )
         return int(text)
 
     return parse
@@ -141,33 +188,35 @@ def positive(text: str) -> float:
 def make_output(folder: Path, may_hold_files: bool = False) -> None:
     """Makes the folder of --output.
 
-    Raises ConfigError if that is impossible, or if something that it may not hold is in it already.
+    Raises ConfigError if that is impossible, or if it already holds files (unless may_hold_files).
     """
     try:
-        # An empty folder may be there already, made for this output.
+        # The user may already have made an empty folder for this output.
         folder.mkdir(parents=True, exist_ok=True)
         is_used = any(folder.iterdir())
     except FileExistsError:
         raise ConfigError(f"--output {folder} is not a folder; choose another name") from None
     except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be written: {error.strerror}; choose another folder") from error
+        raise ConfigError(
+            f"--output {folder} cannot be written: {error.strerror}; choose another folder"
+        ) from error
     if is_used and not may_hold_files:
         raise ConfigError(f"--output {folder} is not empty; choose another folder")
 
 
 def enter(work: Callable[[], int]) -> None:
-    """Does the work and exits with its code: 0 done, 2 bad input, 75 start again, 130 interrupted, 1 other."""
-    # By the launcher's variables: Horovod may not have started.
+    """Does the work; exits unless its code is 0: 2 bad input, 75 start again, 130 interrupted, 1 other error."""
+    # From the launcher's variables, since Horovod may not have started.
     rank = console.launched_rank()
     try:
         _check_arguments()
         code = work()
     except SystemExit as error:
-        code = 1
-        if isinstance(error.code, int):
-            code = error.code
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            console.say_error(error.code, rank, wait_seconds=0.0)
     except BaseException as error:
-        # This rank has nothing left to save; a signal only ends its wait for others to report first.
+        # This rank has nothing left to save: a signal now only ends its wait for other ranks to report first.
         console.take_signals(console.note_signal)
         code = _report(error, rank)
     sys.stdout.flush()
@@ -176,27 +225,29 @@ def enter(work: Callable[[], int]) -> None:
         end_within(SECONDS_TO_EXIT, code)
         atexit.register(_end_without_python, code)  # Registered last, so called first.
         sys.exit(code)
-    # Registered last, so called first when Python ends, if it does: whoever calls this in a process that goes on may.
+    # Registered last, so called first when Python exits. The timer starts only then, since the caller's
+    # process may continue.
     atexit.register(end_within, SECONDS_TO_EXIT_AFTER_SUCCESS, 0)
-    # Python gives signals up as it ends, and one that came then would be the exit code of work that is done.
+    # Python drops its signal handlers at exit, and a signal would then turn success into a failing exit code.
     atexit.register(console.take_signals, signal.SIG_IGN)
 
 
 def _check_arguments() -> None:
-    """Raises ConfigError for an argument that no record could hold."""
+    """Raises ConfigError for an argument that is not UTF-8, which the run's records could not hold."""
     for argument in sys.argv[1:]:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{os.fsencode(argument)!r} is not UTF-8; rename what it names") from None
+            raise ConfigError(
+                f"{os.fsencode(argument)!r} is not UTF-8; rename what it names"
+            ) from None
 
 
 def _end_without_python(code: int) -> None:
     """Calls the other exit functions, then ends the process before Python finalizes.
 
-    After a failure the input pipeline may still read ahead. A thread of it that returns from
-    TensorFlow into a finalizing Python aborts the process, and the exit code would be that of a
-    crash.
+    After a failure the input pipeline may still be reading ahead. If one of its threads returns from
+    TensorFlow into a finalizing Python, the process aborts with the exit code of a crash.
     """
     atexit.unregister(_end_without_python)
     atexit._run_exitfuncs()
@@ -206,10 +257,10 @@ def _end_without_python(code: int) -> None:
 
 
 def end_within(seconds: float, code: int) -> None:
-    """Ends the process after that time, if it has not ended by itself.
+    """Ends the process after that time, unless it has already ended.
 
     At exit Horovod may wait for ranks that wait for this one, and TensorFlow for its threads. The
-    launcher would wait for such a process for ever, even after a success.
+    launcher would wait for such a process forever, even after a success.
     """
     last_resort = threading.Timer(seconds, os._exit, [code])
     last_resort.daemon = True
@@ -223,21 +274,20 @@ def _report(error: BaseException, rank: int) -> int:
         console.say_error(text, rank, is_repeated=True)
         return INTERRUPTED
     if not isinstance(error, UserError):
-        if "Horovod has been shut down" in str(error) or "HorovodInternalError" in type(error).__name__:
-            # This rank only lost the others. They report first.
+        if (
+            "Horovod has been shut down" in str(error)
+            or "HorovodInternalError" in type(error).__name__
+        ):
+            # This rank only lost its connection to others, which report first.
             text = "stopped because another rank did; see its message above"
             console.say_error(text, rank, console.SECONDS_FOR_ANOTHER_RANK, culprit=None)
             return 1
         traceback.print_exc()
-        location = place_of(error)
-        cause = in_one_line(error)
-        if location:
-            cause += f" ({location})"
-        text = f"rank {rank} on {socket.gethostname()} failed: {cause}; see its traceback above"
+        text = f"rank {rank} on {socket.gethostname()} failed: {cause_of(error)}; see its traceback above"
         console.say_error(text, rank, wait_seconds=0.0)
         return 1
 
-    # Hydra may have refused the line before it was composed.
+    # Hydra may have rejected the command line before the config was composed.
     if console.shows_tracebacks or "tracebacks=true" in map(str.lower, sys.argv):
         traceback.print_exc()
     # The rank that failed reports first.

@@ -1,7 +1,6 @@
-"""Messages: rank 0's go to the console, every rank's to a log file of its own, TensorFlow's nowhere.
+"""Messages: rank 0's go to the console, every rank's to its own log file, and TensorFlow's nowhere.
 
-A launcher also reads a rank's verdict on a failure: one line of JSON on the error output, which is
-not shown.
+A launcher also reads a rank's verdict on a failure: one line of JSON on stderr, which is not shown.
 """
 
 import json
@@ -9,6 +8,7 @@ import logging
 import os
 import queue
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,7 +23,8 @@ from hvtrain.errors import RESTART_HELPS, THIS_RANK
 
 # Set by horovodrun --gloo; Open MPI's mpirun; MPICH and Intel MPI; srun.
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-# The command of a process that was started by hand. It gets its signals alone: no launcher passes them to the others.
+# Holds the command line of a process that was started by hand. Only that process gets its signals: no
+# launcher passes them to the others.
 BY_HAND = "HVTRAIN_BY_HAND"
 SECONDS_FOR_ANOTHER_RANK = 10.0
 VERDICT_PREFIX = "hvtrain-verdict: "
@@ -33,10 +34,10 @@ _WATCHED = "HVTRAIN_LAUNCH"
 
 
 class SignalFlag:
-    """An event that a signal handler may set, for one thread that waits.
+    """An event that a signal handler may set, for one waiting thread.
 
     threading.Event may deadlock there: the handler may interrupt the very thread that holds the
-    event's lock, which is not reentrant. SimpleQueue.put is, as its documentation says.
+    event's lock, which is not reentrant. SimpleQueue.put is, according to its documentation.
     """
 
     def __init__(self) -> None:
@@ -58,16 +59,19 @@ class SignalFlag:
         return self._is_set
 
 
-# After a failure of this rank, a signal means that the launcher saw another rank end, which has spoken by then.
+# After a failure of this rank, a signal means that the launcher saw another rank end, which has reported by then.
 _signal_arrived = SignalFlag()
 # True if the run was composed with tracebacks=true, on the command line or in a file.
 shows_tracebacks = False
-# Descriptor of this process's error output, also while TensorFlow's notes go elsewhere.
+# File descriptor of this process's stderr, even while TensorFlow's messages are redirected.
 _error_output = 2
 
 
 def launched_rank() -> int:
-    """Returns this process's rank according to its launcher, before Horovod starts; 0 without a launcher."""
+    """Returns this process's rank according to its launcher, even before Horovod starts.
+
+    0 without a launcher.
+    """
     for name in _RANK_VARIABLES:
         rank = os.environ.get(name, "")
         if rank.isdigit():
@@ -78,7 +82,7 @@ def launched_rank() -> int:
 def is_launched() -> bool:
     """True when a launcher started this process."""
     variables = set(_RANK_VARIABLES)
-    # A batch script of Slurm has a SLURM_PROCID too, but it is not the task of a step.
+    # A Slurm batch script has a SLURM_PROCID too, but is not a task of a step.
     if "SLURM_STEP_NUM_TASKS" not in os.environ:
         variables.remove("SLURM_PROCID")
     return not variables.isdisjoint(os.environ)
@@ -86,23 +90,23 @@ def is_launched() -> bool:
 
 @contextmanager
 def quiet_import(verbose: bool) -> Iterator[None]:
-    """Surrounds the first import of TensorFlow and Keras, whose notes are shown if verbose or if the block fails.
+    """A context for the first import of TensorFlow and Keras: hides their messages unless verbose or the block fails.
 
-    TensorFlow writes its first notes before it reads its log level, so no variable can silence
-    them. A third of Keras's import goes to scikit-learn and Matplotlib, for wrappers and galleries
-    that no rank uses, so they are hidden from it.
+    TensorFlow writes its first messages before it reads its log level, so no environment variable can
+    silence them. A third of Keras's import time goes to scikit-learn and Matplotlib, for wrappers and
+    galleries that no rank uses, so both packages are hidden from Keras.
     """
     if not verbose:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
         logging.getLogger("absl").setLevel(logging.ERROR)
-    # A signal handler writes there, also while descriptor 2 is redirected.
+    # A signal handler writes to _error_output even while descriptor 2 is redirected.
     global _error_output
     left_out = {"sklearn", "matplotlib"} - set(sys.modules)
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
     sys.stderr.flush()
     console = _error_output = os.dup(2)
-    # In a file, since a pipe that nobody reads could fill up.
+    # A file, since a pipe that nobody reads could fill up.
     with tempfile.TemporaryFile() as held:
         if not verbose:
             os.dup2(held.fileno(), 2)
@@ -122,8 +126,8 @@ def quiet_import(verbose: bool) -> Iterator[None]:
 
 
 def start_log(is_chief: bool) -> None:
-    """Sends hvtrain's log and Python's warnings to the chief's console."""
-    # Warnings go through the log too, which only rank 0 shows.
+    """Sends hvtrain's log and Python's warnings to the console, on the chief only."""
+    # Python's warnings also go through the log, which only rank 0 shows.
     logging.captureWarnings(True)
     handler = _ToStdout()
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -131,7 +135,7 @@ def start_log(is_chief: bool) -> None:
     for name in ("hvtrain", "py.warnings"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
-        # A root logger of the user's would show each line twice.
+        # Otherwise a root logger set up by the user would show each line twice.
         logger.propagate = False
         logger.handlers = [handler]
 
@@ -153,7 +157,7 @@ def log_to_file(folder: Path, rank: int) -> None:
 
 
 class _ToStdout(logging.StreamHandler):
-    """Follows sys.stdout, which a live display replaces to write above itself."""
+    """Writes to the current sys.stdout, which a live display replaces so that text appears above it."""
 
     @property
     def stream(self) -> TextIO:
@@ -165,18 +169,23 @@ class _ToStdout(logging.StreamHandler):
 
 
 class _LogFile(logging.FileHandler):
-    """Warns once when the file can no longer be written, and stops; Python's own handler would show tracebacks."""
+    """Warns once when the file can no longer be written, and then stops writing.
+
+    Python's own handler would show tracebacks.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         for name in ("hvtrain", "py.warnings"):
             logging.getLogger(name).removeHandler(self)
-        logging.getLogger("hvtrain").warning("%s was not written: %s", self.baseFilename, sys.exc_info()[1])
+        logging.getLogger("hvtrain").warning(
+            "%s was not written: %s", self.baseFilename, sys.exc_info()[1]
+        )
 
 
 def note_signal(*_: object) -> None:
     """Ends any wait for other ranks to report first.
 
-    A handler of SIGTERM and SIGUSR1, or called by one.
+    A handler for SIGTERM and SIGUSR1, or called by one.
     """
     _signal_arrived.set()
 
@@ -186,11 +195,13 @@ def has_noted_signal() -> bool:
     return _signal_arrived.is_set()
 
 
-def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: signal.Signals) -> None:
-    """Installs a handler for these signals, by default those of schedulers and launchers.
+def take_signals(
+    handler: Callable[..., object] | signal.Handlers, *numbers: signal.Signals
+) -> None:
+    """Installs a handler for these signals, by default those that schedulers and launchers send.
 
-    Does nothing in other threads than the main one, where Python allows no handlers: such a run was
-    not launched.
+    Does nothing in a thread other than the main one: Python allows no handlers there, and a run in such
+    a thread was not started by a launcher.
     """
     if threading.current_thread() is threading.main_thread():
         for number in numbers or (signal.SIGTERM, signal.SIGUSR1):
@@ -201,8 +212,8 @@ def take_signals(handler: Callable[..., object] | signal.Handlers, *numbers: sig
 def signals_held() -> Iterator[Callable[[], None]]:
     """Holds signals back while a process is started, until the block calls release() or ends.
 
-    Python drops whatever a handler raises inside the hooks that it runs around a fork, so a Ctrl-C
-    would be lost.
+    Python drops exceptions that a handler raises inside the hooks around a fork, so Ctrl-C would be
+    lost.
     """
     pending: list[int] = []
     handlers: dict[int, Any] = {}
@@ -215,7 +226,7 @@ def signals_held() -> Iterator[Callable[[], None]]:
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # The new process must go on ignoring what is ignored here.
+            # A signal that is ignored here must stay ignored in the new process.
             if callable(signal.getsignal(number)):
                 handlers[number] = signal.signal(number, lambda number, _: pending.append(number))
     try:
@@ -226,19 +237,19 @@ def signals_held() -> Iterator[Callable[[], None]]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank at fault (HOST[SLOT] in an elastic job; None: nobody knows), why, and its exit code if known."""
+    """The rank at fault (HOST[SLOT] in an elastic job; None: unknown), the cause, and its exit code if known."""
 
     rank: int | str | None
     cause: str = ""
     code: int | None = None
 
     def line(self) -> str:
-        """The line to write; empty where no launcher would read and hide it."""
+        """Returns the line to write; empty if there is no launcher to read and hide it."""
         return f"{VERDICT_PREFIX}{json.dumps(asdict(self))}\n" if _WATCHED in os.environ else ""
 
 
 def read_verdict(line: str) -> Verdict | None:
-    """The verdict of a line; None for any other line."""
+    """Returns the verdict in a line; None for any other line."""
     if not line.startswith(VERDICT_PREFIX):
         return None
     try:
@@ -248,22 +259,22 @@ def read_verdict(line: str) -> Verdict | None:
 
 
 def end_before_training(number: int, *_: object) -> None:
-    """Handles a signal that comes before there is anything to save: ends the process, and says so on rank 0."""
+    """Handles a signal that comes before there is anything to save: ends the process, with a message on rank 0."""
     rank = launched_rank()
     text = f"{signal.Signals(number).name} came {UNSAVED}"
     lines = Verdict(rank, text, RESTART_HELPS).line()
     if rank == 0:
         lines += f"hvtrain: {text}\n"
     os.write(_error_output, lines.encode())
-    # Python may be anywhere, such as inside an import, so nothing is cleaned up.
+    # The signal may have interrupted Python anywhere, such as in an import, so nothing is cleaned up.
     os._exit(RESTART_HELPS)
 
 
 def say_stopping() -> None:
-    """Says what the first Ctrl-C does.
+    """Prints what the first Ctrl-C does.
 
-    In a thread, because the signal may have interrupted a write of this one; and through
-    sys.stderr, because a live display replaces it to stay below what is written.
+    In a separate thread, because the signal may have interrupted a write in this one; and through
+    sys.stderr, because a live display replaces it to stay below the text.
     """
 
     def say() -> None:
@@ -280,21 +291,21 @@ def say_error(
     is_repeated: bool = False,
     culprit: int | None = THIS_RANK,
 ) -> None:
-    """Writes one line to the error output and to this rank's log file, and for a launcher a verdict.
+    """Writes one line to stderr and to this rank's log file, and a verdict for the launcher, if there is one.
 
     Args:
-        wait_seconds: How long to wait for the rank whose message comes first; by default not at all
-            on rank 0. A signal ends the wait.
-        is_repeated: Another rank says the same unless it was lost, so nothing is written if a signal
-            ended the wait.
-        culprit: The rank at fault; None if nobody knows.
+        wait_seconds: How long to wait for the rank whose message comes first; by default 0 on rank 0,
+            else SECONDS_FOR_ANOTHER_RANK. A signal ends the wait.
+        is_repeated: Another rank reports the same unless it was lost, so stderr gets nothing if a
+            signal ended the wait.
+        culprit: The rank at fault; None if unknown.
     """
     logger = logging.getLogger("hvtrain")
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
     for handler in logger.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
-    # Rank 0 speaks first, since its output is what people see.
+    # Rank 0 reports first, since its output is what people see.
     if wait_seconds is None:
         wait_seconds = SECONDS_FOR_ANOTHER_RANK if rank else 0.0
     if wait_seconds and _signal_arrived.wait(wait_seconds) and is_repeated:
@@ -302,7 +313,7 @@ def say_error(
 
     if culprit == THIS_RANK:
         culprit = rank
-    # The message may name the rank at fault itself. mpirun passes on a line of this length in one piece.
+    # The message may already name the rank at fault. mpirun passes on a line of up to this length in one piece.
     cause = re.sub(rf"^rank {culprit} on \S+?(?: failed)?: ", "", message)[:2000]
     prefix = "hvtrain: "
     if rank and not message.startswith(f"rank {rank} "):
@@ -312,6 +323,15 @@ def say_error(
     # The launcher shows the line of the rank at fault.
     if verdict and is_repeated and culprit not in (rank, None):
         line = ""
-    # One write: launchers make Python's output unbuffered and put their mark before each piece.
+    # A single write: launchers make Python's output unbuffered and put their mark before each piece.
     sys.stderr.write(f"{verdict}{line}")
     sys.stderr.flush()
+
+
+def progress(text: str) -> None:
+    """Shows what is running until the next call, on a terminal only; "" clears the line."""
+    if sys.stderr.isatty():
+        # A line that wraps could not be cleared.
+        columns = shutil.get_terminal_size().columns
+        sys.stderr.write(f"\r\033[K{text[: columns - 1]}")
+        sys.stderr.flush()

@@ -2,7 +2,7 @@
 
 Rank 0 sends each drawing as a line of JSON, and its launcher shows it.
 
-A launcher marks each line of a rank, and shows lines of others between them, so only the launcher
+A launcher marks each line of a rank, and interleaves the lines of other ranks, so only the launcher
 itself can draw.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 PREFIX = "hvtrain-drawing: "
-# "1" if the launcher of this process draws what it sends. HVTRAIN_ lets it travel to other hosts.
+# "1" if the launcher shows the drawings of its ranks. Variables named HVTRAIN_ are sent to other hosts.
 _ASKED = "HVTRAIN_DRAWING"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A progress bar: its name, how much is done of the total, and the text behind it."""
+    """A progress bar: its name, how much of the total is done, and the text after it."""
 
     name: str
     done: float
@@ -30,7 +30,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Bars, and lines of text below them. One without bars ends the display."""
+    """Bars, and lines of text below them. A drawing without bars ends the display."""
 
     bars: tuple[Bar, ...] = ()
     lines: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Sender:
     """Sends drawings to the launcher of this process."""
 
     def show(self, drawing: Drawing) -> None:
-        # One write: what mpirun passes on in pieces has a mark in each.
+        # A single write: mpirun puts a mark before each piece that it passes on.
         sys.stdout.write(drawing.line())
         sys.stdout.flush()
 
@@ -52,7 +52,7 @@ class Sender:
 
 
 def cut(line: str) -> tuple[str, Drawing | None]:
-    """Splits a rank's line into the text to show and the drawing that it holds, if any.
+    """Splits a rank's line into the text to show and the drawing in it, if any.
 
     >>> cut("Epoch 1\\n"), cut(Drawing().line()), cut("..." + Drawing((), ("a",)).line())
     (('Epoch 1\\n', None), ('', Drawing(bars=(), lines=())), ('...\\n', Drawing(bars=(), lines=('a',))))
@@ -60,12 +60,9 @@ def cut(line: str) -> tuple[str, Drawing | None]:
     before, _, text = line.partition(PREFIX)
     try:
         fields = json.loads(text)
-        bars = []
-        for bar in fields["bars"]:
-            bars.append(Bar(str(bar["name"]), float(bar["done"]), float(bar["total"]), bar["text"]))
-        drawing = Drawing(tuple(bars), tuple(map(str, fields["lines"])))
+        drawing = Drawing(tuple(Bar(**bar) for bar in fields["bars"]), tuple(fields["lines"]))
     except (ValueError, TypeError, LookupError):
-        return line, None  # Any other line, or one that was cut.
+        return line, None  # A line without a drawing, or one that was truncated.
     shown = f"{before}\n" if before else ""
     return shown, drawing
 
@@ -76,23 +73,25 @@ def can_draw(stream: TextIO) -> bool:
 
 
 def request(is_drawn: bool) -> dict[str, str]:
-    """The variable that asks the ranks of a launch to send drawings, or not to."""
+    """Returns the environment variable that tells the ranks of a launch whether to send drawings."""
     return {_ASKED: "1" if is_drawn else ""}
 
 
 def is_requested() -> bool:
-    """True if this process's launcher draws what it sends."""
+    """True if the launcher of this process shows the drawings that the process sends."""
     return bool(os.environ.get(_ASKED))
 
 
 class LiveDisplay:
-    """Progress bars at the bottom of a terminal while a run trains; lines of text scroll by above them.
+    """Progress bars at the bottom of a terminal while a run trains.
 
-    It begins with the first drawing and redraws only when told to, without a thread of its own.
+    Other output scrolls by above them.
+
+    The display begins with the first drawing and is redrawn only on request, without a thread.
     stop() clears it.
 
-    Write only whole lines meanwhile. rich is imported when it is needed, because a launcher
-    often does without.
+    Write only whole lines while it is shown. rich is imported only when needed, because a launcher
+    often does without it.
     """
 
     def __init__(self) -> None:
@@ -103,12 +102,11 @@ class LiveDisplay:
         if can_draw(sys.stdout):
             console = _console()
             with console.capture():
-                # What is printed here is thrown away: it only loads rich.
+                # This output is discarded: it only loads rich.
                 console.print(_picture(Drawing((Bar("Run", 0, 1, ""),), ("",))))
 
     def show(self, drawing: Drawing) -> None:
-        """Shows the bars, and below them the lines."""
-        # A drawing without bars is the end.
+        """Shows the bars with the lines below them; without bars, ends the display."""
         if not drawing.bars:
             self.stop()
             return
@@ -117,7 +115,6 @@ class LiveDisplay:
         self._live.update(_picture(drawing), refresh=True)
 
     def stop(self) -> None:
-        # stop may be called several times.
         atexit.unregister(self.stop)
         if self._live:
             self._live.stop()
@@ -128,17 +125,19 @@ class LiveDisplay:
 
         console = _console()
         # With 2>FILE, errors must still go to the file.
-        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty())
+        self._live = Live(
+            console=console, auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty()
+        )
         self._live.start()
-        # rich hides the cursor, and a run that is killed could not show it again.
+        # rich hides the cursor, and a killed run could not show it again.
         console.show_cursor(True)
         atexit.register(self.stop)
 
 
 def _console() -> Any:
-    """This process's output.
+    """Returns a rich console for stdout.
 
-    What users print may hold [brackets], which must not be taken for markup.
+    Users may print [brackets], which must not be taken as markup.
     """
     from rich.console import Console
 
@@ -146,7 +145,7 @@ def _console() -> Any:
 
 
 def _picture(drawing: Drawing) -> Any:
-    """Bars of one length, and below them the text, wrapped."""
+    """Returns a rich renderable: bars of equal length, and below them the text, wrapped."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -157,5 +156,7 @@ def _picture(drawing: Drawing) -> Any:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     for bar in drawing.bars:
-        grid.add_row(bar.name, ProgressBar(total=max(bar.total, 1e-9), completed=bar.done), bar.text)
+        grid.add_row(
+            bar.name, ProgressBar(total=max(bar.total, 1e-9), completed=bar.done), bar.text
+        )
     return Group(grid, *(Text(line) for line in drawing.lines if line))

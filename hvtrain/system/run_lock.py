@@ -1,4 +1,4 @@
-"""Keeps a run folder to one run at a time: rank 0 holds a lock, which ends with its process."""
+"""Restricts a run folder to one run at a time: rank 0 holds a lock, which is released when its process ends."""
 
 import errno
 import fcntl
@@ -21,12 +21,12 @@ LOCK_FILE = ".lock"
 CLAIM_FILE = ".lock-claimed"
 # Rank 0 of a run that has just ended may still be exiting.
 SECONDS_TO_WAIT = 15.0
-# Errors of file systems without locks, where a file that only one process can create takes their place.
+# Errors of file systems without locks. A file that only one process can create then replaces the lock.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class RunLock(AbstractContextManager["RunLock"]):
-    """A lock on a run folder, by flock: `kill -9` leaves none behind, and NFS has it too.
+    """A lock on a run folder, using flock: `kill -9` leaves no lock behind, and it works on NFS too.
 
     Chief only.
     """
@@ -39,16 +39,18 @@ class RunLock(AbstractContextManager["RunLock"]):
         self.release()
 
     def take(self, folder: Path, wait_seconds: float = SECONDS_TO_WAIT) -> None:
-        """Takes the lock unless it is already held here; waits for another run to end.
+        """Takes the lock unless it is already held by this object; waits for another run to end.
 
         Raises BusyError if another run holds it, OSError if the folder cannot be written.
         """
         if self._file:
             return
-        # No link is followed out of the run folder.
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        # O_NOFOLLOW, so that no link leads out of the run folder.
+        descriptor = os.open(
+            folder / LOCK_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644
+        )
         file = os.fdopen(descriptor, "r+", encoding="utf-8")
-        # Tried at least once, however short the time.
+        # Tried at least once, however short wait_seconds is.
         deadline = time.monotonic() + wait_seconds
         claim = folder / CLAIM_FILE
         while not self._lock(file, claim):
@@ -64,10 +66,13 @@ class RunLock(AbstractContextManager["RunLock"]):
                 )
             time.sleep(0.2)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+        file.write(
+            f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
+        )
         file.flush()
         with suppress(OSError):
-            os.fsync(descriptor)  # Hosts recognize by it that they share a disk (training/find_checkpoint.py).
+            # By this line hosts recognize that they share a disk (training/find_checkpoint.py).
+            os.fsync(descriptor)
         self._file = file
 
     def release(self) -> None:
@@ -87,15 +92,19 @@ class RunLock(AbstractContextManager["RunLock"]):
                 raise
             if not _create(claim):
                 return False
-            log.warning("%s has no locks; %s keeps other runs out, and stays behind after kill -9", claim.parent, claim)
+            log.warning(
+                "%s has no locks; %s keeps other runs out, and stays behind after kill -9",
+                claim.parent,
+                claim,
+            )
             self._claim = claim
         return True
 
 
 def is_held(folder: Path) -> bool:
-    """True while a run uses the folder. Holds a lock only for the check, and creates no file."""
+    """True while a run uses the folder. Takes a lock only for the check, and creates no file."""
     try:
-        # Without waiting, in case that a pipe has this name.
+        # Non-blocking, in case a pipe has this name.
         with os.fdopen(os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -105,19 +114,31 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def _create(claim: Path) -> bool:
-    """Creates the file with this process and host.
+def _started(process: int) -> str | None:
+    """Returns when a process of this host began, in seconds after the host booted; None if it has ended."""
+    try:
+        # Both move with the clock, and their difference does not.
+        return f"{psutil.Process(process).create_time() - psutil.boot_time():.2f}"
+    except psutil.Error:
+        return None
 
-    False if another process has, unless it is gone from this host.
+
+def _create(claim: Path) -> bool:
+    """Creates the claim file, with this process and host.
+
+    Returns False if another process holds it; one of this host that has ended holds it no longer.
     """
     try:
         with claim.open("x", encoding="utf-8") as file:
-            file.write(f"{os.getpid()} {socket.gethostname()}")
+            file.write(f"{os.getpid()} {socket.gethostname()} {_started(os.getpid())}")
         return True
     except FileExistsError:
         with suppress(OSError, ValueError):
-            process, host = claim.read_text("utf-8")[:300].split()
-            if host == socket.gethostname() and not psutil.pid_exists(int(process)):
+            process, host, *started = claim.read_text("utf-8")[:300].split()
+            now = _started(int(process))
+            # A later process may have the same number, above all in a restarted container.
+            is_another = bool(started) and [now] != started
+            if host == socket.gethostname() and (now is None or is_another):
                 claim.unlink()
                 return _create(claim)
         return False

@@ -1,6 +1,6 @@
-"""Recognizes secrets: by their names, by what they look like, and in addresses such as postgres://me:secret@host/.
+"""Recognizes secrets: by their names, by their form, and in addresses such as postgres://me:secret@host/.
 
-The addresses of notices, those of notify= and HVTRAIN_NOTIFY, are secrets as a whole. Pure.
+Notification addresses, those in notify= and HVTRAIN_NOTIFY, are secrets as a whole. Pure.
 """
 
 import re
@@ -11,22 +11,26 @@ from typing import Any
 NOTIFY_VARIABLE = "HVTRAIN_NOTIFY"
 # Hydra adds a setting with + and overrides it with ++.
 _ARGUMENT = re.compile(r"\+{0,2}notify=(.*)", re.DOTALL)
-# Commas may stand in an address (to=a,b), so a separator is one before a scheme.
+# An address may contain commas (to=a,b), so only commas before a scheme are separators.
 _BEFORE_AN_ADDRESS = re.compile(r"[\s,]+(?=['\"]?[A-Za-z][\w.+-]*://)")
 _SCHEME = re.compile(r"[A-Za-z][\w.+-]{0,30}(?=://)")
 
 SECRET = re.compile(
-    r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|NOTIFY|AUTHORIZATION|SIGNATURE|KEY(?!\w)|_KEY_", re.IGNORECASE
+    r"SECRET|TOKEN|PASS|PWD|CREDENTIAL|PRIVATE|NOTIFY|AUTHORIZATION|SIGNATURE|KEY(?!\w)|_KEY_",
+    re.IGNORECASE,
 )
-"""Names that may be those of secrets."""
-# Names whose values are secrets whatever they look like, numbers too.
+"""Names whose values may be secrets."""
+# Names whose values are secrets whatever their form, even numbers.
 _SURE = re.compile(
     r"SECRET|PASSW|PASSPHRASE|PWD|CREDENTIAL|NOTIFY|AUTHORIZATION|SIGNATURE|^(KEY|TOKEN|PASS)$"
     r"|(API|ACCESS|ACCOUNT|AUTH|BEARER|CLIENT|PRIVATE|SIGNING|STORAGE|SUBSCRIPTION|SESSION|SAS)[-_.]?(KEY|TOKEN)",
     re.IGNORECASE,
 )
-# Other names, such as dataset.target_key or model.mask_token, may have words or symbols as values. Secrets seldom do.
-_PLAIN = re.compile(r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}")
+# Values of other names, such as dataset.target_key or model.mask_token, may be plain words or symbols,
+# which secrets seldom are.
+_PLAIN = re.compile(
+    r"[^\W\d]{1,24}([ _./-][^\W\d]{1,24}){0,5}|[<\[]\w{1,16}[>\]]|\W{0,4}|-?\d{1,6}"
+)
 WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@|https?://[^/\s@?#]+@", re.IGNORECASE)
 _IN_A_TEXT = re.compile(
     r"(?P<before>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}"
@@ -36,13 +40,13 @@ _IN_A_TEXT = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)",
     re.IGNORECASE,
 )
-# NAME: VALUE in the groups of a command line, such as +dataset.storage={key:...,url:...}.
+# NAME: VALUE inside a group on a command line, such as +dataset.storage={key:...,url:...}.
 _IN_A_GROUP = re.compile(r"([\w.]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,{}\[\]]+)")
 HIDDEN = "***"
 
 
 def split_addresses(text: str) -> list[str]:
-    """Splits a text into addresses, which commas or blanks separate, with or without brackets and quotes.
+    """Splits text into addresses separated by commas or whitespace, with or without brackets and quotes.
 
     >>> split_addresses("[mailto://me:hunter2@host?to=a@b.org,c@d.org, 'json://localhost']")
     ['mailto://me:hunter2@host?to=a@b.org,c@d.org', 'json://localhost']
@@ -57,13 +61,13 @@ def split_addresses(text: str) -> list[str]:
 
 
 def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]) -> list[str]:
-    """The addresses of the setting notify; those of the variable if it is null.
+    """Returns the addresses in the setting notify; those in the environment variable if it is null.
 
     >>> environ = {"HVTRAIN_NOTIFY": "json://here json://there"}
     >>> chosen_addresses(None, environ), chosen_addresses([], environ)
     (['json://here', 'json://there'], [])
     """
-    # An empty list turns notices off, whatever the variable says.
+    # An empty list turns notifications off, whatever the variable says.
     if isinstance(setting, list):
         return setting
     if setting is None:
@@ -72,7 +76,9 @@ def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]
 
 
 def take_addresses(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Removes notify=... from a command line; returns the other arguments and the last one's value, if there is one.
+    """Removes notify=... from a command line.
+
+    Returns the other arguments, and the value of the last notify=, None if there is none.
 
     >>> take_addresses(["model=mlp", "notify=json://localhost?a=b"])
     (['model=mlp'], 'json://localhost?a=b')
@@ -89,7 +95,7 @@ def take_addresses(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def shown_address(address: str) -> str:
-    """An address without its secrets.
+    """Returns an address without its secrets.
 
     >>> shown_address("slack://TokenA/TokenB/TokenC"), shown_address("hunter2")
     ('slack://***', '***')
@@ -99,7 +105,7 @@ def shown_address(address: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Puts *** in place of passwords, tokens and signatures in a text, such as an error's.
+    """Replaces passwords, tokens and signatures in text, such as an error message, with ***.
 
     >>> without_passwords("no answer from https://me:hunter2@host/runs")
     'no answer from https://***@host/runs'
@@ -111,34 +117,36 @@ def without_passwords(text: str) -> str:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Returns a copy of a setting, or of a tree of settings, with *** in place of each secret.
+    """Returns a copy of a setting, or of a tree of settings, with each secret replaced by ***.
 
     >>> redacted({"api_key": 12345678, "image_key": "image", "backward_passes": 2, "url": "https://me:hunter2@host/"})
     {'api_key': '***', 'image_key': 'image', 'backward_passes': 2, 'url': 'https://***@host/'}
     >>> redacted({"header": "Bearer abc.def-123", "mask_token": "<mask>", "my_key": "q7Xw93jf", "token": "any"})
     {'header': 'Bearer ***', 'mask_token': '<mask>', 'my_key': '***', 'token': '***'}
     """
-    # By the last part of a dotted name: the groups before it say nothing.
+    # For _SURE only the last part of a dotted name counts: the groups before it say nothing.
     is_sure = bool(_SURE.search(name.rpartition(".")[2]))
     if isinstance(value, dict):
-        # What is in a group of secrets is secret, by whatever name.
+        # Everything in a group of secrets is secret, whatever its name.
         if is_sure:
             return {key: redacted(item, name) for key, item in value.items()}
         return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, name) for item in value]
-    # They hold no secret, and records should show that they are not set.
+    # These values hold no secret, and records should show that the setting is empty or a switch.
     if value is None or isinstance(value, bool) or value == "":
         return value
     if is_sure:
         return HIDDEN
     if not isinstance(value, str):
         return value
-    return HIDDEN if SECRET.search(name) and not _PLAIN.fullmatch(value) else without_passwords(value)
+    if SECRET.search(name) and not _PLAIN.fullmatch(value):
+        return HIDDEN
+    return without_passwords(value)
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments of a command for a record, without the addresses of notices.
+    """Returns a command's arguments for a record, with secrets hidden and notification addresses removed.
 
     >>> without_secrets(["model=cnn", "dataset.api_key=hunter2", "notify=mailto://me:hunter2@host", "-cd"])
     ['model=cnn', 'dataset.api_key=***', '-cd']
@@ -167,4 +175,6 @@ def command_line(command: str, arguments: Sequence[str]) -> str:
 def _without_secrets_in_groups(value: str) -> str:
     if "{" not in value:
         return value
-    return _IN_A_GROUP.sub(lambda match: f"{match[1]}{match[2]}{redacted(match[3], match[1])}", value)
+    return _IN_A_GROUP.sub(
+        lambda match: f"{match[1]}{match[2]}{redacted(match[3], match[1])}", value
+    )

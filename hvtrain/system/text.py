@@ -1,15 +1,16 @@
-"""Numbers as people read them: durations, sizes and tables."""
+"""Formats values for people: durations, sizes, tables, and settings by dotted name."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
 def duration(seconds: float) -> str:
-    """Seconds, in at most two units.
+    """Formats seconds in at most two units.
 
     >>> duration(4.2), duration(42), duration(312), duration(200_000)
     ('4.2 s', '42 s', '5 min 12 s', '55 h 33 min')
     """
-    # Short times need digits, long ones do not.
+    # Short times need fractions of a second, long ones do not.
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest_seconds = divmod(round(seconds), 60)
@@ -19,18 +20,20 @@ def duration(seconds: float) -> str:
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Bytes for people.
+    """Formats a number of bytes with a unit.
 
     >>> human_bytes(4), human_bytes(5000), human_bytes(67108864), human_bytes(2.5 * 2**40)
     ('4 B', '5 KiB', '64 MiB', '2560 GiB')
     """
-    # GiB from 10 on: 5120 MiB is finer than 5 GiB.
+    # GiB only from 10 GiB on: 5120 MiB is more precise than 5 GiB.
     units = [(10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB"), (0, 1, "B")]
-    return next(f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least)
+    return next(
+        f"{num_bytes / unit:.0f} {name}" for least, unit, name in units if num_bytes >= least
+    )
 
 
 def format_known(value: float | None, form: str, missing: str = "-") -> str:
-    """Formats a number, or says that it is missing.
+    """Formats a number; returns `missing` for None.
 
     >>> format_known(1234.5, ",.1f"), format_known(None, ",.1f"), format_known(None, ".2f", missing="")
     ('1,234.5', '-', '')
@@ -39,7 +42,7 @@ def format_known(value: float | None, form: str, missing: str = "-") -> str:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text, with all columns but the first right-aligned.
+    """Formats a table as lines of text, with all columns but the first right-aligned.
 
     >>> aligned([["a", "speed"], ["long", "7"]])
     ['a     speed', 'long      7']
@@ -51,3 +54,14 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
         cells += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
         lines.append("  ".join(cells))
     return lines
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of a nested dictionary by dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -12,15 +12,15 @@ from hvtrain.core.figures import Figure, Matrix, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import is_taking_gradients, subclass_under_its_name
-from hvtrain.tasks.examples import ReviewedExamples, as_bytes, draw_classes, png
-from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
+from hvtrain.tasks.examples import ReviewedExamples, as_bytes, draw_classes, first_fault, png
+from hvtrain.tasks.task import ClassTask, Losses, Metrics, Task
 
 MAX_MATRIX_CLASSES = 20
 """With more classes, the report lists the most frequent confusions instead of a matrix."""
 NUM_WORST = 12
 
 
-class Classification(Task):
+class Classification(ClassTask):
     """One class per example: the model outputs a logit for each class.
 
     Targets are class indices.
@@ -28,7 +28,7 @@ class Classification(Task):
     Args:
         loss: Default: cross-entropy of the logits.
         metrics: Default: accuracy.
-        label_smoothing: Part of each target that the loss of training spreads over all classes
+        label_smoothing: Share of each target that the training loss spreads over all classes
             (Szegedy et al. 2015, arXiv:1512.00567, section 7).
 
     Example:
@@ -38,7 +38,7 @@ class Classification(Task):
     """
 
     name = "classification"
-    target = "one whole number, the index of a class"
+    target = "one whole number, the index of a class (one-hot labels: y.argmax(axis=1))"
     output = "logits; keras.ops.softmax makes them probabilities"
     best = "accuracy"
     has_classes = True
@@ -53,20 +53,13 @@ class Classification(Task):
     ) -> None:
         super().__init__(loss, metrics, best)
         if not 0 <= label_smoothing < 1:
-            raise ConfigError(f"task.label_smoothing={label_smoothing} is out of range; it must be from 0 to below 1")
+            raise ConfigError(
+                f"task.label_smoothing={label_smoothing} is out of range; it must be from 0 to below 1"
+            )
         self.label_smoothing = label_smoothing
 
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    def default_metrics(self) -> Metrics:
-        return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
-
-    def output_shape(self, source: Source) -> tuple[Any, ...]:
-        return (source.fact("num_classes", f"task={self.name}"),)
-
-    def takes(self, target: Any) -> bool:
-        return is_integer(target, rank=0)
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
         is_wrong = (targets < 0) | (targets >= source.num_classes)
@@ -75,7 +68,7 @@ class Classification(Task):
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         (classes,) = self.output_shape(source)
-        # MixUp and CutMix blend these rows, after which each class has a share.
+        # MixUp and CutMix blend these rows into shares of the classes.
         return lambda targets: tf.one_hot(targets, classes)
 
     def harden(self, targets: tf.Tensor) -> tf.Tensor:
@@ -84,12 +77,6 @@ class Classification(Task):
 
     def soft_loss(self) -> Losses:
         return with_soft_targets(self.loss, self.label_smoothing)
-
-    def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        return draw_classes((), *self.output_shape(source))
-
-    def decode(self, outputs: np.ndarray) -> np.ndarray:
-        return outputs.argmax(axis=-1)
 
     def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
         """Each example's class, its name and probability, and the probabilities of all classes."""
@@ -135,6 +122,7 @@ class Multilabel(Task):
     target = "a row of 0 and 1, one for each label"
     output = "logits, one for each label; keras.ops.sigmoid makes them probabilities"
     best = "accuracy"
+    gives_logits = True
     num_reviewed = 2000
 
     def default_loss(self) -> Losses:
@@ -158,12 +146,12 @@ class Multilabel(Task):
         return lambda targets: tf.cast(targets, tf.float32)
 
     def harden(self, targets: tf.Tensor) -> tf.Tensor:
-        # A mixed label counts as 1 from one half on.
+        # A mixed label of at least one half counts as 1.
         return tf.cast(targets >= 0.5, tf.float32)
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         targets, logits = draw_classes(self.output_shape(source), 2)
-        # Of the two logits that are drawn, a label needs one.
+        # Two logits are drawn for each label, which needs only one.
         return targets.astype(np.float32), logits[..., 0]
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
@@ -171,7 +159,7 @@ class Multilabel(Task):
 
     def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
         """0 or 1 for each label, and the probabilities of 1."""
-        # Only some data sets know names of their labels.
+        # Only some data sets name their labels.
         default_names = [f"label.{index}" for index in range(outputs.shape[-1])]
         names = source.facts().get("label_names") or default_names
 
@@ -252,17 +240,17 @@ class Binary(Multilabel):
 def class_names(source: Source, number: int) -> list[str]:
     """Names of the classes, or their indices if the source does not know `number` names."""
     names = source.facts().get("class_names") or ()
-    # Names mean nothing for a model with another number of outputs.
+    # The names do not fit a model with another number of outputs.
     if len(names) != number:
         names = range(number)
     return [str(name) for name in names]
 
 
 def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.Loss:
-    """Extends the sparse cross-entropy to targets that mix several classes, and smooths them in training.
+    """Returns a copy of a sparse cross-entropy that also takes mixed classes, and smooths targets in training.
 
     Targets of the same rank as the outputs hold each class's share; others are class indices. Keras
-    saves the result as the plain loss.
+    saves the copy as the plain loss.
 
     Raises:
         ConfigError: The loss is another one, which may take only indices.
@@ -276,7 +264,7 @@ def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.L
         )
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
-        # Losses of validation and test stay comparable with those of other runs and saved models.
+        # Not in validation and test, whose losses stay comparable with other runs and saved models.
         smoothing = label_smoothing if is_taking_gradients() else 0.0
         if len(y_true.shape) < len(y_pred.shape):
             if not smoothing:
@@ -285,7 +273,7 @@ def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.L
             y_true = keras.ops.one_hot(y_true, y_pred.shape[-1])
         return keras.losses.categorical_crossentropy(y_true, y_pred, self.from_logits, smoothing)
 
-    # Copies the attributes of the loss, whatever the arguments it was made with.
+    # Copies the loss's attributes, since the arguments that it was made with are not known.
     extended: Any = object.__new__(subclass_under_its_name(base, call=call))
     vars(extended).update(vars(loss))
     return extended
@@ -319,7 +307,7 @@ def _confusions(
         note = f"{accuracy}. Rows: true class, columns: predicted."
         return Matrix("Confusion matrix", note, list(names), counts.numpy().tolist())
 
-    # Right answers would fill the list.
+    # Errors only: correct answers would fill the list.
     is_wrong = targets != predicted
     pairs = Counter(zip(targets[is_wrong].tolist(), predicted[is_wrong].tolist()))
     rows = [
@@ -340,7 +328,7 @@ def _worst_errors(
     source: Source,
 ) -> list[Figure]:
     """Errors with the lowest probability of the true class; an empty list if there is no error."""
-    # In logarithms, which tell very small probabilities apart.
+    # Logarithms can distinguish very small probabilities.
     of_true_class = log_probabilities[np.arange(len(targets)), targets]
     # Stable, so that ties keep the order of the examples.
     order = np.argsort(of_true_class, kind="stable").tolist()

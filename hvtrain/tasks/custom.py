@@ -1,4 +1,4 @@
-"""The task of a user who chooses losses and metrics for any targets and outputs."""
+"""The task for any targets and outputs: the user chooses losses and metrics."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +16,9 @@ class Custom(Task):
     """Losses and metrics of the user's choice, for any targets and any outputs.
 
     Args:
-        loss: One loss, or a mapping of losses by the output's name. None if the model has losses of
-            its own, by add_loss() or in a train_step() of its own.
-        metrics: By name, or by the output's name and then by name. Default: none.
+        loss: One loss, or a mapping of losses by output name. None if the model has its own losses,
+            from add_loss() or a custom train_step().
+        metrics: By name, or by output name and then by name. Default: none.
         best: Default: the loss.
         loss_weights: Factors of the losses by the output's name. Default: 1.
 
@@ -53,7 +53,7 @@ class Custom(Task):
         if loss_weights is None:
             return
 
-        # A single loss has one output, whose weight would be a factor of the learning rate.
+        # With a single loss a weight would only scale the learning rate.
         outputs = list(loss) if isinstance(loss, Mapping) else []
         if not outputs or set(loss_weights) - set(outputs):
             raise ConfigError(
@@ -79,6 +79,7 @@ class Custom(Task):
             needed |= set(self.loss)
         # A single output, or a list of outputs, has no names.
         names = sorted(outputs) if isinstance(outputs, Mapping) else []
+        self.has_one_output = len(names) == 1
 
         if not needed <= set(names):
             raise ConfigError(

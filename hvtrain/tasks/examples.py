@@ -1,12 +1,12 @@
-"""Examples for a task: drawn ones, with which its metrics are tried before a run, and those that it makes figures of.
+"""Examples for a task: random ones to try its metrics with, and real ones for its figures.
 
-A metric has to be exact over ranks, which the drawn ones check. Figures show a trained model's outputs, and images as
-PNG.
+Random examples show, before a run, whether a metric can be exact over ranks. Figures show a trained
+model's outputs, and images as PNG.
 """
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ from PIL import Image, ImageOps
 from hvtrain.errors import ConfigError, in_one_line
 
 NUM_CHECKED = 32
-"""Examples that each metric is tried with before a run."""
+"""Number of examples with which each metric is tried before a run."""
 
 
 def draw(rng: np.random.Generator, shape: Sequence[int | None], dtype: str) -> np.ndarray:
-    """Draws NUM_CHECKED examples: 0 or 1, or fractions, by the type. Open axes get a size of 4."""
+    """Draws NUM_CHECKED examples: 0 or 1 for integers, or fractions. Open axes get size 4."""
     size = [NUM_CHECKED, *(side or 4 for side in shape)]
     if dtype.startswith(("int", "uint", "bool")):
         return rng.integers(2, size=size).astype(dtype)
@@ -29,33 +29,59 @@ def draw(rng: np.random.Generator, shape: Sequence[int | None], dtype: str) -> n
 
 
 def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws class indices of that shape, and a logit for each class of each of them."""
+    """Draws class indices of that shape, and for each of them a logit per class."""
     rng = np.random.default_rng(0)
     targets = rng.integers(classes, size=(NUM_CHECKED, *shape), dtype=np.int32)
     return targets, rng.normal(size=(*targets.shape, classes)).astype(np.float32)
 
 
-def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
+def first_fault(
+    is_wrong: np.ndarray,
+    problem: Callable[[int], str],
+) -> tuple[int, str] | None:
+    """Finds the first example of a boolean array [examples, ...] with a True in it.
+
+    >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
+    (1, '1 is wrong')
+    """
+    if not is_wrong.size:
+        return None
+    rows = np.flatnonzero(is_wrong.reshape(len(is_wrong), -1).any(axis=1))
+    if not rows.size:
+        return None
+    return int(rows[0]), problem(int(rows[0]))
+
+
+def check_adds_up(
+    metric: keras.metrics.Metric, name: str, targets: Any, outputs: Any, task: str
+) -> None:
     """Checks that a metric gives one number from a state that is a sum over examples.
 
-    An evaluation sums the ranks' states. Only a state that is a sum is then the one of a single
-    process on all examples. It is updated with parts of the examples and with all of them.
+    An evaluation sums the ranks' states. That equals the state of a single process on all examples
+    only if the state is a sum. This is tried with parts of the examples, and with all of them.
 
     Raises:
-        ConfigError: The metric cannot take these examples, gives several numbers, or its state is
-            not a sum.
+        ConfigError: The metric cannot take these examples, gives several numbers, or its state is not a sum.
     """
+    if not (hasattr(targets, "shape") and hasattr(outputs, "shape")):
+        raise ConfigError(
+            f"task.metrics.{name} takes one output, and there are several; give metrics by output"
+        )
     quarter = NUM_CHECKED // 4
     parts = (slice(0), slice(quarter), slice(quarter, None), slice(None))
-    examples = f"targets of shape {targets.shape} and outputs of {outputs.shape}, as {task} has them"
+    examples = (
+        f"targets of shape {targets.shape} and outputs of {outputs.shape}, as {task} has them"
+    )
     checked = fresh(metric, "checked")
     try:
-        # Some, such as F1Score, make their variables here. Keras passes sample_weight to all.
+        # Some metrics, such as F1Score, create their variables here. Keras passes sample_weight to all.
         checked.update_state(targets, outputs, sample_weight=None)
         states = [_state(checked, targets[part], outputs[part]) for part in parts]
         result = checked.result()
     except Exception as error:  # A metric of the user's own may raise anything.
-        raise ConfigError(f"task.metrics.{name} cannot take {examples}: {in_one_line(error)}") from error
+        raise ConfigError(
+            f"task.metrics.{name} cannot take {examples}: {in_one_line(error)}"
+        ) from error
 
     if isinstance(result, Mapping) or np.ndim(result):
         raise ConfigError(
@@ -63,8 +89,8 @@ def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs
             "them (task.metrics.NAME.average=macro for F1Score and FBetaScore), or choose another metric"
         )
     for initial, first, rest, whole in zip(*states):
-        # Both parts begin with the initial state, which the sum holds twice. The tolerance is for
-        # float32 numbers that are summed in another order.
+        # The states of both parts include the initial state. The tolerance allows for float32
+        # numbers that are summed in another order.
         if not np.allclose(first + rest - initial, whole, rtol=1e-4):
             raise ConfigError(
                 f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is not a "
@@ -73,13 +99,66 @@ def check_adds_up(metric: keras.metrics.Metric, name: str, targets: Any, outputs
             )
 
 
+# They compare with many thresholds between 0 and 1, and have no argument for logits.
+_OF_PROBABILITIES = (
+    keras.metrics.PrecisionAtRecall,
+    keras.metrics.RecallAtPrecision,
+    keras.metrics.SensitivityAtSpecificity,
+    keras.metrics.SpecificityAtSensitivity,
+)
+
+
+def of_logits(metric: keras.metrics.Metric, setting: str) -> keras.metrics.Metric:
+    """Returns a metric for logits in place of one of Keras's metrics that would take them for probabilities.
+
+    A logit of 0 is a probability of one half.
+
+    Raises:
+        ConfigError: The metric works with probabilities only.
+    """
+    if not type(metric).__module__.startswith("keras."):
+        return metric
+    kind = type(metric).__name__
+    if isinstance(metric, _OF_PROBABILITIES):
+        raise ConfigError(
+            f"{setting} is a {kind}, which needs probabilities, and this task's outputs are logits; choose another "
+            "metric, such as AUC, or compute it from the predictions"
+        )
+    config = metric.get_config()
+    changes: dict[str, Any] = {}
+    if config.get("from_logits") is False:
+        changes["from_logits"] = True
+    for name in ("threshold", "thresholds"):
+        # F1Score without a threshold takes the largest output, like top_k.
+        takes_largest = config.get("top_k") or isinstance(metric, keras.metrics.FBetaScore)
+        if name not in config or (config[name] is None and takes_largest):
+            continue
+        if config[name] not in (None, 0, 0.5):
+            raise ConfigError(
+                f"{setting}.{name}={config[name]} is a probability, and this task's outputs are logits; give 0.5"
+            )
+        # F1Score refuses 0.
+        changes[name] = 1e-30 if isinstance(metric, keras.metrics.FBetaScore) else 0.0
+    return type(metric).from_config({**config, **changes}) if changes else metric
+
+
 def fresh(metric: keras.metrics.Metric, name: str) -> keras.metrics.Metric:
     """Copies a metric without its state, under another name."""
     return type(metric).from_config({**metric.get_config(), "name": name})
 
 
-def _state(metric: keras.metrics.Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
-    """Begins the metric anew, updates it with these examples, and returns its variables."""
+def fresh_all(metrics: Mapping[str, Any]) -> Any:
+    """Copies all metrics without their state, in the structure that model.compile expects."""
+    if any(isinstance(metric, Mapping) for metric in metrics.values()):
+        # Keras takes a list of metrics for each output.
+        return {output: fresh_all(inner) for output, inner in metrics.items()}
+    return [fresh(metric, name) for name, metric in metrics.items()]
+
+
+def _state(
+    metric: keras.metrics.Metric, targets: np.ndarray, outputs: np.ndarray
+) -> list[np.ndarray]:
+    """Resets the metric, updates it with these examples, and returns its variables."""
     metric.reset_state()
     if len(targets):
         metric.update_state(targets, outputs, sample_weight=None)
@@ -107,7 +186,7 @@ class ReviewedExamples:
 
     @property
     def description(self) -> str:
-        """The examples in words.
+        """Describes the examples.
 
         >>> ReviewedExamples(None, None, None, 360, "test", 360).description
         'all 360 test examples'
@@ -142,10 +221,10 @@ def as_bytes(image: np.ndarray) -> np.ndarray:
 def png(*panels: np.ndarray) -> str:
     """Encodes images uint8 [height, width, 3] side by side, as one PNG in base64.
 
-    Each fits into the size of the last one, and is shrunk to MAX_SIDE_PIXELS at most.
+    Each image is resized to fit into the last one's size, and then shrunk to MAX_SIDE_PIXELS at most.
     """
     height, width, _ = panels[-1].shape
-    # The gap is transparent, since pages may be light or dark.
+    # The gap between images is transparent, since pages may be light or dark.
     distance = width + max(1, width // 24)
     image = Image.new("RGBA", (len(panels) * distance - distance + width, height))
     for index, pixels in enumerate(panels):
@@ -153,7 +232,7 @@ def png(*panels: np.ndarray) -> str:
         left = index * distance + (width - panel.width) // 2
         image.paste(panel, (left, (height - panel.height) // 2))
 
-    # A thumbnail is never larger than the image: 8x8 pixels stay 8x8. In place, with its sides in proportion.
+    # In place, and with the same aspect ratio. Never enlarges: 8x8 pixels stay 8x8.
     image.thumbnail((MAX_SIDE_PIXELS * len(panels), MAX_SIDE_PIXELS))
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)

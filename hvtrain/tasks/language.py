@@ -11,21 +11,21 @@ import tensorflow as tf
 from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.tasks.examples import ReviewedExamples, draw_classes
-from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
+from hvtrain.tasks.examples import ReviewedExamples, draw_classes, first_fault
+from hvtrain.tasks.task import ClassTask, Losses
 
-# Above this cross-entropy the perplexity, exp(50), means nothing. It would overflow at 710.
+# Above this cross-entropy the perplexity, exp(50), is meaningless; at 710 it would overflow.
 MAX_CROSS_ENTROPY = 50.0
 PROMPT_TOKENS = 16
-"""Beginning of a text that the model continues, in samples."""
+"""Length of the beginning that the model continues, in samples."""
 WRITTEN_TOKENS = 32
-"""Continuation that the model writes, in samples."""
+"""Length of the model's continuation, in samples."""
 SHOWN_TOKENS = 64
-"""Part of a text with hidden tokens that the report shows."""
+"""Length of the part that the report shows of a text with hidden tokens."""
 
 
-class Language(Task):
-    """A token at each position: the next one (causal) or a hidden one (masked), as the data set says.
+class Language(ClassTask):
+    """Predicting a token at each position: the next one (causal) or a hidden one (masked), as the data set says.
 
     The model outputs a logit for each token of the vocabulary at each position. Positions of weight
     0 do not count. The perplexity is exp(loss) over all tokens that count.
@@ -44,20 +44,34 @@ class Language(Task):
     target = "a row of tokens as whole numbers"
     output = "logits of the token at each place; keras.ops.softmax makes them probabilities"
     best = "perplexity"
+    rank = 1
+    num_classes = "vocabulary_size"
     num_reviewed = 3
+    has_lengths = False
+    """True if batches are padded to different lengths. Set by prepare."""
+
+    def prepare(self, source: Source) -> None:
+        super().prepare(source)
+        self.has_lengths = source.lengths("train") is not None
+
+    def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:
+        if not self.has_lengths:
+            return
+        compute_metrics = model.compute_metrics
+
+        # Metrics of Keras take the mean over an example's positions first, so a token would count
+        # less in a longer batch.
+        def count_tokens(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            logits = tf.reshape(y_pred, [-1, y_pred.shape[-1]])
+            return compute_metrics(x, tf.reshape(y, [-1]), logits, tf.reshape(sample_weight, [-1]))
+
+        model.compute_metrics = count_tokens
 
     def default_loss(self) -> Losses:
         # The mean over a batch's tokens that count, where Keras would divide by all of them.
-        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
-
-    def default_metrics(self) -> Metrics:
-        return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
-
-    def output_shape(self, source: Source) -> tuple[Any, ...]:
-        return *source.element_spec[1].shape, source.fact("vocabulary_size", f"task={self.name}")
-
-    def takes(self, target: Any) -> bool:
-        return is_integer(target, rank=1)
+        return keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        )
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
         size = source.facts()["vocabulary_size"]
@@ -65,19 +79,22 @@ class Language(Task):
         return first_fault(is_wrong, lambda _: f"holds a token outside 0 ... {size - 1}")
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        # A short text and a small vocabulary show as well whether a metric's state adds up.
+        # A short text and a small vocabulary suffice to see whether a metric's state adds up.
         return draw_classes((4,), 8)
 
     def unit(self, source: Source) -> tuple[str, int] | None:
         (length,) = source.element_spec[1].shape
+        lengths = source.lengths("train")
+        if lengths is not None:
+            length = round(float(lengths.mean()))
         return ("tokens", length) if length else None
 
     def sample(self, model: keras.Model, source: Source, topology: Topology) -> str | None:
-        """The beginning of a text of the test split, or of the training split, and its continuation.
+        """The beginning of a text of the test split, or of the training split, and the model's continuation.
 
         None if the targets are not the next tokens, or if the source has no tokenizer.
         """
-        # A text that the model has not trained on says more.
+        # Preferably a text that the model was not trained on.
         split = "test" if source.num_examples("test") else "train"
         batch = next(source.evaluation(split, topology, 1).as_numpy_iterator(), None)
         if batch is None:
@@ -111,13 +128,13 @@ class Language(Task):
             return []
 
         def text(tokens: Any) -> str:
-            # Line breaks stay, the white space around them goes.
+            # Keeps line breaks, without the white space around them.
             return re.sub(r"\s*\n\s*", "\n", source.text_of(tokens) or "")
 
         # The targets tell what the model learned: next tokens, or hidden ones.
         is_causal = _is_causal(inputs, targets)
         if is_causal:
-            # One graph for all tokens. Called eagerly, the model would be slow.
+            # One graph for all tokens; called eagerly, the model would be slow.
             model_graph: Any = tf.function(
                 lambda row, training: model(row, training=training),
                 reduce_retracing=True,
@@ -136,9 +153,6 @@ class Language(Task):
                 pairs.append((shown, text(filled_tokens[:SHOWN_TOKENS])))
             note = f"Texts with hidden tokens, from {reviewed.description}, and the tokens that the model fills in."
         return [Texts("Samples", note, pairs, is_causal)]
-
-    def decode(self, outputs: np.ndarray) -> np.ndarray:
-        return outputs.argmax(axis=-1)
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
         perplexity = float(np.exp(min(metrics["loss"], MAX_CROSS_ENTROPY)))
@@ -159,7 +173,7 @@ def continuation(
     seed: int = 0,
     end: int | None = None,
 ) -> list[int]:
-    """Writes tokens after a prompt, one by one. The same seed gives the same tokens.
+    """Returns tokens that a model writes after a prompt, one by one. The same seed gives the same tokens.
 
     Args:
         model: From tokens [batch, length] to logits [batch, length, vocabulary], where the logits
@@ -167,7 +181,8 @@ def continuation(
         prompt: At least one token.
         number: How many tokens to write.
         length: How many of the newest tokens the model sees.
-        temperature: 0 takes the likeliest token each time, 1 draws from the model's distribution.
+        temperature: 0 always takes the likeliest token, 1 draws from the model's distribution.
+        seed: Seed of the random draws.
         end: The token that ends a text early. It is not returned.
     """
     rng = np.random.default_rng(seed)

@@ -51,7 +51,7 @@ class Regression(Task):
         return hasattr(target, "dtype") and target.dtype.is_floating
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
-        # MixUp may mix numbers as they are.
+        # MixUp may mix numbers directly.
         return lambda targets: tf.cast(targets, tf.float32)
 
     def review(

@@ -13,19 +13,20 @@ import tensorflow as tf
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import is_taking_gradients
-from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
+from hvtrain.tasks.examples import first_fault
+from hvtrain.tasks.task import Losses, Metrics, Task, is_integer
 
 
 class InBatchSoftmax(keras.losses.Loss):
     """Cross-entropy of each query's item among the items of the joint batch of all ranks.
 
-    Other queries for the same item are no negatives. An item is a negative as often as it is
-    bought, which holds popular items down; no correction is made for that (Yi et al. 2019,
-    doi:10.1145/3298689.3346996, have one). In evaluation the items are the whole catalogue, so that
-    the loss depends neither on batches nor on the number of ranks.
+    The same item of another query does not count as a negative. Items are negatives as often as they
+    occur, which penalizes popular ones; there is no correction for that (Yi et al. 2019,
+    doi:10.1145/3298689.3346996, have one). In evaluation the items are the whole catalogue, so the
+    loss depends neither on batches nor on the number of ranks.
 
     Args:
-        temperature: the scores are divided by it.
+        temperature: divides the scores.
 
     Raises:
         ConfigError: the temperature is not above 0.
@@ -39,12 +40,14 @@ class InBatchSoftmax(keras.losses.Loss):
     def __init__(self, temperature: float = 0.1) -> None:
         super().__init__(name="in_batch_softmax")
         if not temperature > 0:
-            raise ConfigError(f"task.loss.temperature={temperature} is out of range; it must be above 0")
+            raise ConfigError(
+                f"task.loss.temperature={temperature} is out of range; it must be above 0"
+            )
         self.temperature = temperature
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Returns losses [batch], from items [batch] and vectors [batch, 2, width]."""
-        # Keras has made floats of them, which are exact up to 2**24.
+        # Keras has converted the items to floats, which are exact up to 2**24.
         targets = tf.cast(y_true, tf.int32)
         queries = y_pred[:, 0] / self.temperature
         if not is_taking_gradients():
@@ -55,7 +58,7 @@ class InBatchSoftmax(keras.losses.Loss):
         vectors = self.joint_batch(y_pred[:, 1])
         scores = queries @ tf.transpose(vectors)
         own = tf.reduce_sum(queries * y_pred[:, 1], axis=1)
-        # The query's own item stands in the first column, and in no other.
+        # The query's own item is in the first column, and is masked in all others.
         others = tf.where(targets[:, None] == items, scores.dtype.min, scores)
         return tf.reduce_logsumexp(tf.concat([own[:, None], others], axis=1), axis=1) - own
 
@@ -63,7 +66,7 @@ class InBatchSoftmax(keras.losses.Loss):
 class RecallAtK(keras.metrics.SparseTopKCategoricalAccuracy):
     """Share of the queries whose item is among the k best of the whole catalogue.
 
-    It depends neither on batches nor on the number of ranks. Each update takes the vectors of all
+    It depends neither on batches nor on the number of ranks. Each update computes the vectors of all
     items, in training too.
 
     Args:
@@ -81,8 +84,8 @@ class RecallAtK(keras.metrics.SparseTopKCategoricalAccuracy):
 class Retrieval(Task):
     """Finding a query's item: the model outputs the vectors of the query and of the item, [2, width].
 
-    Targets are rows of the catalogue. That is a fact of the data set: the model's input "item" of
-    all items, [items, ...]. The vector of an item may depend on the input "item" alone.
+    Targets are row numbers in the data set's fact `catalogue`, which holds the model's input "item" for
+    all items, [items, ...]. An item's vector may depend only on the input "item".
 
     Args:
         loss: Default: InBatchSoftmax.
@@ -113,20 +116,25 @@ class Retrieval(Task):
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
         number = len(self._catalogue)
         is_wrong = (targets < 0) | (targets >= number)
-        return first_fault(is_wrong, lambda row: f"names item {targets[row]} of a catalogue of {number}")
+        return first_fault(
+            is_wrong, lambda row: f"names item {targets[row]} of a catalogue of {number}"
+        )
 
     def check_metrics(self, targets: Any, outputs: Any) -> None:
-        """Checks nothing: metrics take the catalogue's vectors, which only a model has."""
+        """Checks nothing: metrics need the catalogue's vectors, which only a model can compute."""
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
         shape: Any = getattr(outputs, "shape", ())
         if len(shape) != 3 or shape[1] != 2:
-            raise ConfigError(f"{name} gives {shape}, and task={self.name} needs (None, 2, width); use model=two_tower")
+            raise ConfigError(
+                f"{name} gives {shape}, and task={self.name} needs (None, 2, width); use model=two_tower"
+            )
 
     def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:
         query = model.input["query"]
         blank = np.zeros([len(self._catalogue), *query.shape[1:]], query.dtype)
-        # Variables: TensorFlow would look up constants while it builds the graph, which a sharded table cannot do.
+        # Variables, not constants: TensorFlow would fold lookups of constants, and those of a
+        # sharded table are collective.
         inputs = {"query": tf.Variable(blank), "item": tf.Variable(self._catalogue)}
 
         def item_vectors() -> tf.Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import keras
 import numpy as np
@@ -12,15 +11,15 @@ from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import class_names
-from hvtrain.tasks.examples import ReviewedExamples, as_bytes, draw_classes, png
-from hvtrain.tasks.task import Losses, Metrics, Task, first_fault, is_integer
+from hvtrain.tasks.examples import ReviewedExamples, as_bytes, first_fault, png
+from hvtrain.tasks.task import ClassTask, Losses, Metrics
 
 NUM_PICTURES = 6
 # Class 0, often the background, stays unpainted. With more classes, colors repeat.
 COLORS = ("#e07b39", "#1f6fb4", "#4c9f70", "#b5489b", "#d3b22f", "#5bb5c9", "#8a63c4", "#c0504d")
 
 
-class Segmentation(Task):
+class Segmentation(ClassTask):
     """A class per pixel: the model outputs a logit for each class at each pixel.
 
     Targets are masks [height, width] of class indices.
@@ -42,6 +41,7 @@ class Segmentation(Task):
     output = "logits of each pixel; keras.ops.softmax makes them probabilities"
     head = "keras.layers.Conv2D({0}, 1) and the size of the image"
     best = "mean_iou"
+    rank = 2
     has_classes = True
     targets_are_masks = True
     num_reviewed = 200
@@ -63,19 +63,13 @@ class Segmentation(Task):
         )
 
     def default_metrics(self) -> Metrics:
-        # A partial, since only the data set knows the number of classes.
+        # A partial, because only the data set knows the number of classes.
         iou = partial(
             keras.metrics.MeanIoU,
             sparse_y_pred=False,
             ignore_class=self.ignored_label,
         )
         return {"mean_iou": iou}
-
-    def output_shape(self, source: Source) -> tuple[Any, ...]:
-        return *source.element_spec[1].shape, source.fact("num_classes", f"task={self.name}")
-
-    def takes(self, target: Any) -> bool:
-        return is_integer(target, rank=2)
 
     def check_targets(self, source: Source) -> None:
         super().check_targets(source)
@@ -103,13 +97,6 @@ class Segmentation(Task):
 
         return first_fault(is_wrong, problem)
 
-    def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        # Small masks suffice, since metrics count pixels wherever they are.
-        return draw_classes((4, 4), self.output_shape(source)[-1])
-
-    def decode(self, outputs: np.ndarray) -> np.ndarray:
-        return outputs.argmax(axis=-1)
-
     def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
         return {"mask": self.decode(outputs)}
 
@@ -128,8 +115,8 @@ class Segmentation(Task):
         if self.ignored_label is not None:
             counts = targets != self.ignored_label
 
-        # One class at a time: all at once would need a copy of the masks for each class.
-        # Pixels of each example and class, in both masks and in at least one of them.
+        # Pixels of each example and class, in both masks and in at least one of them. One class at
+        # a time: all at once would need a copy of the masks for each class.
         intersection = np.zeros((len(targets), len(names)), np.int64)
         union = np.zeros_like(intersection)
         for label in range(len(names)):

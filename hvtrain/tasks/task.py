@@ -11,12 +11,21 @@ import tensorflow as tf
 
 from hvtrain.config.instantiate import declared
 from hvtrain.core.figures import Figure
+from hvtrain.core.run_files import lower_is_better
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.step.joint_loss import ExactLoss
-from hvtrain.tasks.examples import ReviewedExamples, check_adds_up, draw, fresh
+from hvtrain.tasks.examples import (
+    ReviewedExamples,
+    check_adds_up,
+    draw,
+    draw_classes,
+    first_fault,
+    fresh_all,
+    of_logits,
+)
 
 Losses: TypeAlias = keras.losses.Loss | Mapping[str, keras.losses.Loss] | None
 Metrics: TypeAlias = Mapping[str, Any]
@@ -26,10 +35,10 @@ class Task(ABC):
     """The loss and the metrics of a model, the outputs that they need, and the targets that they take.
 
     Args:
-        loss: Its mean over the batch is differentiated. None takes the task's default.
-        metrics: By the names that logs and records give them. A functools.partial, written
-            `_partial_: true` in YAML, gets the facts of the data set that it declares as
-            arguments, such as num_classes. None takes the task's defaults, {} has no metrics.
+        loss: Its mean over the batch is minimized. None: the task's default.
+        metrics: By their names in logs and records. A functools.partial, written `_partial_: true`
+            in YAML, gets the facts of the data set that it declares as arguments, such as
+            num_classes. None: the task's defaults; {}: no metrics.
         best: The metric by which the best checkpoint is chosen. None takes the task's default.
 
     Raises:
@@ -48,7 +57,7 @@ class Task(ABC):
     name: ClassVar[str]
     """The task as a user chooses it, task=NAME."""
     target: ClassVar[str]
-    """The target of an example in words, for the message about another one."""
+    """A description of valid targets, for the message about invalid ones."""
     output: str
     """The meaning of the model's numbers, for model.json."""
     head: ClassVar[str] = "keras.layers.Dense({0})"
@@ -56,6 +65,8 @@ class Task(ABC):
     best: str = "loss"
     loss_weights: Mapping[str, float] | None = None
     """Factors of the losses, by output."""
+    has_one_output: bool = False
+    """True if the model names its only output."""
     label_smoothing: float = 0.0
     """Part of each target that training spreads over all classes."""
     output_is_free: ClassVar[bool] = False
@@ -64,6 +75,8 @@ class Task(ABC):
     """True if targets are indices of classes, which may have weights."""
     num_reviewed: ClassVar[int] = 0
     """The most examples that `review` takes; 0 for a task without figures."""
+    gives_logits: ClassVar[bool] = False
+    """True if the outputs are logits, which metrics have to know."""
     targets_are_masks: ClassVar[bool] = False
     """True if targets have a class for each pixel, which moves with its image."""
 
@@ -103,7 +116,7 @@ class Task(ABC):
             specs = tf.nest.flatten(target)
             types = ", ".join(f"{spec.dtype.name} {tuple(spec.shape)}" for spec in specs)
             names = source.facts().get("class_names")
-            # A column of names comes as their numbers.
+            # Classes arrive as numbers, which the names explain.
             if names:
                 types = f"one of {len(names)} classes ({listed(names)})"
             raise ConfigError(
@@ -122,9 +135,11 @@ class Task(ABC):
     def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
         """Finds the first wrong target of a batch: (row, problem). None if all are right."""
         for target in tf.nest.flatten(targets):
-            # Integers are always finite, and text has no such values.
+            # Integers are always finite, and so is text.
             if np.issubdtype(target.dtype, np.floating):
-                fault = first_fault(~np.isfinite(target), lambda _: "holds NaN or an infinite value")
+                fault = first_fault(
+                    ~np.isfinite(target), lambda _: "holds NaN or an infinite value"
+                )
                 if fault:
                     return fault
         return None
@@ -149,7 +164,7 @@ class Task(ABC):
         return None
 
     def harden(self, targets: Any) -> Any:
-        """Turns mixed targets back into targets that metrics take."""
+        """Turns mixed targets back into targets that metrics accept."""
         return targets
 
     def soft_loss(self) -> Losses:
@@ -157,17 +172,19 @@ class Task(ABC):
         return self.loss
 
     def unit(self, source: Source) -> tuple[str, int] | None:
-        """The unit in which speeds are given, and its number per example: ("tokens", 128).
+        """The unit in which speeds are given, and its mean number per example: ("tokens", 128).
 
         None, the default, counts examples alone.
         """
         return None
 
     def sample(self, model: keras.Model, source: Source, topology: Topology) -> str | None:
-        """One line that the trained model makes of this rank's data; None, the default, for none."""
+        """One line that shows what the trained model does with this rank's data; default: None."""
         return None
 
-    def review(self, reviewed: ReviewedExamples, model: keras.Model, source: Source) -> list[Figure]:
+    def review(
+        self, reviewed: ReviewedExamples, model: keras.Model, source: Source
+    ) -> list[Figure]:
         """Figures for the report, from the trained model's outputs for some examples."""
         return []
 
@@ -176,18 +193,19 @@ class Task(ABC):
         return dict(metrics)
 
     def facts(self, source: Source) -> dict[str, Any]:
-        """Facts that a model's builder may declare as arguments, beside those of the source."""
+        """Facts that a model's builder may declare as arguments, in addition to those of the source."""
         shape = self.output_shape(source)
         if not shape:
             return {}
         return {"num_outputs": shape[-1], "output_shape": shape}
 
     def _named_metrics(self) -> dict[str, Any]:
-        """Metrics by their names in the logs, where Keras puts the output's name first."""
+        """Metrics by their names in the logs, which Keras prefixes with the output's name if there are several."""
         named: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
-                named.update({f"{name}_{inner}": item for inner, item in metric.items()})
+                prefix = "" if self.has_one_output else f"{name}_"
+                named.update({prefix + inner: item for inner, item in metric.items()})
             else:
                 named[name] = metric
         return named
@@ -206,11 +224,11 @@ class Task(ABC):
     def sign(self, name: str) -> int:
         """1 if a larger value of the metric of that name is better, otherwise -1."""
         name = name.removeprefix("val_")
-        # Keras knows the direction of most of its metrics. The name decides for all others.
+        # Keras knows the direction of most of its metrics. For others the name decides.
         direction = getattr(self._named_metrics().get(name), "_direction", None)
         if direction is None:
             is_cost = any(part in name for part in ("loss", "error", "perplexity"))
-            return -1 if is_cost else 1
+            return -1 if is_cost or lower_is_better(name) else 1
         return 1 if direction == "up" else -1
 
     def prepare(self, source: Source) -> None:
@@ -232,13 +250,19 @@ class Task(ABC):
         self.check_metrics(*self.examples(source))
 
     def complete(self, source: Source) -> None:
-        """Builds the metrics that were given as partials, with facts of the source."""
-        for name, metric in self.metrics.items():
+        """Builds the metrics that were given as partials, with facts of the source; makes all take the outputs."""
+
+        def completed(metric: Any, setting: str) -> Any:
+            if isinstance(metric, Mapping):
+                return {name: completed(item, f"{setting}.{name}") for name, item in metric.items()}
             if isinstance(metric, partial):
-                setting = f"task.metrics.{name}"
                 facts = declared(metric.func, metric.keywords, source.facts(), setting, source.name)
-                self.metrics[name] = metric(**facts)
-                _check_type(setting, self.metrics[name], keras.metrics.Metric)
+                metric = metric(**facts)
+                _check_type(setting, metric, keras.metrics.Metric)
+            return of_logits(metric, setting) if self.gives_logits else metric
+
+        for name, metric in self.metrics.items():
+            self.metrics[name] = completed(metric, f"task.metrics.{name}")
 
     def compile(
         self,
@@ -254,13 +278,13 @@ class Task(ABC):
         Args:
             jit_compile: Never "auto", which would turn XLA on wherever there is a GPU.
             weighted: Batches carry weights, and the metrics count with them.
-            distribute_loss: The strategy's change of a loss, for a model that trains.
+            distribute_loss: Strategy.distribute_loss, for a model that trains.
             soft_targets: Training may mix or smooth targets.
         """
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if model.dtype_policy.name == "mixed_float16" and not is_scaled:
-            # Keras would add it by itself without saving that it did. The saved model would then
-            # not load under another policy.
+            # Keras would add it without saving that it did, and the saved model would not load
+            # under another policy.
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
 
         loss: Any = self.soft_loss() if soft_targets else self.loss
@@ -271,8 +295,8 @@ class Task(ABC):
         if self.loss_weights is not None:
             loss_weights = {output: self.loss_weights.get(output, 1.0) for output in loss}
 
-        # Copies, since a model's metrics hold its state, and a task compiles several models.
-        metrics = _fresh_all(self.metrics)
+        # Copies, because metrics have state, and a task compiles several models.
+        metrics = fresh_all(self.metrics)
         self.bind(model, [*keras.tree.flatten(loss), *keras.tree.flatten(metrics)])
         # Keras passes sample weights only to weighted_metrics.
         metrics_argument = "weighted_metrics" if weighted else "metrics"
@@ -283,17 +307,18 @@ class Task(ABC):
             jit_compile=jit_compile,
             **{metrics_argument: metrics or None},
         )
-        if distribute_loss and isinstance(loss, keras.losses.Loss):
+        losses = keras.tree.flatten(loss)
+        if distribute_loss and len(losses) == 1 and isinstance(losses[0], keras.losses.Loss):
             # Keras's own tracker weights each batch by its number of examples, which is wrong for
             # losses that divide by something else. object.__setattr__ keeps Keras from tracking the
-            # new one as a part of the model.
-            object.__setattr__(model, "_loss_tracker", ExactLoss(loss))
-        # Slots have to exist before they are restored and broadcast. The model's own optimizer:
-        # compile wraps it for mixed precision.
+            # new tracker as part of the model.
+            object.__setattr__(model, "_loss_tracker", ExactLoss(losses[0]))
+        # Slots must exist before they are restored and broadcast. Of model.optimizer, because
+        # compile may have wrapped the optimizer for mixed precision.
         model.optimizer.build(model.trainable_variables)
 
     def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:  # noqa: B027  (most tasks bind nothing)
-        """Gives losses and metrics what they need of the model that they are compiled with."""
+        """Gives losses and metrics what they need from the model that they are compiled with."""
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
         """Raises ConfigError if the model's symbolic outputs do not fit the task.
@@ -316,30 +341,49 @@ class Task(ABC):
         task = type(self).__name__
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
+                has_output = isinstance(targets, Mapping) and isinstance(outputs, Mapping)
+                if not has_output or name not in targets or name not in outputs:
+                    raise ConfigError(
+                        f"task.metrics.{name} is for an output of this name, which the targets or the model lack"
+                    )
                 for inner, item in metric.items():
                     check_adds_up(item, f"{name}.{inner}", targets[name], outputs[name], task)
             else:
                 check_adds_up(metric, name, targets, outputs, task)
 
 
+class ClassTask(Task):
+    """A task whose targets are indices of classes.
+
+    The model outputs a logit for each class of each index.
+    """
+
+    gives_logits = True
+    rank: ClassVar[int] = 0
+    """The axes of a target; 0 for one class per example."""
+    num_classes: ClassVar[str] = "num_classes"
+    """Name of the data set's fact that gives the number of classes."""
+
+    def default_metrics(self) -> Metrics:
+        return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
+
+    def output_shape(self, source: Source) -> tuple[Any, ...]:
+        return *source.element_spec[1].shape, source.fact(self.num_classes, f"task={self.name}")
+
+    def takes(self, target: Any) -> bool:
+        return is_integer(target, self.rank)
+
+    def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
+        # Small targets suffice, since metrics count positions wherever they are.
+        return draw_classes((4,) * self.rank, self.output_shape(source)[-1])
+
+    def decode(self, outputs: np.ndarray) -> np.ndarray:
+        return outputs.argmax(axis=-1)
+
+
 def is_integer(spec: Any, rank: int) -> bool:
     """True for the spec of one integer tensor of this rank, not for a nested structure."""
     return hasattr(spec, "dtype") and spec.dtype.is_integer and spec.shape.rank == rank
-
-
-def first_fault(
-    is_wrong: np.ndarray,
-    problem: Callable[[int], str],
-) -> tuple[int, str] | None:
-    """Finds the first example of a boolean array [examples, ...] with a True in it.
-
-    >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
-    (1, '1 is wrong')
-    """
-    rows = np.flatnonzero(is_wrong.reshape(len(is_wrong), -1).any(axis=1))
-    if not rows.size:
-        return None
-    return int(rows[0]), problem(int(rows[0]))
 
 
 def _check_type(setting: str, value: Any, *types: type) -> None:
@@ -351,11 +395,3 @@ def _check_type(setting: str, value: Any, *types: type) -> None:
         description = "null" if value is None else f"a {type(value).__name__}"
         library = types[0].__module__.split(".")[0]
         raise ConfigError(f"{setting} is {description}; it must be a {library} {types[0].__name__}")
-
-
-def _fresh_all(metrics: Metrics) -> Any:
-    """Copies all metrics without their state, in the structure that model.compile takes."""
-    if any(isinstance(metric, Mapping) for metric in metrics.values()):
-        # Keras takes a list of metrics for each output.
-        return {output: _fresh_all(inner) for output, inner in metrics.items()}
-    return [fresh(metric, name) for name, metric in metrics.items()]

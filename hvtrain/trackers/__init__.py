@@ -1,8 +1,8 @@
-"""The contract of a tracker.
+"""The interface of a tracker.
 
-Each place where people look at runs later has a file here: a choice of tracker=.
+Each service that shows runs has a module here, chosen by tracker=NAME.
 
-training/callbacks/tracking.py drives all that a run has.
+training/callbacks/tracking.py drives all trackers of a run.
 """
 
 import re
@@ -31,7 +31,7 @@ class TrackedRun:
 class Tracker(ABC):
     """Keeps the numbers of a run (chief only).
 
-    Any method may raise: the run goes on without the tracker.
+    Any method may raise: the run continues without the tracker.
     """
 
     needs: tuple[str, ...] = ()
@@ -43,18 +43,23 @@ class Tracker(ABC):
         missing = []
         for need in self.needs:
             module, _, package = need.partition("=")
-            # Looked for, not imported: that takes seconds.
+            # Searched for, not imported, which would take seconds.
             if not find_spec(module):
                 missing.append(package or module)
 
         if missing:
             verb = "is" if len(missing) == 1 else "are"
             packages = " and ".join(missing)
-            raise ConfigError(f"tracker={name} needs {packages}, which {verb} not installed; install: {INSTALL}")
+            raise ConfigError(
+                f"tracker={name} needs {packages}, which {verb} not installed; install: {INSTALL}"
+            )
 
     @abstractmethod
     def start(self, run: TrackedRun, known: str | None) -> str:
-        """Begins a tracked run, or goes on in the known one if it is still there; returns its id."""
+        """Begins a tracked run, or continues the known one if it still exists.
+
+        Returns its id.
+        """
 
     @abstractmethod
     def scalars(self, step: int, values: dict[str, float]) -> None:
@@ -62,11 +67,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def finish(self, state: str, files: Sequence[Path]) -> None:
-        """Ends the tracked run as "finished", "stopped" (it is to be resumed) or "failed", with copies of the files."""
+        """Ends the tracked run as "finished", "stopped" (to be resumed) or "failed", with copies of the files."""
 
 
 def plain_name(name: str) -> str:
-    """A metric's name in characters that every tracker takes.
+    """Returns a metric's name in characters that every tracker accepts.
 
     >>> plain_name("val_top-3/recall@5")
     'val_top-3/recall_5'

@@ -1,4 +1,4 @@
-"""tracker=mlflow: a run of an MLflow experiment, in a file of sqlite or on a server."""
+"""tracker=mlflow: a run of an MLflow experiment, in an SQLite file or on a server."""
 
 import json
 import logging
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvtrain.config.validate import flatten
-from hvtrain.trackers import TrackedRun, Tracker
+from hvtrain.system.text import flatten
+from hvtrain.trackers import TrackedRun, Tracker, plain_name
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# Without these MLflow reports its use to its makers, and waits many minutes for a server that is gone.
+# Without these MLflow reports its usage to its makers, and waits many minutes for a server that is gone.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-# MLflow refuses more in one request.
+# MLflow refuses more parameters in one request, and longer values.
 MOST_PARAMS = 100
 LONGEST_PARAM = 6000
 
@@ -44,7 +44,7 @@ class MLflow(Tracker):
             os.environ.setdefault(name, value)
         import mlflow
 
-        # They log the migrations of a new file.
+        # Both log the migrations of a new file.
         for logger in ("mlflow", "alembic"):
             logging.getLogger(logger).setLevel(logging.WARNING)
 
@@ -91,7 +91,7 @@ class MLflow(Tracker):
         if experiment:
             return str(experiment.experiment_id)
 
-        # A server knows where it keeps them.
+        # A server decides where it keeps artifacts.
         artifacts = None
         if self.uri.startswith("sqlite:"):
             # MLflow would look for them below the working folder of whoever opens the file later.
@@ -101,8 +101,8 @@ class MLflow(Tracker):
     def _log_settings(self, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = []
-        for name, value in flatten(settings).items():
-            params.append(Param(name, str(value)[:LONGEST_PARAM]))
+        # MLflow would refuse all of them for one name with a * in it.
+        values = {plain_name(name): value for name, value in flatten(settings).items()}
+        params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in values.items()]
         for begin in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])

@@ -2,14 +2,14 @@
 
 Rank 0 prepares it, and a process that outlives rank 0 sends it by apprise.
 
-That process is `python -m hvtrain.trackers.notice PID`, with the number of rank 0's process. It
+That process is `python -m hvtrain.trackers.notice PID`, with the process ID of rank 0. It
 reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name",
 "folder", "lost"}, then each notice {"kind", "body"} that is to be sent if rank 0 ends now;
 "is_last" sends it at once. It answers twice, on its standard output: with the indices of addresses
 that apprise does not know, and of those that did not take the notice.
 
-No launcher knows of it: it has a session of its own, no parent and no variable of the launch, by
-which launchers find what they kill. It ends by itself, SECONDS_TO_SEND after rank 0 at the latest.
+No launcher knows of it: it has a session of its own, no parent, and none of the environment variables
+by which launchers find what they kill. It ends at the latest SECONDS_TO_SEND after rank 0.
 """
 
 import json
@@ -28,7 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hvtrain.errors import ConfigError, UserError, in_one_line, message_of, place_of
+from hvtrain.errors import ConfigError, UserError, cause_of, message_of
+from hvtrain.storage.runs import address_of
 from hvtrain.system.secrets import shown_address, without_passwords
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 INSTALL = "./scripts/run uv pip install --no-deps -r scripts/lock/notify.txt"
 SECONDS_TO_START = 60.0
 MOST_CHARACTERS = 600  # A line of less than 4096 bytes is written to a pipe as a whole, whichever thread writes it.
-# By these variables launchers find the processes of a launch, to end them.
+# Prefixes of the environment variables by which launchers find the processes of a launch, to end them.
 _OF_A_LAUNCH = ("HVTRAIN_", "HOROVOD_", "OMPI_", "PMIX_", "PMI_")
 SECONDS_TO_SEND = 8.0
 FINISHED, STOPPED, FAILED, LOST = "finished", "stopped", "failed", "lost"
@@ -50,21 +51,23 @@ _TYPES = {FINISHED: "success", STOPPED: "warning"}
 
 
 class Notice:
-    """The notice of a run's end. Without addresses nothing has an effect. Chief only."""
+    """The notice of a run's end. Without addresses all methods do nothing. Chief only."""
 
     def __init__(self) -> None:
         self._addresses: list[str] = []
         self._sender: subprocess.Popen[bytes] | None = None
 
     def begin(self, chosen: Sequence[str], folder: Path) -> None:
-        """Starts the process that sends it, unless it is running already.
+        """Starts the process that sends the notice, unless it is running already.
 
         Raises ConfigError for a wrong address.
         """
-        # A restart of the ranks begins it again.
+        # A restart of the ranks calls this again.
         if chosen and self._sender is None:
             if not find_spec("apprise"):
-                raise ConfigError(f"notify needs apprise, which is not installed; install: {INSTALL}")
+                raise ConfigError(
+                    f"notify needs apprise, which is not installed; install: {INSTALL}"
+                )
             self._addresses = list(chosen)
             self._start(folder)
 
@@ -73,11 +76,11 @@ class Notice:
         self._tell(FINISHED, text)
 
     def stopped(self, text: str) -> None:
-        """Sends that the run was asked to stop, and how it goes on."""
+        """Sends that the run was asked to stop, and how to continue it."""
         self._tell(STOPPED, text)
 
     def failed(self, error: BaseException) -> None:
-        """Sends the cause of a failure, unless the end has been told before."""
+        """Sends the cause of a failure, unless the end was reported before."""
         if isinstance(error, KeyboardInterrupt):
             self.stopped("interrupted; nothing new was saved")
         else:
@@ -93,9 +96,9 @@ class Notice:
         self._tell(FAILED, text, is_last=False)
 
     def wait(self) -> None:
-        """Waits until it is sent, little longer than SECONDS_TO_SEND, and warns of each address that did not take it.
+        """Waits for the notice to be sent, SECONDS_TO_SEND + 1 at most; warns of each address that did not accept it.
 
-        The sender goes on if this process is ended meanwhile.
+        The sender continues if this process is killed meanwhile.
         """
         if self._sender:
             failed = self._answer(SECONDS_TO_SEND + 1)
@@ -103,11 +106,15 @@ class Notice:
                 failed = list(range(len(self._addresses)))
             for index in failed:
                 name = self._name(index)
-                log.warning("the notice could not be sent to %s; test it with the command apprise", name)
+                log.warning(
+                    "the notice could not be sent to %s; test it with the command apprise", name
+                )
         self._sender = None
 
     def _start(self, folder: Path) -> None:
-        variables = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCH)}
+        variables = {
+            name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCH)
+        }
         sender = subprocess.Popen(
             [sys.executable, "-m", "hvtrain.trackers.notice", str(os.getpid())],
             env=variables,
@@ -117,7 +124,7 @@ class Notice:
             start_new_session=True,
         )
         self._sender = sender
-        advice = f"run the same command with run.dir={folder} to resume"
+        advice = f"run the same command with run.dir={address_of(folder) or folder} to resume"
         self._write(
             {
                 "addresses": self._addresses,
@@ -132,13 +139,15 @@ class Notice:
             with suppress(ProcessLookupError):
                 os.killpg(sender.pid, signal.SIGKILL)
             log.warning("no notice will be sent: the process that sends it has not started")
-        sender.wait()  # For the process that forked the sender.
+        sender.wait()  # Reaps the process that forked the sender.
         # It has not started, or has ended with the wrong address.
         if unknown != []:
             self._sender = None
         if unknown:
             name = self._name(unknown[0])
-            raise ConfigError(f"notify: {name} is not an address that apprise takes; see docs/notices.md")
+            raise ConfigError(
+                f"notify: {name} is not an address that apprise takes; see docs/notices.md"
+            )
 
     def _tell(self, kind: str, text: str, is_last: bool = True) -> None:
         # An error may quote an address or a token of the data.
@@ -148,14 +157,18 @@ class Notice:
     def _write(self, message: dict[str, Any]) -> None:
         sender = self._sender
         if sender and sender.stdin:
-            with suppress(OSError):  # It has read the last message, or wait() will find that it is gone.
+            with suppress(OSError):
+                # A sender that is gone has read its last message, or wait() will notice.
                 os.write(sender.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def _answer(self, seconds: float) -> list[int] | None:
-        """The indices of addresses that the sender writes; None if it writes none in time, or is gone."""
+        """Returns the sender's answer, the indices of some addresses.
+
+        None if no answer comes in time, or the sender is gone.
+        """
         if not (self._sender and self._sender.stdout):
             return None
-        poll = select.poll()  # select takes no descriptor above 1023, and a rank may have so many.
+        poll = select.poll()  # select takes no descriptor above 1023, which a rank may have.
         poll.register(self._sender.stdout, select.POLLIN)
         line = self._sender.stdout.readline() if poll.poll(1000 * seconds) else b""
         return list(json.loads(line)) if line else None
@@ -165,17 +178,15 @@ class Notice:
 
 
 def cause_in_words(error: BaseException) -> str:
-    """Why a run failed: what a UserError says, or what was raised on this rank, and where."""
+    """Says why a run failed: the text of a UserError, or what was raised on this rank, and where."""
     if isinstance(error, UserError):
         return message_of(error)
-    cause = f"rank 0 on {socket.gethostname()} failed: {in_one_line(error)}"
-    location = place_of(error)
-    return f"{cause} ({location})" if location else cause
+    return f"rank 0 on {socket.gethostname()} failed: {cause_of(error)}"
 
 
 def sender_main() -> None:
-    """Waits for the end of rank 0, and sends what it said last."""
-    # The child has no parent by which a launcher could find it.
+    """Waits for rank 0's last message, or its end, and sends what it said last."""
+    # Without a parent, no launcher can find the child.
     if os.fork():
         os._exit(0)
 
@@ -206,9 +217,9 @@ def sender_main() -> None:
 
 
 def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
-    """Yields messages until the pipe is closed or the process ends, whose forked children may keep the pipe open."""
+    """Yields messages until the pipe is closed or the process ends, as its forked children may keep the pipe open."""
     end = []
-    # It may have ended; kernels before Linux 5.3, and Pythons built with older headers, do not have it.
+    # The process may have ended; kernels before Linux 5.3, and Pythons built with older headers, lack pidfd_open.
     with suppress(OSError, AttributeError):
         end = [os.pidfd_open(process)]
 
@@ -225,7 +236,7 @@ def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
 def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any) -> list[int]:
     """Sends the notice to all servers at once.
 
-    Returns the indices of those that have not taken it in time.
+    Returns the indices of those that have not accepted it in time.
     """
     taken: set[int] = set()
 
@@ -233,8 +244,10 @@ def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any
         if servers[index].notify(**notice):
             taken.add(index)
 
-    # One slow server may not keep the others waiting.
-    threads = [threading.Thread(target=send_to, args=[index], daemon=True) for index in range(len(servers))]
+    # One slow server must not keep the others waiting.
+    threads = [
+        threading.Thread(target=send_to, args=[index], daemon=True) for index in range(len(servers))
+    ]
     for thread in threads:
         thread.start()
 

@@ -28,18 +28,23 @@ class TensorBoard(Tracker):
 
         self._scalar = scalar_pb
         self._writer = tf.summary.create_file_writer(str(self.folder))
-        # A resumed run goes on in its folder, where the settings are already.
-        if known != str(self.folder):
+        # Relative, so that a run whose folder was moved is still known.
+        place = str(self.folder)
+        if self.folder.is_relative_to(run.folder):
+            place = str(self.folder.relative_to(run.folder))
+        # A resumed run continues in its folder, where the settings are already.
+        if known != place:
             text = yaml.safe_dump(run.settings, sort_keys=False)
-            # Markdown shows a block that is indented by four as it is.
+            # Markdown shows a block that is indented by four spaces verbatim.
             block = "".join(f"    {line}\n" for line in text.splitlines())
             with self._writer.as_default():
                 tf.summary.text("settings", block, step=0)
             self._writer.flush()
-        return str(self.folder)
+        return place
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        # tf.summary.scalar writes the same, but runs several operations for each number while the other ranks wait.
+        # tf.summary.scalar writes the same, but runs several operations for each number while the
+        # other ranks wait.
         summaries = [self._scalar(name, value) for name, value in values.items()]
         summary = b"".join(each.SerializeToString() for each in summaries)
         with self._writer.as_default():

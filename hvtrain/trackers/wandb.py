@@ -21,7 +21,9 @@ class WeightsAndBiases(Tracker):
 
     needs = ("wandb",)
 
-    def __init__(self, dir: str, project: str = "hvtrain", entity: str | None = None, mode: Mode = "offline") -> None:
+    def __init__(
+        self, dir: str, project: str = "hvtrain", entity: str | None = None, mode: Mode = "offline"
+    ) -> None:
         if mode not in MODES:
             raise ConfigError(f"tracker.wandb.mode={mode} is not one of {', '.join(MODES)}")
         self.folder = Path(dir).absolute()
@@ -31,12 +33,12 @@ class WeightsAndBiases(Tracker):
         self._run: Any = None
 
     def start(self, run: TrackedRun, known: str | None) -> str:
-        # Without the folder wandb would take a temporary one.
+        # Without the folder wandb would use a temporary one.
         self.folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        # Its records of the machine hold the command line, where there may be secrets.
+        # wandb's records of the machine include the command line, which may contain secrets.
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -69,11 +71,11 @@ class WeightsAndBiases(Tracker):
         for path in files:
             link = Path(self._run.dir) / path.name
             link.unlink(missing_ok=True)
-            # As wandb does itself, with a warning.
+            # wandb would do the same, with a warning.
             link.symlink_to(path)
             self._run.save(str(link), base_path=self._run.dir, policy="now")
 
-        # It is to be resumed, which its page then says.
+        # The page of the run then says that it is to be resumed.
         if state == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=int(state != "finished"))

@@ -1,4 +1,4 @@
-"""Builds the layers of `augment` for a data set's images, and gives them to its streams."""
+"""Builds the augmentation layers that the setting `augment` names, and adds them to the data set's streams."""
 
 import math
 from collections.abc import Iterator
@@ -21,10 +21,12 @@ CROP_TARGET = f"{RandomResizedCrop.__module__}.{RandomResizedCrop.__name__}"
 
 
 def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
-    """Builds the layers of augment, and sets source.augmentation; of random_resized_crop, the source's sizing.
+    """Builds the layers that `augment` names, and sets source.augmentation and source.raw_batches.
 
-    Raises ConfigError for layers that do not fit the images or the targets. Keras's names and
-    random numbers are to be reset afterwards, as they are for a model without augmentation.
+    A random_resized_crop goes to source.sizing instead. The caller resets Keras's names and random
+    numbers afterwards, so that the model is the same as without augmentation.
+
+    Raises ConfigError for layers that do not fit the images or the targets.
 
     Args:
         config: The run's settings.
@@ -48,7 +50,7 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
             "layers of augmentation; choose data.augment_on=cpu"
         )
 
-    keras.config.set_dtype_policy("float32")  # Whatever the precision of the model.
+    keras.config.set_dtype_policy("float32")  # Whatever the model's precision.
     limits = source.value_range()
     height, width, _ = inputs.shape
     facts: dict[str, Any] = {"height": height, "width": width}
@@ -56,7 +58,9 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
         facts["value_range"] = limits
     with tf.device("CPU:0"):
         settings = [f"augment.{name}" for name in names]
-        built = {setting: build(config, setting, keras.Layer, facts, source.name) for setting in settings}
+        built = {
+            setting: build(config, setting, keras.Layer, facts, source.name) for setting in settings
+        }
 
     layers: dict[str, keras.Layer] = {}
     for setting, layer in built.items():
@@ -64,7 +68,7 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
             _check_range(setting, layer, limits, source.name)
         layers.update(_in_turn(setting, layer))
 
-    # In a range smaller than that of a byte, such as 0 to 16, steps of 1 would be coarse.
+    # In a smaller range, such as 0 to 16, rounding to integers would be too coarse.
     keeps_integers = limits == BYTES or inputs.dtype.is_integer
     target_kind = _target_kind(source, task, targets, has_weights=bool(weights))
     shape = tuple(inputs.shape)
@@ -79,19 +83,19 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
 
 
 def describe_augmentation(config: RunConfig, source: Source) -> str:
-    """The names of the layers, with the device on which they run."""
+    """Returns the names of the layers, with the device on which they run."""
     names = list(config.augment)
     device = "device" if source.augmentation and source.augmentation.in_step else "cpu"
     if device == "device" and config.augment[names[0]].get("_target_") == CROP_TARGET:
-        # It comes first, and is taken while images are decoded, wherever the layers after it run.
+        # Random crops are taken while images are decoded, wherever the later layers run.
         names[0] += " (on the cpu)"
     return f"{', '.join(names)} (on the {device})"
 
 
 def _without_crop(config: RunConfig, source: Source) -> list[str]:
-    """Returns the names of the layers, and has the source take the random crop while it decodes, if there is one.
+    """Returns the names of the layers except a random crop, which the source will take while it decodes.
 
-    Raises ConfigError if the source cannot, or another layer comes first.
+    Raises ConfigError if the source cannot crop, or another layer comes first.
     """
     names = list(config.augment)
     crops = [name for name in names if config.augment[name].get("_target_") == CROP_TARGET]
@@ -118,12 +122,12 @@ def _target_kind(
     spec: tf.TensorSpec,
     has_weights: bool,
 ) -> Labels | Masks:
-    """Chooses how layers see targets: masks move with images, labels are mixed as numbers."""
+    """Returns how layers treat targets: masks are transformed with their images, labels are mixed as numbers."""
     if task.targets_are_masks:
         ignored_label = getattr(task, "ignored_label", None)
         return Masks(0 if ignored_label is None else ignored_label)
 
-    # Weights of examples would have to be mixed too, and layers do not get them.
+    # Example weights would have to be mixed too, but layers do not get them.
     soften = None if has_weights else task.softener(source)
     if soften is None:
         return Labels(None, 1)
@@ -137,7 +141,9 @@ def _check_range(
     limits: tuple[float, float] | None,
     source_name: str,
 ) -> None:
-    """Raises ConfigError for a layer with another range, such as a default of 0 to 255: it would clip images wrongly.
+    """Raises ConfigError if a layer's value_range, such as the default 0 to 255, is not that of the images.
+
+    The layer would clip them.
 
     Args:
         setting: The layer's setting, in which value_range is not set.
@@ -149,7 +155,11 @@ def _check_range(
         own_range = getattr(inner, "value_range", None)
         if own_range is None or (limits and tuple(own_range) == limits):
             continue
-        known = f"gives images from {limits[0]:g} to {limits[1]:g}" if limits else "does not say its own"
+        known = (
+            f"gives images from {limits[0]:g} to {limits[1]:g}"
+            if limits
+            else "does not say its own"
+        )
         raise ConfigError(
             f"{setting} ({type(inner).__name__}) is for values from {own_range[0]} to {own_range[1]}, and "
             f"{source_name} {known}; set value_range in {setting}"
@@ -157,7 +167,7 @@ def _check_range(
 
 
 def _in_turn(setting: str, layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
-    """The layer, or those that it only calls one after the other."""
+    """Yields (setting, layer) for the layer, or for each inner layer of a Pipeline or Sequential."""
     if type(layer) not in (keras.layers.Pipeline, keras.Sequential):
         yield setting, layer
         return

@@ -1,9 +1,9 @@
 """comm.tune=true: finds the reduction settings with which this model trains fastest on these ranks.
 
 Horovod's own autotuner tries no cycle under 1 ms and no buckets, and tunes during the training.
-This one times some steps of a copy of the model before the training, and keeps the result in the
-run folder for resumed runs on the same hosts and kinds of device, with gradients of the same sizes.
-It leaves Horovod's fusion buffer alone: buckets set the size of messages, and Horovod 0.28.1
+This module times steps of a copy of the model before the training, and stores the result in the run
+folder for later starts on the same hosts and kinds of device, with gradients of the same sizes. It
+leaves Horovod's fusion buffer alone: buckets determine the size of messages, and Horovod 0.28.1
 crashes when it is restarted with both a fusion threshold and a cycle time.
 """
 
@@ -20,11 +20,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvtrain.core.files import read_json, write_json
 from hvtrain.errors import ConfigError
 from hvtrain.keras.process import CYCLE_TIME
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import make_steps
+from hvtrain.system.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ FILE = "comm.json"
 MIB = 1 << 20
 CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
 BUCKETS_MIB = (25.0, 4.0)
-# Each setting takes the median of three rounds of up to ten steps, and about three seconds in all.
+# The time of a setting is the median of three rounds of up to ten steps, about three seconds in all.
 ROUNDS = 3
 STEPS = 10
 SECONDS_FOR_STEPS = 3.0
-# A smaller gain may be noise; then the well-known default stays.
+# A setting must take less than this share of the best time so far; a smaller gain may be noise.
 WORTHWHILE = 0.97
 
 
@@ -44,7 +44,7 @@ WORTHWHILE = 0.97
 class CommSettings:
     """Settings of the reduction.
 
-    cycle_ms: how often Horovod looks for gradients that are ready. bucket_mib: see HorovodStrategy.
+    cycle_ms: Horovod looks for ready gradients at this interval. bucket_mib: see HorovodStrategy.
     """
 
     cycle_ms: float = 1.0
@@ -60,30 +60,32 @@ class CommSettings:
 
 
 def default_settings(bucket_mib: float | None) -> CommSettings:
-    """The settings of the run without comm.tune."""
+    """Returns the settings without comm.tune. Raises ConfigError if HOROVOD_FUSION_THRESHOLD is set."""
     if "HOROVOD_FUSION_THRESHOLD" in os.environ:
         raise ConfigError(
             "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
         )
     cycle_ms = float(os.environ.get(CYCLE_TIME, CommSettings.cycle_ms))
-    return CommSettings(cycle_ms, CommSettings.bucket_mib if bucket_mib is None else float(bucket_mib))
+    return CommSettings(
+        cycle_ms, CommSettings.bucket_mib if bucket_mib is None else float(bucket_mib)
+    )
 
 
 def tune(
     strategy: Strategy,
     folder: Path,
     bucket_mib: float | None,
-    batches_from: Callable[[int], tf.data.Dataset],
+    first_batches: Callable[[], tf.data.Dataset],
     build: Callable[[], keras.Model],
 ) -> None:
-    """Restarts communication with the fastest settings (every rank).
+    """Finds the fastest settings, or reads an earlier result, and restarts communication with them (every rank).
 
     Args:
         strategy: The started strategy.
         folder: The run folder, where the result is kept.
         bucket_mib: The strategy's setting; None: its default.
-        batches_from: batches_from(step) is this rank's stream from that step on.
-        build: Makes a compiled model whose optimizer reduces by the strategy's current settings.
+        first_batches: Opens this rank's stream of batches at the beginning of the first epoch.
+        build: Makes a compiled model whose optimizer uses the strategy's current settings.
     """
     comm = strategy.comm
     default = default_settings(bucket_mib)
@@ -100,8 +102,9 @@ def tune(
     began = time.monotonic()
     mib = sum(sizes) / MIB
     if default.bucket_mib >= mib:
-        default = replace(default, bucket_mib=0.0)  # One bucket holds all gradients; 0 means that.
-    best, seconds = _search(strategy, batches_from(0), build, default, mib)
+        # All gradients fit into one bucket, for which the setting is 0.
+        default = replace(default, bucket_mib=0.0)
+    best, seconds = _search(strategy, first_batches(), build, default, mib)
 
     gain = "the default"
     if best != default:
@@ -113,7 +116,9 @@ def tune(
         len(seconds),
         time.monotonic() - began,
     )
-    tried = [{**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()]
+    tried = [
+        {**asdict(settings), "step_seconds": round(value, 7)} for settings, value in seconds.items()
+    ]
     content = {"comm": asdict(best), **measured_for, "tried": tried}
     comm.on_chief(lambda: write_json(folder / FILE, content))
     best.apply(strategy)
@@ -126,15 +131,15 @@ def _search(
     default: CommSettings,
     mib: float,
 ) -> tuple[CommSettings, dict[CommSettings, float]]:
-    """Returns the fastest settings for gradients of so many MiB, and the step seconds of all.
+    """Returns the fastest settings for `mib` MiB of gradients, and the seconds per step of all that were tried.
 
-    The times are those of the slowest rank, so that all ranks choose alike.
+    The times are those of the slowest rank, so that all ranks make the same choice.
     """
     seconds: dict[CommSettings, float] = {}
 
     buckets = [0.0, *(size for size in BUCKETS_MIB if size < mib)]
     best = default
-    # One setting after the other, each starting from the best so far: half as many as all pairs.
+    # One setting at a time, starting from the best so far: half as many trials as a full grid.
     for name, values in {"bucket_mib": buckets, "cycle_ms": CYCLES_MS}.items():
         others = [replace(best, **{name: value}) for value in values]
         candidates = list(dict.fromkeys([best, *others]))
@@ -151,7 +156,7 @@ def _search(
             for settings in order:
                 settings.apply(strategy)
                 rounds[settings].append(max(strategy.comm.gather(trials[settings.bucket_mib]())))
-            # There and back, so that a machine that slows down is no one setting's fault.
+            # Alternate the order, so that a machine that slows down puts no setting at a disadvantage.
             order = order[::-1]
 
         seconds |= {settings: median(times) for settings, times in rounds.items()}
@@ -162,13 +167,13 @@ def _search(
 
 
 def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> Callable[[], float]:
-    """Makes a function that runs some steps and returns the seconds of one (every rank)."""
-    # One batch again and again, so that the input pipeline does not count.
+    """Returns a function that runs some steps and returns the seconds per step (every rank)."""
+    # The same batch in every step, so that the input pipeline does not count.
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
 
     def step_seconds(number: int) -> float:
-        steps(1)  # The first step after a start is slower: it fills Horovod's cache.
+        steps(1)  # The first step after a restart is slower: it fills Horovod's cache.
         began = time.perf_counter()
         steps(number)
         return (time.perf_counter() - began) / number
@@ -179,7 +184,7 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
 
 
 def _device_kind() -> str:
-    """The kind of device that this rank computes on: the GPU's model, or CPU."""
+    """Returns the kind of device that this rank computes on: the GPU's model, or CPU."""
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         return "CPU"
@@ -189,7 +194,7 @@ def _device_kind() -> str:
 def _read(folder: Path, measured_for: dict[str, list[Any]]) -> CommSettings | None:
     """Reads the earlier result for the same hosts, devices and gradients (chief only).
 
-    Returns None if there is none, or the file is damaged.
+    Returns None if there is no such result, or the file is damaged.
     """
     earlier = read_json(folder / FILE, dict)
     with suppress(TypeError, KeyError):

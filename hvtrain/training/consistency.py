@@ -31,9 +31,20 @@ _PACKAGES = (
     "sentencepiece",
 )
 
-# Settings that change no bit of the weights.
+# Settings that cannot change a single bit of the weights.
 _NOT_IN_BITS = (
-    *("run.", "resume", "verbose", "tracebacks", "checkpoint.", "guard.", "watchdog.", "profile.", "tracker."),
+    *(
+        "run.",
+        "resume",
+        "verbose",
+        "tracebacks",
+        "checkpoint.",
+        "guard.",
+        "watchdog.",
+        "profile.",
+        "tracker.",
+        "metrics.",
+    ),
     *("notify", "train.max_time", "train.steps_per_execution"),
 )
 
@@ -46,13 +57,13 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
         RankError: Versions of packages or code differ.
     """
     own = {"settings": config.flat, "programs": software(config)}
-    # Digests are enough while all agree: of a thousand ranks each would get ten megabytes.
+    # Digests suffice while all agree; with a thousand ranks each would otherwise receive ten megabytes.
     if len(set(comm.gather(digest_of(own)))) == 1:
         return
     ranks = comm.gather((*own.values(), comm.topology.host))
     settings, programs, host = ranks[0]
 
-    # All settings first: a setting may name another package, whose code then differs too.
+    # Settings first: if they name different packages, the code differs as a consequence.
     for rank, (other_settings, _, _) in enumerate(ranks):
         difference = difference_of(settings, other_settings)
         if difference:
@@ -71,7 +82,7 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
 
 
 def software(config: RunConfig) -> dict[str, str]:
-    """Versions of packages, and checksums of code.
+    """Returns versions of packages, and checksums of code.
 
     The code is that of hvtrain and of the packages that the settings name.
     """
@@ -81,7 +92,7 @@ def software(config: RunConfig) -> dict[str, str]:
     targets = [value for key, value in config.flat.items() if key.endswith("_target_")]
     for package in dict.fromkeys(["hvtrain", *(target.split(".")[0] for target in targets)]):
         if package == "keras":
-            continue  # Its version says enough.
+            continue  # Its version is compared already.
         files = host_facts.code_files(package)
         digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
         facts[f"code of {package}"] = digest if files else "not found"
@@ -89,7 +100,7 @@ def software(config: RunConfig) -> dict[str, str]:
 
 
 def facts_of(run: Run) -> Facts:
-    """Returns what the bits of a run may depend on, for its receipts (chief only)."""
+    """Returns the facts on which a run's bits may depend, for its receipts (chief only)."""
     programs = software(run.config)
     git = host_facts.checkout(Path.cwd()) or {}
     code = {name: value for name, value in programs.items() if name.startswith("code of ")}
@@ -99,7 +110,7 @@ def facts_of(run: Run) -> Facts:
         f"{key} of {split}": value
         for split, part in data["splits"].items()
         for key, value in part.items()
-        if key != "files"  # They may be thousands, and are part of the digest.
+        if key != "files"  # There may be thousands, and the digest covers them.
     }
     return {
         "data": {
@@ -107,8 +118,16 @@ def facts_of(run: Run) -> Facts:
             "digest of the manifest": digest_of(data)[:16],
             **{name: run.meta[name] for name in ("batch_sizes", "steps_per_epoch", "uneven")},
         },
-        "settings": {name: value for name, value in run.config.flat.items() if not name.startswith(_NOT_IN_BITS)},
-        "code": {**code, "commit": git.get("commit", "")[:12], "changed files": len(git.get("changed", ()))},
+        "settings": {
+            name: value
+            for name, value in run.config.flat.items()
+            if not name.startswith(_NOT_IN_BITS)
+        },
+        "code": {
+            **code,
+            "commit": git.get("commit", "")[:12],
+            "changed files": len(git.get("changed", ())),
+        },
         "versions": {name: value for name, value in programs.items() if name not in code},
         "hardware": {
             "processor": host_facts.processor(),
@@ -122,7 +141,7 @@ def facts_of(run: Run) -> Facts:
 def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
     """Returns the data set's manifest (every rank).
 
-    Raises RankError on all ranks if hosts have different copies, or warns without `refuse`.
+    Raises RankError on all ranks if hosts have different copies; without `refuse` it only warns.
     """
     manifest = comm.all_or_raise(source.manifest)
     # Digests are enough while all agree; a manifest may list thousands of files.
@@ -142,10 +161,10 @@ def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
 def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) -> None:
     """Checks the first batch of each rank (every rank).
 
-    Rank 0 keeps the kind of its inputs in the run folder. A resumed run compares them instead.
+    Rank 0 records the kinds of its inputs in the run folder; in a resumed run it compares them with the record.
 
-    Raises DataError on all ranks if a target is wrong, the inputs are of another kind than when the
-    run began, or two ranks have read the same batch.
+    Raises DataError on all ranks if a target is wrong, the inputs differ in kind from the recorded ones,
+    or two ranks have read the same batch.
     """
     comm = run.strategy.comm
     source = run.source
@@ -176,7 +195,7 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
 
 
 def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> DataError | None:
-    """Keeps the kinds of a batch, or compares them; returns the error of a change (chief only)."""
+    """Records the kinds of a batch, or returns an error if they changed (chief only)."""
     source = run.source
     if source.raw_batches:
         finished = source.finish(tf.nest.map_structure(tf.constant, inputs))
@@ -193,7 +212,7 @@ def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> DataError | None:
 
 
 def difference_of(first: dict[str, Any], other: dict[str, Any]) -> str:
-    """Up to five names whose values differ, in words; empty if none does."""
+    """Describes up to five names whose values differ; empty if all are equal."""
     # By repr, since NaN is not equal to itself.
     names = [name for name in {**first, **other} if repr(first.get(name)) != repr(other.get(name))]
     return "; ".join(f"{name} is {first.get(name)} and {other.get(name)}" for name in names[:5])

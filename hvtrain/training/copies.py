@@ -1,8 +1,8 @@
-"""A second copy of each checkpoint on another host, made beside the training (checkpoint.copies).
+"""A second copy of each checkpoint on another host, made in the background (checkpoint.copies).
 
-Without a shared disk the checkpoints are on rank 0's host alone. Rank 0 is connected with the receiver, the first rank
-on another host. Its writer sends each checkpoint once it is complete, and waits until the receiver has it. There it is
-complete or absent too, and as many are kept.
+Without a shared disk only rank 0's host has the checkpoints. Rank 0 connects to the receiver, the first rank on another
+host. Rank 0's writer sends each complete checkpoint, and waits until the receiver has it. The receiver never keeps
+an incomplete checkpoint, and prunes old ones by the same settings.
 """
 
 import hmac
@@ -18,10 +18,18 @@ from typing import Any, BinaryIO
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import CheckpointConfig
-from hvtrain.core.files import TEMPORARY, flush, is_own_file, read_bytes, read_file, write_atomic, writing
 from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.data import fitted
 from hvtrain.errors import StorageError, UserError
+from hvtrain.system.files import (
+    TEMPORARY,
+    flush,
+    is_own_file,
+    read_bytes,
+    read_file,
+    write_atomic,
+    writing,
+)
 from hvtrain.training.find_checkpoint import RECORDS
 from hvtrain.training.run import Run
 from hvtrain.watchdog.connections import encode, notice_cuts
@@ -35,10 +43,10 @@ Pieces = Iterator[tuple[str, bytes]]
 
 
 class Copies(AbstractContextManager["Copies"]):
-    """Second copies of a run's checkpoints. This one makes none.
+    """Second copies of a run's checkpoints. This base class makes none.
 
     Args:
-        connection: Between rank 0 and the receiver, for as long as the context.
+        connection: The connection between rank 0 and the receiver; it is shut down when the context exits.
     """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
@@ -48,7 +56,7 @@ class Copies(AbstractContextManager["Copies"]):
             connection.settimeout(None)
 
     def send(self) -> None:
-        """Sends the receiver the checkpoints that it lacks (chief only). An error is only a warning."""
+        """Sends the receiver the checkpoints that it lacks (chief only). An error becomes a warning."""
 
     def __exit__(self, *_: object) -> None:
         if self._connection:
@@ -57,15 +65,17 @@ class Copies(AbstractContextManager["Copies"]):
 
 
 def begin_copies(run: Run) -> Copies:
-    """Connects rank 0 with a rank on another host, if checkpoint.copies asks for it (every rank)."""
+    """Connects rank 0 to the receiver if checkpoint.copies is set; returns this rank's side (every rank)."""
     if not run.config.checkpoint.copies:
         return Copies()
     comm = run.strategy.comm
     rank = comm.topology.rank
     hosts = comm.gather(comm.topology.host)
-    # The first rank of each other host that has a disk of its own keeps a note.
+    # On each other host with its own disk, the first rank keeps a note of the newest checkpoint.
     keeps_note = comm.gather(run.state.note_keeper.folder is not None)
-    receiver = next((rank for rank, host in enumerate(hosts) if keeps_note[rank] and host != hosts[0]), 0)
+    receiver = next(
+        (rank for rank, host in enumerate(hosts) if keeps_note[rank] and host != hosts[0]), 0
+    )
     if not receiver:
         if rank == 0:
             reason = f"all hosts share {run.folder}, and a copy would be the same files"
@@ -79,23 +89,34 @@ def begin_copies(run: Run) -> Copies:
     try:
         if listener:
             connection = accept(listener, token)
-            log.info("each checkpoint is copied to %s in the background (checkpoint.copies=1)", hosts[receiver])
+            log.info(
+                "each checkpoint is copied to %s in the background (checkpoint.copies=1)",
+                hosts[receiver],
+            )
             return Sender(run.folder, connection, hosts[receiver])
         if address and rank == receiver:
             connection = socket.create_connection(address, SECONDS_TO_CONNECT)
             connection.sendall(token)
             copies = Copies(connection)
             threading.Thread(
-                target=receive_all, args=[run.folder, connection, run.config.checkpoint], name="copies", daemon=True
+                target=receive_all,
+                args=[run.folder, connection, run.config.checkpoint],
+                name="copies",
+                daemon=True,
             ).start()
             return copies
     except (OSError, ValueError) as error:
-        log.warning("checkpoint.copies=1 has no effect: %s and %s do not connect: %s", hosts[0], hosts[receiver], error)
+        log.warning(
+            "checkpoint.copies=1 has no effect: %s and %s do not connect: %s",
+            hosts[0],
+            hosts[receiver],
+            error,
+        )
     return Copies()
 
 
 def accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Returns the first connection that sends the token, after which nobody else can connect. Raises OSError."""
+    """Returns the first connection that sends the token; stops listening. Raises OSError if none comes in time."""
     with listener:
         listener.settimeout(SECONDS_TO_CONNECT)
         while True:
@@ -108,12 +129,12 @@ def accept(listener: socket.socket, token: bytes) -> socket.socket:
 
 
 class Sender(Copies):
-    """Rank 0's side.
+    """Rank 0's side: sends checkpoints to the receiver.
 
     Args:
         folder: The run folder.
         connection: To the receiver.
-        host: The receiver's, for messages.
+        host: The receiver's host, for messages.
     """
 
     def __init__(self, folder: Path, connection: socket.socket, host: str) -> None:
@@ -121,40 +142,56 @@ class Sender(Copies):
         self._folder = folder
         self._socket = connection
         self._host = host
+        # True after a message that was cut short, which the receiver could not tell from the next one.
+        self._is_lost = False
         self._answers = connection.makefile("rb")
-        # The checksums of each checkpoint there: equal ones are the same checkpoint.
+        # The receiver's checkpoints: name -> checksums. Equal checksums mean the same checkpoint.
         self._present: dict[str, str] = json.loads(self._answers.readline())
 
     def send(self) -> None:
+        if self._is_lost:
+            return
         checkpoints = self._folder / "checkpoints"
         try:
-            # The newest first: it is the one that a restart needs.
+            # Newest first: a restart needs the newest.
             for name, sums in reversed(sums_of(checkpoints).items()):
                 if self._present.get(name) != sums:
                     self._send_one(checkpoints / name)
                     self._present[name] = sums
         except (OSError, ValueError, UserError) as error:
             log.warning(
-                "%s lacks a copy of a checkpoint: %s; training continues, and the next one tries again",
+                "%s lacks a copy of a checkpoint: %s; training continues, %s",
                 self._host,
                 error,
+                "without copies" if self._is_lost else "and the next one tries again",
             )
 
     def _send_one(self, path: Path) -> None:
         """Sends a checkpoint, and the run's small files as they are now."""
         names = [CONFIG_FILE, *RECORDS, f"checkpoints/{writer.BEST}"]
-        small = [*(self._folder / name for name in names), *(self._folder / fitted.FOLDER).glob("[!.]*")]
-        # One character for each byte.
+        small = [
+            *(self._folder / name for name in names),
+            *(self._folder / fitted.FOLDER).glob("[!.]*"),
+        ]
+        # Latin-1 maps each byte to one character.
         records = {
             str(file.relative_to(self._folder)): read_bytes(file).decode("latin-1")
             for file in small
             if is_own_file(file)
         }
-        sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-        self._socket.sendall(encode({"name": path.name, "sizes": sizes, "records": records}))
-        for name in sizes:
-            with (path / name).open("rb") as file:
-                self._socket.sendfile(file)
+        sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+        try:
+            self._socket.sendall(encode({"name": path.name, "sizes": sizes, "records": records}))
+            for name, size in sizes.items():
+                with (path / name).open("rb") as file:
+                    if self._socket.sendfile(file) != size:
+                        raise OSError(f"{name} has changed")
+        except OSError:
+            # Otherwise the receiver would read the next message as the rest of this one.
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._is_lost = True
+            raise
         answer = self._answers.readline() or encode({"problem": "the connection is lost"})
         problem = json.loads(answer)["problem"]
         if problem:
@@ -162,12 +199,12 @@ class Sender(Copies):
 
 
 def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfig) -> None:
-    """Takes the checkpoints that rank 0 sends, until the connection ends (a thread of the receiver).
+    """Receives checkpoints from rank 0 until the connection ends (in a thread of the receiver).
 
     Args:
         folder: The run folder on this host.
         connection: To rank 0.
-        config: How many checkpoints are kept.
+        config: Which checkpoints to keep.
     """
     checkpoints = folder / "checkpoints"
     writer.sweep(checkpoints)
@@ -180,17 +217,23 @@ def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfi
             try:
                 path = _receive(folder, message, pieces)
                 step = store.step_of(path)
-                writer.prune(checkpoints, config.keep, step, config.keep_every_epochs, config.keep_every_hours)
+                writer.prune(
+                    checkpoints,
+                    config.keep,
+                    step,
+                    config.keep_every_epochs,
+                    config.keep_every_hours,
+                )
             except UserError as error:
                 problem = str(error)
-                # Rank 0 reads no answer before it has sent everything.
+                # Skip the rest of the message: rank 0 reads no answer until it has sent everything.
                 for _ in pieces:
                     pass
             connection.sendall(encode({"problem": problem}))
 
 
 def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
-    """Writes a checkpoint and the run's small files, completely or not at all."""
+    """Writes the run's small files and a checkpoint, completely or not at all; returns the checkpoint's path."""
     name = message["name"]
     sizes = message["sizes"]
     target = folder / "checkpoints" / name
@@ -206,7 +249,7 @@ def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
                 raise StorageError(f"the copy of {name} was damaged on its way")
         for file_name in sizes:
             flush(temporary / file_name)
-        # The history first: a row too many is left out when the run resumes.
+        # Records before the checkpoint: a surplus row of the history is dropped when the run resumes.
         for record, text in message["records"].items():
             (folder / record).parent.mkdir(exist_ok=True)
             write_atomic(folder / record, text.encode("latin-1"))
@@ -215,7 +258,7 @@ def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
 
 
 def _pieces(stream: BinaryIO, sizes: dict[str, int]) -> Pieces:
-    """Yields the files that follow in a stream, as (name, part of its content)."""
+    """Yields (name, piece of its content) for the files that follow in the stream."""
     for name, num_left in sizes.items():
         while num_left:
             piece = stream.read(min(num_left, PIECE_BYTES))
@@ -226,7 +269,7 @@ def _pieces(stream: BinaryIO, sizes: dict[str, int]) -> Pieces:
 
 
 def sums_of(checkpoints: Path) -> dict[str, str]:
-    """Returns the checksums of the checkpoints in a folder, by their names, the oldest first."""
+    """Returns {name: checksums} of the checkpoints in a folder, oldest first."""
     sums = {}
     for path in store.list_checkpoints(checkpoints):
         with suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """Finds the checkpoint to resume from: the newest readable one of this run, on any host.
 
-Without a shared disk each host has its own, and rank 0 may be on another host than before. Each
-rank reports the newest checkpoint that it has; the first rank with the newest of all (the root)
+Without a shared disk each host has its own checkpoints, and rank 0 may run on another host than
+before. Each rank reports its newest checkpoint; the first rank that has the newest of all (the root)
 reads it and sends it to rank 0.
 """
 
@@ -20,17 +20,23 @@ from hvtrain.checkpoint.store import Checkpoint, folder_name
 from hvtrain.checkpoint.writer import mark_best, read_best
 from hvtrain.core import checkpoint_notes as notes
 from hvtrain.core.checkpoint_notes import Note, NoteKeeper, checked_run_id
-from hvtrain.core.files import is_own_file, read_bytes, read_file, write_atomic
-from hvtrain.core.run_files import HISTORY_FILE, RANKS_FILE, RECEIPTS_FILE, STARTS_FILE, TRACKERS_FILE
+from hvtrain.core.run_files import (
+    HISTORY_FILE,
+    RANKS_FILE,
+    RECEIPTS_FILE,
+    STARTS_FILE,
+    TRACKERS_FILE,
+)
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
+from hvtrain.system.files import is_own_file, read_bytes, read_file, write_atomic
 from hvtrain.system.run_lock import LOCK_FILE
 from hvtrain.training.resume import send_arrays
 from hvtrain.training.run import ResumePoint, RunState
 
 log = logging.getLogger(__name__)
 
-# The meta that a checkpoint needs to be resumed, with its types.
+# What a checkpoint's meta must contain for a resume, with the types.
 _NEEDED: dict[str, Any] = {
     "num_ranks": int,
     "batch_size": int | list,
@@ -39,7 +45,7 @@ _NEEDED: dict[str, Any] = {
     "epoch": int,
     "step_in_epoch": int,
 }
-# The records of a run's epochs and starts, for a host that continues the run and lacks them.
+# Records of a run's epochs and starts, sent to rank 0 when the checkpoint comes from another host.
 RECORDS = (HISTORY_FILE, RANKS_FILE, RECEIPTS_FILE, STARTS_FILE, TRACKERS_FILE)
 
 
@@ -47,8 +53,8 @@ RECORDS = (HISTORY_FILE, RANKS_FILE, RECEIPTS_FILE, STARTS_FILE, TRACKERS_FILE)
 class Candidate:
     """The newest checkpoint of a rank, in memory (path None) or on its disk.
 
-    run_id is None if no checkpoint on its disk says of which run it is, as when all are damaged.
-    seen_step is the newest step on its disk, damaged or not.
+    run_id is None if no checkpoint on its disk names its run, as when all are damaged. seen_step is
+    the newest step on its disk, damaged or not.
     """
 
     rank: int
@@ -71,27 +77,27 @@ def find_checkpoint(
     on_all_ranks: bool = False,
     copies: int = 0,
 ) -> ResumePoint | None:
-    """Finds the newest readable checkpoint of this run, in memory or on any host (every rank).
+    """Returns the newest readable checkpoint of this run, in memory or on any host; None without one (every rank).
 
     Args:
         folder: The run folder, the same path on all hosts.
         comm: The collectives.
-        run_state: Gets the run's identifier, this host's note, and with on_all_ranks the
+        run_state: Receives the run's identifier, this host's note keeper, and with on_all_ranks the
             checkpoint.
-        resume: The setting of that name.
-        on_all_ranks: All ranks get the checkpoint's arrays, not the chief alone.
-        copies: checkpoint.copies; the chief then writes what it was sent to its own disk too.
+        resume: The setting `resume`.
+        on_all_ranks: All ranks get the checkpoint's arrays, not only the chief.
+        copies: checkpoint.copies; if set, the chief also writes a checkpoint that it receives to its own disk.
 
     Raises:
         CheckpointError: Hosts have checkpoints of different runs, a newer one is on an absent host,
             or all are damaged.
-        ConfigError: resume=never, and another host than rank 0's has a checkpoint.
+        ConfigError: resume=never, and a host other than rank 0's has a checkpoint.
     """
     search = _Search(folder, comm, run_state, on_all_ranks, copies)
     saved = search.newest()
     hosts = comm.gather(comm.topology.host)
     rank = comm.topology.rank
-    # Only at the beginning: ranks that change later know their run, and it is not begun anew.
+    # Only when the run starts: after a change of ranks its identifier is known already.
     if search.run_id is None:
         if resume == "never" and search.candidates:
             raise ConfigError(
@@ -100,10 +106,12 @@ def find_checkpoint(
             )
         if resume == "auto" and run_state.checkpoint is None:
             own_notes = [notes.read(folder)]
-            # The launcher's may be of a checkpoint that was still on its way to the other host.
+            # With copies the launcher's note may name a checkpoint that was still being copied.
             if not copies or not search.candidates:
                 own_notes.append(notes.from_launcher(os.environ))
-            all_notes = [note for rank_notes in comm.gather(own_notes) for note in rank_notes if note]
+            all_notes = [
+                note for rank_notes in comm.gather(own_notes) for note in rank_notes if note
+            ]
             _check_notes(all_notes, hosts, search.candidates, folder)
 
     checkpoint = None
@@ -116,8 +124,8 @@ def find_checkpoint(
     run_state.note_keeper = NoteKeeper()
     if search.has_own_disk and hosts.index(hosts[rank]) == rank:
         # The first rank of each host with its own disk keeps the note; rank 0's host has the
-        # checkpoints themselves. resume=available also forgets this run's own note: that its newest
-        # checkpoint is away has been accepted.
+        # checkpoints themselves. With resume=available the user has accepted that the newest
+        # checkpoint is absent, so this run's own note is forgotten too.
         notes.forget(folder, run_state.run_id if resume != "available" else None)
         if saved and saved.host not in ("", hosts[rank]):
             NoteKeeper(folder, saved.host, run_state.run_id).note(saved.step)
@@ -132,7 +140,9 @@ def find_checkpoint(
 class _Search:
     """Gathers every rank's candidate until the newest of them can be read."""
 
-    def __init__(self, folder: Path, comm: Comm, run_state: RunState, on_all_ranks: bool, copies: int) -> None:
+    def __init__(
+        self, folder: Path, comm: Comm, run_state: RunState, on_all_ranks: bool, copies: int
+    ) -> None:
         self.folder = folder
         self.copies = copies
         self.checkpoints = folder / "checkpoints"
@@ -141,21 +151,23 @@ class _Search:
         self.needs_arrays = on_all_ranks or comm.topology.is_chief
         self.candidates: list[Candidate] = []
 
-        # Set if the run has begun already, on ranks that have changed since.
+        # Set if the run has begun already, and continues after a change of ranks.
         self.run_id = next(filter(None, comm.gather(run_state.run_id)), None)
 
-        # A rank shares the chief's run folder if the lock in it has the same contents.
-        own_lock = ""  # Without a lock, such as one that cannot be read, the disk is its own.
+        # A rank shares the chief's run folder if the lock file in it has the same contents.
+        own_lock = ""  # If the lock is missing or unreadable, the disk counts as the rank's own.
         with suppress(OSError, ValueError):
             own_lock = read_file(folder / LOCK_FILE)[:200]
-        self.has_own_disk = comm.broadcast(own_lock) != own_lock or comm.topology.is_chief or not own_lock
+        self.has_own_disk = (
+            comm.broadcast(own_lock) != own_lock or comm.topology.is_chief or not own_lock
+        )
 
         self._damaged: dict[Path, str] = {}
         self._checkpoint: Checkpoint | None = None
         self._root = 0
 
     def newest(self) -> ResumePoint | None:
-        """Finds the checkpoint, and reads it on the root (every rank)."""
+        """Reads the newest readable checkpoint on the root; returns None if there is none (every rank)."""
         saved = None
         while saved is None:
             candidates = self.comm.gather(self.comm.all_or_raise(self._candidate))
@@ -163,14 +175,16 @@ class _Search:
             self.candidates = _of_run(candidates, self.run_id)
             if not self.candidates:
                 break
-            # The first rank with it, so that rank 0 need not be sent what it has itself.
+            # On a tie the lowest rank, so that rank 0 is not sent what it already has.
             newest = max(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))
             self._root = newest.rank
             saved = self.comm.on_rank(self._root, partial(self._read, newest))
 
         run_ids = {candidate.run_id for candidate in self.candidates} - {None}
         if saved and self.run_id is None and len(run_ids) > 1:
-            first_of_runs = {candidate.run_id: candidate for candidate in reversed(self.candidates)}.values()
+            first_of_runs = {
+                candidate.run_id: candidate for candidate in reversed(self.candidates)
+            }.values()
             in_order = sorted(first_of_runs, key=lambda candidate: candidate.rank)
             raise CheckpointError(
                 f"the hosts have checkpoints of different runs in {self.checkpoints}: "
@@ -182,7 +196,7 @@ class _Search:
     def send(self, saved: ResumePoint) -> Checkpoint | None:
         """Sends the checkpoint to the ranks that need it (every rank).
 
-        Returns it there, and None on the others.
+        Returns it on those ranks, and None on the others.
         """
         committed = self.run_state.checkpoint
         if self._checkpoint is None and committed is not None and committed.step == saved.step:
@@ -195,7 +209,7 @@ class _Search:
             if arrays is not None:
                 path = Path(folder_name(saved.step))
                 self._checkpoint = Checkpoint(path, saved.step, dict(saved.meta), arrays)
-        # A checkpoint in memory has its records on no disk; the chief's own are there already.
+        # A checkpoint in memory has no records on a disk, and the chief's own are already in place.
         if self._root and saved.host:
             self._send_records()
             if self.copies:
@@ -203,16 +217,20 @@ class _Search:
         return self._checkpoint if self.needs_arrays else None
 
     def _candidate(self) -> Candidate | None:
-        """The newest checkpoint of this rank, apart from those that it knows to be damaged."""
+        """Returns the newest checkpoint of this rank that is not known to be damaged."""
         topology = self.comm.topology
         if self.checkpoints.is_symlink():
             raise CheckpointError(
                 f"{self.checkpoints} is a symbolic link, and may lead out of the run folder; make it a folder"
             )
         paths: list[Path] = []
-        # Rank 0 reports what is on a disk that all share.
+        # Only rank 0 reports what is on a shared disk.
         if self.has_own_disk:
-            paths = [path for path in store.list_checkpoints(self.checkpoints) if path not in self._damaged]
+            paths = [
+                path
+                for path in store.list_checkpoints(self.checkpoints)
+                if path not in self._damaged
+            ]
         step = max(map(store.step_of, paths), default=-1)
         seen_step = max([step, *map(store.step_of, self._damaged)])
 
@@ -223,7 +241,7 @@ class _Search:
             run_id = self.run_state.run_id
         elif paths:
             path = paths[-1]
-            # An older checkpoint of the folder tells the run of a damaged one.
+            # If it is damaged, an older checkpoint in the folder tells which run it belongs to.
             run_id = next(filter(None, map(store.run_id, reversed(paths))), None)
         else:
             return None
@@ -247,7 +265,7 @@ class _Search:
 
         name = checkpoint.path.name
         meta = checkpoint.meta
-        # The file may be anybody's: its checksums say that it is whole, not that it is of a run.
+        # Matching checksums prove that the file is whole, not that a run has written it.
         missing = [key for key, kind in _NEEDED.items() if not isinstance(meta.get(key), kind)]
         if checked_run_id(meta.get("run_id")) is None:
             missing.append("run_id")
@@ -259,20 +277,24 @@ class _Search:
         return ResumePoint(name + where, checkpoint.step, meta, host=host)
 
     def _write(self) -> None:
-        """Writes the checkpoint that this rank was sent."""
+        """Writes the checkpoint that this rank received."""
         assert self._checkpoint
-        writer.write(self.checkpoints, self._checkpoint.step, self._checkpoint.arrays, self._checkpoint.meta)
+        writer.write(
+            self.checkpoints, self._checkpoint.step, self._checkpoint.arrays, self._checkpoint.meta
+        )
 
     def _report_damaged(self, saved: ResumePoint | None) -> None:
         """Sets damaged checkpoints aside and logs them (every rank).
 
-        Raises CheckpointError if there are no others.
+        Raises CheckpointError if no other checkpoint is left.
         """
         topology = self.comm.topology
         own_lines = list(self._damaged.values())
-        # Without another checkpoint they keep their names: a person may be able to repair them.
+        # If there is no other checkpoint they keep their names: someone may be able to repair them.
         if saved:
-            own_lines = [store.set_aside(path, reason, saved.step) for path, reason in self._damaged.items()]
+            own_lines = [
+                store.set_aside(path, reason, saved.step) for path, reason in self._damaged.items()
+            ]
         if not topology.is_chief:
             own_lines = [f"host {topology.host}: {line}" for line in own_lines]
 
@@ -296,8 +318,7 @@ class _Search:
         def write() -> None:
             write_records(self.folder, records)
             if best:
-                # A best checkpoint without a host is on the disk of the root, which may not be the
-                # chief's.
+                # A best checkpoint without a host is on the root's disk, which need not be the chief's.
                 best_host = best.get("host", root_host)
                 elsewhere = {"host": best_host} if best_host != own_host else {}
                 step, metric, value = (best[key] for key in ("step", "metric", "value"))
@@ -307,24 +328,24 @@ class _Search:
 
 
 def read_records(folder: Path) -> dict[str, bytes]:
-    """Reads the RECORDS, as far as the run folder has them."""
+    """Reads the RECORDS that exist in the run folder."""
     paths = [folder / name for name in RECORDS]
     return {path.name: read_bytes(path) for path in paths if is_own_file(path)}
 
 
 def write_records(folder: Path, records: dict[str, bytes]) -> None:
-    """Writes them to the run folder."""
+    """Writes records to the run folder."""
     for name, content in records.items():
         write_atomic(folder / name, content)
 
 
 def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candidate]:
-    """The candidates of a run that has begun; all of them if run_id is None."""
+    """Returns the candidates of a run that has begun; all of them if run_id is None."""
     if run_id is None:
         return list(candidates)
     ours = [candidate for candidate in candidates if candidate.run_id == run_id]
-    # Without them those of an unknown run: they are damaged, which must be said before anything
-    # begins anew.
+    # Otherwise take those of an unknown run: they are damaged, which must be reported before the run
+    # starts over.
     ours = ours or [candidate for candidate in candidates if candidate.run_id is None]
     for candidate in candidates:
         if candidate not in ours:
@@ -338,14 +359,14 @@ def _check_notes(
     candidates: Sequence[Candidate],
     folder: Path,
 ) -> None:
-    """Raises CheckpointError if a newer checkpoint of this run is noted on an absent host.
+    """Raises CheckpointError if a note tells of a newer checkpoint of this run on an absent host.
 
-    A damaged checkpoint of the noted step on one of them counts: its loss is reported.
+    A damaged checkpoint of that step on a present host counts as present; _report_damaged reports it.
     """
     run_ids = {candidate.run_id for candidate in candidates} - {None}
     seen_step = max((candidate.seen_step for candidate in candidates), default=-1)
     away = [note for note in notes if note.host not in hosts and note.step > seen_step]
-    # The launcher's note does not say of which run it is.
+    # The launcher's note does not name its run.
     away = [note for note in away if not run_ids or note.run_id is None or note.run_id in run_ids]
     newest = max(away, key=lambda note: note.step, default=None)
     if newest is None:

@@ -1,4 +1,4 @@
-"""Ends a run: its record, the trained model, the best one, and predictions for the report."""
+"""Writes the results of a run: its record, the trained and the best model, and predictions for the report."""
 
 import logging
 import time
@@ -10,16 +10,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.checkpoint import store, writer
+from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.config.schema import RunConfig
 from hvtrain.core import goodput
-from hvtrain.core.files import write_json
 from hvtrain.core.run_files import RESULT_FILE, REVIEW_FILE, RunRecord, proof_in_words, write_result
 from hvtrain.core.topology import Topology
-from hvtrain.errors import UserError, in_one_line
+from hvtrain.errors import StorageError, UserError, in_one_line
 from hvtrain.keras.optimizer import num_reductions, sent_bytes
 from hvtrain.models.parts import num_parameters
 from hvtrain.models.rates import take_averages
+from hvtrain.system.files import read_json, write_json
 from hvtrain.tasks.examples import ReviewedExamples
 from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.run import Run, versions
@@ -27,16 +27,16 @@ from hvtrain.training.saved_model import BEST_FILE, export, save
 
 log = logging.getLogger(__name__)
 
-MAX_SECONDS = 10.0  # For the predictions. Other ranks wait meanwhile.
-MAX_BYTES = 256 << 20  # Of examples and outputs together.
+MAX_SECONDS = 10.0  # For the predictions: the other ranks wait meanwhile.
+MAX_BYTES = 256 << 20  # For examples and outputs together.
 
 
 def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
-    """The numbers of the run, the same on every rank except for the counts of each process.
+    """Returns the figures of the run: equal on all ranks, except for counts that each process makes.
 
     Args:
         context: The run's context, with its report complete.
-        metrics: Metrics of the test data; empty without.
+        metrics: Metrics on the test data; empty if there is none.
     """
     run = context.run
     report = context.report
@@ -56,7 +56,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         num_parameters=num_parameters(context.model),
         num_steps=context.position.step,
         global_batch=run.plan.global_batch,
-        # Of this start of the run, restarts of its ranks included.
+        # Since this start of the run, including restarts of its ranks.
         seconds=time.monotonic() - run.state.began,
         reductions=proof["reductions"],
         first_step=context.position.start_step,
@@ -76,12 +76,12 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
 
 
 def _proof(context: RunContext) -> dict[str, Any]:
-    """The proof in result.json that the ranks trained together.
+    """Returns the proof, for result.json, that the ranks trained together.
 
-    Its reductions are those of this process.
+    The reductions are counted in this process.
     """
     optimizer = context.model.optimizer
-    # A loss scale wraps the optimizer that accumulates.
+    # A LossScaleOptimizer wraps the optimizer that accumulates.
     accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
     position = context.position
     return {
@@ -97,19 +97,27 @@ def _proof(context: RunContext) -> dict[str, Any]:
     }
 
 
+def steps_of_result(folder: Path) -> int | None:
+    """Returns the number of steps in result.json; None if the file is missing or unreadable."""
+    return read_json(folder / RESULT_FILE, dict).get("num_steps")
+
+
 def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     """Writes result.json, model.keras and best.keras (every rank).
 
-    Returns the record with the figures of the best checkpoint. Of the models only the weights are
-    kept; the optimizer's state is in the checkpoints. A run that was complete already keeps its
-    results, for their speed.
+    Returns the record, completed by the best checkpoint's figures and a sample. The saved models have
+    weights only; the optimizer's state is in the checkpoints. A run that was complete already keeps
+    its old results, which include its speed.
     """
     comm = run.strategy.comm
     folder = run.folder
-    # Nothing was trained, so this record has no speed.
-    if record.first_step == record.num_steps and comm.on_chief((folder / RESULT_FILE).exists):
+    # A start that trained nothing has no speed, so older results stay, unless a shorter run wrote them.
+    steps_before = comm.on_chief(lambda: steps_of_result(folder))
+    if record.first_step == record.num_steps == steps_before:
         log.info("test: %s", in_words(record.metrics))
-        log.info(f"this run was finished already and has been tested again; its results in {folder} stay as they are")
+        log.info(
+            f"this run was finished already and has been tested again; its results in {folder} stay as they are"
+        )
         return record
 
     record = replace(record, best=_test_best(run, model, record))
@@ -124,6 +132,21 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
         record = comm.on_chief(write)
     _log_results(record, folder)
     return record
+
+
+def send_results(run: Run) -> None:
+    """Uploads the results if run.dir is an address (chief only).
+
+    Raises StorageError; with checkpoint.on_error=warn it only warns, since the results are on this host.
+    """
+    try:
+        run.state.store.send()
+    except StorageError as error:
+        if run.config.checkpoint.on_error == "stop":
+            raise
+        log.warning(
+            "%s; the results are in %s on this host (checkpoint.on_error=warn)", error, run.folder
+        )
 
 
 def _log_results(record: RunRecord, folder: Path) -> None:
@@ -141,7 +164,7 @@ def _log_results(record: RunRecord, folder: Path) -> None:
     speed = ""
     if record.step_seconds:
         rates = {"examples": record.examples_per_second, **record.per_second}
-        # Replicas of one process, or of parameter servers, train as ranks do elsewhere.
+        # Replicas of one process, and workers of parameter servers, count like ranks.
         number = record.num_replicas or record.num_ranks
         kind = "rank" if number == record.num_ranks else "replica"
         speeds = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
@@ -151,7 +174,7 @@ def _log_results(record: RunRecord, folder: Path) -> None:
 
 
 def test_metrics(run: Run, model: keras.Model) -> dict[str, float]:
-    """The metrics of the test data by "test_NAME"; empty if there are none (every rank)."""
+    """Returns the metrics on the test data as "test_NAME"; empty if there is no test data (every rank)."""
     dataset = run.evaluation_data("test")
     if dataset is None:
         return {}
@@ -161,28 +184,38 @@ def test_metrics(run: Run, model: keras.Model) -> dict[str, float]:
     return {f"test_{name}": value for name, value in metrics.items()}
 
 
-def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any] | None:
-    """Tests the best checkpoint and saves it as best.keras; None if this run has none (every rank).
+def _read_best(checkpoints: Path) -> dict[str, Any] | None:
+    try:
+        return writer.read_best(checkpoints)
+    except StorageError as error:
+        log.warning("%s is not written: %s", BEST_FILE, error)
+        return None
 
-    The model's weights are the same afterwards. A finished run does not fail for a checkpoint that
-    cannot be read.
+
+def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any] | None:
+    """Tests the best checkpoint, saves it as best.keras and returns its figures (every rank).
+
+    Returns None if there is none or, with a warning, if it is unreadable. The model gets its weights back.
     """
     comm = run.strategy.comm
-    best = comm.on_chief(lambda: writer.read_best(run.folder / "checkpoints"))
+    best = comm.on_chief(lambda: _read_best(run.folder / "checkpoints"))
     if best is None:
         return None
 
     metrics = record.metrics
     last_weights = None
-    if best["step"] != record.num_steps:
-        # On every rank: all of them test the best weights, each on its shard.
+    # Callbacks such as EarlyStopping may have restored other weights after the last step.
+    if best["step"] != record.num_steps or run.config.callbacks:
+        # On every rank: all test the best weights, each on its own shard.
         last_weights = model.get_weights()
         if not comm.on_chief(lambda: _load_best(run, model, best)):
             return None
         comm.broadcast_model(model)
         metrics = test_metrics(run, model)
     with comm.whole_tables(model, run.folder):
-        comm.on_chief(lambda: save(model, run.task, run.source.preprocessing(), run.folder / BEST_FILE))
+        comm.on_chief(
+            lambda: save(model, run.task, run.source.preprocessing(), run.folder / BEST_FILE)
+        )
 
     if last_weights is not None:
         model.set_weights(last_weights)
@@ -206,18 +239,18 @@ def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
 
 
 def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str, Any] | None:
-    """Sets the weights to those of a checkpoint, or to their averages with train.ema (chief only).
+    """Sets the weights to those of a checkpoint, or with train.ema to their averages (chief only).
 
-    Returns the manifest of the data on which it was trained, if the checkpoint has it.
+    Returns the manifest of the training data, if the checkpoint has it.
 
     Raises:
-        UserError: The checkpoint is damaged, cannot be read, or is of another model.
+        UserError: The checkpoint is damaged, cannot be read, or belongs to another model.
     """
     checkpoint = store.read(path)
     if config.train.ema is None:
-        store.restore(checkpoint, model, ("model",))
-    else:  # The averages are the optimizer's, which has no step left to do.
-        store.restore(checkpoint, model)
+        model_state.restore(checkpoint, model, ("model",))
+    else:  # The averages are among the optimizer's variables, which no later step needs.
+        model_state.restore(checkpoint, model)
         take_averages(model)
     return checkpoint.meta.get("data")
 
@@ -229,7 +262,7 @@ def in_words(metrics: dict[str, float]) -> str:
 def write_review(run: Run, model: keras.Model) -> None:
     """Writes review.json, predictions for some test examples, for the report (chief only).
 
-    An error is only a warning, since the run itself has finished.
+    An error becomes a warning, since the run itself has finished.
     """
     if not run.config.run.report or not run.task.num_reviewed:
         return
@@ -244,9 +277,9 @@ def write_review(run: Run, model: keras.Model) -> None:
 
 
 def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
-    """The model's outputs for the first examples of the test data, or of the validation data.
+    """Returns the first examples of the test data, or else of the validation data, with the model's outputs.
 
-    None if there are neither. As many as the task takes, unless time or memory run out.
+    Returns as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty.
     """
     source = run.source
     limit = run.task.num_reviewed
@@ -285,4 +318,4 @@ def _as_numpy(output: Any) -> np.ndarray:
     array = keras.ops.convert_to_numpy(output)
     if array.dtype.kind in "iub":
         return array
-    return array.astype(np.float32)  # Also from bfloat16, of which NumPy knows little.
+    return array.astype(np.float32)  # Also from bfloat16, which NumPy hardly supports.

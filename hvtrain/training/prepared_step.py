@@ -1,4 +1,4 @@
-"""Prepares a batch in the train step: augmentation, if it is done there, normalization, weights."""
+"""Prepares batches within the train step: augmentation on the device, normalization, weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.config.schema import RunConfig
+from hvtrain.data.description import count_classes
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import weighted
@@ -26,17 +27,15 @@ def prepare_step(
     class_weights: Sequence[float] = (),
     harden: Callable[[Any], Any] = lambda targets: targets,
 ) -> None:
-    """Makes the model's train step take batches as the run's streams give them.
+    """Makes the model's train step accept batches as the run's streams yield them.
 
     Args:
         model: The compiled model.
-        source: The data set, which says if its batches are raw and augmented in the step.
+        source: The data set, which knows whether its batches are raw, and whether the step augments them.
         losses: The losses that the model is compiled with, made by joint_loss.
-        has_batch_weights: Batches of different ranks differ in size, and come as (batch, weight of
-            the batch).
-        class_weights: Factors of the targets' weights, by class; empty without.
-        harden: The task's function that turns targets that augmentation has mixed into those that
-            metrics take.
+        has_batch_weights: The ranks' batches differ in size, and come as pairs (batch, weight).
+        class_weights: Weights by class, which multiply those of the examples; empty for none.
+        harden: Task.harden, which turns mixed targets back into targets that metrics accept.
     """
     if not (has_batch_weights or source.raw_batches or class_weights):
         return
@@ -46,7 +45,7 @@ def prepare_step(
     augmentation = source.augmentation
     mixes = bool(augmentation and augmentation.mixes)
     batch_weight: list[Any] = []  # Of the step that is being traced.
-    # By thread: a strategy may trace the step of several replicas in turns.
+    # By thread: a strategy may trace the steps of several replicas alternately.
     hard_targets: dict[int, Any] = {}
 
     @wraps(compute_loss)
@@ -83,8 +82,8 @@ def prepare_step(
             loss.batch_weight = weight
 
         result = train_step((inputs, targets) if weights is None else (inputs, targets, weights))
-        # compute_loss takes the weight. Left over, each rank's gradient would count alike, whatever
-        # its batch.
+        # compute_loss should have used up the weight. Otherwise all ranks' gradients would count
+        # the same, whatever the size of their batches.
         if batch_weight:
             raise ConfigError(
                 "ranks have batches of different sizes, which the loss has to weight, and the model's train_step does "
@@ -100,41 +99,45 @@ def prepare_step(
 
 
 def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
-    """Returns train.class_weights as a list by class; empty without.
+    """Returns train.class_weights as a list indexed by class; empty if the setting is null.
 
-    "balanced" is n / (classes x count) for a class with that count among n labels, as in
-    scikit-learn: every class then has the same sum of weights, and the mean weight is 1. A class
-    without examples has the weight 0.
+    "balanced" gives a class that occurs `count` times among n labels the weight
+    n / (classes x count), as in scikit-learn: every class then has the same sum of weights, and the
+    mean weight is 1. A class without examples gets the weight 0.
 
-    Raises ConfigError if the task has no classes, the source no counts, or a class or weight is not
-    one.
+    Raises ConfigError if the task has no classes, the source has no counts, or a class or weight is invalid.
     """
     chosen = config.train.class_weights
     if chosen is None:
         return []
     setting = f"train.class_weights={chosen}"
     if not task.has_classes:
-        raise ConfigError(f"{setting} needs a task whose targets are classes; {type(task).__name__} has none")
+        raise ConfigError(
+            f"{setting} needs a task whose targets are classes; {type(task).__name__} has none"
+        )
 
     facts = source.facts()
     num_classes = facts.get("num_classes", 2)  # The source of a binary task may name none.
     if chosen == BALANCED:
-        counts = source.class_counts()
-        if counts is None:
+        targets = source.whole_targets().get("train")
+        if targets is None:
             raise ConfigError(
                 f"{setting} needs counts, which {source.name} does not give; give a weight for each class"
             )
+        counts = count_classes(np.asarray(targets), num_classes)
         balanced = counts.sum() / (num_classes * np.maximum(counts, 1))
         return [float(weight) for weight in np.where(counts, balanced, 0.0)]
 
     if not isinstance(chosen, Mapping):
-        raise ConfigError(f"{setting} is neither {BALANCED} nor a mapping such as {{0: 1.0, 1: 5.0}}")
+        raise ConfigError(
+            f"{setting} is neither {BALANCED} nor a mapping such as {{0: 1.0, 1: 5.0}}"
+        )
     names = [str(name) for name in facts.get("class_names", ())]
     weights = [1.0] * num_classes
     for key, weight in chosen.items():
         name = str(key)
         index = -1
-        # Names come first: those of a data set may be numbers in another order.
+        # Names take precedence: a data set's class names may be numbers in another order.
         if name in names:
             index = names.index(name)
         elif name.isdigit():
@@ -145,13 +148,15 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
                 known += f" or {', '.join(names)}"
             raise ConfigError(f"{setting} names the class {key}, and {source.name} has {known}")
         if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
-            raise ConfigError(f"{setting} gives the class {key} the weight {weight}; give a number from 0")
+            raise ConfigError(
+                f"{setting} gives the class {key} the weight {weight}; give a number from 0"
+            )
         weights[index] = float(weight)
     return weights
 
 
 def weights_of(targets: tf.Tensor, class_weights: Sequence[float]) -> tf.Tensor:
-    """The weight of each target's class; 1 for an ignored label, which has no class.
+    """Returns the weight of each target's class; 1 for an ignored label, which has no class.
 
     >>> weights_of(tf.constant([0, 1, 255]), [1.0, 3.0]).numpy().tolist()
     [1.0, 3.0, 1.0]
@@ -159,15 +164,15 @@ def weights_of(targets: tf.Tensor, class_weights: Sequence[float]) -> tf.Tensor:
     classes = tf.cast(targets, tf.int32)
     table = tf.constant(class_weights, tf.float32)
     is_class = (classes >= 0) & (classes < len(class_weights))
-    # gather refuses an index out of range on a CPU, so ignored labels look up class 0.
+    # On a CPU tf.gather fails for an index out of range, so ignored labels look up class 0.
     return tf.where(is_class, tf.gather(table, tf.where(is_class, classes, 0)), 1.0)
 
 
 def product_by_example(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
-    """Multiplies two weights of the same examples, of which one may weight parts of an example.
+    """Returns the product of two weights of the same examples; one of them may also weight parts of an example.
 
-    Multiplied as they are, [n, 1] and [n] would give [n, n], and [n, height, width] and [n] a
-    weight by column.
+    Plain broadcasting of [n, 1] and [n] would give [n, n], and of [n, height, width] and [n] a
+    weight for each column.
 
     >>> product_by_example(tf.constant([[2.0], [3.0]]), tf.constant([1, 10])).numpy().tolist()
     [[2.0], [30.0]]
@@ -178,7 +183,7 @@ def product_by_example(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
 
 
 def _with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
-    """Adds axes of length 1 at the end."""
+    """Returns the weights with `rank` axes; axes of length 1 are added at the end."""
     ones = tf.ones([rank - weights.shape.rank], tf.int32)
     return tf.reshape(weights, tf.concat([tf.shape(weights), ones], axis=0))
 
@@ -187,11 +192,11 @@ def weighted_mixture(
     targets: tf.Tensor,
     class_weights: Sequence[float],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns targets and weights whose loss is the mixture of the weighted losses of the classes.
+    """Returns targets and weights whose cross-entropy is the sum of share x weight x loss over the classes.
 
     Args:
-        targets: The parts [n, classes] that classes have in an example, or [n] the part of the
-            second of two.
+        targets: The share of each class in an example, [n, classes], or of the second of two
+            classes, [n].
         class_weights: Weights by class.
 
     >>> weighted_mixture(tf.constant([[0.5, 0.5, 0.0]]), [1.0, 3.0, 1.0])[0].numpy().tolist()

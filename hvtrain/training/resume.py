@@ -1,6 +1,6 @@
 """Resumes a run: sends a checkpoint, checks that it fits, and restores the state of all ranks.
 
-Settings that differ from those of the checkpoint are recorded, or refused where they cannot change.
+Settings that differ from the checkpoint's are recorded, or refused if they must not change.
 """
 
 import math
@@ -11,21 +11,21 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvtrain.checkpoint import store
+from hvtrain.checkpoint import model_state, store
 from hvtrain.config.schema import RunConfig
-from hvtrain.config.validate import flatten
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
+from hvtrain.system.text import flatten
 from hvtrain.training.run import Arrays, ResumePoint, Start, versions
 
-# A message is in memory several times while it is packed; and MPI counts its bytes in 31 bits.
+# Packing a message takes several times its size in memory, and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
-# A seed sets the order of the rest of the epoch. Another optimizer would take the slots for its
-# own, and other metrics the state of those before.
+# The seed determines the order of the rest of the epoch. Another optimizer would get slots that are
+# not its own, and another task's metrics the state of the old ones.
 FIXED = ("seed", "optimizer._target_", "task._target_")
-# They do not change what is learned.
+# Settings that do not change what is learned.
 _IRRELEVANT = (
     "run.",
     "resume",
@@ -59,16 +59,16 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
         comm: The collectives of the current ranks.
 
     Raises:
-        CheckpointError: The checkpoint is of another model.
+        CheckpointError: The checkpoint belongs to another model.
     """
     size = comm.topology.size
-    memories: list[Arrays] = []  # By rank, on the chief alone, since they may be large.
+    memories: list[Arrays] = []  # By rank; only on the chief, since they may be large.
 
     def restore() -> tuple[Start, list[Arrays], bool]:
         if saved is None or saved.checkpoint is None:
             return Start(), [{}] * size, False
         checkpoint = saved.checkpoint
-        store.restore(checkpoint, model)
+        model_state.restore(checkpoint, model)
         start = Start(
             saved.name,
             checkpoint.step,
@@ -80,22 +80,30 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
         )
         states = [checkpoint.rank_state(rank) for rank in range(start.num_ranks)]
         memories.extend(memories_on(size, [_part(state, of_memory=True) for state in states]))
-        return start, states_on(size, [_part(state, of_memory=False) for state in states]), any(memories)
+        return (
+            start,
+            states_on(size, [_part(state, of_memory=False) for state in states]),
+            any(memories),
+        )
 
-    # Every rank gets the states of all, which are small, and takes its own.
+    # Every rank receives the states of all ranks, which are small, and uses its own.
     start, rank_states, has_memory = comm.on_chief(restore)
     start = replace(start, rank_state=rank_states[comm.topology.rank])
-    store.restore_rank(start.rank_state, model)
+    model_state.restore_rank(start.rank_state, model)
     comm.broadcast_model(model)
     # After the broadcast, which gives all ranks the chief's slots.
     if has_memory:
-        store.restore_memory(scatter_arrays(memories, comm), model)
+        model_state.restore_memory(scatter_arrays(memories, comm), model)
     return start
 
 
 def _part(state: Arrays, of_memory: bool) -> Arrays:
-    """Returns the arrays that the ranks' exchange kept, or the others."""
-    return {name: array for name, array in state.items() if name.startswith(store.MEMORY) == of_memory}
+    """Returns the arrays of the optimizer's rank memory (see model_state.rank_memory), or all others."""
+    return {
+        name: array
+        for name, array in state.items()
+        if name.startswith(model_state.MEMORY) == of_memory
+    }
 
 
 def checkpoint_meta(
@@ -106,15 +114,15 @@ def checkpoint_meta(
     changes: list[dict[str, Any]],
     goodput: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Facts about the run in each of its checkpoints: sharding, number of ranks, settings.
+    """Returns the facts that each checkpoint of the run records: sharding, number of ranks, settings.
 
     Args:
         config: The run's settings.
-        plan: The plan, whose shares are those with which the run began.
+        plan: The plan, whose shares are those that the run began with.
         data: The data set's manifest.
         run_id: The same for all starts of a run.
         changes: Changes of settings since the run began, see with_change.
-        goodput: Of the checkpoint that the run resumes from, if any.
+        goodput: The goodput recorded in the checkpoint that the run resumes from, if any.
     """
     return {
         "num_ranks": len(plan.shares),
@@ -137,24 +145,28 @@ def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> N
 
     Args:
         saved: The checkpoint.
-        meta: Facts of the run as it goes on, see checkpoint_meta.
-        refuse_data: Refuses data that have changed, instead of a warning.
+        meta: Facts about the continuing run, see checkpoint_meta.
+        refuse_data: Refuse data that have changed, instead of warning.
 
     Raises:
-        CheckpointError: It was made with other batches.
-        DataError: It was made on another data set.
+        CheckpointError: The checkpoint was made with other batches.
+        DataError: The checkpoint was made on another data set.
     """
     before = saved.meta
-    check_unchanged(saved.name, before.get("data"), meta["data"], refuse_data, ", or choose another run.dir")
+    check_unchanged(
+        saved.name, before.get("data"), meta["data"], refuse_data, ", or choose another run.dir"
+    )
 
     keys = ["uneven"]
-    # A plan for another number of ranks is meant to differ.
+    # With another number of ranks the plan is expected to differ.
     if before["num_ranks"] == meta["num_ranks"]:
         keys = ["batch_sizes", *keys]
-        # With other batches an epoch may end a step earlier or later.
+        # After rebalancing, an epoch may end a step earlier or later.
         if not before.get("balanced"):
             keys.append("steps_per_epoch")
-    different = [f"{key} {before.get(key)}, now {meta[key]}" for key in keys if before.get(key) != meta[key]]
+    different = [
+        f"{key} {before.get(key)}, now {meta[key]}" for key in keys if before.get(key) != meta[key]
+    ]
 
     if different:
         raise CheckpointError(
@@ -164,31 +176,36 @@ def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> N
 
 
 def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
-    """Distributes the ranks' states over another number of ranks: each rank keeps its own.
+    """Returns the ranks' states for `size` ranks: each rank that stays keeps its own.
 
-    The metrics of an unfinished epoch are sums: the chief adds those of the ranks that left. A new
-    rank starts with no counts, its own seeds, and the chief's learning rate.
+    The metrics of an unfinished epoch are sums, so the chief adds those of ranks that left. A new
+    rank starts with empty metrics, its own seeds, and the chief's learning rate factor.
     """
     kept = states[:size]
-    # Any rank may take them over, since a metric is computed from the sums over all ranks.
+    # Any rank could take over the sums, since metrics are computed from the sums over all ranks.
     for lost in states[size:]:
-        sums = {name: value + lost[name] for name, value in kept[0].items() if name.startswith("metric/")}
+        sums = {
+            name: value + lost[name]
+            for name, value in kept[0].items()
+            if name.startswith("metric/")
+        }
         kept[0] = {**kept[0], **sums}
-    # Seeds are not copied: two ranks would drop the same units.
+    # Seeds are not copied, or dropout would drop the same units on two ranks.
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
 
 
 def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
-    """Distributes what the ranks' exchange kept over another number of ranks, by rules in the names.
+    """Returns the optimizer's rank memories for `size` ranks, by the rule in each array's name.
 
-    - same: equal on all ranks, and saved by the chief alone.
+    - same: equal on all ranks, and saved by the chief only.
     - mean: slots of local steps. All ranks begin with their mean.
-    - sum: errors that wait to be averaged over the ranks. With another divisor their mean stays
-      what it was if they are multiplied by the ratio of the divisors; the chief takes those of the
-      ranks that left.
+    - sum: compression errors that have yet to be averaged over the ranks. The chief takes over those
+      of ranks that left; all are multiplied by new / old number of ranks, which keeps their mean.
     """
-    shared = {name: array for name, array in memories[0].items() if name.startswith(store.SAME)}
+    shared = {
+        name: array for name, array in memories[0].items() if name.startswith(model_state.SAME)
+    }
     if size == len(memories):
         return [{**shared, **memory} for memory in memories]
 
@@ -196,7 +213,7 @@ def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
     for name in sorted(set.intersection(*map(set, memories)) - shared.keys()):
         arrays = [memory[name] for memory in memories]
         dtype = arrays[0].dtype
-        if name.startswith(f"{store.MEMORY}mean/"):
+        if name.startswith(f"{model_state.MEMORY}mean/"):
             mean = np.mean(arrays, axis=0, dtype=np.float64).astype(dtype)
             for memory in moved:
                 memory[name] = mean
@@ -209,10 +226,9 @@ def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
 
 
 def gather_arrays(arrays: Arrays, comm: Comm) -> list[Arrays]:
-    """Returns all ranks' arrays, by rank, on the chief, and nothing elsewhere (every rank).
+    """Returns all ranks' arrays, by rank, on the chief, and an empty list elsewhere (every rank).
 
-    One rank after the other, in messages of MESSAGE_BYTES: the chief's link is as busy as with any
-    other way.
+    Ranks send one after the other, in messages of MESSAGE_BYTES; the chief's link is the bottleneck anyway.
     """
     topology = comm.topology
     ranks = [send_arrays(arrays, rank, comm, topology.is_chief) for rank in range(topology.size)]
@@ -220,7 +236,7 @@ def gather_arrays(arrays: Arrays, comm: Comm) -> list[Arrays]:
 
 
 def scatter_arrays(arrays_by_rank: list[Arrays], comm: Comm) -> Arrays:
-    """Returns this rank's arrays of the chief's list (every rank)."""
+    """Sends each rank its arrays from the chief's list, and returns them (every rank)."""
     topology = comm.topology
     own: Arrays = {}
     for rank in range(topology.size):
@@ -243,17 +259,21 @@ def send_arrays(
     Returns them, or None on the ranks that do not receive them.
     """
     is_root = comm.topology.rank == root
-    # ascontiguousarray makes a vector of a scalar.
-    own = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in (arrays or {}).items()}
+    # reshape, because ascontiguousarray turns a scalar into a vector.
+    own = {
+        name: np.ascontiguousarray(array).reshape(array.shape)
+        for name, array in (arrays or {}).items()
+    }
     layout = comm.broadcast({name: (array.shape, array.dtype) for name, array in own.items()}, root)
     if not is_root:
         own = {}
         if is_receiver:
             own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()}
 
-    # All arrays are one stream of bytes in messages of one size, and each rank counts the messages
-    # for itself.
-    num_bytes = sum(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in layout.values())
+    # All arrays form one stream of bytes in messages of equal size; each rank computes their number.
+    num_bytes = sum(
+        int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in layout.values()
+    )
     chunks = _chunks(own, message_bytes)
     for _ in range(math.ceil(num_bytes / message_bytes)):
         parts = next(chunks, [])
@@ -268,12 +288,12 @@ def send_arrays(
 
 
 def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
-    """Views of the arrays' bytes, in lists of chunk_bytes together; the last list is shorter."""
+    """Yields views of the arrays' bytes, in lists of chunk_bytes each; the last list may be shorter."""
     chunk: list[np.ndarray] = []
     free_bytes = chunk_bytes
     for array in arrays.values():
         unsent = array.reshape(-1).view(np.uint8)
-        # A large array goes in several messages, and small ones share one.
+        # A large array is split over several messages, and small arrays share one.
         while unsent.size:
             part = unsent[:free_bytes]
             unsent = unsent[free_bytes:]
@@ -295,7 +315,7 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
     """
     before = meta.get("config")
     if not isinstance(before, dict):
-        return {}  # The file may be anybody's.
+        return {}  # A checkpoint that no run wrote may lack settings.
     changed = changed_settings(before, config)
     for name, (then, now) in changed.items():
         if name in FIXED or name.startswith("task.metrics."):
@@ -307,7 +327,7 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
 
 
 def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) -> list[Any]:
-    """The changes of settings so far, in meta, and that of the start at this step, if any.
+    """Returns the changes of settings in meta, plus those of the start at this step, if any.
 
     Each is {"step": ..., "changed": ...}.
     """
@@ -327,7 +347,7 @@ def changed_settings(before: dict[str, Any], config: RunConfig) -> dict[str, lis
         for name in {**old, **new}
         if old.get(name) != new.get(name) and not name.startswith(_IRRELEVANT)
     }
-    # Layers of augmentation act in their order, which names and values do not show.
+    # The order of augmentation layers matters too, and the comparison above does not show it.
     old_layers = list(before.get("augment") or {})
     new_layers = list(config.augment)
     if old_layers != new_layers and sorted(old_layers) == sorted(new_layers):

@@ -1,4 +1,4 @@
-"""A run as a value: all that is decided before its model is built, its data, and its summary."""
+"""A run as a value: what is decided before its model is built, its batches, and its summary."""
 
 import math
 import platform
@@ -40,12 +40,12 @@ class RunState:
         began: time.monotonic() at the beginning of the run.
         folder: The run folder, once it is open.
         lock: The folder's lock.
-        signals: Signals that this rank has got.
+        signals: Signals that this rank has received.
         checkpoint: The last commit to memory, in an elastic job.
         run_id: The same in all checkpoints of the run, over all of its starts.
-        note_keeper: Notes on this host where the newest checkpoint is.
+        note_keeper: Keeps a note on this host of where the newest checkpoint is.
         notice: The message that is sent at the end.
-        store: Where the run folder goes, if run.dir is an address.
+        store: Where the run folder is uploaded, if run.dir is an address.
     """
 
     began: float
@@ -63,8 +63,8 @@ class RunState:
 class ResumePoint:
     """The checkpoint to resume from.
 
-    Every rank has its meta, the chief its arrays, or every rank in an elastic job. host is the one
-    whose disk it is on; empty if it was in memory.
+    Every rank has its meta; the chief, or in an elastic job every rank, has its arrays. host is the
+    host whose disk holds it; empty if it was in memory.
     """
 
     name: str
@@ -80,13 +80,13 @@ class Start:
 
     Args:
         name: The checkpoint's name; None: the run begins.
-        step: Steps that are done.
-        ended: A callback of the user's has ended the training; nothing is left to do.
-        num_ranks: Ranks that wrote the checkpoint.
-        plan_ranks: Ranks for which their plan was made.
-        rank_state: This rank's own state, see store.rank_state.
+        step: Number of steps that were done before.
+        ended: A user's callback has ended the training; nothing is left to do.
+        num_ranks: Number of ranks that wrote the checkpoint.
+        plan_ranks: Number of ranks that the checkpoint's plan was made for.
+        rank_state: This rank's own state, see model_state.rank_state.
         callbacks: Numbers and best weights of the user's callbacks, by their names.
-        unlogged: Results of a validation that no epoch's logs had yet.
+        unlogged: Results of a validation that are in no epoch's logs yet.
     """
 
     name: str | None = None
@@ -101,7 +101,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """One attempt at a run, whose ranks are started and whose data set is opened.
+    """One attempt at a run: its ranks are started and its data set is open.
 
     Args:
         config: All settings.
@@ -111,10 +111,10 @@ class Run:
         task: What the model learns.
         plan: Steps and batches, which continue those of a resumed run.
         folder: The run folder.
-        meta: Facts that each checkpoint of the run has.
+        meta: Facts that each checkpoint of the run records.
         state: What survives a restart of the ranks.
         changed: Settings that differ from the checkpoint's, {name: [before, now]}.
-        described: What the data set was found to hold.
+        described: The description of the data set's contents.
     """
 
     config: RunConfig
@@ -135,23 +135,23 @@ class Run:
         return self.config.checkpoint.best or f"val_{self.task.best}"
 
     def batches_from(self, step: int) -> tf.data.Dataset:
-        """This rank's endless stream of batches from a step of the run on.
+        """This rank's endless stream of batches, beginning at a step of the run.
 
-        They come with weights if batches of different ranks or steps differ in size.
+        They are pairs (batch, weight) if batches of different ranks or steps differ in size.
         """
         is_one = self.config.data.one_batch
         if is_one:
-            step = self.plan.shift  # The first step of the plan, wherever the run goes on.
+            step = self.plan.shift  # The first step of the plan, wherever the run resumes.
         batches = training_batches(self.source, self.plan, self.topology, self.config.seed, step)
         if not self.plan.is_even:
             batches = with_rank_weights(batches, self.plan, self.topology.rank, step)
         if is_one:
-            # It is read once, so that the input pipeline does not slow down the debugging.
+            # Cached, so that the input pipeline does not slow down debugging.
             batches = batches.take(1).cache().repeat()
         return batches
 
     def stream_from(self, step: int) -> tf.data.Dataset:
-        """Batches from a step on as the source has them, without augmentation and weights."""
+        """This rank's batches, beginning at a step, without augmentation and weights."""
         return training_batches(
             self.source,
             self.plan,
@@ -162,10 +162,7 @@ class Run:
         )
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
-        """This rank's shard of a split; None if the split is empty.
-
-        train.evaluation_steps is the most batches that it has.
-        """
+        """This rank's shard of a split, up to train.evaluation_steps batches; None if empty."""
         steps = self.config.train.evaluation_steps
         dataset = evaluation_batches(
             self.source,
@@ -184,7 +181,7 @@ def evaluation_batches(
     topology: Topology,
     batch_size: int,
 ) -> tf.data.Dataset | None:
-    """This rank's shard of a split, of known length; None if the split is empty."""
+    """This rank's shard of a split, of known length unless data.on_error=skip; None if the split is empty."""
     if not source.num_examples(split):
         return None
     shard_sizes = source.shard_sizes(split, topology.size, topology.weights)
@@ -203,7 +200,7 @@ def training_batches(
     step: int,
     augmented: bool = True,
 ) -> tf.data.Dataset:
-    """This rank's endless stream of the plan's batches, from a step of the run on."""
+    """This rank's endless stream of the plan's batches, beginning at a step of the run."""
     first_step = step - plan.shift
 
     def share_stream(rank: int) -> tf.data.Dataset:
@@ -215,6 +212,7 @@ def training_batches(
             first_step,
             share.steps,
             share.num_examples,
+            plan.shares,
         )
         batches = source.training(request)
         if augmented and source.augmentation:
@@ -222,7 +220,7 @@ def training_batches(
         return batches
 
     if plan.is_resized:
-        # The order of the data is that of the ranks with which the run began; each rank now takes a
+        # The data keep the order of the ranks that the run began with; each current rank takes a
         # part of their joint batches.
         return regrouped(share_stream, plan, topology, first_step)
     return share_stream(topology.rank)
@@ -234,12 +232,11 @@ def with_rank_weights(
     rank: int,
     start_step: int,
 ) -> tf.data.Dataset:
-    """Turns batches, from start_step on, into (batch, weight float32).
+    """Turns a stream of batches that begins at start_step into pairs (batch, float32 weight).
 
-    The mean over ranks of their mean gradients is the joint batch's only if batches are equal.
-    Otherwise a rank with n of the step's N examples needs the weight n x ranks / N. The step
-    (prepared_step.py) applies it to the gradient alone, so that losses and metrics still count
-    examples.
+    The mean of the ranks' mean gradients is that of the joint batch only if batches have equal
+    sizes. Otherwise a rank with n of the step's N examples needs the weight n x ranks / N. The step
+    (prepared_step.py) applies it only to the gradient, so losses and metrics still count examples.
     """
     steps = tf.data.Dataset.range(start_step, 2**62)  # Endless; int64 ends at 2**63.
 
@@ -253,14 +250,14 @@ def with_rank_weights(
 def summary(lines: dict[str, str]) -> str:
     """Formats the run's description as an aligned block that ends with a newline."""
     width = max(map(len, lines))
-    # A text of several lines goes on below its beginning.
+    # Further lines of a text are indented to align with its first one.
     next_line = "\n" + " " * (width + 2)
     rows = [(name, text.replace("\n", next_line)) for name, text in lines.items()]
     return "".join(f"{name:<{width}}  {text}\n" for name, text in rows)
 
 
 def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
-    """Describes the run for its summary: some ten lines, by their names, and those about its data."""
+    """Returns the lines of the run's summary as {name: text}, without empty ones."""
     config = run.config
     strategy = run.strategy
     source = run.source
@@ -269,7 +266,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     counts = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     splits = ", ".join(f"{count:,} {split}" for split, count in counts.items() if count)
     if len(set(plan.batch_sizes)) == 1:
-        # A process that leads several replicas takes their batches as one.
+        # The plan has one batch for all replicas of a process.
         number = plan.size * strategy.num_replicas
         kind = "ranks" if number == plan.size else "replicas"
         batch = f"{number} x {plan.global_batch // number} = {plan.global_batch} ({kind} x batch)"
@@ -313,7 +310,9 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     if config.data.one_batch:
         lines["trained on"] = "the first batch in every step (data.one_batch)"
     if config.train.evaluation_steps:
-        lines["evaluated on"] = f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)"
+        lines["evaluated on"] = (
+            f"at most {config.train.evaluation_steps} batches of a rank (train.evaluation_steps)"
+        )
     if config.augment:
         lines["augmentation"] = describe_augmentation(config, source)
 
@@ -323,10 +322,11 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
         if start.ended or start.step >= plan.num_steps:
             lines["resumed"] += "; nothing is left to train"
         lines["changed"] = "; ".join(
-            f"{name} {_shown(before)} -> {_shown(now)}" for name, (before, now) in run.changed.items()
+            f"{name} {_shown(before)} -> {_shown(now)}"
+            for name, (before, now) in run.changed.items()
         )
 
-    # What a run does not have is left out.
+    # Lines without text are left out.
     return {name: text for name, text in lines.items() if text}
 
 
@@ -335,10 +335,10 @@ def _shown(value: Any) -> Any:
 
 
 def describe_resize(start: Start, plan: StepPlan) -> str:
-    """Describes what another number of ranks changes in a resumed run; empty for the same."""
+    """Describes what another number of ranks changes in a resumed run; empty if nothing changes."""
     ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
     batch = f"global batch {plan.global_batch}"
-    # A plan of its own for the current ranks, see planned_batch_sizes.
+    # The current ranks have a plan of their own: see planned_batch_sizes.
     if start.plan_ranks != len(plan.shares):
         epoch = plan.position(start.step)[0] + 1
         rate = f"learning rate {plan.peak_learning_rate:g}"
@@ -354,17 +354,20 @@ def describe_resize(start: Start, plan: StepPlan) -> str:
 
 
 def device_map(devices: Sequence[str]) -> str:
-    """Ranks and their devices, the ranks of one device together.
+    """Lists the ranks with their devices, grouped by device.
 
     >>> device_map(["s1 CPU", "s1 CPU", "s2 CPU"])
     '0-1 s1 CPU, 2 s2 CPU'
+    >>> device_map(["s1 CPU", "s2 CPU", "s1 CPU"])
+    '0+2 s1 CPU, 1 s2 CPU'
     """
     ranks: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         ranks.setdefault(device, []).append(rank)
     parts = []
     for device, numbers in ranks.items():
-        span = "-".join(map(str, dict.fromkeys([numbers[0], numbers[-1]])))
+        is_span = len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
+        span = f"{numbers[0]}-{numbers[-1]}" if is_span else "+".join(map(str, numbers))
         parts.append(f"{span} {device}")
     return ", ".join(parts)
 

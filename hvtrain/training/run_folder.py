@@ -1,4 +1,4 @@
-"""The folder of a run: made or reopened, locked, swept, and described for later readers.
+"""The folder of a run: created or reopened, locked, cleaned up, and described for later readers.
 
 Nothing here needs TensorFlow.
 """
@@ -18,12 +18,26 @@ from omegaconf import OmegaConf
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig, default_run_dir
-from hvtrain.core.files import TEMPORARY, read_file, refuse_link, write_atomic, write_json
-from hvtrain.core.run_files import CONFIG_FILE, HISTORY_FILE, README_FILE, RESULT_FILE, STARTS_FILE, read_starts
+from hvtrain.core.run_files import (
+    CONFIG_FILE,
+    HISTORY_FILE,
+    README_FILE,
+    RESULT_FILE,
+    STARTS_FILE,
+    read_starts,
+)
 from hvtrain.core.version import VERSION
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.storage.runs import RunStore
 from hvtrain.system import console
+from hvtrain.system.files import (
+    TEMPORARY,
+    new_folder,
+    read_file,
+    refuse_link,
+    write_atomic,
+    write_json,
+)
 from hvtrain.system.host_facts import checkout, processor
 from hvtrain.system.run_lock import RunLock
 from hvtrain.system.secrets import without_secrets
@@ -33,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Files that people may have under the same names.
+# Files that a run replaces. A folder that is not a run's may have files of the same names.
 REPLACED = (
     CONFIG_FILE,
     README_FILE,
@@ -70,13 +84,13 @@ def open_run_folder(
     parent: str = "runs",
     run_store: RunStore | None = None,
 ) -> Path:
-    """Creates or reopens the run folder, locks it, and sweeps leftovers of killed runs (chief only).
+    """Creates or reopens the run folder, locks it, cleans it up, and returns it (chief only).
 
     Args:
         config: The run's settings.
-        lock: A free lock, which then locks the folder.
-        begun: The folder in which an earlier attempt of this run began, if any.
-        parent: Where folders are made if run.dir is not set.
+        lock: A free lock, to lock the folder with.
+        begun: The folder of an earlier attempt of this run, if any.
+        parent: Where folders are created if run.dir is not set.
         run_store: Begins the run in object storage, if run.dir is an address.
 
     Raises:
@@ -85,24 +99,28 @@ def open_run_folder(
     run_store = run_store or RunStore()
     folder = begun or run_store.folder
     if folder is None:
-        folder = Path(config.run.dir).absolute() if config.run.dir else make_default_folder(config, parent)
+        folder = (
+            Path(config.run.dir).absolute()
+            if config.run.dir
+            else make_default_folder(config, parent)
+        )
 
     checkpoints = folder / "checkpoints"
-    refuse_files_of_others(folder)
-    refuse_link(
-        checkpoints,
-        ConfigError,
-        "make it a folder, or set run.dir to the folder that it leads to",
-    )
     try:
+        refuse_files_of_others(folder)
+        refuse_link(
+            checkpoints,
+            ConfigError,
+            "make it a folder, or set run.dir to the folder that it leads to",
+        )
         folder.mkdir(parents=True, exist_ok=True)
-        # Before the sweep, which would remove what another run is just writing.
+        # Before the sweep, which would remove what another run is writing at the moment.
         lock.take(folder)
         run_store.begin()
         checkpoints.mkdir(exist_ok=True)
         for path in (folder, checkpoints):
             writer.sweep(path)
-            # Now, and not after the first epoch, is the time to fail for missing permissions.
+            # Missing permissions should fail the run now, and not after the first epoch.
             probe = path / f"{TEMPORARY}probe"
             probe.touch()
             probe.unlink()
@@ -115,41 +133,37 @@ def open_run_folder(
         )
     settings = OmegaConf.to_yaml(OmegaConf.create(reusable(config)))
     write_atomic(folder / CONFIG_FILE, CONFIG_HEADER + settings)
-    write_atomic(folder / README_FILE, README.format(version=VERSION, folder=run_store.address or folder))
+    write_atomic(
+        folder / README_FILE, README.format(version=VERSION, folder=run_store.address or folder)
+    )
     return folder
 
 
 def make_default_folder(config: RunConfig, parent: str) -> Path:
-    """Makes a new folder of the default name. Raises ConfigError if it cannot be made.
+    """Creates and returns a new folder of the default name. Raises ConfigError if that fails.
 
-    Of runs that begin in the same second each gets a folder of its own.
+    Runs that begin in the same second each get a folder of their own.
     """
     default = Path(default_run_dir(config, parent)).absolute()
-    folder = default
-    number = 1
-    while True:
-        try:
-            # It fails for all but one of the runs that make the folder at the same time.
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = default.with_name(f"{default.name}-{number}")
-        except OSError as error:
-            raise _cannot_be_written(folder, error) from error
+    try:
+        return new_folder(default)
+    except OSError as error:
+        raise _cannot_be_written(default, error) from error
 
 
 def _cannot_be_written(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir")
+    return ConfigError(
+        f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
+    )
 
 
 def refuse_files_of_others(folder: Path) -> None:
-    """Raises ConfigError for a folder of something else, of which a run would replace files."""
+    """Raises ConfigError for a folder that is not a run's, if the run would replace files in it."""
     others = [name for name in REPLACED if (folder / name).exists()]
     if not others:
         return
     first_line = CONFIG_HEADER.splitlines()[0]
-    # The first line tells the configuration of a run from any other.
+    # A run's configuration is recognized by its first line.
     try:
         is_of_a_run = read_file(folder / CONFIG_FILE).startswith(first_line)
     except (OSError, UnicodeDecodeError):
@@ -163,13 +177,13 @@ def refuse_files_of_others(folder: Path) -> None:
 
 
 def reusable(config: RunConfig) -> dict[str, Any]:
-    """The settings for another run: without the folder, and without secrets."""
-    # The addresses of notify may hold passwords.
+    """Returns the settings for another run: without the folder, and without secrets."""
+    # The addresses in notify may contain passwords.
     return {**config.record, "run": {**config.record["run"], "dir": None}, "notify": None}
 
 
 def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step: int) -> None:
-    """Adds this start to starts.json, for the report (chief only). An error is only a warning.
+    """Adds this start to starts.json, for the report (chief only). An error becomes a warning.
 
     Args:
         run: The run.
@@ -219,7 +233,7 @@ def _facts(
 
 
 def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
-    """The command that starts the same ranks again, without secrets; by hand, that of this process.
+    """Returns the command that starts the same ranks again, without secrets; after a start by hand, this process's.
 
     >>> command(["/x/hvtrain/__main__.py", "model=cnn", "dataset.api_key=hunter2"], ["s1", "s1", "s2"])
     "horovodrun -np 3 -H s1:2,s2:1 python -m hvtrain model=cnn 'dataset.api_key=***'"

@@ -1,7 +1,7 @@
 """The saved models of a run: model.keras, best.keras and model.json, which need nothing but Keras.
 
-The saved model takes examples as they are in the user's arrays or files. It contains the
-preprocessing of the input pipeline as Keras's own layers; see Source.preprocessing.
+The saved model takes raw examples, as they are in the user's arrays or files: it includes the
+preprocessing of the input pipeline as Keras layers, see Source.preprocessing.
 """
 
 import logging
@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.checkpoint.writer import save_model
-from hvtrain.core.files import write_atomic, write_json
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Preprocessing, Source
 from hvtrain.errors import in_one_line
+from hvtrain.system.files import write_atomic, write_json
 from hvtrain.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def export(
 ) -> None:
     """Writes the trained model and its description (chief only).
 
-    The model has its preprocessing. The source's own files, such as a tokenizer, lie beside it.
+    The model includes its preprocessing. The source's own files, such as a tokenizer, are written beside it.
     """
     preprocessing = source.preprocessing()
     difference = check_preprocessing(preprocessing, source, topology)
@@ -52,9 +52,8 @@ def export(
 def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Path) -> None:
     """Saves the model with its preprocessing.
 
-    The model is compiled again with the same loss and metrics, so that the file needs nothing of
-    hvtrain. Only the weights are saved of a model with classes of the user's own that Keras cannot
-    write down.
+    The model is compiled again with the same loss and metrics, so that the file does not need
+    hvtrain. If Keras cannot serialize the model's custom classes, only its weights are saved.
     """
     whole = with_preprocessing(model, task, preprocessing)
     try:
@@ -73,7 +72,10 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
 
 
 def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocessing) -> keras.Model:
-    """The model from raw examples to logits, compiled; its last layer is the trained model."""
+    """Returns a model from raw examples to logits; its last layer is the trained model.
+
+    Both are compiled again; if a loss or metric is the user's own, they are saved as not compiled.
+    """
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
 
@@ -87,18 +89,17 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
             "the saved model is not compiled: a program that loads it may not have your %s",
             ", ".join(users_names),
         )
-        # Keras would compile the inner model when it loads the file, even if it is told to compile
-        # nothing.
+        # When it loads the file, Keras would compile the inner model even with compile=False.
         model.get_compile_config = dict
         whole.get_compile_config = dict
     return whole
 
 
 def own_names(config: Any) -> Iterator[str]:
-    """Names of the classes and functions in a configuration of Keras that are not Keras's own."""
+    """Yields the names of classes and functions in a Keras config that are not Keras's own."""
     if isinstance(config, dict):
         if config.get("registered_name"):
-            # Keras has the name of a function in config, and that of a class in class_name.
+            # A class has its name in class_name, a function in config.
             name = config["class_name"]
             yield name if name != "function" else config["config"]
         config = list(config.values())
@@ -108,7 +109,7 @@ def own_names(config: Any) -> Iterator[str]:
 
 
 def description(source: Source, task: Task, preprocessing: Preprocessing) -> dict[str, Any]:
-    """The contents of model.json: inputs and outputs of the saved model."""
+    """Returns the contents of model.json: inputs and outputs of the saved model."""
     raw = preprocessing.shape
     if isinstance(raw, tuple):
         inputs = {
@@ -143,9 +144,9 @@ def check_preprocessing(
     source: Source,
     topology: Topology,
 ) -> str | None:
-    """Compares preprocessing() and the source's streams on some raw examples.
+    """Compares preprocessing() with the source's streams on a few raw examples.
 
-    Returns the difference in words; None if they agree, or cannot be compared.
+    Returns a description of the difference; None if they agree, or cannot be compared.
     """
     if source.on_error == "skip":
         return None  # The stream may leave out the first examples.
@@ -156,7 +157,7 @@ def check_preprocessing(
             return None
         streamed, *_ = next(source.evaluation(split, topology, len(batches)).as_numpy_iterator())
     except (OSError, tf.errors.OpError):
-        return None  # A finished run does not fail for files that it no longer needs.
+        return None  # Missing files must not fail a finished run, which no longer needs them.
 
     pairs = [
         (number, keras.ops.convert_to_numpy(part)[0], expected[number])
@@ -177,12 +178,15 @@ def check_preprocessing(
 
 
 def checked_split(source: Source) -> str:
-    """The split whose examples a saved model is tried on."""
+    """Returns the split whose examples are used to check a saved model."""
     return "test" if source.num_examples("test") else "train"
 
 
 def raw_batches(source: Source, topology: Topology, number: int) -> list[Any]:
-    """Batches of one raw example each, as the saved model takes them; none if the source has no raw ones."""
+    """Returns batches of one raw example each, as the saved model takes them.
+
+    The list is empty if the source has no raw examples.
+    """
     # Raw images are integers, and the model takes float32; columns and tokens keep their types.
     dtype = tf.float32 if isinstance(source.preprocessing().shape, tuple) else None
 

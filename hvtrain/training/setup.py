@@ -10,13 +10,14 @@ import keras
 import tensorflow as tf
 
 from hvtrain.config.instantiate import build
+from hvtrain.config.make_plan import make_plan, planned_batch_sizes, resumed_plan
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.schedule import Schedule
-from hvtrain.core.step_plan import StepPlan, make_plan, planned_batch_sizes, resumed_plan
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data import fitted
 from hvtrain.data.source import Source, symbolic
-from hvtrain.errors import CheckpointError, ConfigError, in_one_line, place_of
+from hvtrain.errors import CheckpointError, ConfigError, cause_of
 from hvtrain.models.parts import change_parts, sharded_tables
 from hvtrain.models.rates import decay_kernels, factors_of, keep_averages, multiply_rates
 from hvtrain.storage.cache import forget_copies
@@ -27,11 +28,11 @@ from hvtrain.training.prepared_step import class_weights, prepare_step
 
 
 def seed_everything(config: RunConfig, rank: int) -> None:
-    """Resets Keras's names and random numbers to those of a new process.
+    """Resets Keras's names and random numbers as in a new process; sets precision and determinism.
 
     Each rank has its own seed: weights are broadcast anyway, and dropout must differ between ranks.
     """
-    # Checkpoints contain the numbers by which Keras names the layers of a first model.
+    # Checkpoints contain layer names, whose numbers Keras counts from the start of a session.
     keras.utils.clear_session()
     keras.utils.set_random_seed(config.seed + rank)
     if config.train.deterministic:
@@ -40,27 +41,29 @@ def seed_everything(config: RunConfig, rank: int) -> None:
 
 
 class Ingredients:
-    """The data set and the task that a run's settings name, with the layers of augment in the data set's streams.
+    """The data set and the task that a run's settings name; combine adds the layers of augment.
 
     Model and optimizer are built later, by build_model, since they need the run's plan.
 
     Args:
         config: The run's settings.
         rank: The rank of this process.
-        fitted_files: What the run has fitted to its training data, if it has begun.
+        fitted_files: Files of what earlier starts fitted to the training data, by name, if any.
 
     Raises:
         ConfigError: Settings, data set and task do not fit each other.
         DataError: The data set cannot be opened.
     """
 
-    def __init__(self, config: RunConfig, rank: int, fitted_files: Mapping[str, bytes] | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, rank: int, fitted_files: Mapping[str, bytes] | None = None
+    ) -> None:
         seed_everything(config, rank)
         self.source = open_source(config)
         self.task: Task = build(config, "task", Task)
         if fitted_files:
             fitted.apply(self.source, fitted_files)
-        # On a GPU batches cross as they are stored, and the step normalizes them.
+        # With a GPU, batches are copied to it as they are stored, and the step normalizes them.
         self.source.raw_batches = bool(tf.config.list_logical_devices("GPU"))
 
     def combine(self, config: RunConfig, is_resized: bool = False) -> None:
@@ -68,10 +71,15 @@ class Ingredients:
 
         Args:
             config: The run's settings.
-            is_resized: The run goes on with another number of ranks. Layers on the device then move to
-                the input pipeline, where batches are still those of the ranks before.
+            is_resized: The run continues with another number of ranks. Layers on the device then move
+                to the input pipeline, whose batches are still those of the earlier ranks.
         """
         self.task.prepare(self.source)
+        if config.data.bucket_by_length and self.source.lengths("train") is None:
+            raise ConfigError(
+                f"data.bucket_by_length={config.data.bucket_by_length} needs examples of unlike lengths, and "
+                f"{self.source.name} gives none; choose dataset=text dataset.examples=documents, or leave it out"
+            )
         if config.augment:
             open_augmentation(config, self.source, self.task)
         if is_resized and self.source.augmentation:
@@ -83,6 +91,7 @@ def open_source(config: RunConfig) -> Source:
     forget_copies()
     source: Source = build(config, "dataset", Source)
     source.on_error = config.data.on_error
+    source.bucket_by_length = config.data.bucket_by_length
     return source
 
 
@@ -105,14 +114,19 @@ def plan_run(
         config: The run's settings.
         source: The data set.
         strategy: The started strategy.
-        saved: Meta of the checkpoint to resume, if any, whose plan continues.
+        saved: Meta of the checkpoint to resume from, if any; its plan is continued.
 
     Returns:
         The plan, and this rank's topology with its share of the data.
     """
     comm = strategy.comm
     num_processes = strategy.topology.size
-    # One entry for each rank of the plan; a process with several replicas stands for as many.
+    if config.data.bucket_by_length and not strategy.takes_lengths:
+        raise ConfigError(
+            "data.bucket_by_length gives batches of unlike lengths, and this strategy needs one; leave the setting "
+            "out, or choose strategy=horovod"
+        )
+    # One entry for each rank of the plan; a process with several replicas has one for each of them.
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
     if strategy.cuts_batches and saved and saved["num_ranks"] != len(hosts):
         parts = saved["num_ranks"]
@@ -123,7 +137,7 @@ def plan_run(
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
     weights = reduced(batch_sizes)
     if len(batch_sizes) == num_processes:
-        # Each rank counts its own shard of data whose size is not known, and all learn the counts.
+        # If the size of the data is unknown, each rank counts its own shard, and all get the counts.
         topology = replace(comm.topology, weights=tuple(weights))
         source.take_counts(comm.gather(comm.all_or_raise(lambda: source.own_counts(topology))))
     shard_sizes = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), weights))
@@ -148,8 +162,8 @@ def build_model(
 
     Raises ConfigError if settings, model, data set and task do not fit each other.
     """
-    # Building a layer, such as one of augment, takes the next of Keras's names and random numbers.
-    # The run's model gets those of a first one, whatever was built before it.
+    # Every layer that is built, such as one of augment, uses up Keras's names and random numbers.
+    # After a reset the run's model does not depend on what was built before it.
     seed_everything(config, strategy.topology.rank)
     with strategy.scope():
         if config.train.sync_batch_norm and strategy.num_replicas > 1:
@@ -169,7 +183,9 @@ def build_model(
                 config.train.jit_compile,
                 weighted=len(source.element_spec) > 2,
                 distribute_loss=strategy.distribute_loss,
-                soft_targets=bool(task.label_smoothing or (source.augmentation and source.augmentation.mixes)),
+                soft_targets=bool(
+                    task.label_smoothing or (source.augmentation and source.augmentation.mixes)
+                ),
             )
         except ValueError as error:
             if sharded_tables(model):
@@ -198,7 +214,7 @@ def _refuse_uncompilable(model: keras.Model) -> None:
 
 
 def build_network(config: RunConfig, source: Source, task: Task, size: int) -> keras.Model:
-    """Builds the model for so many ranks, changed as the settings say, and not yet compiled."""
+    """Builds the model for `size` ranks with the changes that the settings ask for, not yet compiled."""
     facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
     with _sharding(config):
         model: keras.Model = build(config, "model", keras.Model, facts, source.name)
@@ -224,7 +240,7 @@ def _sharding(config: RunConfig) -> Iterator[None]:
     if not patterns:
         yield
         return
-    # It imports Horovod, which hvtrain.plan works without.
+    # This imports Horovod, which hvtrain.plan does not need.
     from hvtrain.keras.sharded_embedding import sharding_embeddings
 
     names: list[str] = []
@@ -246,7 +262,9 @@ def _sharding(config: RunConfig) -> Iterator[None]:
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
         known = ", ".join(names) or "none"
-        raise ConfigError(f"model.shard_embeddings={unused[0]} matches no embedding layer; the model has {known}")
+        raise ConfigError(
+            f"model.shard_embeddings={unused[0]} matches no embedding layer; the model has {known}"
+        )
 
 
 def check_model(model: keras.Model, name: str, source: Source, task: Task) -> None:
@@ -258,8 +276,6 @@ def check_model(model: keras.Model, name: str, source: Source, task: Task) -> No
     try:
         outputs = model(symbolic(inputs))
     except Exception as error:  # A user's own layers may raise anything.
-        location = place_of(error)
-        where = f" ({location})" if location else ""
         kind = "images" if "image_shape" in source.facts() else "arrays"
         shapes = ", ".join(str(tuple(spec.shape)) for spec in tf.nest.flatten(inputs))
         needed = "one input"
@@ -268,16 +284,19 @@ def check_model(model: keras.Model, name: str, source: Source, task: Task) -> No
 
         raise ConfigError(
             f"{name} must take {needed}, {kind} of shape {shapes} as {source.name} gives them; it failed "
-            f"with {in_one_line(error)}{where}; tracebacks=true shows its traceback"
+            f"with {cause_of(error)}; tracebacks=true shows its traceback"
         ) from error
 
-    # A step or a loss of the user's own may take whatever outputs it likes.
-    if all(getattr(type(model), step) is getattr(keras.Model, step) for step in ("train_step", "compute_loss")):
+    # A user's own train_step or compute_loss may use outputs of any form.
+    if all(
+        getattr(type(model), step) is getattr(keras.Model, step)
+        for step in ("train_step", "compute_loss")
+    ):
         task.check_outputs(outputs, name, source)
 
 
 def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
-    """Builds the learning rate over the plan's own steps."""
+    """Builds the learning rate schedule over the plan's own steps."""
     return build(
         config,
         "schedule",
@@ -290,15 +309,15 @@ def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
 
 
 class LearningRate:
-    """A schedule at the optimizer's step, in the graph, times a factor that callbacks may change.
+    """A schedule, computed in the graph at the optimizer's step, times a factor that callbacks may change.
 
-    Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the
-    rate, such as ReduceLROnPlateau, work: they set the rate of this step, and the schedule scales
-    with it from then on. Keras's own LearningRateSchedule cannot be set.
+    Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the rate,
+    such as ReduceLROnPlateau, work: they set the current step's rate, and all later rates scale by the
+    same factor. Keras's own LearningRateSchedule cannot be set.
 
     Args:
         schedule: A function of the step.
-        shift: Optimizer steps that the schedule leaves out at the beginning; see StepPlan.
+        shift: Optimizer steps before the schedule's first step; see StepPlan.
     """
 
     def __init__(self, schedule: Schedule, shift: int = 0) -> None:
@@ -308,10 +327,10 @@ class LearningRate:
         self._optimizer: Any = None
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Takes the step from this optimizer, whose learning rate this is.
+        """Takes the step from `optimizer` from now on.
 
-        Keras saves the optimizer with a schedule of its own, constant at the rate of that moment,
-        so that a model that a callback saves loads without hvtrain.
+        The optimizer is then saved with a schedule of Keras that stays at the current rate, so that a
+        model that a callback saves can be loaded without hvtrain.
         """
         self._optimizer = optimizer
         get_config = optimizer.get_config
@@ -327,17 +346,19 @@ class LearningRate:
         return {}  # Keras's optimizers ask for it; see follow.
 
     def __call__(self) -> Any:
-        # As in Keras's schedules, batches that only accumulate count too; the public counter leaves
-        # them out.
+        return self._scheduled() * self.factor
+
+    def _scheduled(self) -> Any:
+        # As in Keras's schedules, batches that only accumulate count too; the public counter omits them.
         step = 0.0
         if self._optimizer is not None:
             step = keras.ops.cast(self._optimizer._iterations, "float32")
-        return self.schedule(step - self.shift, ops=keras.ops) * self.factor
+        return self.schedule(step - self.shift, ops=keras.ops)
 
     def assign(self, value: Any) -> None:
         """Sets the factor so that the rate of this step is `value`."""
-        # A scheduled rate of 0 has no factor that makes another rate of it.
-        scheduled = self() / self.factor
+        # No factor turns a scheduled rate of 0 into another rate.
+        scheduled = self._scheduled()
         self.factor.assign(keras.ops.where(scheduled > 0, value / scheduled, 1.0))
 
 
@@ -345,7 +366,7 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     optimizer = optimizer_at(rate, config)
-    # A loss scale wraps the one that counts steps.
+    # A LossScaleOptimizer wraps the optimizer that counts steps.
     rate.follow(getattr(optimizer, "inner_optimizer", optimizer))
     return optimizer
 
@@ -353,7 +374,7 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
 def optimizer_at(rate: Any, config: RunConfig) -> keras.optimizers.Optimizer:
     """Builds the optimizer of one process with a callable learning rate."""
     arguments: dict[str, Any] = {"learning_rate": rate}
-    # Keras refuses 1.
+    # Keras refuses gradient_accumulation_steps=1.
     if config.train.accumulate > 1:
         arguments["gradient_accumulation_steps"] = config.train.accumulate
     optimizer = build(config, "optimizer", keras.optimizers.Optimizer, **arguments)

@@ -1,7 +1,7 @@
 """The watchdog's protocol, and the connections to rank 0's hub.
 
-Messages are lines of JSON of limited length; nothing is unpickled. Each connection is a stranger's
-until it has proved which rank it is.
+Messages are lines of JSON of limited length; nothing is unpickled. Each connection is treated as a
+stranger until it has proved which rank it is.
 """
 
 import errno
@@ -23,57 +23,57 @@ from hvtrain.watchdog.progress import RankState, Status
 
 Message = dict[str, Any]
 
-MAX_LINE = 1 << 20  # The stacks of a rank with hundreds of threads.
+MAX_LINE = 1 << 20  # Enough for the stacks of a rank with hundreds of threads.
 MAX_PROOF = 1 << 10
-# How soon a lost host or a cut cable is noticed: before Gloo gives up (30 s), yet a link may be
-# down for a while.
+# Time until a lost host or a cut cable is noticed: less than Gloo's timeout (30 s), but long enough for
+# a link to recover.
 SECONDS_UNTIL_CUT = 25
 MAX_STRANGERS = 64
 SECONDS_TO_JOIN = 10.0
 
 
 class Kind(str, Enum):
-    """Kinds of messages, the value of "kind" in each. The comments name the other values."""
+    """Kinds of messages: the value of "kind" in each. The comments list the other fields."""
 
     # From the hub to a new connection, which answers with rank, proof, host, process and status.
     CHALLENGE = "challenge"  # challenge
-    WELCOME = "welcome"  # process: rank 0's
+    WELCOME = "welcome"  # process: rank 0's Process
 
     # From a rank to the hub.
     BEAT = "beat"  # status
-    SIGNAL = "signal"  # number: for rank 0
-    ASK = "ask"  # this rank's main thread is in an error, and asks for the cause
+    SIGNAL = "signal"  # number: the signal to send to rank 0
+    ASK = "ask"  # this rank's main thread got an error, and asks for the cause
 
     # From the hub to ranks.
     HEARD = "heard"  # the answer to each message
     END = "end"  # end this process now
 
-    # Both ways. A rank proposes a reason to stop, and the hub tells all ranks the first one. The hub
-    # asks for stacks with "wake", a rank answers with the others.
+    # Both ways. A rank proposes a reason to stop, and the hub sends the first one to all ranks. The
+    # hub asks for stacks with "wake", and a rank answers with the other fields.
     STOP = "stop"  # reason: a StopReason
     STACKS = "stacks"  # wake: ranks and processes; rank, text, state
     BYE = "bye"
 
-    # Stands for the end of a connection: closed by the other side, or by the kernel if host or
-    # network are lost.
+    # Never sent: stands for the end of a connection, closed by the other side, or by the kernel if the
+    # host or the network is lost.
     GONE = "gone"  # is_cut
 
 
 def loss(rank_name: str, is_cut: bool) -> str:
-    """Describes the loss of a rank by the way in which its connection ended."""
+    """Describes the loss of a rank, according to how its connection ended."""
     if is_cut:
         return f"{rank_name} cannot be reached any more (its host is down, or the network is cut)"
     return f"{rank_name} is gone (killed, or its host is lost)"
 
 
 class WireError(Exception):
-    """A message that no rank sends."""
+    """A message that does not follow the protocol."""
 
 
 class Lines:
     """Turns bytes into messages.
 
-    Raises WireError for anything else, and keeps at most `max_bytes`.
+    Raises WireError for a line that is no JSON object, or has more than `max_bytes`.
     """
 
     def __init__(self, max_bytes: int = MAX_LINE) -> None:
@@ -82,7 +82,7 @@ class Lines:
 
     def feed(self, data: bytes) -> list[Message]:
         *lines, self._begun = (self._begun + data).split(b"\n")
-        # A stranger could fill the memory otherwise.
+        # Otherwise a stranger could fill the memory.
         if any(len(line) > self.max_bytes for line in (*lines, self._begun)):
             raise WireError(f"a line of more than {self.max_bytes} bytes")
 
@@ -100,36 +100,36 @@ def encode(message: Message) -> bytes:
 
 
 def proof(token: str, challenge: str, rank: int) -> str:
-    """An answer that only a rank of this job can give; the token itself is not sent."""
+    """Returns a rank's answer to a challenge, which proves that it knows the token."""
     return hmac.new(token.encode(), f"{challenge} {rank}".encode(), hashlib.sha256).hexdigest()
 
 
 def end_of(error: Exception | None) -> Message:
-    """The last message of a connection: cut if the kernel gave up on the network.
+    """Returns the message that stands for the end of a connection.
 
-    Else the other end closed it (None), or sent nonsense.
+    The connection was cut if the kernel gave up on the network. Otherwise the other end closed it (None),
+    or broke the protocol.
     """
-    is_cut = isinstance(error, TimeoutError)
-    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        is_cut = True
+    number = getattr(error, "errno", None)
+    is_cut = isinstance(error, TimeoutError) or number in (errno.EHOSTUNREACH, errno.ENETUNREACH)
     return {"kind": Kind.GONE, "is_cut": is_cut}
 
 
 def notice_cuts(connection: socket.socket) -> None:
-    """Makes the kernel end the connection if the other host or the network is lost without a word."""
+    """Makes the kernel close the connection if the other host or the network is lost silently."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # The first probe after a third of the time, then four, a sixth of the time apart.
+    # Four probes: the first after a third of the time, the others a sixth of the time apart.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SECONDS_UNTIL_CUT // 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SECONDS_UNTIL_CUT // 6)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    # For what was sent and never acknowledged; the kernel's own limit is a quarter of an hour.
+    # Limit for data that is never acknowledged; the kernel's default is a quarter of an hour.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SECONDS_UNTIL_CUT * 1000)
 
 
 @dataclass(eq=False)
 class Connection:
-    """A connection to the hub; process and state are set once it has proved its rank."""
+    """A connection to the hub. process and state are set once it has proved its rank."""
 
     socket: socket.socket
     challenge: str
@@ -143,8 +143,8 @@ class Connection:
         return self.socket.fileno() >= 0
 
     def send(self, kind: Kind, **values: Any) -> None:
-        """Sends without blocking: messages are small, and a rank gets one answer to each of its own."""
-        with suppress(OSError):  # The next read notices.
+        """Sends without blocking: messages are small, and a rank gets about one for each that it sends."""
+        with suppress(OSError):  # The next read notices the failure.
             self.socket.send(encode({"kind": kind, **values}))
 
 
@@ -152,10 +152,10 @@ class Connections:
     """All connections to the hub.
 
     Args:
-        listener: the socket at which ranks connect.
-        token: the secret of the job, which proves a rank.
+        listener: the socket to which ranks connect.
+        token: the secret of the job, with which ranks prove themselves.
         size: the number of ranks.
-        process: rank 0's, which each rank is sent.
+        process: rank 0's process, which is sent to each rank.
 
     Attributes:
         ranks: the connections of the ranks that have joined.
@@ -172,19 +172,19 @@ class Connections:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def messages(self, seconds: float) -> Iterator[tuple[Connection, Message]]:
-        """Yields messages of ranks within that time.
+        """Yields messages from ranks, after waiting for up to `seconds`.
 
-        The last message of a lost one is GONE.
+        The last message from a lost rank is GONE.
         """
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
-            # An earlier message, or a newer stranger, may have closed it.
+            # A connection may have been closed after an earlier message, or to make room for a stranger.
             elif key.data.is_open:
                 yield from self._read(key.data)
 
     def close_strangers(self) -> None:
-        """Closes connections that have not joined in time."""
+        """Closes connections that have not proved their rank in time."""
         for stranger in self._strangers():
             if time.monotonic() - stranger.opened > SECONDS_TO_JOIN:
                 self.close_one(stranger)
@@ -192,8 +192,10 @@ class Connections:
     def close_one(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        if connection.state:
-            self.ranks.pop(connection.state.rank, None)
+        state = connection.state
+        # A newer connection may have taken its place.
+        if state and self.ranks.get(state.rank) is connection:
+            del self.ranks[state.rank]
 
     def send_all(self, kind: Kind, **values: Any) -> None:
         for connection in self.ranks.values():
@@ -217,7 +219,7 @@ class Connections:
         except OSError:
             return
 
-        # The oldest stranger makes room: whoever connected last may be a rank, which joins at once.
+        # The oldest stranger is dropped: the newest may be a rank, which proves itself at once.
         if len(self._selector.get_map()) > MAX_STRANGERS + self._size:
             self.close_one(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
@@ -245,24 +247,26 @@ class Connections:
             elif not self._joins(connection, message):
                 self.close_one(connection)
                 return
-        # Whoever takes the messages may have closed it meanwhile.
+        # The consumer of the messages may have closed the connection in the meantime.
         if end and connection.is_open:
             self.close_one(connection)
             if connection.state:
                 yield connection, end
 
     def _joins(self, connection: Connection, message: Message) -> bool:
-        """Makes the connection a rank's if the message proves it. Returns False if it does not."""
+        """Assigns the connection to a rank if the message proves it. Returns False if it does not."""
         rank = message.get("rank")
         answer = message.get("proof")
         if not isinstance(rank, int) or not isinstance(answer, str) or not answer.isascii():
             return False
-        # In constant time, so that it does not tell how much of a guess was right.
+        # In constant time, so that the timing does not reveal how much of a guess was right.
         if not hmac.compare_digest(answer, proof(self._token, connection.challenge, rank)):
             return False
 
         connection.process = Process(**message["process"])
-        connection.state = RankState(rank, str(message["host"]), Status(**message["status"]), time.monotonic())
+        connection.state = RankState(
+            rank, str(message["host"]), Status(**message["status"]), time.monotonic()
+        )
         connection.lines.max_bytes = MAX_LINE
         self.ranks[rank] = connection
         connection.send(Kind.WELCOME, process=self._process)

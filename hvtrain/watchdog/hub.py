@@ -1,4 +1,4 @@
-"""Rank 0's side of the watchdog: takes every rank's reports and decides once for all."""
+"""Rank 0's side of the watchdog: receives every rank's reports and makes one decision for all."""
 
 import logging
 import os
@@ -18,31 +18,32 @@ from hvtrain.watchdog.progress import RankState, Standing, Status, StopReason, S
 
 log = logging.getLogger(__name__)
 
-# Ranks that are lost together are named together.
+# Ranks lost within this time are reported together.
 SECONDS_TO_SETTLE = 0.5
 SECONDS_FOR_STACKS = 8.0
-# A signal to all processes reaches this one too, and a second Ctrl-C would end it unsaved.
+# A signal to all processes also reaches this one; passing it on would count as a second Ctrl-C, which
+# ends the run unsaved.
 SECONDS_FOR_OWN_SIGNAL = 1.0
 
 
 class Hub:
-    """The thread of rank 0 that decides once for all ranks.
+    """The thread on rank 0 that decides for all ranks.
 
-    The run either gets a reason to stop, which all ranks are told; or it stalls, and all ranks are
-    asked for their stacks, then ended.
+    If there is a reason to stop, it is sent to all ranks; if the run stalls, all ranks are asked for
+    their stacks and then ended.
 
     Args:
-        listener: the socket at which the ranks connect.
+        listener: the socket to which the ranks connect.
         token: the secret of the job.
         size: the number of ranks.
-        member: rank 0's own, which also connects.
+        member: rank 0's own member, which connects like any other.
 
     Attributes:
         thread: ends once rank 0 has left.
     """
 
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
-        # Rank 0 holds a connection of every rank.
+        # Rank 0 holds a connection to every rank.
         raise_file_limit()
         self._connections = Connections(listener, token, size, vars(member.stacks.process))
         self._member = member
@@ -56,7 +57,7 @@ class Hub:
         self._has_warned = False
         self._passes_signal = False
 
-        # Once the run stalls: the ranks as they were then.
+        # The state of the ranks when the run stalled.
         self._stalled: Standing | None = None
         self._stacks: dict[int, str] = {}
         self._process_states: dict[int, str] = {}
@@ -69,10 +70,12 @@ class Hub:
         try:
             next_tick = 0.0
             while self._is_open:
-                # A tick looks at all ranks, so there is not one for each of their beats.
-                for connection, message in self._connections.messages(max(0.0, next_tick - time.monotonic())):
+                # A tick looks at all ranks, so one per beat would be too expensive.
+                for connection, message in self._connections.messages(
+                    max(0.0, next_tick - time.monotonic())
+                ):
                     self._take(connection, message)
-                # Without rank 0, those that only waited for it would look stalled.
+                # No tick once rank 0 has left: ranks that only wait for it would look stalled.
                 if self._is_open and time.monotonic() >= next_tick:
                     self._connections.close_strangers()
                     self._tick(time.monotonic())
@@ -83,12 +86,12 @@ class Hub:
         self._connections.close()
 
     def _tick_seconds(self) -> float:
-        """Seconds to the next look at all ranks: soon, once something is wrong."""
+        """Seconds to the next tick, shorter once something is wrong."""
         is_urgent = self._stalled or self._lost
         return min(SECONDS_TO_SETTLE / 2 if is_urgent else 1.0, self._rules.beat_seconds / 2)
 
     def _take(self, connection: Connection, message: Message) -> None:
-        """Handles a message of a rank, and answers it if the rank is still there."""
+        """Handles a message from a rank, and answers it unless the rank has left."""
         state = connection.state
         assert state
         kind = message["kind"]
@@ -98,12 +101,13 @@ class Hub:
         if kind == Kind.BYE:
             self._connections.close_one(connection)
             # The run is over once rank 0 leaves; another rank may leave earlier.
-            self._is_open = state.rank != 0
+            if state.rank == 0:
+                self._is_open = False
             return
 
         if kind == Kind.BEAT:
             state.status = Status(**message["status"])
-            # Rank 0's clock: those of other hosts may differ.
+            # By rank 0's clock, since those of other hosts may differ.
             state.heard = time.monotonic()
         elif kind == Kind.STOP:
             self._stop(StopReason(**message["reason"]))
@@ -116,18 +120,20 @@ class Hub:
         connection.send(Kind.HEARD)
 
     def _note_loss(self, state: RankState, is_cut: bool) -> None:
-        """Remembers a lost rank.
+        """Records a lost rank.
 
-        The reason to stop waits for those that are lost together with it.
+        The run stops a little later, so that ranks lost at the same time are reported together.
         """
         if self._rules.survives_loss:
             return
-        self._lost.append(StopReason(loss(state.name, is_cut), RESTART_HELPS, state.rank, is_cut=is_cut))
-        # From the first loss on, or a loss after the other would put the end off for ever.
+        self._lost.append(
+            StopReason(loss(state.name, is_cut), RESTART_HELPS, state.rank, is_cut=is_cut)
+        )
+        # Counted from the first loss: otherwise a series of losses would postpone the end forever.
         self._lost_at = self._lost_at or time.monotonic()
 
     def _pass_signal(self, number: int) -> None:
-        """Sends this process the first signal that another rank received, unless it gets one itself."""
+        """Sends this process the first signal that another rank reports, unless it has received one itself."""
         if self._passes_signal:
             return
         self._passes_signal = True
@@ -136,16 +142,16 @@ class Hub:
         timer.start()
 
     def _keep_stacks(self, sender: int, message: Message) -> None:
-        """Keeps the stacks that a rank sent, its own or those of a rank that it woke."""
+        """Keeps the stacks that a rank sent: its own, or those of a rank that it woke."""
         rank = message["rank"]
-        # A rank that another one woke also sends its own stacks, which are of a later moment.
+        # A rank that was woken also sends its own stacks, but they show a later moment.
         if rank == sender and rank in self._woken:
             return
         self._stacks[rank] = str(message["text"])
         self._process_states[rank] = str(message["state"])
 
     def _look_for_silence(self) -> None:
-        """Asks for stacks, before the limit, if a rank is silent: another one's main thread is in an error already."""
+        """Asks for stacks, even before the limit, if any rank is silent while another one has an error."""
         standing = self._standing(time.monotonic())
         if standing.silent_ranks():
             self._collect_stacks(standing)
@@ -156,21 +162,21 @@ class Hub:
         return Standing(ranks, now, self._rules)
 
     def _tick(self, now: float) -> None:
-        """Decides what follows from the reports so far."""
+        """Decides what to do, according to the reports so far."""
         standing = self._standing(now)
         suspended = self._suspension.seconds(now)
         for state in standing.ranks:
             state.heard += suspended
 
         if self._stalled:
-            # A rank that is gone by now sends nothing more.
+            # Ranks that have left in the meantime need not answer.
             has_all = self._connections.ranks.keys() <= self._stacks.keys()
             if has_all or now >= self._stalled.now + SECONDS_FOR_STACKS:
                 self._end_all(self._stalled)
         elif self._reason:
             pass
         elif self._lost and now - self._lost_at >= SECONDS_TO_SETTLE:
-            # Three of them say enough for one line.
+            # One line has room for three reasons.
             text = "; ".join(reason.text for reason in self._lost[:3])
             is_cut = any(reason.is_cut for reason in self._lost)
             self._stop(replace(self._lost[0], text=text, is_cut=is_cut))
@@ -180,7 +186,7 @@ class Hub:
             self._warn(standing)
 
     def _warn(self, standing: Standing) -> None:
-        """Logs a warning, once, when a tenth of the time without progress has passed."""
+        """Logs a warning, once per stall, after a tenth of the time limit without progress."""
         seconds = standing.stalled_seconds(self._rules.limit / 10)
         if seconds and not self._has_warned:
             log.warning(
@@ -188,34 +194,40 @@ class Hub:
                 seconds,
                 standing.describe({}),
             )
-        # After progress the next standstill is worth a warning again.
+        # Once there is progress, the next stall gets a warning again.
         self._has_warned = seconds > 0
 
     def _stop(self, reason: StopReason) -> None:
-        """Tells all ranks why they stop. The first reason counts."""
+        """Tells all ranks why they must stop; later reasons are ignored."""
         if self._reason or self._stalled:
             return
-        # A rank that failed says itself what to do; a lost one cannot.
+        # The message from a failed rank includes advice; for any other reason it is added here.
         if not reason.is_failure:
-            reason = replace(reason, text=f"{reason.text}; {processes.resume_advice(self._member.folder)}")
+            reason = replace(
+                reason, text=f"{reason.text}; {processes.resume_advice(self._member.folder)}"
+            )
         self._reason = reason
-        # Rank 0 too, which is a member like any other.
+        # Including rank 0, which is a member like any other.
         self._connections.send_all(Kind.STOP, reason=vars(reason))
 
     def _collect_stacks(self, standing: Standing) -> None:
-        """Asks every rank for its stacks. A silent one is woken by another rank of its machine."""
+        """Asks every rank for its stacks; another rank on the same machine wakes a silent one."""
         if self._stalled or self._reason:
             return
-        # Copies: a rank that is woken reports again.
+        # Copies, since a rank that is woken will report again.
         self._stalled = replace(standing, ranks=list(map(replace, standing.ranks)))
 
         ranks = self._connections.ranks
-        processes = {rank: connection.process for rank, connection in ranks.items() if connection.process}
+        processes = {
+            rank: connection.process for rank, connection in ranks.items() if connection.process
+        }
         silent = {state.rank for state in standing.silent_ranks()}
         wakers: dict[int, list[Any]] = {}
         for rank in sorted(silent):
             process = processes[rank]
-            peers = [peer for peer in ranks.keys() - silent if processes[peer].machine == process.machine]
+            peers = [
+                peer for peer in ranks.keys() - silent if processes[peer].machine == process.machine
+            ]
             if peers:
                 self._woken.add(rank)
                 wakers.setdefault(min(peers), []).append({"rank": rank, "process": vars(process)})
@@ -224,14 +236,18 @@ class Hub:
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))
 
     def _end_all(self, standing: Standing) -> None:
-        """Names the culprits, ends all ranks, and ends this one."""
+        """Reports the culprits, ends all other ranks, and then this one."""
         limit = self._rules.limit
         folder = self._member.folder
-        names = {state.rank: state.name for state in standing.ranks}
-        stacks = {rank: self._stacks.get(rank) or f"{name} did not answer\n" for rank, name in names.items()}
+        stacks = {
+            state.rank: self._stacks.get(state.rank) or f"{state.name} did not answer\n"
+            for state in standing.ranks
+        }
         where = processes.write_stacks(folder, stacks)
 
-        text = f"{standing.describe(self._process_states)}; {where}{processes.resume_advice(folder)}"
+        text = (
+            f"{standing.describe(self._process_states)}; {where}{processes.resume_advice(folder)}"
+        )
         seconds = standing.stalled_seconds(limit)
         if seconds:
             text = f"no progress for {seconds:.0f} s (watchdog.abort_seconds={limit:g}): {text}"

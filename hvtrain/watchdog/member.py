@@ -1,4 +1,4 @@
-"""A rank's watchdog, as a run uses it: the one that watches nobody, and every rank's side of the one that watches."""
+"""A rank's watchdog: the null object that watches nothing, and every rank's side of a real one."""
 
 import logging
 import select
@@ -6,11 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvtrain.errors import RESTART_HELPS, UserError, in_one_line
+from hvtrain.errors import RESTART_HELPS, UserError, in_one_line, message_of
 from hvtrain.system.console import SECONDS_FOR_ANOTHER_RANK
 from hvtrain.watchdog import connections, processes
 from hvtrain.watchdog.connections import SECONDS_TO_JOIN, Kind, Lines, Message, WireError
@@ -29,23 +30,20 @@ log = logging.getLogger(__name__)
 
 SECONDS_FOR_A_WOKEN_RANK = 3.0
 SECONDS_FOR_A_CAUSE = 3.0
-# Open MPI notices a cut by itself, later than we do (launch/remote_hosts.py). But mpirun waits for
-# a host that it cannot reach once a rank has left it.
+# Open MPI notices a cut network later than the watchdog (MPI_NOTICES_CUTS in launch/job.py), and ranks
+# stay until then: once a rank has exited, mpirun waits for a host that it cannot reach.
 SECONDS_FOR_THE_LAUNCHER = 15.0
 
 
 class Watchdog:
-    """One rank's watchdog.
+    """One rank's watchdog. This class watches nothing and costs nothing; `start` makes a real one.
 
-    This one watches nobody and costs nothing; `start` makes one that watches.
-
-    Nothing of it is collective.
+    No method is collective.
 
     Attributes:
-        folder: the run folder, for stacks and for advice on how to go on; set it once it is known.
-        tell: gets the reason for which the run ends, as soon as this rank knows it and from any
-            thread.
-        progress: what this rank does.
+        folder: the run folder, for stacks and for advice on how to resume; set it once it is known.
+        tell: called, from any thread, with the reason why the run ends, as soon as this rank knows it.
+        progress: what this rank is doing.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
@@ -54,78 +52,85 @@ class Watchdog:
         self.progress = progress or Progress()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """The phase of what happens inside, one of progress.py's."""
+        """Returns a context manager that puts this rank in a phase (one of those in progress.py)."""
         return self.progress.phase(name)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the other ranks why this one leaves them."""
+        """Tells the other ranks why this one fails."""
 
     def cause(self) -> StopReason | None:
-        """Returns why the others are gone; None if nobody knows. The main thread then ends the process itself."""
+        """Returns why other ranks are gone, or None if that is unknown.
+
+        If there is a reason, the main thread must end the process itself.
+        """
         return None
 
     def wait(self) -> StopReason | None:
-        """Waits for the end of the run.
+        """Waits for the run to end.
 
         Returns why it failed, or None once rank 0 has stopped its watchdog.
         """
         return None
 
     def signal_rank_0(self, number: int) -> None:
-        """Sends rank 0 a signal that this rank received, unless rank 0 receives one itself."""
+        """Forwards to rank 0 a signal that this rank received, unless rank 0 receives one itself."""
 
     @property
     def spokesman(self) -> int:
-        """The first of the ranks that are left."""
+        """The lowest rank that is left."""
         return 0
 
     def stop(self) -> None:
-        """Stops watching; all stop with rank 0. Another may be started."""
+        """Stops watching; if rank 0 stops, all ranks do. A new watchdog may be started afterwards."""
 
 
 class Member(Watchdog):
-    """Every rank's side of a watchdog: reports its status, and ends the process when told to or left alone.
+    """Every rank's side of a watchdog: reports the rank's status, and ends the process if it must.
 
-    It has one thread, from `join` on. The main thread calls the methods of Watchdog.
+    `join` starts its only thread. The main thread calls the methods of Watchdog.
 
     Args:
-        rank: this one.
-        host: as messages name its host.
+        rank: the rank of this process.
+        host: the name of its host in messages.
         rules: the same on all ranks.
-        progress: what this rank does.
-        calls_launcher: check whether Gloo's launcher is there.
+        progress: what this rank is doing.
+        calls_launcher: check whether Gloo's launcher is still running.
 
     Attributes:
-        stacks: of this process.
-        hub_thread: rank 0's hub, for `stop` to wait for.
+        stacks: the Python stacks of this process.
+        hub_thread: on rank 0, the hub's thread, for which `stop` waits.
     """
 
-    def __init__(self, rank: int, host: str, rules: Rules, progress: Progress, calls_launcher: bool) -> None:
+    def __init__(
+        self, rank: int, host: str, rules: Rules, progress: Progress, calls_launcher: bool
+    ):
         super().__init__(progress)
         self.rules = rules
         self.stacks = Stacks()
         self.hub_thread: threading.Thread | None = None
         self._rank = rank
         self._host = host
-        # It notes the parent process now; another one later means that the launcher is gone.
+        # Records the parent process; if it changes later, the launcher is gone.
         self._launcher = Launcher(calls_launcher)
 
         self._connection: socket.socket | None = None
         self._lines = Lines()
         self._lock = threading.Lock()
         self._hub: Process | None = None
-        # Since when a beat waits for its answer; None: the last one was answered.
+        # When the unanswered beat was sent; None if the last one was answered.
         self._waits_since: float | None = None
         self._suspension = SuspensionClock(rules.beat_seconds)
 
         self._reason: StopReason | None = None
         self._decided_at = 0.0
-        self._patience = rules.main_thread_seconds
+        # Seconds that the main thread has to notice a lost rank before this process is ended: the usual
+        # limit if the run continues without that rank.
+        self._patience = rules.limit if rules.survives_loss else SECONDS_FOR_THE_MAIN_THREAD
         # The watchdog's thread is about to end this process.
         self._is_ending = False
-        # The main thread is in an error, and wants to know the cause.
+        # The main thread has an error, and has asked for its cause.
         self._is_asked = False
-        # The main thread ends the process itself.
+        # The main thread is ending the process itself.
         self._is_leaving = False
 
         self._heard = threading.Event()
@@ -134,29 +139,28 @@ class Member(Watchdog):
         self._thread = threading.Thread(target=self._run, name="hvtrain watchdog", daemon=True)
 
     def join(self, address: tuple[str, int], token: str) -> None:
-        """Raises OSError or WireError if the hub is not there, or does not know this rank."""
+        """Connects to the hub. Raises OSError or WireError if that fails."""
         self._connection = socket.create_connection(address, timeout=SECONDS_TO_JOIN)
         connections.notice_cuts(self._connection)
         challenge = self._next(Kind.CHALLENGE)["challenge"]
-        self._send_message(
-            {
-                "rank": self._rank,
-                "host": self._host,
-                "proof": connections.proof(token, challenge, self._rank),
-                "process": vars(self.stacks.process),
-                "status": vars(self.progress.look()),
-            }
-        )
+        joining = {
+            "rank": self._rank,
+            "host": self._host,
+            "proof": connections.proof(token, challenge, self._rank),
+            "process": vars(self.stacks.process),
+            "status": vars(self.progress.look()),
+        }
+        self._connection.sendall(connections.encode(joining))
         self._hub = Process(**self._next(Kind.WELCOME)["process"])
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Returns once the others know, or after a second."""
+        """Tells the other ranks why this one fails; returns once rank 0 has confirmed, or after a second."""
         text = in_one_line(error)
         code = 1
         if isinstance(error, UserError):
-            # One line, short enough for a message that all ranks print.
-            text = str(error).strip().partition("\n")[0][:300]
+            # Short enough for a message that all ranks print.
+            text = message_of(error)[:300]
             code = error.exit_code
         elif isinstance(error, KeyboardInterrupt):
             code = 130
@@ -164,15 +168,15 @@ class Member(Watchdog):
             code = error.code
 
         self._is_leaving = True
-        # An elastic job goes on without this rank.
+        # An elastic job continues without this rank.
         if self._reason is None and not self._closed.is_set() and not self.rules.survives_loss:
             name = f"rank {self._rank} on {self._host}"
-            # An error in the data may name its rank itself.
+            # The text of a data error may already begin with the rank.
             text = text.removeprefix(f"{name}: ")
-            # An answer to an earlier beat would look like one to this message.
+            # Otherwise an answer to an earlier beat would be taken as the answer to this message.
             self._heard.clear()
             self._propose(StopReason(f"{name} failed: {text}", code, self._rank, is_failure=True))
-            # Rank 0 may be gone, and then nobody answers.
+            # There is no answer if rank 0 is gone.
             self._heard.wait(1.0)
 
     def cause(self) -> StopReason | None:
@@ -181,22 +185,24 @@ class Member(Watchdog):
         if not self._closed.is_set():
             self._decided.wait(SECONDS_FOR_A_CAUSE)
         while self._is_ending:
-            time.sleep(1)  # The watchdog ends this process, and says why.
+            time.sleep(1)  # The watchdog is about to end this process and say why.
         self._is_leaving = self._reason is not None
         return self._reason
 
     def wait(self) -> StopReason | None:
-        # In short intervals, between which Python handles signals.
+        # Short intervals, since Python handles signals between them.
         while self._thread.is_alive() and not self._closed.is_set() and not self._decided.wait(0.2):
             pass
         while self._is_ending and self._thread.is_alive():
-            time.sleep(0.2)  # The watchdog ends this process.
+            time.sleep(0.2)  # The watchdog is about to end this process.
         self._is_leaving = self._reason is not None
         return self._reason
 
     def signal_rank_0(self, number: int) -> None:
-        # In a thread: the handler of a signal must not wait for a lock.
-        threading.Thread(target=self._send, args=[Kind.SIGNAL], kwargs={"number": number}, daemon=True).start()
+        send = partial(self._send, Kind.SIGNAL, number=number)
+        threading.Thread(
+            target=send, daemon=True
+        ).start()  # A signal handler must not wait for locks.
 
     @property
     def spokesman(self) -> int:
@@ -206,13 +212,13 @@ class Member(Watchdog):
         self._send(Kind.BYE)
         self._closed.set()
         if self._thread is not threading.current_thread():
-            # It may be waiting for its next beat.
+            # The thread may be waiting for its next beat.
             self._thread.join(2 * self.rules.beat_seconds + 1)
         if self.hub_thread:
             self.hub_thread.join(1.0)
 
     def _next(self, kind: Kind) -> Message:
-        """Waits for the hub's next message. Raises WireError if it is of another kind."""
+        """Waits for the hub's next message. Raises WireError if it is of a different kind."""
         assert self._connection
         messages: list[Message] = []
         while not messages:
@@ -225,25 +231,17 @@ class Member(Watchdog):
         return messages[0]
 
     def _send(self, kind: Kind, **values: Any) -> None:
-        self._send_message({"kind": kind, **values})
+        # After an error the next read finds out why.
+        with self._lock, suppress(OSError):
+            if self._connection:
+                self._connection.sendall(connections.encode({"kind": kind, **values}))
 
     def _propose(self, reason: StopReason) -> None:
         self._send(Kind.STOP, reason=vars(reason))
 
-    def _send_message(self, message: Message) -> None:
-        with self._lock:
-            try:
-                if self._connection:
-                    self._connection.sendall(connections.encode(message))
-            except OSError:
-                pass  # The reading side finds out why.
-
     def _is_readable(self, seconds: float) -> bool:
-        """Waits up to `seconds` for data of the hub.
-
-        By poll: select takes no file number from 1,024 on.
-        """
-        poll = select.poll()
+        """Waits up to `seconds` for data from the hub."""
+        poll = select.poll()  # select.select fails for file descriptors of 1,024 and above.
         poll.register(self._connection, select.POLLIN)  # type: ignore[arg-type]
         return bool(poll.poll(1000 * seconds))
 
@@ -281,7 +279,7 @@ class Member(Watchdog):
             self._take(message)
 
     def _take(self, message: Message) -> None:
-        """Handles a message of the hub."""
+        """Handles a message from the hub."""
         kind = message.get("kind")
         if kind == Kind.HEARD:
             self._waits_since = None
@@ -305,7 +303,7 @@ class Member(Watchdog):
             self._stop(self._loss(connections.loss("rank 0", is_cut), 0, is_cut))
 
     def _wake(self, rank: int, process: Process) -> None:
-        """Wakes a silent rank of this machine, and sends rank 0 its stacks."""
+        """Wakes a silent rank on this machine, and sends its stacks to rank 0."""
         state = process.state()
         text = ""
         if state != ENDED:
@@ -313,19 +311,20 @@ class Member(Watchdog):
         self._send(Kind.STACKS, rank=rank, text=text, state=state)
 
     def _loss(self, text: str, rank: int | None, is_cut: bool = False) -> StopReason:
-        return StopReason(f"{text}; {processes.resume_advice(self.folder)}", RESTART_HELPS, rank, is_cut=is_cut)
+        message = f"{text}; {processes.resume_advice(self.folder)}"
+        return StopReason(message, RESTART_HELPS, rank, is_cut=is_cut)
 
     def _stop(self, reason: StopReason) -> None:
-        """Remembers why the run stops. The main thread then has some time to notice by itself."""
+        """Records why the run stops. The main thread then has some time to notice it itself."""
         if self._reason is None:
             self._reason = reason
             self._decided_at = time.monotonic()
-            # Before the main thread wakes up: it may end this process at once.
+            # Before the main thread wakes up, since it may end this process at once.
             self.tell(reason.text)
             self._decided.set()
 
     def _tick(self, now: float) -> None:
-        """Ends the process if its time is over, else reports this rank's status."""
+        """Ends the process if its time is up; otherwise reports this rank's status."""
         suspended = self._suspension.seconds(now)
         status = self.progress.look(suspended)
         self._decided_at += suspended
@@ -351,9 +350,9 @@ class Member(Watchdog):
             self._judge_hub(now - self._waits_since, status.started)
 
     def _judge_hub(self, silent: float, started: bool) -> None:
-        """Ends the process if rank 0, which judges all but itself, has been silent for too long.
+        """Ends the process if rank 0, which judges all others, has been silent for too long.
 
-        The other ranks take turns, for the first to act wakes rank 0, and it tells the rest.
+        The ranks take turns: the first one wakes rank 0, which then tells the rest.
         """
         limit = self.rules.limit
         if self._is_asked:
@@ -366,30 +365,28 @@ class Member(Watchdog):
 
         self._is_ending = True
         text = f"rank 0 has not answered since {wall_clock(silent)}"
-        hub = self._hub
-        is_here = hub is not None and hub.is_here()
-        state = ""
-        if hub and is_here:
-            state = hub.state()
-            if state:
-                text = f"{text}, it is {state}"
-        # The first message that it reads when it wakes up.
+        # None if rank 0 is on another machine.
+        hub = self._hub if self._hub and self._hub.is_here() else None
+        state = hub.state() if hub else ""
+        if state:
+            text = f"{text}, it is {state}"
+        # Rank 0 reads this first when it wakes up.
         self._propose(StopReason(text, RESTART_HELPS, 0))
 
         stacks = {self._rank: self.stacks.text()}
-        if hub and is_here and state != ENDED:
+        if hub and state != ENDED:
             stacks[0] = hub.wake_for_stacks(SECONDS_FOR_A_WOKEN_RANK)
         where = processes.write_stacks(self.folder, stacks)
         self._end(self._loss(f"{text}; {where}".removesuffix("; "), 0), first=1)
 
     def _end(self, reason: StopReason, first: int) -> None:
-        """Says why, at once on the first of the ranks that are left, and ends the process."""
+        """Prints the reason, without delay on rank `first`, and ends the process."""
         text = f"stopped because {reason.text}"
         if reason.is_cut and self._launcher.is_daemon:
             processes.say(text, self._rank, reason.rank)
             self._launcher.end_daemon()
         else:
-            # The others write it too, in case the first is gone.
+            # The other ranks print it later, in case the first one is gone.
             wait_seconds = 0.0 if self._rank == first else SECONDS_FOR_ANOTHER_RANK
             processes.say(text, self._rank, reason.rank, wait_seconds)
             if reason.is_cut:

@@ -1,6 +1,6 @@
-"""Processes of this host, as the watchdog handles them: looks at others and wakes them, ends this one.
+"""Processes on this host, for the watchdog: inspects and wakes others, ends its own.
 
-The end comes after a last message and Python stacks, which may not delay it for long.
+The last message and the Python stacks that a process writes may not delay its end for long.
 """
 
 import ctypes
@@ -20,6 +20,7 @@ from typing import TypeVar
 import psutil
 
 from hvtrain.core import checkpoint_notes as notes
+from hvtrain.storage.runs import address_of
 from hvtrain.system import console
 
 T = TypeVar("T")
@@ -31,20 +32,20 @@ _STATES = {
     psutil.STATUS_ZOMBIE: ENDED,
     psutil.STATUS_DEAD: ENDED,
 }
-# Two processes may compute the start of a third one differently by so much.
+# Tolerance between two computations of the same process's start time.
 _START_TOLERANCE_SECONDS = 2.0
 
 STACKS_FOLDER = "stacks"
-# A hanging disk may be the reason to end, so file access is abandoned after this time.
+# A hanging disk may be why the run ends, so file access is abandoned after this time.
 SECONDS_FOR_FILES = 5.0
 
 
 def machine_id(namespace: str = "pid") -> str:
-    """Equal for two processes of one boot of one host and one container, which see each other's process numbers.
+    """Returns an ID for all processes that see each other's process IDs: those in one container of one boot of a host.
 
-    "net": equal for two that share a loopback interface.
+    With "net", for all processes that share a loopback interface.
     """
-    # Only where /proc does not tell; names of hosts need not be unique.
+    # A fallback if /proc is missing; host names need not be unique.
     boot = socket.gethostname()
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -56,13 +57,13 @@ def machine_id(namespace: str = "pid") -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that others on its machine can find again, even if its number is reused.
+    """A process that others on its machine can identify, even if its process ID is reused.
 
     Args:
         machine: its machine_id().
-        number: its process number.
-        started: when it began, in seconds since the epoch.
-        stacks: the open file to which SIGUSR2 makes it write its Python stacks; -1: it does not.
+        number: its process ID.
+        started: when it began, in seconds since the Unix epoch.
+        stacks: the file descriptor to which it writes its Python stacks on SIGUSR2; -1: none.
     """
 
     machine: str
@@ -71,27 +72,28 @@ class Process:
     stacks: int
 
     def is_here(self) -> bool:
-        """True for another process of this machine."""
+        """True for another process on this machine."""
         return self.machine == machine_id() and self.number != os.getpid()
 
     def state(self) -> str:
-        """Why it may not answer; empty if it simply runs."""
+        """Returns the reason why the process may not answer; empty if it is running."""
         try:
             process = psutil.Process(self.number)
-            # Numbers are used again, so the start has to fit too.
+            # Process IDs are reused, so the start time has to match too.
             if abs(process.create_time() - self.started) >= _START_TOLERANCE_SECONDS:
-                return ENDED  # The number is another process's now.
+                return ENDED
             return _STATES.get(process.status(), "")
         except psutil.Error:
             return ENDED
 
     def wake_for_stacks(self, seconds: float) -> str:
-        """Makes it write its stacks, by C code that needs no Python, and continue if stopped.
+        """Makes the process write its stacks, in C code that needs no interpreter, and continue if stopped.
 
         Returns the stacks.
         """
         with suppress(ProcessLookupError, PermissionError):
-            # To its main thread, which then writes before it continues. glibc has tgkill since 2.30.
+            # With tgkill (from glibc 2.30 on) the main thread gets the signal, and writes the stacks
+            # before it continues.
             to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
             if self.stacks >= 0 and to_thread:
                 to_thread(self.number, self.number, signal.SIGUSR2)
@@ -99,7 +101,7 @@ class Process:
                 os.kill(self.number, signal.SIGUSR2)
             os.kill(self.number, signal.SIGCONT)
 
-        # It has written all once the file stays as it is.
+        # The stacks are complete once the file no longer changes.
         file = Path(f"/proc/{self.number}/fd/{self.stacks}")
         deadline = time.monotonic() + seconds
         text = ""
@@ -114,12 +116,12 @@ class Process:
 
 
 class Stacks:
-    """This process's Python stacks, in memory that other processes of its machine can read."""
+    """This process's Python stacks, in memory that other processes on its machine can read."""
 
     def __init__(self) -> None:
-        # In memory: a hanging disk may be why this process hangs.
+        # In memory, since a hanging disk may be why this process hangs.
         self._file = os.memfd_create("hvtrain-stacks")
-        # Only if the user has no other use for the signal.
+        # Only if the user's code does not handle the signal.
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
         if self._takes_signal:
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True, chain=False)
@@ -132,8 +134,8 @@ class Stacks:
         )
 
     def text(self) -> str:
-        """The stacks of all threads now."""
-        # Not the file of the signal, which shows the moment at which this process was stopped.
+        """Returns the current stacks of all threads."""
+        # The file for the signal is left alone: it shows where this process was stopped.
         with os.fdopen(os.memfd_create("hvtrain-stacks-now"), "rb") as file:
             faulthandler.dump_traceback(file.fileno(), all_threads=True)
             file.seek(0)
@@ -146,11 +148,11 @@ class Stacks:
 
 
 class Launcher:
-    """Tells whether the launcher of this rank is still there.
+    """Tells whether the launcher of this rank is still running.
 
-    On the launcher's own host a rank changes its parent when the launcher dies. Under Gloo a rank
-    on another host hangs on an ssh connection, whose end it does not see; but the launcher keeps a
-    port open for the whole run.
+    On the launcher's own host a rank gets another parent when the launcher dies. With Gloo a rank
+    on another host is started over ssh and does not see that connection end; but the launcher keeps
+    a port open for the whole run.
     """
 
     SECONDS_BETWEEN_CALLS = 5.0
@@ -158,7 +160,8 @@ class Launcher:
 
     def __init__(self, calls: bool) -> None:
         self._parent = os.getppid()
-        self.is_daemon = False  # Open MPI's, on hosts other than its own.
+        # True if the parent is Open MPI's daemon, as on hosts other than the launcher's.
+        self.is_daemon = False
         with suppress(psutil.Error):
             self.is_daemon = psutil.Process(self._parent).name() == "orted"
 
@@ -169,11 +172,11 @@ class Launcher:
         if calls and address and port.isdigit():
             self._port = (address, int(port))
             if self._is_refused():
-                self._port = None  # This launcher closes its port after the start.
+                self._port = None  # This launcher does not keep its port open.
         self._called = time.monotonic()
 
     def is_gone(self) -> bool:
-        # An orphan is given to another parent.
+        # An orphaned process gets another parent.
         if self._parent != os.getppid():
             return True
         if self._port and time.monotonic() - self._called >= self.SECONDS_BETWEEN_CALLS:
@@ -188,7 +191,7 @@ class Launcher:
             os.kill(self._parent, signal.SIGTERM)
 
     def _is_refused(self) -> bool:
-        """True if nothing listens at the launcher's port; False on a silent network."""
+        """True if nothing listens on the launcher's port; False if there is no answer at all."""
         try:
             socket.create_connection(self._port or ("", 0), timeout=1.0).close()
         except OSError as error:
@@ -197,9 +200,9 @@ class Launcher:
 
 
 def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
-    """Returns the action's result, or `otherwise` if it fails or takes longer.
+    """Returns the action's result, or `otherwise` if it fails or takes longer than `seconds`.
 
-    A slow action is left to its thread.
+    A slow action is left running in its thread.
     """
     result = [otherwise]
 
@@ -214,11 +217,14 @@ def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
 
 
 def resume_advice(folder: Path | None) -> str:
-    """Returns advice to close a message with: the command to run, and the checkpoint from which it resumes."""
+    """Returns advice for the end of a message: the command to run, and the checkpoint from which it resumes."""
     if folder is None:
         return "run the same command again"
-    checkpoint = within(SECONDS_FOR_FILES, lambda: _newest_checkpoint(folder), "the newest checkpoint")
-    return f"run the same command with run.dir={folder} to resume from {checkpoint}"
+    checkpoint = within(
+        SECONDS_FOR_FILES, lambda: _newest_checkpoint(folder), "the newest checkpoint"
+    )
+    run_dir = within(SECONDS_FOR_FILES, lambda: address_of(folder), "") or folder
+    return f"run the same command with run.dir={run_dir} to resume from {checkpoint}"
 
 
 def _newest_checkpoint(folder: Path) -> str:
@@ -234,9 +240,9 @@ def _newest_checkpoint(folder: Path) -> str:
 
 
 def write_stacks(folder: Path | None, stacks: dict[int, str]) -> str:
-    """Writes stacks, a file per rank, if the run folder is on this host.
+    """Writes stacks, one file per rank, if the run folder is on this host.
 
-    Returns where, as part of a message; or "".
+    Returns where they are, as part of a message; "" if nothing was written.
     """
     if folder is None or not stacks:
         return ""
@@ -248,20 +254,20 @@ def _write_stacks(folder: Path, stacks: dict[int, str]) -> str:
         return ""
     stacks_folder = folder / STACKS_FOLDER
     stacks_folder.mkdir(exist_ok=True)
-    # A link may point outside the run folder. So may a linked file, which is replaced below.
+    # A symbolic link may lead out of the run folder.
     if stacks_folder.is_symlink():
         return ""
 
     for rank, text in stacks.items():
         path = stacks_folder / f"rank-{rank:04d}.txt"
-        # Not through a link, which may lead out of the run folder.
+        # Do not write through a link.
         path.unlink(missing_ok=True)
         path.write_text(text, encoding="utf-8")
     return f"Python stacks are in {stacks_folder}; "
 
 
 def say(text: str, rank: int, culprit: int | None, wait_seconds: float = 0.0) -> None:
-    """Writes one line to this rank's log and, after wait_seconds or a signal, to stderr. culprit: the rank at fault."""
+    """Writes a line to this rank's log and, after wait_seconds or a signal, to stderr. culprit: the rank at fault."""
     within(
         wait_seconds + SECONDS_FOR_FILES,
         lambda: console.say_error(text, rank, wait_seconds, culprit=culprit),

@@ -1,7 +1,7 @@
-"""The progress of ranks: what each of them does, and which one holds the run up.
+"""The progress of ranks: what each of them is doing, and which one holds up the run.
 
-A rank's main thread reports what it begins, and the watchdog's thread looks from time to time. The
-hub judges by the statuses of all ranks; what judges (Standing) is pure.
+A rank's main thread reports what it is about to do, and the watchdog's thread polls these reports.
+The hub judges by the statuses of all ranks; the judgement itself (Standing) is pure.
 """
 
 import time
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import psutil
 
-# The phases of a rank. In the last two it waits for others, so it never holds them up.
+# The phases of a rank. In the last two it waits for other ranks, so it never holds them up.
 START, STEP, DATA, FORWARD = "start", "step", "data", "forward"
 CHECKPOINT, VALIDATION, CALLBACKS = "checkpoint", "validation", "callbacks"
 REDUCTION, EXCHANGE = "reduction", "exchange"
 WAITING = (REDUCTION, EXCHANGE)
 
-# Less than this between two looks is a log line, not work on a file.
+# Fewer bytes than this between two calls of `look` are log lines, not work on files.
 MIN_BYTES_OF_WORK = 1 << 16
 
 Marks = tuple[int, int, int, int]
@@ -29,11 +29,11 @@ class Status:
     """A rank at one moment.
 
     Args:
-        step: steps that the run has done.
-        phase: what the rank does.
+        step: the number of steps that the run has completed.
+        phase: what the rank is doing.
         seconds: how long it has been in this phase.
-        idle: seconds for which nothing has happened.
-        started: it has ended a step.
+        idle: seconds since it last made any progress.
+        started: it has completed a step.
     """
 
     step: int
@@ -44,15 +44,15 @@ class Status:
 
 
 class SuspensionClock:
-    """Measures how long this process itself was suspended, which is no other rank's fault."""
+    """Measures how long this process itself was suspended, which must not be blamed on other ranks."""
 
     def __init__(self, usual_seconds: float = 1.0) -> None:
-        # Of a thread that is only slow: a beat may be late by as much as a beat.
+        # A slow thread may be late by a whole interval without having been suspended.
         self._longest_gap = max(1.0, 2 * usual_seconds)
         self._last_call = time.monotonic()
 
     def seconds(self, now: float) -> float:
-        """Seconds of suspension since the last call, which usually comes `usual_seconds` after another."""
+        """Returns the seconds of suspension since the last call; calls are usually `usual_seconds` apart."""
         gap = now - self._last_call
         self._last_call = now
         return gap if gap > self._longest_gap else 0.0
@@ -63,12 +63,12 @@ class Progress:
 
     The main thread reports at almost no cost; `look` is for one other thread.
 
-    marks: how far this process's steps are inside the graph, where Python sees nothing.
+    marks: returns how far this process's steps have come inside the graph, which Python cannot see.
     """
 
     def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0)) -> None:
         self._marks = marks
-        # They count since the process began, and another run may have been before this one.
+        # The marks count from the start of the process, which may have trained another run before.
         self._first_marks = marks()
 
         # Written by the main thread.
@@ -87,7 +87,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The phase of what happens inside."""
+        """A context in which this rank is in the given phase."""
         outer = self._phase
         self._phase = name
         self._num_reports += 1
@@ -102,11 +102,11 @@ class Progress:
         self._num_reports += 1
 
     def begin_step(self, step: int) -> None:
-        """step: how many the run has done before.
+        """Reports that a step begins. step: the number of steps that the run has completed before it.
 
-        More may follow in the same call, which Python does not see.
+        More steps may follow in the same call, which Python cannot see.
         """
-        # Marks count steps of this process; a resumed run begins at a later step.
+        # Marks count the steps of this process, but a resumed run begins at a later step.
         if self._step_at_first is None:
             self._step_at_first = step - self._marks()[3]
         self._step = step
@@ -114,19 +114,21 @@ class Progress:
         self._phase = STEP
 
     def end_step(self, step: int) -> None:
-        """step: how many the run has done now."""
+        """Reports that a step has ended. step: the number of steps that the run has completed now."""
         self._step = step
         self._phase = CALLBACKS
-        # From here on there is nothing to compile, and less patience.
+        # From now on nothing is left to compile, so the shorter limit applies.
         self._started = True
 
     def look(self, suspended: float = 0.0) -> Status:
-        """The rank's status now. suspended: seconds since the last look in which this process did not run."""
+        """Returns the rank's status. suspended: seconds since the last call for which the process was suspended."""
         now = time.monotonic()
         self._phase_began += suspended
         self._moved += suspended
 
-        arrived, ready, reduced, ended = (mark - first for mark, first in zip(self._marks(), self._first_marks))
+        arrived, ready, reduced, ended = (
+            mark - first for mark, first in zip(self._marks(), self._first_marks)
+        )
         phase = self._phase
         if phase == STEP:
             # The first step is traced and compiled before its batch is requested.
@@ -148,48 +150,40 @@ class Progress:
         return Status(step, phase, now - self._phase_began, now - self._moved, self._started)
 
     def _works_on_files(self) -> bool:
-        """True if this process has read from or written to disks or file servers since the last look."""
+        """True if this process has read from or written to disks or file servers since the last call."""
         try:
             counters = psutil.Process().io_counters()
         except (psutil.Error, OSError):
             return False
 
-        # The first look finds all bytes since the start, which counts as work once.
+        # The first call finds all bytes since the process started, which counts as work once.
         before = self._num_bytes
         self._num_bytes = counters.read_bytes + counters.write_bytes
         return self._num_bytes - before >= MIN_BYTES_OF_WORK
 
 
-# Before the first step has ended, programs are compiled, files found and caches filled.
+# Factor on the limit until the first step has ended: graphs are compiled, files listed, caches filled.
 PATIENCE_AT_START = 3
-# A rank that misses so many of its beats is silent, not late.
+# A rank that misses this many beats counts as silent.
 BEATS_UNTIL_SILENT = 10
-# A main thread that is freed by the end of other ranks says more than the watchdog; one that is
-# blocked forever says nothing.
+# If the end of other ranks unblocks a main thread, its error says more than the watchdog can; but the
+# thread may also stay blocked forever.
 SECONDS_FOR_THE_MAIN_THREAD = 3.0
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The same on all ranks.
+    """The watchdog's rules, which are the same on all ranks.
 
     Args:
         limit: seconds without progress after which the run ends.
-        beat_seconds: how often a rank reports.
-        survives_loss: the others go on without a rank that is lost.
+        beat_seconds: seconds between two reports of a rank.
+        survives_loss: the other ranks continue without a rank that is lost.
     """
 
     limit: float
     beat_seconds: float
     survives_loss: bool = False
-
-    @property
-    def main_thread_seconds(self) -> float:
-        """Seconds for the main thread to notice a lost rank before its process is ended.
-
-        If the run goes on without that rank, the thread may be as slow as at anything else.
-        """
-        return self.limit if self.survives_loss else SECONDS_FOR_THE_MAIN_THREAD
 
     @property
     def silent_after(self) -> float:
@@ -198,7 +192,7 @@ class Rules:
 
 @dataclass
 class RankState:
-    """The last status that a rank reported, and when (time.monotonic())."""
+    """The last status that a rank reported. heard: when, as time.monotonic() on rank 0."""
 
     rank: int
     host: str
@@ -212,14 +206,14 @@ class RankState:
 
 @dataclass(frozen=True)
 class StopReason:
-    """The reason why the run cannot go on, which all ranks print. (A launcher reads another, system/console.py.)
+    """The reason why the run cannot continue, as all ranks print it.
 
     Args:
         text: the reason.
         code: the exit code of all ranks.
-        rank: the one at fault; None: nobody knows.
-        is_failure: that rank reported its own error; else it is lost or makes no progress.
-        is_cut: it is lost to the network.
+        rank: the rank at fault; None: unknown.
+        is_failure: that rank reported its own error; otherwise it is lost or makes no progress.
+        is_cut: its network connection was cut.
     """
 
     text: str
@@ -231,7 +225,7 @@ class StopReason:
 
 @dataclass(frozen=True)
 class Standing:
-    """All ranks at one moment, judged by the rules. now: time.monotonic()."""
+    """All ranks at one moment (now, as time.monotonic()), judged by the rules."""
 
     ranks: Sequence[RankState]
     now: float
@@ -242,12 +236,12 @@ class Standing:
         return self.now - state.heard
 
     def stalled_seconds(self, limit: float) -> float:
-        """Seconds for which the run has made no progress, if they are the limit or more; else 0.
+        """Seconds for which the run has made no progress if that is at least the limit, else 0.
 
-        One rank's progress is the run's, for the others may wait for it. A rank that does not answer
-        makes none.
+        If one rank makes progress, so does the run, since the others may be waiting for it. A rank that
+        does not answer makes none.
         """
-        # Before any rank has joined there is nobody to judge.
+        # Before any rank has joined there is nothing to judge.
         if not self.ranks:
             return 0.0
         silence = max(map(self.silence, self.ranks))
@@ -255,7 +249,7 @@ class Standing:
             return silence
 
         idle = min(state.status.idle + self.silence(state) for state in self.ranks)
-        # Silence is judged above without it: a rank that compiles reports all the same.
+        # Only idle time gets the longer limit, not silence: a rank that is compiling still reports.
         if not all(state.status.started for state in self.ranks):
             limit *= PATIENCE_AT_START
         return idle if idle >= limit else 0.0
@@ -264,13 +258,13 @@ class Standing:
         return [state for state in self.ranks if self.silence(state) > self.rules.silent_after]
 
     def culprits(self) -> list[RankState]:
-        """The silent ranks; else, of the ranks that wait for nobody, those furthest behind; else none."""
+        """Returns the silent ranks, or else those furthest behind that do not wait for others."""
         silent = self.silent_ranks()
         if silent:
             return silent
 
-        # Within a step data come first; ranks that exchange something in the forward pass wait there
-        # for such a one.
+        # Within a step a rank in DATA is behind one in FORWARD, which may be waiting for it in an
+        # exchange during the forward pass.
         order = {DATA: 0, FORWARD: 1}
         positions = {
             state.rank: (state.status.step, order.get(state.status.phase, 2))
@@ -278,10 +272,14 @@ class Standing:
             if state.status.phase not in WAITING
         }
         last = min(positions.values(), default=None)
-        return [state for state in self.ranks if state.rank in positions and positions[state.rank] == last]
+        return [
+            state
+            for state in self.ranks
+            if state.rank in positions and positions[state.rank] == last
+        ]
 
     def describe(self, processes: Mapping[int, str]) -> str:
-        """Names the culprits, or says what else it looks like. processes: what is known of silent ranks' processes."""
+        """Names the culprits, or describes the likely cause. processes: states of silent ranks' processes, if known."""
         guilty = self.culprits()
         if guilty:
             text = ", ".join(self._describe_one(state, processes) for state in guilty[:3])
@@ -289,10 +287,12 @@ class Standing:
                 text = f"{text} and {len(guilty) - 3} more"
             return text
 
-        # One rank stands for all in the same place; the first of them, so reversed.
+        # One rank stands for all at the same step and phase; in reverse order, so that the lowest one is kept.
         states = {(state.status.step, state.status.phase): state for state in reversed(self.ranks)}
         if len(states) > 1:
-            text = ", ".join(self._describe_one(state, {}) for _, state in sorted(states.items())[:3])
+            text = ", ".join(
+                self._describe_one(state, {}) for _, state in sorted(states.items())[:3]
+            )
             return f"ranks wait for each other at different places: {text}; do all run the same program?"
         return f"all {len(self.ranks)} ranks wait in {self._since(self.ranks[0])}; is a link between hosts down?"
 
@@ -314,7 +314,7 @@ class Standing:
 
 
 def _step(state: RankState) -> str:
-    """The step that it is in, or the last one done."""
+    """Formats the number of the step that the rank is in, or of the last one that it has completed."""
     is_in_step = state.status.phase in (DATA, FORWARD, REDUCTION)
     return f"{state.status.step + is_in_step:,}"
 

@@ -1,6 +1,6 @@
 """Starts a watchdog on every rank.
 
-By trying them all, the ranks find an address of rank 0 that every host reaches.
+The ranks try all addresses of rank 0 to find one that every host can reach.
 """
 
 import logging
@@ -25,7 +25,7 @@ Broadcast = Callable[[Any], Any]
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-# Rank 0 reads so many ranks' beats in a second; with more ranks each sends fewer.
+# Beats that rank 0 reads per second: with more ranks each sends fewer, down to one in MAX_BEAT_SECONDS.
 MAX_BEATS_PER_SECOND = 256
 MAX_BEAT_SECONDS = 4.0
 MIN_BEAT_SECONDS = 0.05
@@ -45,28 +45,27 @@ def start(
     calls_launcher: bool = True,
     survives_loss: bool = False,
 ) -> Watchdog:
-    """A watchdog over all ranks, or one that watches nobody if rank 0 wants none (every rank).
+    """Starts a watchdog over all ranks, or returns one that watches nothing (call on every rank).
 
     Args:
-        rank: this one's.
+        rank: the rank of this process.
         size: the number of ranks.
-        host: as messages name this rank's host.
-        abort_seconds: how long the run may make no progress; rank 0's counts; 0: no watchdog, no
-            port.
+        host: the name of this rank's host in messages.
+        abort_seconds: how long the run may make no progress; rank 0's value is used; 0: no watchdog
+            and no open port.
         gather: returns every rank's value to all ranks.
         broadcast: returns rank 0's value to all ranks.
         marks: see Progress.
-        calls_launcher: check whether Gloo's launcher is there; one rank of a host is enough.
-        survives_loss: an elastic job goes on without a rank that is gone or fails, and starts
-            another watchdog.
+        calls_launcher: check whether Gloo's launcher is still running; one rank per host is enough.
+        survives_loss: an elastic job continues without a rank that is lost or fails, and starts a new watchdog.
     """
-    # Rank 0's counts for all: what follows is collective.
+    # Rank 0's value counts for all, since the collective calls below must match.
     limit = broadcast(abort_seconds)
     if not limit or size == 1:
         return Watchdog()
 
     address, listener = agree(rank, gather, broadcast)
-    # New for each watchdog, so that a rank of an earlier one is a stranger.
+    # A new token for each watchdog, so that ranks of an earlier one are strangers.
     token = broadcast(secrets.token_hex(32))
     progress = Progress(marks)
     if address is None:
@@ -86,37 +85,37 @@ def start(
 
 
 def beat_seconds(size: int, limit: float) -> float:
-    """Seconds between two beats of a rank: at most a twentieth of the limit, so that silence is noticed well before."""
+    """Returns the seconds between two beats of a rank: at most limit / 20, so that silence is noticed long before."""
     seconds = BEAT_SECONDS * max(1.0, size / MAX_BEATS_PER_SECOND)
     return max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, seconds))
 
 
-def agree(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | None, socket.socket | None]:
-    """Finds an address of rank 0 that all ranks reach (every rank).
+def agree(
+    rank: int, gather: Gather, broadcast: Broadcast
+) -> tuple[Address | None, socket.socket | None]:
+    """Finds an address of rank 0 that all ranks can reach (call on every rank).
 
-    Returns the address, None if there is none; and on rank 0 the socket that listens there.
+    Returns the address, or None if there is none; and on rank 0 the socket that listens there.
     """
     networks = gather(machine_id("net"))
-    is_one_host = len(set(networks)) == 1
     listeners: list[socket.socket] = []
     if rank == 0:
-        # On one host nothing outside may reach the port.
-        addresses = [LOOPBACK] if is_one_host else _own_addresses()
+        # On a single host the port need not be reachable from outside.
+        addresses = [LOOPBACK] if len(set(networks)) == 1 else _own_addresses()
         listeners = list(filter(None, map(listen, addresses)))
 
-    offers: list[Address] = broadcast([listener.getsockname() for listener in listeners])
-    if is_one_host:
-        votes = [[True] * len(offers)]
-    else:
-        # One rank of each host would be enough; but which, if their numbers of ranks differ?
-        own_vote = [True] * len(offers)
-        if networks[0] != machine_id("net"):
-            with ThreadPoolExecutor(max(1, len(offers))) as pool:
-                own_vote = list(pool.map(reaches, offers))
-        votes = gather(own_vote)
+    offers = broadcast([listener.getsockname() for listener in listeners])
+    # One vote per host would be enough, but all ranks have to take part in the gather.
+    own_vote = [True] * len(offers)
+    if networks[0] != machine_id("net"):
+        with ThreadPoolExecutor(max(1, len(offers))) as pool:
+            own_vote = list(pool.map(reaches, offers))
+    votes = gather(own_vote)
 
-    # The first that all reach: it is of Horovod's own interface if that will do.
-    chosen = next((index for index in range(len(offers)) if all(vote[index] for vote in votes)), None)
+    # The first address that all ranks reach; those of Horovod's own interface come first.
+    chosen = next(
+        (index for index in range(len(offers)) if all(vote[index] for vote in votes)), None
+    )
     for index, listener in enumerate(listeners):
         if index != chosen:
             listener.close()
@@ -126,14 +125,17 @@ def agree(rank: int, gather: Gather, broadcast: Broadcast) -> tuple[Address | No
 
 
 def _own_addresses() -> list[str]:
-    """This host's addresses without loopback's, that of Horovod's interface first."""
+    """Returns this host's addresses except loopback, those of Horovod's interface first."""
     first = os.environ.get("HOROVOD_GLOO_IFACE", "")
     items = sorted(host_facts.all_interfaces(), key=lambda item: item["name"] != first)
     return [item["address"] for item in items if not item["address"].startswith("127.")]
 
 
 def listen(address: str) -> socket.socket | None:
-    """A socket that listens at a free port; None if there is none, for no rank may fail alone here."""
+    """Returns a socket that listens on a free port.
+
+    None if that fails, since a single rank must not raise an error here.
+    """
     try:
         return socket.create_server((address, 0), backlog=MAX_WAITING)
     except OSError:

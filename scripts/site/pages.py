@@ -13,7 +13,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
+TEXTS = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+}
 # The public modules: what a user imports or names in a configuration.
 API = {
     "keras": "hvtrain.keras",
@@ -31,11 +35,17 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s:#]+)(#[\w-]+)?\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are not in docs/."""
     for name, place in TEXTS.items():
-        files.append(File.generated(config, place, content=linked((ROOT / name).read_text("utf-8"), "")))
+        files.append(
+            File.generated(config, place, content=linked((ROOT / name).read_text("utf-8"), ""))
+        )
     for name, module in API.items():
         files.append(File.generated(config, f"api/{name}.md", content=f"::: {module}\n"))
     for name in ASSETS:
-        files.append(File.generated(config, f"assets/{name}", abs_src_path=str(Path(__file__).with_name(name))))
+        files.append(
+            File.generated(
+                config, f"assets/{name}", abs_src_path=str(Path(__file__).with_name(name))
+            )
+        )
     return files
 
 

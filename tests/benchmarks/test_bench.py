@@ -48,18 +48,23 @@ def test_contenders_do_the_same_work(names, tmp_path):
     runs = {row["contender"]: row for row in session["runs"]}
     assert set(runs) - {"hvtrain-mpi again"} == set(names)
     joint = [runs[name]["loss"] for name in names if CONTENDERS[name].is_one_job]
-    assert len(joint) >= 2 and max(joint) - min(joint) < 1e-4 * min(joint), "the same samples, weights and steps"
+    assert len(joint) >= 2 and max(joint) - min(joint) < 1e-4 * min(joint), (
+        "the same samples, weights and steps"
+    )
     assert abs(runs["keras"]["loss"] - joint[0]) > 1e-3, "one rank takes other steps"
     assert all(row["step_seconds"] > 0 and row["peak_bytes"] > 1e8 for row in runs.values())
     assert any(
-        line.startswith("examples_per_second of hvtrain-mpi / multi-worker >= 6.00") for line in of_steps(session)
+        line.startswith("examples_per_second of hvtrain-mpi / multi-worker >= 6.00")
+        for line in of_steps(session)
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "file", "text"),
     [
-        pytest.param(*(["scaling", "-np", "2"], "scaling.json", "against jobs apart"), marks=release),
+        pytest.param(
+            *(["scaling", "-np", "2"], "scaling.json", "against jobs apart"), marks=release
+        ),
         pytest.param(
             *(
                 ["steps", "--contenders", "batches@data=synthetic,independent"],
@@ -103,7 +108,9 @@ def test_other_kinds(arguments, file, text, tmp_path):
     assert {file, "bench.png"} <= {path.name for path in (tmp_path / "bench").iterdir()}
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=nightly), pytest.param("gloo", marks=release)])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("mpi", marks=nightly), pytest.param("gloo", marks=release)]
+)
 def test_allreduce(transport, tmp_path):
     arguments = [
         "--transport",
@@ -129,13 +136,21 @@ def test_allreduce(transport, tmp_path):
 @release
 def test_input_compares_all_pipelines(tmp_path):
     arguments = ["--images", "64", "--steps", "3", "--rounds", "1", "--sizes", "240x320"]
-    code, output = run(None, 1, *BENCH, "input", *arguments, "--output", str(tmp_path / "bench"), cwd=tmp_path)
-    assert code == 0 and "CPU time, hvtrain / it" in output and "cores for 1,500/s" in output, output
+    code, output = run(
+        None, 1, *BENCH, "input", *arguments, "--output", str(tmp_path / "bench"), cwd=tmp_path
+    )
+    assert code == 0 and "CPU time, hvtrain / it" in output and "cores for 1,500/s" in output, (
+        output
+    )
     runs = json.loads((tmp_path / "bench" / "input.json").read_text())["runs"]
     cases = [(row["size"], row["work"], row["format"], row["contender"]) for row in runs]
     assert sorted(cases) == sorted(Inputs(tmp_path, 2, [(240, 320)], list(WORKS), 64, 3).cases())
     for row in runs:
-        assert row["examples_per_second"] > 0 and 0 < row["cpu_ms_per_example"] < 1000 and row["peak_bytes"] > 1e8
+        assert (
+            row["examples_per_second"] > 0
+            and 0 < row["cpu_ms_per_example"] < 1000
+            and row["peak_bytes"] > 1e8
+        )
     assert (tmp_path / "bench" / "bench.png").exists()
 
 
@@ -148,7 +163,9 @@ def test_input_compares_where_work_is_equal(tmp_path):
         ("central-crop", "image_folder"),
     }
     formats = ("image_folder", "tfrecord", "parquet")
-    assert larger >= {(work, kind, name) for work in WORKS for kind in formats for name in ("hvtrain", "by-hand")}
+    assert larger >= {
+        (work, kind, name) for work in WORKS for kind in formats for name in ("hvtrain", "by-hand")
+    }
 
 
 @nightly
@@ -161,11 +178,15 @@ def test_input_gives_equal_pixels_for_equal_work(work, tmp_path):
     for _, _, file_format, name in Inputs(tmp_path, 2, [(300, 400)], [work], BATCH_SIZE, 1).cases():
         images, _ = next(iter(PIPELINES[name](folder / file_format, file_format, work)))
         assert images.shape == (BATCH_SIZE, *TRAINED) and images.dtype == "float32"
-        figures[file_format, name] = np.sort([images.numpy().mean((1, 2, 3)), images.numpy().std((1, 2, 3))])
+        figures[file_format, name] = np.sort(
+            [images.numpy().mean((1, 2, 3)), images.numpy().std((1, 2, 3))]
+        )
     expected = figures["image_folder", "by-hand"]
     for case, actual in figures.items():
         if work == "random-crop":
-            np.testing.assert_allclose(actual.mean(1), expected.mean(1), atol=0.02, err_msg=str(case))
+            np.testing.assert_allclose(
+                actual.mean(1), expected.mean(1), atol=0.02, err_msg=str(case)
+            )
         else:
             np.testing.assert_allclose(actual, expected, atol=0.004, err_msg=str(case))
 
@@ -185,7 +206,10 @@ def test_bad_input_is_one_line(tmp_path):
             "--output /etc/hosts is not a folder; choose another name",
         ),
         (["input", "--sizes", "224"], "224 came where sizes such as 224x224,300x400 were needed"),
-        (["input", "--works", "crop"], "crop came where some of resize,antialias,random-crop,central-crop were needed"),
+        (
+            ["input", "--works", "crop"],
+            "crop came where some of resize,antialias,random-crop,central-crop were needed",
+        ),
         (
             ["scaling", "-np", "3,4"],
             "the global batch of 256 cannot be divided evenly among 3 ranks",
@@ -194,7 +218,9 @@ def test_bad_input_is_one_line(tmp_path):
         ([], "required: KIND"),
     ):
         code, output, errors = run_command("benchmarks", *arguments, cwd=tmp_path)
-        assert (code, output) == (2, "") and text in errors and len(errors.splitlines()) == 1, errors
+        assert (code, output) == (2, "") and text in errors and len(errors.splitlines()) == 1, (
+            errors
+        )
 
 
 @nightly
@@ -207,5 +233,7 @@ def test_a_contender_that_fails_is_told_with_its_last_line(tmp_path):
         str(tmp_path / "bench"),
     ]
     code, output = run(None, 1, *BENCH, *arguments, cwd=tmp_path)
-    assert code == 75 and "hvtrain ended with [2] and 0 of 1 reports; its output is in " in output, output
+    assert (
+        code == 75 and "hvtrain ended with [2] and 0 of 1 reports; its output is in " in output
+    ), output
     assert "train.epoch" in output.splitlines()[-1]

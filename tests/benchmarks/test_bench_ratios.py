@@ -18,7 +18,9 @@ from hvtrain.errors import RankError
 from hvtrain.plan.allreduce import WORKER
 
 
-@pytest.mark.parametrize(("number", "low", "high"), [(5, 0, 4), (6, 0, 5), (7, 0, 6), (9, 1, 7), (20, 5, 14)])
+@pytest.mark.parametrize(
+    ("number", "low", "high"), [(5, 0, 4), (6, 0, 5), (7, 0, 6), (9, 1, 7), (20, 5, 14)]
+)
 def test_the_interval_is_that_of_order_statistics(number, low, high):
     """Ranks as in the usual tables for the median at 95 percent (20: the 6th and the 15th)."""
     interval = ratio([float(i) for i in range(number)], [1.0] * number)
@@ -61,7 +63,7 @@ def test_rounds_are_compared_with_themselves():
 def test_workloads_are_words_of_the_runner(name, data, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench"])
     work = WORKLOADS[name]
-    config = from_dict(compose(work.overrides(data, 2))[0])
+    config = from_dict(compose(work.overrides(data, 2)))
     assert config.train.steps == work.warmup_steps + work.steps
     assert config.train.batch_size == work.batch_size
     if data == "synthetic":
@@ -82,14 +84,18 @@ def test_modules_of_contenders_exist():
 
 
 def test_goals_name_contenders():
-    assert {named(name).about for goal in GOALS for name in (goal.ours, goal.other)}, "named refuses others"
+    assert {named(name).about for goal in GOALS for name in (goal.ours, goal.other)}, (
+        "named refuses others"
+    )
     figures = [figure for figure, _, _ in Steps.columns.values()]
     assert all(goal.figure in figures and set(goal.limits) <= set(WORKLOADS) for goal in GOALS)
 
 
 def session(tmp_path, losses=(1.0, 1.0), slower=1.0):
     names = ("hvtrain-mpi", "loop-mpi")
-    steps = Steps(tmp_path, 1, WORKLOADS["cnn"], "synthetic", 2, [CONTENDERS[name] for name in names], 10)
+    steps = Steps(
+        tmp_path, 1, WORKLOADS["cnn"], "synthetic", 2, [CONTENDERS[name] for name in names], 10
+    )
     for number, scale in enumerate((1, 2, 1, 2, 1, 2, 1), start=1):
         for name, seconds, loss in (
             (names[0], 0.9, losses[0]),
@@ -129,6 +135,8 @@ def test_times_of_another_work_do_not_count(tmp_path):
 
 def test_goals_of_the_reduction():
     times = {"4096": [2e-4] * 7, str(4 << 20): [1e-3] * 7, "small": [2e-3] * 7, "whole": [1e-3] * 7}
-    judged = of_allreduce({"seconds": {"hvtrain": times, "mpi4py": {"4096": [1e-5] * 7, str(4 << 20): [9e-4] * 7}}})
+    judged = of_allreduce(
+        {"seconds": {"hvtrain": times, "mpi4py": {"4096": [1e-5] * 7, str(4 << 20): [9e-4] * 7}}}
+    )
     assert [line.rpartition(", ")[2] for line in judged] == ["fails", "fails", "holds", "fails"]
     assert judged[0].startswith("bus bandwidth at 4 MiB / mpi4py's >= 0.95: 0.900 [0.900, 0.900]")

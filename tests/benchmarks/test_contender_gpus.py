@@ -59,7 +59,9 @@ for name, (module, task) in json.loads(sys.argv[1]).items():
 print(json.dumps(calls_of))
 """
 BY_HAND = "benchmarks.by_hand"
-MODULES = sorted({contender.module for contender in CONTENDERS.values() if contender.module != RUNNER})
+MODULES = sorted(
+    {contender.module for contender in CONTENDERS.values() if contender.module != RUNNER}
+)
 CLUSTER = {
     "chief": ["127.0.0.1:1"],
     "ps": ["127.0.0.1:2"],

@@ -20,7 +20,9 @@ from benchmarks.clock import Stopwatch
         "the warm-up within a call",
     ],
 )
-def test_a_call_that_runs_past_the_warm_up_is_timed_whole(calls, step_seconds, tmp_path, monkeypatch):
+def test_a_call_that_runs_past_the_warm_up_is_timed_whole(
+    calls, step_seconds, tmp_path, monkeypatch
+):
     monkeypatch.setenv(processes.REPORT, str(tmp_path / "report"))
     monkeypatch.setenv(processes.BEGAN, str(time.time()))
     monkeypatch.setenv(processes.WARMUP, "10")

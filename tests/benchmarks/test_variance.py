@@ -51,11 +51,19 @@ def run_command(monkeypatch, *settings):
     variance.main()
 
 
-@pytest.mark.parametrize("settings", [["dataset=synthetic", "dataset.image_shape=[4,4,1]"], ["dataset=digits"]])
+@pytest.mark.parametrize(
+    "settings", [["dataset=synthetic", "dataset.image_shape=[4,4,1]"], ["dataset=digits"]]
+)
 def test_the_command_prints_a_table_of_noise_or_real_images(settings, monkeypatch, capsys):
     run_command(monkeypatch, "model.hidden=[8]", *settings)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["layer", "(image)", "flatten", "dense1", "logits"]
+    assert [line.split()[0] for line in lines] == [
+        "layer",
+        "(image)",
+        "flatten",
+        "dense1",
+        "logits",
+    ]
 
 
 @pytest.mark.parametrize(

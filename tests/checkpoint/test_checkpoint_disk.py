@@ -41,20 +41,31 @@ def wait_for(process, condition):
 def test_a_full_disk_stops_all_ranks(tmp_path):
     """Soon after the write failed in the background, and not when the next one is due."""
     run = tmp_path / "run"
-    overrides = ["train.epochs=60", "checkpoint.every_epochs=null", "checkpoint.every_steps=242", "checkpoint.keep=9"]
+    overrides = [
+        "train.epochs=60",
+        "checkpoint.every_epochs=null",
+        "checkpoint.every_steps=242",
+        "checkpoint.keep=9",
+    ]
     with small_disk(run, "size=1600k"):
         code, output = train("mpirun", 2, *overrides, f"run.dir={run}", cwd=tmp_path)
         assert code == 2, output
         (line,) = messages(output)
-        assert line.startswith("hvtrain: checkpoint step-00000726 was not written: No space left on device (6"), line
+        assert line.startswith(
+            "hvtrain: checkpoint step-00000726 was not written: No space left on device (6"
+        ), line
         assert " bytes needed, " in line and f" free at {run / 'checkpoints'})" in line
         assert line.endswith("make room there, then start again with the same run.dir to continue")
         assert "Traceback" not in output
         condition, damaged = newest(run / "checkpoints")
         assert steps(run) == [242, 484] and condition.step == 484 and damaged == []
         assert json.loads((condition.path / "meta.json").read_text())["metrics"]["accuracy"] > 0
-        epochs = [int(row.split(",")[1]) for row in (run / "history.csv").read_text().splitlines()[1:]]
-        assert 726 <= epochs[-1] < 946, "the next write was due after 968 steps, at the end of an epoch"
+        epochs = [
+            int(row.split(",")[1]) for row in (run / "history.csv").read_text().splitlines()[1:]
+        ]
+        assert 726 <= epochs[-1] < 946, (
+            "the next write was due after 968 steps, at the end of an epoch"
+        )
         assert strays(run) == []
 
 
@@ -66,7 +77,12 @@ def test_training_goes_on_without_checkpoints_where_that_is_wished(tmp_path):
     with small_disk(run / "checkpoints", "size=1600k") as disk:
         filler = disk / "filler"
         filler.write_bytes(b"x" * 1_400_000)
-        overrides = [*OVERRIDES[:2], "checkpoint.keep=1", "checkpoint.on_error=warn", f"run.dir={run}"]
+        overrides = [
+            *OVERRIDES[:2],
+            "checkpoint.keep=1",
+            "checkpoint.on_error=warn",
+            f"run.dir={run}",
+        ]
         process = start(None, 1, "python", "-m", "hvtrain", *overrides, cwd=tmp_path)
         wait_for(process, lambda: log.exists() and "training continues" in log.read_text())
         filler.unlink()
@@ -87,19 +103,29 @@ def test_training_goes_on_without_checkpoints_where_that_is_wished(tmp_path):
 )
 def test_a_disk_that_becomes_read_only(ranks, on_error, code, tmp_path):
     run = tmp_path / "run"
-    overrides = ["train.epochs=12", *OVERRIDES[1:], f"checkpoint.on_error={on_error}", f"run.dir={run}"]
+    overrides = [
+        "train.epochs=12",
+        *OVERRIDES[1:],
+        f"checkpoint.on_error={on_error}",
+        f"run.dir={run}",
+    ]
     with small_disk(run / "checkpoints", "size=40m") as disk:
         process = start(*ranks, "python", "-m", "hvtrain", *overrides, cwd=tmp_path)
         wait_for(process, lambda: len(list(disk.glob("step-*"))) > 1)
-        wait_for(process, lambda: remounted(disk, "ro"))  # Refused while a file is open for writing.
+        # Refused while a file is open for writing.
+        wait_for(process, lambda: remounted(disk, "ro"))
         output = finish(process)
         assert process.returncode == code, output
         assert "was not written: Read-only file system (" in output
         last = 264 if ranks[1] == 2 else 528
-        assert (f"the last state is not saved: checkpoint step-{last:08d} was not written" in output) == (code == 0)
+        assert (
+            f"the last state is not saved: checkpoint step-{last:08d} was not written" in output
+        ) == (code == 0)
         assert len(messages(output)) == (code != 0), output
         assert steps(run)[:2] == [7, 14]
-        assert len(strays(run)) <= 1, "what was being written as the disk changed; the next run removes it"
+        assert len(strays(run)) <= 1, (
+            "what was being written as the disk changed; the next run removes it"
+        )
 
         saved = steps(run)[-1]
         assert remounted(disk, "rw")
@@ -118,9 +144,9 @@ def test_a_quota_on_the_size_of_files(tmp_path):
     output = finish(process)
     code = process.returncode
     assert code == 2, output
-    assert messages(output)[0].startswith("hvtrain: checkpoint step-00000044 was not written: File too large (6"), (
-        output
-    )
+    assert messages(output)[0].startswith(
+        "hvtrain: checkpoint step-00000044 was not written: File too large (6"
+    ), output
 
 
 @pytest.mark.parametrize(
@@ -146,5 +172,7 @@ def test_no_room_for_logs_and_results(ranks, on_error, tmp_path):
         assert "Traceback" not in output and "Logging error" not in output
         file = "history.csv" if on_error == "stop" else "model.keras"
         (line,) = messages(output)
-        assert line.startswith(f"hvtrain: {run / file} was not written: No space left on device ("), line
+        assert line.startswith(
+            f"hvtrain: {run / file} was not written: No space left on device ("
+        ), line
         assert strays(run) == []

@@ -9,7 +9,9 @@ from pathlib import Path
 def test_a_kill_at_any_point_loses_no_checkpoint_and_leaves_nothing(tmp_path):
     """At over fifty points, with one checkpoint kept, so that there is never another to fall back to."""
     script = Path(__file__).parents[1] / "support" / "killed_writer.py"
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)
     assert outcome["found"] == []

@@ -17,7 +17,9 @@ from hvtrain.errors import CheckpointError
 from newest_checkpoint import META, newest
 
 # The same examples in each run, so that a failure is of the code; no deadline, the machine may be busy.
-FIXED = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+FIXED = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 FILES = (store.ARRAYS, store.META, store.SUMS)
 
 
@@ -34,7 +36,9 @@ def arrays(step):
 def whole(step):
     """The files of a whole checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
-        path = writer.write(Path(folder), step, arrays(step), {**META, "metrics": {"loss": 0.5}, "callbacks": {}})
+        path = writer.write(
+            Path(folder), step, arrays(step), {**META, "metrics": {"loss": 0.5}, "callbacks": {}}
+        )
         return {name: (path / name).read_bytes() for name in FILES}
 
 
@@ -60,7 +64,9 @@ def read_beside_a_whole_one(files):
             checkpoint, damaged = newest(folder)
         except CheckpointError as error:
             # Complete, with right sums, and of no run.
-            assert re.match(r"checkpoint step-00000020 lacks [\w, ]+ and cannot be resumed", str(error))
+            assert re.match(
+                r"checkpoint step-00000020 lacks [\w, ]+ and cannot be resumed", str(error)
+            )
             return store.read(folder / "step-00000020")
         assert store.read(folder / "step-00000010").step == 10, "it is still there"
         if checkpoint.step == 10:
@@ -105,7 +111,11 @@ def test_any_damage_is_noticed_and_nothing_else_raised(data):
 def test_right_sums_over_anything(data):
     name = data.draw(st.sampled_from(FILES[:2]))
     content = data.draw(st.sampled_from(["mutated", "mutated", "random"]))
-    changed = mutated(whole(20)[name], data.draw) if content == "mutated" else data.draw(st.binary(max_size=60))
+    changed = (
+        mutated(whole(20)[name], data.draw)
+        if content == "mutated"
+        else data.draw(st.binary(max_size=60))
+    )
     checkpoint = read_beside_a_whole_one(with_right_sums({**whole(20), name: changed}))
     assert isinstance(checkpoint.meta, dict)
     assert all(isinstance(array, np.ndarray) for array in checkpoint.arrays.values())
@@ -113,7 +123,9 @@ def test_right_sums_over_anything(data):
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
 )
 
 
@@ -145,6 +157,8 @@ def test_headers_that_lie():
         header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}) + b"\0" * 4,
         header(b"[" * 100_000),
     ):
-        assert read_beside_a_whole_one(with_right_sums({**whole(20), store.ARRAYS: data})).step == 10
+        assert (
+            read_beside_a_whole_one(with_right_sums({**whole(20), store.ARRAYS: data})).step == 10
+        )
     deep = b"[" * 100_000 + b"]" * 100_000
     assert read_beside_a_whole_one(with_right_sums({**whole(20), store.META: deep})).step == 10

@@ -75,7 +75,9 @@ def outside(tmp_path):
 
 
 def is_untouched(outside):
-    return (outside / "precious").read_text() == "of the user" and store.read(outside / "step-00000020").step == 20
+    return (outside / "precious").read_text() == "of the user" and store.read(
+        outside / "step-00000020"
+    ).step == 20
 
 
 def taken(folder):
@@ -99,7 +101,9 @@ def test_names_that_lead_elsewhere(folder, outside):
     """Only three names are read, whatever the list of sums and the best's name say."""
     path = put(folder, 20, {**good(20), "../../../outside/precious": b"of the harmful"})
     (path / store.META).unlink()
-    (folder / "best.json").write_text(json.dumps({"step": "../../outside", "metric": "loss", "value": 0}))
+    (folder / "best.json").write_text(
+        json.dumps({"step": "../../outside", "metric": "loss", "value": 0})
+    )
     assert taken(folder)[0] == 10
     assert writer.read_best(folder) is None
     writer.prune(folder, keep=1, written_step=20)
@@ -112,8 +116,17 @@ def test_a_checkpoint_that_is_a_link_is_refused_and_never_followed(folder, outsi
     (folder / "step-00000020").symlink_to(outside / "step-00000020")
     step, reason = taken(folder)
     assert step == 10
-    assert "step-00000020 is damaged: it is a symbolic link, and may lead out of the run folder" in reason
-    for name in ("step-00000020", "step-00000005", ".tmp-step-00000020", ".tmp-old-step-00000030", ".tmp-gone-x"):
+    assert (
+        "step-00000020 is damaged: it is a symbolic link, and may lead out of the run folder"
+        in reason
+    )
+    for name in (
+        "step-00000020",
+        "step-00000005",
+        ".tmp-step-00000020",
+        ".tmp-old-step-00000030",
+        ".tmp-gone-x",
+    ):
         (folder / name).symlink_to(outside)
     writer.prune(folder, keep=1, written_step=20)
     writer.write(folder, 20, ARRAYS, {})
@@ -142,7 +155,8 @@ def test_files_that_are_none(name, kind, folder, outside):
     [
         (2**60).to_bytes(8, "little"),
         b"\x02\0\0\0\0\0\0\0{}"[:9],
-        b"\x4f\0\0\0\0\0\0\0" + b'{"model/0000/t": {"dtype": "F32", "shape": [9999, 9], "data_offsets": [0, 36]}}',
+        b"\x4f\0\0\0\0\0\0\0"
+        + b'{"model/0000/t": {"dtype": "F32", "shape": [9999, 9], "data_offsets": [0, 36]}}',
     ],
 )
 def test_tables_that_are_not_what_their_header_says(data, folder):
@@ -156,8 +170,10 @@ def test_folders_that_lead_out_of_the_run(tmp_path, outside):
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints").symlink_to(outside)
-    config = from_dict(compose([f"run.dir={run}"])[0])
-    with pytest.raises(ConfigError, match=r"checkpoints is a symbolic link, and may lead out of the run folder"):
+    config = from_dict(compose([f"run.dir={run}"]))
+    with pytest.raises(
+        ConfigError, match=r"checkpoints is a symbolic link, and may lead out of the run folder"
+    ):
         run_folder.open_run_folder(config, RunLock())
     assert is_untouched(outside)
 
@@ -177,7 +193,9 @@ def test_a_model_with_code_in_it_is_refused(suffix, tmp_path):
     def harm(x):
         return x
 
-    harm.__code__ = compile(f"lambda x: __import__('os').system('touch {marker}')", "", "eval").co_consts[0]
+    harm.__code__ = compile(
+        f"lambda x: __import__('os').system('touch {marker}')", "", "eval"
+    ).co_consts[0]
     harm.__name__ = "<lambda>"
     layer = keras.layers.Lambda(lambda x: x, output_shape=(2,))
     model = keras.Sequential([keras.Input((2,)), layer])
@@ -199,7 +217,11 @@ def test_a_model_that_names_a_function_of_the_system(tmp_path):
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     config = json.loads(files["config.json"])
-    config["config"]["layers"][1] = {"module": "os", "class_name": "system", "config": f"touch {marker}"}
+    config["config"]["layers"][1] = {
+        "module": "os",
+        "class_name": "system",
+        "config": f"touch {marker}",
+    }
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in {**files, "config.json": json.dumps(config).encode()}.items():
             archive.writestr(name, data)
@@ -225,7 +247,10 @@ def test_a_harmful_cache_of_keras(dataset, tmp_path, monkeypatch):
         slip = tarfile.TarInfo("../../../../slipped")
         slip.size = 3
         archive.addfile(slip, io.BytesIO(b"out"))
-    np.savez(datasets / "mnist.npz", **dict.fromkeys(["x_train", "y_train"], np.array([Payload(marker)], object)))
+    np.savez(
+        datasets / "mnist.npz",
+        **dict.fromkeys(["x_train", "y_train"], np.array([Payload(marker)], object)),
+    )
     with pytest.raises(DataError, match="Keras could not read or fetch it"):
         dataset().num_examples("train")
     assert not marker.exists()
@@ -242,7 +267,9 @@ def test_links_in_the_cache_of_keras_are_not_followed(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="symbolic links"):
         mnist().num_examples("train")
     monkeypatch.setattr("os.geteuid", lambda: 12345)
-    with pytest.raises(DataError, match="fallback is not a folder of this user; set KERAS_HOME to one that is"):
+    with pytest.raises(
+        DataError, match="fallback is not a folder of this user; set KERAS_HOME to one that is"
+    ):
         mnist().num_examples("train")
     assert precious.read_text() == "data"
 
@@ -253,15 +280,25 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     """It goes on from the one good checkpoint, without a step outside."""
     run, marker = tmp_path / "run", tmp_path / "executed"
     folder = run / "checkpoints"
-    code, output = train(None, 1, "train.epochs=1", "strategy=single", f"run.dir={run}", cwd=tmp_path)
+    code, output = train(
+        None, 1, "train.epochs=1", "strategy=single", f"run.dir={run}", cwd=tmp_path
+    )
     assert code == 0, output
     (path,) = store.list_checkpoints(folder)
     harmful = {"_target_": "os.system", "command": f"touch {marker}"}
     meta = json.loads((path / store.META).read_text())
-    fixed = {name: meta["config"][name] for name in ("optimizer", "task", "seed")}  # Others would be refused.
-    meta["config"] = {**dict.fromkeys(meta["config"], harmful), "callbacks": {"x": harmful}, **fixed}
+    # Others would be refused.
+    fixed = {name: meta["config"][name] for name in ("optimizer", "task", "seed")}
+    meta["config"] = {
+        **dict.fromkeys(meta["config"], harmful),
+        "callbacks": {"x": harmful},
+        **fixed,
+    }
     meta["versions"], meta["changes"] = harmful, [harmful, 3]
-    files = {store.ARRAYS: (path / store.ARRAYS).read_bytes(), store.META: json.dumps(meta).encode()}
+    files = {
+        store.ARRAYS: (path / store.ARRAYS).read_bytes(),
+        store.META: json.dumps(meta).encode(),
+    }
     writer.remove(path)
     put(folder, int(path.name[5:]), files)
     put(folder, 99, {**files, store.ARRAYS: pickle.dumps(Payload(marker))})
@@ -273,8 +310,12 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     (folder / ".tmp-gone-step-00000010").symlink_to(outside)
     for name in ("logs/rank-0000.log", "history.csv", "result.json", "model.keras", "model.json"):
         (run / name).unlink()
-        (run / name).symlink_to(outside / "precious" if name.startswith("logs") else outside / "nothing")
-    code, output = train(None, 1, "train.epochs=2", "strategy=single", f"run.dir={run}", cwd=tmp_path)
+        (run / name).symlink_to(
+            outside / "precious" if name.startswith("logs") else outside / "nothing"
+        )
+    code, output = train(
+        None, 1, "train.epochs=2", "strategy=single", f"run.dir={run}", cwd=tmp_path
+    )
     assert code == 0, output
     assert f"{path.name} is taken, {99 - 44} steps are lost" in output
     assert "Traceback" not in output
@@ -282,14 +323,26 @@ def test_a_run_in_a_hostile_folder(tmp_path, outside):
     assert not marker.exists()
     assert is_untouched(outside) and not (outside / "nothing").exists()
     assert (run / "model.keras").is_file() and not (run / "model.keras").is_symlink()
-    arguments = ["strategy=single", f"run.dir={run}", "profile.timeline=true", "profile.first_step=1", "train.epochs=3"]
+    arguments = [
+        "strategy=single",
+        f"run.dir={run}",
+        "profile.timeline=true",
+        "profile.first_step=1",
+        "train.epochs=3",
+    ]
     code, output = train(None, 1, *arguments, cwd=tmp_path)
-    assert code == 2 and "profile is a symbolic link, and may lead out of the run folder; remove it" in output
+    assert (
+        code == 2
+        and "profile is a symbolic link, and may lead out of the run folder; remove it" in output
+    )
     assert is_untouched(outside)
     (run / "launch").symlink_to(outside)
     line = [sys.executable, "-m", "hvtrain", "launch", "-np", "2", "--", f"run.dir={run}"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "launch is a symbolic link, and may lead out of the run folder" in done.stderr
+    assert (
+        done.returncode == 2
+        and "launch is a symbolic link, and may lead out of the run folder" in done.stderr
+    )
     assert list(run.rglob(".tmp-*")) == []
 
 
@@ -313,7 +366,12 @@ def test_yaml_is_data(line, tmp_path):
         (tmp_path / "conf" / group / "harmful.yaml").write_text(f"# Harm\nkind: {tag}\n")
     arguments = [argument.format(conf=tmp_path / "conf", marker=marker) for argument in line]
     done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert not marker.exists()
     if "--help" not in arguments:
@@ -325,7 +383,14 @@ def test_the_code_has_nothing_that_unpickles_or_unpacks():
     """What reads files of others is TensorFlow, Keras in its safe mode, NumPy without pickles, JSON and safe YAML."""
     harmful = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "tarfile", "zipfile"}
     calls = {
-        *("np.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "shutil.unpack_archive"),
+        *(
+            "np.load",
+            "yaml.load",
+            "yaml.unsafe_load",
+            "yaml.full_load",
+            "eval",
+            "shutil.unpack_archive",
+        ),
         *("keras.config.enable_unsafe_deserialization", "keras.layers.Lambda"),
     }
     offenders = []
@@ -333,10 +398,16 @@ def test_the_code_has_nothing_that_unpickles_or_unpacks():
     # in a file that is refused if another user could have written it (tests/launch).
     known = {ROOT / "hvtrain" / "launch" / name for name in ("horovod_changes.py", "notebook.py")}
     # A table in a zip file is read from memory, and the members of a tar file by their offsets: nothing is unpacked.
-    known |= {ROOT / "hvtrain" / "data" / "formats" / name for name in ("tables.py", "tar_files.py")}
+    known |= {
+        ROOT / "hvtrain" / "data" / "formats" / name for name in ("tables.py", "tar_files.py")
+    }
     for path in set((ROOT / "hvtrain").rglob("*.py")) - known:
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else []
+            )
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in calls or harmful & {
                 name.partition(".")[0] for name in [*names, getattr(node, "module", "") or ""]

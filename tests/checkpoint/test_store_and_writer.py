@@ -14,7 +14,7 @@ import tensorflow as tf
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from hvtrain.checkpoint import store, writer
+from hvtrain.checkpoint import model_state, store, writer
 from hvtrain.config.schema import CheckpointConfig
 from hvtrain.errors import CheckpointError, StorageError
 from newest_checkpoint import META, newest
@@ -30,7 +30,10 @@ def tmp_path(tmp_path):
 
 def model(units=3, seed=0, dtype="float32"):
     keras.utils.set_random_seed(seed)
-    layers = [keras.layers.Dense(units, name="d", dtype=dtype), keras.layers.Dropout(0.5, name="drop")]
+    layers = [
+        keras.layers.Dense(units, name="d", dtype=dtype),
+        keras.layers.Dropout(0.5, name="drop"),
+    ]
     net = keras.Sequential([keras.Input((4,)), *layers], name="m")
     net.compile(keras.optimizers.Adam(0.01, name="adam"), "mse", jit_compile=False)
     net.fit(np.ones((8, 4)), np.ones((8, units)), verbose=0)
@@ -46,7 +49,7 @@ def trained():
 def written(folder, *steps, net=None):
     net = net or trained()
     for step in steps:
-        arrays = store.snapshot(net, [store.rank_state(net)])
+        arrays = model_state.snapshot(net, [model_state.rank_state(net)])
         writer.write(folder, step, arrays, {**META, "epoch": step // 10})
     return net
 
@@ -60,7 +63,7 @@ def test_what_was_written_comes_back(tmp_path, dtype):
     net = written(tmp_path, 17, net=model(dtype=dtype))
     other = model(seed=1, dtype=dtype)
     checkpoint, damaged = newest(tmp_path)
-    store.restore(checkpoint, other)
+    model_state.restore(checkpoint, other)
     assert (checkpoint.step, checkpoint.meta["epoch"], damaged) == (17, 1, [])
     assert all(np.array_equal(a, b) for a, b in zip(values(net), values(other), strict=True))
     assert int(other.optimizer.iterations.numpy()) == 1
@@ -71,14 +74,18 @@ def test_seeds_of_dropout_come_back(tmp_path):
     expected = net(np.ones((1, 4)), training=True).numpy()
     other = model(seed=5)
     checkpoint, _ = newest(tmp_path)
-    store.restore(checkpoint, other)
-    store.restore_rank(checkpoint.rank_state(0), other)
+    model_state.restore(checkpoint, other)
+    model_state.restore_rank(checkpoint.rank_state(0), other)
     assert np.array_equal(other(np.ones((1, 4)), training=True).numpy(), expected)
 
 
 def test_sums_are_those_of_sha256sum(tmp_path):
     written(tmp_path, 3)
-    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "step-00000003", check=True)
+    subprocess.run(
+        ["sha256sum", "--check", "--quiet", "SHA256SUMS"],
+        cwd=tmp_path / "step-00000003",
+        check=True,
+    )
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -119,14 +126,18 @@ def test_any_damage_is_noticed(tmp_path, name, damage):
     path = tmp_path / "step-00000020" / name
     data = bytearray(path.read_bytes())
     data[-9] ^= 4  # Of the arrays it is a number, which looks as good as another one.
-    path.write_bytes({"flip": data, "truncate": data[: len(data) // 2], "empty": b"", "remove": b""}[damage])
+    path.write_bytes(
+        {"flip": data, "truncate": data[: len(data) // 2], "empty": b"", "remove": b""}[damage]
+    )
     if damage == "remove":
         path.unlink()
     checkpoint, damaged = newest(tmp_path)
     assert checkpoint.step == 10
     assert len(damaged) == 1
     assert damaged[0].startswith("checkpoint step-00000020 is damaged")
-    assert damaged[0].endswith("(kept as damaged-step-00000020); step-00000010 is taken, 10 steps are lost")
+    assert damaged[0].endswith(
+        "(kept as damaged-step-00000020); step-00000010 is taken, 10 steps are lost"
+    )
     assert newest(tmp_path)[1] == [], "it is not in the way any more"
 
 
@@ -142,7 +153,9 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_kept(tmp_path):
 def test_all_damaged_is_an_error_and_not_a_new_start(tmp_path):
     written(tmp_path, 10)
     (tmp_path / "step-00000010" / "state.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no other checkpoint in .* is whole; choose another run.dir"):
+    with pytest.raises(
+        CheckpointError, match=r"no other checkpoint in .* is whole; choose another run.dir"
+    ):
         newest(tmp_path)
 
 
@@ -152,16 +165,21 @@ def test_another_model_is_refused_with_the_first_difference(tmp_path):
     wider = model(units=5)
     before = values(wider)
     with pytest.raises(
-        CheckpointError, match=r"holds model/0000/m/d/kernel of shape \(4, 3\) where .*/kernel of shape \(4, 5\)"
+        CheckpointError,
+        match=r"holds model/0000/m/d/kernel of shape \(4, 3\) where .*/kernel of shape \(4, 5\)",
     ):
-        store.restore(checkpoint, wider)
-    assert all(np.array_equal(a, b) for a, b in zip(values(wider), before, strict=True)), "nothing was set"
+        model_state.restore(checkpoint, wider)
+    assert all(np.array_equal(a, b) for a, b in zip(values(wider), before, strict=True)), (
+        "nothing was set"
+    )
 
 
 def test_a_snapshot_does_not_follow_the_training():
     """TensorFlow's own arrays may share their memory."""
     net = model()
-    arrays = store.snapshot(net, [store.rank_state(net)], {"callback/x/0000": (mine := np.zeros(3))})
+    arrays = model_state.snapshot(
+        net, [model_state.rank_state(net)], {"callback/x/0000": (mine := np.zeros(3))}
+    )
     before = {key: array.copy() for key, array in arrays.items()}
     mine += 1
     for variable in [*net.variables, *net.optimizer.variables]:
@@ -175,7 +193,10 @@ def test_arrays_of_any_layout_come_back(tmp_path):
         "nothing": np.zeros((0, 3), np.float32),
         "one": np.array(7, np.uint8),
         "flags": np.array([True, False, True]),
-        **{kind: np.arange(3).astype(kind) for kind in ("int8", "int64", "uint32", "float64", ">f4")},
+        **{
+            kind: np.arange(3).astype(kind)
+            for kind in ("int8", "int64", "uint32", "float64", ">f4")
+        },
     }
     path = writer.write(tmp_path, 1, arrays, META)
     modes = {file.stat().st_mode for file in path.iterdir()}
@@ -202,9 +223,10 @@ def test_writes_come_one_after_the_other_each_pruned(tmp_path):
     for step in range(1, 9):
         writing.submit(step, {"model/0000/kernel": np.zeros(step * 100_000, np.float32)}, MEASURED)
     writing.finish()
-    assert [path.name for path in store.list_checkpoints(tmp_path)] == ["step-00000001", "step-00000008"], (
-        "the first is best"
-    )
+    assert [path.name for path in store.list_checkpoints(tmp_path)] == [
+        "step-00000001",
+        "step-00000008",
+    ], "the first is best"
 
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
@@ -213,14 +235,22 @@ def test_an_error_in_the_background(on_error, tmp_path, caplog):
     writing = writer.Writer(tmp_path / "checkpoints", CheckpointConfig(on_error=on_error))
     writing.submit(10, {"model/0000/kernel": np.zeros(3, np.float32)}, MEASURED)
     if on_error == "stop":
-        with pytest.raises(CheckpointError, match=r"step-00000010 was not written: .*, then start again with the same"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step-00000010 was not written: .*, then start again with the same",
+        ):
             writing.finish()
         assert writing.failed
         return
     writing.finish()
     assert not writing.failed
-    assert "; training continues (checkpoint.on_error=warn), the next save tries again" in caplog.messages[0]
-    assert caplog.messages[1].startswith("the last state is not saved: checkpoint step-00000010 was not written: ")
+    assert (
+        "; training continues (checkpoint.on_error=warn), the next save tries again"
+        in caplog.messages[0]
+    )
+    assert caplog.messages[1].startswith(
+        "the last state is not saved: checkpoint step-00000010 was not written: "
+    )
 
 
 def test_a_defect_in_the_background_is_raised(tmp_path):
@@ -238,7 +268,10 @@ def test_a_damaged_note_of_the_best_is_told_and_written_anew(text, tmp_path, cap
     written(tmp_path, 10)
     (tmp_path / "best.json").write_text(text)
     assert writer.read_best(tmp_path) is None
-    assert "best.json is damaged" in caplog.text and "the next checkpoint becomes the best" in caplog.text
+    assert (
+        "best.json is damaged" in caplog.text
+        and "the next checkpoint becomes the best" in caplog.text
+    )
     assert not (tmp_path / "best.json").exists()
 
 
@@ -247,7 +280,9 @@ def test_a_best_checkpoint_that_is_gone_is_none(tmp_path):
     assert writer.read_best(tmp_path) is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become a user who may not read a file")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="root alone can become a user who may not read a file"
+)
 def test_what_cannot_be_read_is_not_called_damaged():
     """A file server that fails for a moment would otherwise cost the newest checkpoint."""
     with tempfile.TemporaryDirectory() as name:
@@ -259,7 +294,8 @@ def test_what_cannot_be_read_is_not_called_damaged():
         os.seteuid(12345)
         try:
             with pytest.raises(
-                StorageError, match=r"step-00000020 cannot be read: Permission denied .*; fix that, and"
+                StorageError,
+                match=r"step-00000020 cannot be read: Permission denied .*; fix that, and",
             ):
                 newest(folder)
         finally:
@@ -273,7 +309,11 @@ def test_keep_and_best(tmp_path):
     for step in (20, 30, 40):
         written(tmp_path, step, net=net)
         writer.prune(tmp_path, keep=2, written_step=step)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000010", "step-00000030", "step-00000040"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000010",
+        "step-00000030",
+        "step-00000040",
+    ]
     assert writer.read_best(tmp_path) == {"step": 10, "metric": "val_accuracy", "value": 0.9}
 
 
@@ -300,10 +340,14 @@ def test_the_last_checkpoint_of_each_day_is_kept_for_good(tmp_path):
     for step, hour in enumerate(hours, 1):
         writer.write(tmp_path, step, EMPTY, {**META, "unix_seconds": hour * 3600})
         writer.prune(tmp_path, keep=1, written_step=step, every_hours=24)
-    assert [hours[step - 1] for step in kept_steps(tmp_path)] == [23, 30, 74], "none on the third day"
+    assert [hours[step - 1] for step in kept_steps(tmp_path)] == [23, 30, 74], (
+        "none on the third day"
+    )
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"epoch": "1", "step_in_epoch": 0, "unix_seconds": 0}', "{}"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"epoch": "1", "step_in_epoch": 0, "unix_seconds": 0}', "{}"]
+)
 def test_a_checkpoint_that_does_not_tell_its_span_is_not_kept_for_good(text, tmp_path):
     for step in (10, 20, 30):
         writer.write(tmp_path, step, EMPTY, {**META, "epoch": step // 10})
@@ -318,7 +362,10 @@ def test_a_damaged_newer_checkpoint_does_not_cost_the_new_one(tmp_path):
     (tmp_path / "step-00000099" / "meta.json").write_text("{")
     written(tmp_path, 20, net=net)
     writer.prune(tmp_path, keep=1, written_step=20)
-    assert [path.name for path in store.list_checkpoints(tmp_path)] == ["step-00000020", "step-00000099"]
+    assert [path.name for path in store.list_checkpoints(tmp_path)] == [
+        "step-00000020",
+        "step-00000099",
+    ]
 
 
 def test_a_write_over_an_old_checkpoint_of_the_same_step(tmp_path):
@@ -344,7 +391,9 @@ def test_no_room_leaves_the_old_one_and_says_how_much_is_needed(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"step-00000020 was not written: .* bytes needed, .* free"):
+        with pytest.raises(
+            CheckpointError, match=r"step-00000020 was not written: .* bytes needed, .* free"
+        ):
             written(tmp_path, 20, net=net)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -55,8 +55,17 @@ def test_a_host_without_ssh_a_folder_a_file_system(lab, data, tmp_path):
         emptied("s1", tmp_path / "runs"),
     ):
         report = lab.report(*HOSTS, "--no-links", *overrides_of(data), cwd=tmp_path / "work")
-    failures = {(row["check"], row["host"]): row["finding"] for row in report["rows"] if row["status"] == "FAIL"}
-    assert failures.keys() == {("ssh", "s3"), ("folder", "s2"), ("data set", "s2"), ("run folder", "s1")}, failures
+    failures = {
+        (row["check"], row["host"]): row["finding"]
+        for row in report["rows"]
+        if row["status"] == "FAIL"
+    }
+    assert failures.keys() == {
+        ("ssh", "s3"),
+        ("folder", "s2"),
+        ("data set", "s2"),
+        ("run folder", "s1"),
+    }, failures
     assert failures["ssh", "s3"] == "nothing answers ssh on host s3, port 22"
     assert failures["folder", "s2"] == f"has no {tmp_path}/work, in which ranks start"
     assert failures["data set", "s2"] == f"{data}: No such file or directory"
@@ -71,13 +80,19 @@ def test_a_run_folder_that_cannot_be_written(lab, data, tmp_path):
         report = lab.report(*HOSTS, "--no-links", *overrides_of(data), cwd=tmp_path)
     (failed,) = [row for row in report["rows"] if row["status"] == "FAIL"]
     assert (failed["check"], failed["host"]) == ("run folder", "s1")
-    assert failed["finding"].endswith("/runs/a cannot be written") and "run.dir=PATH" in failed["fix"]
+    assert (
+        failed["finding"].endswith("/runs/a cannot be written") and "run.dir=PATH" in failed["fix"]
+    )
 
 
 def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_path):
     metadata = next(site("keras-*.dist-info").glob("METADATA"))
-    (tmp_path / "metadata").write_text(re.sub(r"(?m)^Version: .*", "Version: 3.1.4", metadata.read_text()))
-    (tmp_path / "step_plan.py").write_text("# Another day's.\n" + (ROOT / "hvtrain/core/step_plan.py").read_text())
+    (tmp_path / "metadata").write_text(
+        re.sub(r"(?m)^Version: .*", "Version: 3.1.4", metadata.read_text())
+    )
+    (tmp_path / "step_plan.py").write_text(
+        "# Another day's.\n" + (ROOT / "hvtrain/core/step_plan.py").read_text()
+    )
     library = next(site("horovod/tensorflow").glob("mpi_lib*.so"))
     (tmp_path / "mpi_lib.so").write_bytes(b"GlooContext")
     (tmp_path / "picture").write_bytes(b"another")
@@ -102,8 +117,14 @@ def test_other_packages_other_code_another_horovod_other_data(lab, data, tmp_pat
 @pytest.mark.nightly
 def test_another_python_and_none(lab):
     own = Path(sys.executable).resolve()
-    others = [Path(path).resolve() for path in ("/usr/bin/python3", "/usr/local/bin/python3") if Path(path).exists()]
-    versions = {path: subprocess.check_output([path, "-V"], text=True).split()[1] for path in others}
+    others = [
+        Path(path).resolve()
+        for path in ("/usr/bin/python3", "/usr/local/bin/python3")
+        if Path(path).exists()
+    ]
+    versions = {
+        path: subprocess.check_output([path, "-V"], text=True).split()[1] for path in others
+    }
     other = next((path for path in others if versions[path] != sys.version.split()[0]), None)
     if other is None:
         pytest.skip("this machine has one Python only")
@@ -125,7 +146,11 @@ def test_names(lab):
         ("s3", "hostname s1", "hostname s3"),
     ):
         report = lab.report(*HOSTS, "--no-links")
-    rows = [(row["host"], row["finding"], row["fix"]) for row in report["rows"] if row["status"] == "FAIL"]
+    rows = [
+        (row["host"], row["finding"], row["fix"])
+        for row in report["rows"]
+        if row["status"] == "FAIL"
+    ]
     assert rows == [
         (
             "s3",
@@ -137,7 +162,11 @@ def test_names(lab):
             "resolves s2 to 127.0.1.1, where no other host reaches it",
             "on s2: in /etc/hosts replace '127.0.1.1 s2' with '10.213.0.2 s2'",
         ),
-        ("s3", "has no address for s2", "on s3: echo '10.213.0.2 s2' >> /etc/hosts, or add it to DNS"),
+        (
+            "s3",
+            "has no address for s2",
+            "on s3: echo '10.213.0.2 s2' >> /etc/hosts, or add it to DNS",
+        ),
     ]
 
 
@@ -153,15 +182,24 @@ def test_names_that_lead_elsewhere(lab):
         names("s3", *wrong),
     ):
         failures = lab.failures()
-    assert "resolves s3 to 10.213.0.33, but no interface of s3 has that address" in failures["names", "s1"]
-    assert "resolves s2 to 10.213.0.22; others resolve it to 10.213.0.2 (and 1 more)" in failures["names", "s2"]
+    assert (
+        "resolves s3 to 10.213.0.33, but no interface of s3 has that address"
+        in failures["names", "s1"]
+    )
+    assert (
+        "resolves s2 to 10.213.0.22; others resolve it to 10.213.0.2 (and 1 more)"
+        in failures["names", "s2"]
+    )
     assert {check for check, _ in failures} == {"names"}
 
 
 @pytest.mark.nightly
 def test_interfaces(lab):
     failures = lab.failures("--network-interfaces", "docker0")
-    assert failures["interface", "s2"] == "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts"
+    assert (
+        failures["interface", "s2"]
+        == "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts"
+    )
     failures = lab.failures("--network-interfaces", "ib0")
     assert "has no interface ib0; it has eth0 10.213.0.1" in failures["interface", "s1"]
 
@@ -181,7 +219,10 @@ def test_no_common_network(lab):
     ):
         failures = lab.failures()
     assert failures.keys() == {("interface", "s2")}, failures
-    assert "no interface in s1's network 10.213.0.0/24; it has eth0 10.214.0.2" in failures["interface", "s2"]
+    assert (
+        "no interface in s1's network 10.213.0.0/24; it has eth0 10.214.0.2"
+        in failures["interface", "s2"]
+    )
 
 
 @pytest.mark.nightly
@@ -208,7 +249,9 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 def test_little_memory_few_files_a_wrong_clock(lab, tmp_path):
     (tmp_path / "clock.c").write_text(CLOCK)
     library = tmp_path / "clock.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True
+    )
     limit = "prlimit --nofile={}:20000 --pid $(cat /run/sshd.pid)"
     with lab.changed(
         login("s2", f"export LD_PRELOAD={library}"),
@@ -216,10 +259,15 @@ def test_little_memory_few_files_a_wrong_clock(lab, tmp_path):
         ("s3", limit.format(512), limit.format(20000)),
     ):
         failures = lab.failures()
-    assert failures.keys() == {("clock", "s2"), ("shared memory", "s2"), ("open files", "s3")}, failures
+    assert failures.keys() == {("clock", "s2"), ("shared memory", "s2"), ("open files", "s3")}, (
+        failures
+    )
     # A busy machine answers late, which the error of the measurement covers.
     assert re.fullmatch(r"its clock is [67]\.\d s ahead of that of s1", failures["clock", "s2"])
-    assert failures["shared memory", "s2"] == "/dev/shm has 16 MiB free of 16 MiB; 2 slots need 128 MiB"
+    assert (
+        failures["shared memory", "s2"]
+        == "/dev/shm has 16 MiB free of 16 MiB; its slots need 128 MiB"
+    )
     assert failures["open files", "s3"] == "a process may open 512; 6 ranks need 1024"
 
 
@@ -235,18 +283,26 @@ def test_gpus(lab, tmp_path):
     two = driver("two", "echo 'NVIDIA H200, 550.54.15'; echo 'NVIDIA H200, 550.54.15'")
     single = driver("single", "echo 'NVIDIA H200, 550.54.15'")
     other = driver("other", "echo 'NVIDIA H200, 535.1'; echo 'NVIDIA H200, 535.1'")
-    broken = driver("broken", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    broken = driver(
+        "broken", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"
+    )
     with lab.changed(login("s2", f"PATH={single}:$PATH"), login("s3", f"PATH={other}:$PATH")):
         failures = lab.failures(path=two)
     # This environment's Horovod knows no NCCL.
-    assert {(check, host) for check, host in failures if check != "horovod"} == {("gpus", "s2"), ("gpus", "s3")}
+    assert {(check, host) for check, host in failures if check != "horovod"} == {
+        ("gpus", "s2"),
+        ("gpus", "s3"),
+    }
     assert failures["gpus", "s2"] == "1 GPUs for 2 slots"
     assert failures["gpus", "s3"] == "driver 535.1, s1 550.54.15"
     if ("horovod", "s1") in failures:
         assert failures["horovod", "s1"] == "has GPUs, and its Horovod has MPI, Gloo but not NCCL"
     with lab.changed(login("s2", f"PATH={broken}:$PATH")):
         failures = lab.failures(path=two)
-    assert failures["gpus", "s2"] == "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch"
+    assert (
+        failures["gpus", "s2"]
+        == "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch"
+    )
     assert failures["gpus", "s3"] == "0 GPUs for 2 slots"
 
 
@@ -256,11 +312,15 @@ def test_other_versions_of_cuda_and_nccl(lab, tmp_path):
     for name, version in (("nvidia_nccl_cu12", "2.27.3"), ("nvidia_cuda_runtime_cu12", "12.9.79")):
         metadata = tmp_path / "packages" / f"{name}-{version}.dist-info" / "METADATA"
         metadata.parent.mkdir(parents=True)
-        metadata.write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+        metadata.write_text(
+            f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+        )
     nccl = tmp_path / "packages" / "nvidia_nccl_cu12-2.27.3.dist-info" / "METADATA"
     (tmp_path / "older").write_text(nccl.read_text().replace("2.27.3", "2.18.1"))
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nfor gpu in 1 2; do echo 'NVIDIA H200, 550.54.15'; done\n")
+    (tmp_path / "bin" / "nvidia-smi").write_text(
+        "#!/bin/sh\nfor gpu in 1 2; do echo 'NVIDIA H200, 550.54.15'; done\n"
+    )
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     drivers = [login(host, f"PATH={tmp_path}/bin:$PATH") for host in ("s2", "s3")]
     with lab.changed(*drivers, over("s2", tmp_path / "older", nccl)):
@@ -297,7 +357,9 @@ def test_the_slow_link_is_named(lab):
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert len(failed) == 1, done.stdout
     assert re.match(r"FAIL  links +s3: 0\.0\d Gbit/s at best, to any host", failed[0])
-    assert re.search(r"PASS  allreduce +64 MiB over 3 hosts in \d+\.\d+ s: 0\.0\d Gbit/s", done.stdout)
+    assert re.search(
+        r"PASS  allreduce +64 MiB over 3 hosts in \d+\.\d+ s: 0\.0\d Gbit/s", done.stdout
+    )
     assert "1 of 16 checks failed in " in done.stdout.splitlines()[-1]
 
 
@@ -309,4 +371,4 @@ def test_ranks_that_do_not_start(lab):
     failed = [row for row in report["rows"] if row["status"] == "FAIL"]
     assert [row["check"] for row in failed] == ["allreduce"], failed
     assert failed[0]["finding"].startswith("the ranks did not reduce; FIRST FAILURE rank 1 ")
-    assert "hvtrain.checks.link_worker" in failed[0]["fix"]
+    assert "hvtrain.checks.measure_links" in failed[0]["fix"]

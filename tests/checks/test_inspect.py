@@ -65,7 +65,9 @@ def test_images_are_shown_as_training_and_validation_give_them(tmp_path):
     straight = []
     for (whole, _), *draws, (plain, _) in views:
         np.testing.assert_allclose(whole / 255, plain, atol=1e-6)
-        assert all(np.array_equal(draw, plain) or np.array_equal(draw[:, ::-1], plain) for draw, _ in draws)
+        assert all(
+            np.array_equal(draw, plain) or np.array_equal(draw[:, ::-1], plain) for draw, _ in draws
+        )
         straight += [np.array_equal(draw, plain) for draw, _ in draws]
     assert len(straight) == 12 and 0 < sum(straight) < 12, "the data set flips half of the images"
 
@@ -73,7 +75,9 @@ def test_images_are_shown_as_training_and_validation_give_them(tmp_path):
         hvtrain.compose([*words, "augment=[random_rotation]"]), 100, has_task=False
     ).views:
         np.testing.assert_allclose(whole / 255, plain, atol=1e-6)
-        assert len({draw.tobytes() for draw, _ in draws}) == 3, "layers of augment draw anew each time"
+        assert len({draw.tobytes() for draw, _ in draws}) == 3, (
+            "layers of augment draw anew each time"
+        )
 
 
 def test_examples_in_train_and_test_and_repeats_with_another_target(tmp_path, monkeypatch, capsys):
@@ -86,27 +90,43 @@ def test_examples_in_train_and_test_and_repeats_with_another_target(tmp_path, mo
     arrays = {"x": images, "y": labels, "x_test": images[[5, 30]], "y_test": labels[[5, 30]]}
     np.savez(tmp_path / "own.npz", **arrays)
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
-    (tmp_path / "conf" / "dataset" / "own.yaml").write_text(f"_target_: {HERE}.own_arrays\npath: own.npz\n")
+    (tmp_path / "conf" / "dataset" / "own.yaml").write_text(
+        f"_target_: {HERE}.own_arrays\npath: own.npz\n"
+    )
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
-    code, output, _ = inspected(monkeypatch, capsys, tmp_path, "--config-dir", "conf", "dataset=own")
+    code, output, _ = inspected(
+        monkeypatch, capsys, tmp_path, "--config-dir", "conf", "dataset=own"
+    )
     assert code == 0, output
-    assert "look at: train: repeated 2 of 40 examples, with another target 1; example 7 is example 2\n" in output
-    assert "look at: test: also in train 2 of 2 examples; example 0 is example 5 of train\n" in output
+    assert (
+        "look at: train: repeated 2 of 40 examples, with another target 1; example 7 is example 2\n"
+        in output
+    )
+    assert (
+        "look at: test: also in train 2 of 2 examples; example 0 is example 5 of train\n" in output
+    )
     assert "look at: test has no 2\n" in output
 
-    code, output, _ = inspected(monkeypatch, capsys, tmp_path, "--config-dir", "conf", "dataset=own", "--limit=10")
+    code, output, _ = inspected(
+        monkeypatch, capsys, tmp_path, "--config-dir", "conf", "dataset=own", "--limit=10"
+    )
     assert "read     10 of 40 train, 2 of 2 test examples." in output
 
 
 def own_arrays(path):
     data = np.load(path)
-    return from_arrays(data["x"], data["y"], data["x_test"], data["y_test"], name="own", num_classes=3)
+    return from_arrays(
+        data["x"], data["y"], data["x_test"], data["y_test"], name="own", num_classes=3
+    )
 
 
 def pipeline(shard, num_shards, split="train"):
     import tensorflow as tf
 
-    inputs = {"age": np.arange(12, dtype=np.float32)[:, None], "note": np.array([f"note {i}" for i in range(12)])}
+    inputs = {
+        "age": np.arange(12, dtype=np.float32)[:, None],
+        "note": np.array([f"note {i}" for i in range(12)]),
+    }
     targets = np.arange(12, dtype=np.int32) % 4
     if split != "train":
         return None
@@ -118,7 +138,9 @@ def own_pipeline():
 
 
 def write_table(folder):
-    rows = [f"{20 + number},{'Rome' if number % 3 else 'Oslo'},{number % 2}" for number in range(40)]
+    rows = [
+        f"{20 + number},{'Rome' if number % 3 else 'Oslo'},{number % 2}" for number in range(40)
+    ]
     (folder / "people.csv").write_text("\n".join(["age,city,buys", *rows]) + "\n")
 
 
@@ -128,7 +150,9 @@ def write_masks(folder):
             (folder / "scenes" / "train" / kind).mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
         Image.fromarray(pixels).save(folder / f"scenes/train/images/{number}.png")
-        Image.fromarray((pixels[..., 0] % 3).astype(np.uint8)).save(folder / f"scenes/train/masks/{number}.png")
+        Image.fromarray((pixels[..., 0] % 3).astype(np.uint8)).save(
+            folder / f"scenes/train/masks/{number}.png"
+        )
 
 
 def write_records(folder):
@@ -148,22 +172,72 @@ def write_pipeline(folder):
     (folder / "conf" / "dataset" / "own.yaml").write_text(f"_target_: {HERE}.own_pipeline\n")
 
 
-SCENES = ["dataset=segmentation_folder", "dataset.dir=scenes", "dataset.image_shape=[8,8,3]", "dataset.num_classes=3"]
-RECORDS = ["dataset=tfrecord", "dataset.dir=records", "dataset.image_shape=[6,6,1]", "dataset.num_classes=3"]
-SHARDS = ["dataset=webdataset", "dataset.dir=shards", "dataset.image_shape=[6,6,1]", "dataset.num_classes=3"]
-TEXT = ["dataset=text", "dataset.file=tales.txt", "dataset.vocabulary_size=300", "dataset.length=16"]
+SCENES = [
+    "dataset=segmentation_folder",
+    "dataset.dir=scenes",
+    "dataset.image_shape=[8,8,3]",
+    "dataset.num_classes=3",
+]
+RECORDS = [
+    "dataset=tfrecord",
+    "dataset.dir=records",
+    "dataset.image_shape=[6,6,1]",
+    "dataset.num_classes=3",
+]
+SHARDS = [
+    "dataset=webdataset",
+    "dataset.dir=shards",
+    "dataset.image_shape=[6,6,1]",
+    "dataset.num_classes=3",
+]
+TEXT = [
+    "dataset=text",
+    "dataset.file=tales.txt",
+    "dataset.vocabulary_size=300",
+    "dataset.length=16",
+]
 TABLE = ["dataset=table", "dataset.file=people.csv", "dataset.target=buys", "dataset.num_test=10"]
 OWN = ["--config-dir", "conf", "dataset=own"]
 # What writes the files, the settings, the exit code, what is printed, and what is on the page.
 CASES = {
     "table": (write_table, TABLE, 0, r"people: 30 train, 10 test\n", "Rome"),
-    "masks": (write_masks, SCENES, 0, r"train +targets +whole numbers, 8 x 8 +0 +2", "Masks are painted over it"),
-    "records": (write_records, RECORDS, 0, r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ", "The first training batch, "),
-    "shards": (write_tar_files, SHARDS, 0, r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ", "The whole image, 3 draws"),
+    "masks": (
+        write_masks,
+        SCENES,
+        0,
+        r"train +targets +whole numbers, 8 x 8 +0 +2",
+        "Masks are painted over it",
+    ),
+    "records": (
+        write_records,
+        RECORDS,
+        0,
+        r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ",
+        "The first training batch, ",
+    ),
+    "shards": (
+        write_tar_files,
+        SHARDS,
+        0,
+        r"train +inputs +numbers, 6 x 6 x 1 +0 +1 ",
+        "The whole image, 3 draws",
+    ),
     "text": (write_text, TEXT, 0, r"tales: \d+ train", "Once upon a time"),
     "own function": (write_pipeline, OWN, 2, r"inputs.age +numbers, 1 +0 +11", "note 2"),
-    "wrong task": (write_table, [*TABLE, "task=segmentation"], 2, "refused: task=segmentation needs as ", "Rome"),
-    "too few rows": (write_table, [*TABLE, "dataset.num_test=50"], 2, "refused: .*num_test=50", "Refused"),
+    "wrong task": (
+        write_table,
+        [*TABLE, "task=segmentation"],
+        2,
+        "refused: task=segmentation needs as ",
+        "Rome",
+    ),
+    "too few rows": (
+        write_table,
+        [*TABLE, "dataset.num_test=50"],
+        2,
+        "refused: .*num_test=50",
+        "Refused",
+    ),
 }
 
 
@@ -185,7 +259,9 @@ def test_every_kind_of_data_set(name, tmp_path, monkeypatch, capsys, browser):
     for size in SIZES if browser else ():
         browser.open(tmp_path / "inspect.html", size)
         assert browser.too_wide() == [] and browser.problems == []
-        assert browser.evaluate("[...document.images].every(image => image.complete && image.naturalWidth)")
+        assert browser.evaluate(
+            "[...document.images].every(image => image.complete && image.naturalWidth)"
+        )
     if name == "own function":
         assert "refused: train: 3 labels are outside 0 ... 2; fix the targets\n" in output
 
@@ -194,7 +270,10 @@ def test_every_kind_of_data_set(name, tmp_path, monkeypatch, capsys, browser):
     ("words", "message"),
     [
         (["--limit", "0"], "0 came where a whole number of at least 1 was needed"),
-        (["--output", "nowhere/page.html"], "--output nowhere/page.html: there is no folder nowhere"),
+        (
+            ["--output", "nowhere/page.html"],
+            "--output nowhere/page.html: there is no folder nowhere",
+        ),
         (["dataset=image_folder", "dataset.dir=nowhere"], "nowhere"),
     ],
 )
@@ -218,9 +297,13 @@ def digits_run(tmp_path_factory):
 
 def test_a_run_keeps_what_its_data_were(digits_run):
     result = json.loads((digits_run / "result.json").read_text())
-    assert result["data"]["splits"] == ["train 1,437", "test 360"] and result["data"]["classes"] == ["10, 10% each"]
+    assert result["data"]["splits"] == ["train 1,437", "test 360"] and result["data"][
+        "classes"
+    ] == ["10, 10% each"]
     kinds = json.loads((digits_run / "kinds.json").read_text())
-    assert kinds["inputs"] == {"": {"type": "numbers", "shape": [8, 8, 1], "low": 0.0, "high": 1.0, "large": 1.0}}
+    assert kinds["inputs"] == {
+        "": {"type": "numbers", "shape": [8, 8, 1], "low": 0.0, "high": 1.0, "large": 1.0}
+    }
     assert sum(kinds["class_counts"]["test"]) == 360
     page = (digits_run / "report.html").read_text()
     assert "<h2>The data</h2>" in page and page.count("10, 10% each") == 1
@@ -229,8 +312,16 @@ def test_a_run_keeps_what_its_data_were(digits_run):
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        (predict, ["input=dark.npy"], "dark.npy is of another kind than the run was trained on: values are "),
-        (evaluate, ["dataset=shapes"], "shapes is of another kind than the run was trained on: images have 3 channels"),
+        (
+            predict,
+            ["input=dark.npy"],
+            "dark.npy is of another kind than the run was trained on: values are ",
+        ),
+        (
+            evaluate,
+            ["dataset=shapes"],
+            "shapes is of another kind than the run was trained on: images have 3 channels",
+        ),
         (
             evaluate,
             ["dataset=synthetic", "dataset.image_shape=[9,9,1]"],
@@ -239,7 +330,9 @@ def test_a_run_keeps_what_its_data_were(digits_run):
     ],
     ids=["range", "channels", "size"],
 )
-def test_other_data_of_another_kind_are_refused(command, words, message, digits_run, tmp_path, monkeypatch):
+def test_other_data_of_another_kind_are_refused(
+    command, words, message, digits_run, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     np.save(tmp_path / "dark.npy", np.random.default_rng(0).random((5, 8, 8)))
     monkeypatch.setattr(sys, "argv", ["x", f"run={digits_run}", *words])
@@ -254,6 +347,9 @@ def test_a_resumed_run_reads_inputs_of_the_same_kind(digits_run, tmp_path):
     kinds["inputs"][""] |= {"high": 255.0, "large": 250.0}
     (folder / "kinds.json").write_text(json.dumps(kinds))
     words = [*SHORT_RUN, "train.steps=4", "run.report=false", f"run.dir={folder}"]
-    with pytest.raises(DataError, match=r"digits is of another kind .*: values are 0 to 1, were 0 to 255; convert it"):
+    with pytest.raises(
+        DataError,
+        match=r"digits is of another kind .*: values are 0 to 1, were 0 to 255; convert it",
+    ):
         hvtrain.train(hvtrain.compose(words))
     assert hvtrain.train(hvtrain.compose([*words, "guard.data=false"])).num_steps == 4

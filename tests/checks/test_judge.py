@@ -56,7 +56,12 @@ def healthy():
 
 def judged(cluster):
     rows, _ = judge_interfaces(cluster, NAMES)
-    return [*judge_software(cluster), *judge_machines(cluster, SLOTS), *judge_names(cluster, NAMES), *rows]
+    return [
+        *judge_software(cluster),
+        *judge_machines(cluster, SLOTS),
+        *judge_names(cluster, NAMES),
+        *rows,
+    ]
 
 
 def failures(rows):
@@ -66,9 +71,21 @@ def failures(rows):
 def test_a_healthy_cluster_passes_every_check():
     rows = judged(healthy())
     assert {row.status for row in rows} == {"PASS"}
-    checks = ["folder", "python", "packages", "code", "horovod", "data set", "shared memory", "open files"]
+    checks = [
+        "folder",
+        "python",
+        "packages",
+        "code",
+        "horovod",
+        "data set",
+        "shared memory",
+        "open files",
+    ]
     assert [row.check for row in rows] == [*checks, "run folder", "gpus", "names", "interface"]
-    assert next(row.finding for row in rows if row.check == "interface") == "eth1, eth2, eth3 in 10.0.0.0/24"
+    assert (
+        next(row.finding for row in rows if row.check == "interface")
+        == "eth1, eth2, eth3 in 10.0.0.0/24"
+    )
 
 
 CASES = [
@@ -84,7 +101,7 @@ CASES = [
     ("horovod", {"horovod": {"built_with": ["MPI", "Gloo"]}}, "has GPUs, and its Horovod has MPI, Gloo but not NCCL"),
     ("data set", {"dataset": {"entries": {"a": "1", "b": "3"}}}, "1 differs: b on s2"),
     ("data set", {"dataset": {"error": "/data: No such file or directory"}}, "/data: No such file"),
-    ("shared memory", {"shared_memory": {"free": 100 << 20}}, "100 MiB free of 1024 MiB; 2 slots need 128 MiB"),
+    ("shared memory", {"shared_memory": {"free": 100 << 20}}, "100 MiB free of 1024 MiB; its slots need 128 MiB"),
     ("open files", {"open_files": {"soft": 256}}, "may open 256; 6 ranks need 1024"),
     ("gpus", {"gpus": {"names": ["H200"]}}, "1 GPUs for 2 slots"),
     ("gpus", {"gpus": {"driver": "535"}}, "driver 535, s1 550.1"),
@@ -124,16 +141,25 @@ def test_an_address_that_no_interface_has():
     for facts in cluster.values():
         facts["addresses"]["s3"] = "10.0.0.33"
     wrong = failures(judge_names(cluster, NAMES))
-    assert "resolves s3 to 10.0.0.33, but no interface of s3 has that address" in wrong["names", "s1"].finding
+    assert (
+        "resolves s3 to 10.0.0.33, but no interface of s3 has that address"
+        in wrong["names", "s1"].finding
+    )
 
 
 def test_interfaces():
     cluster = healthy()
     cluster["s3"]["interfaces"][1].update(address="10.9.0.3", network="10.9.0.0/24")
     wrong = failures(judge_interfaces(cluster, NAMES)[0])
-    assert "no interface in s1's network 10.0.0.0/24; it has eth3 10.9.0.3" in wrong["interface", "s3"].finding
+    assert (
+        "no interface in s1's network 10.0.0.0/24; it has eth3 10.9.0.3"
+        in wrong["interface", "s3"].finding
+    )
     wrong = failures(judge_interfaces(healthy(), NAMES, "docker0")[0])
-    assert "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts" in wrong["interface", "s2"].finding
+    assert (
+        "docker0 has 172.17.0.1 here and on s1, so it cannot join the hosts"
+        in wrong["interface", "s2"].finding
+    )
     wrong = failures(judge_interfaces(healthy(), NAMES, "ib0")[0])
     assert "has no interface ib0; it has eth1 10.0.0.1" in wrong["interface", "s1"].finding
     rows, endpoints = judge_interfaces(healthy(), NAMES, "eth1,eth2,eth3")
@@ -180,7 +206,9 @@ def test_the_run_folder_is_looked_at_on_the_first_host():
     cluster["s1"]["disk"]["free"] = 100 << 20
     assert "100 MiB free" in failures(judge_machines(cluster, SLOTS))["run folder", "s1"].finding
     cluster["s1"]["disk"]["writable"] = False
-    assert "cannot be written" in failures(judge_machines(cluster, SLOTS))["run folder", "s1"].finding
+    assert (
+        "cannot be written" in failures(judge_machines(cluster, SLOTS))["run folder", "s1"].finding
+    )
     del cluster["s1"]
     skipped = next(row for row in judge_machines(cluster, SLOTS) if row.check == "run folder")
     assert (skipped.status, skipped.host) == ("SKIP", "s1")
@@ -194,7 +222,9 @@ def test_many_ranks_need_many_files():
 
 def links(speeds):
     """What the worker prints for these speeds of pairs, in Gbit/s."""
-    pairs = [[*pair, {"bytes": 1e6, "seconds": 8e6 / (speed * 1e9)}] for pair, speed in speeds.items()]
+    pairs = [
+        [*pair, {"bytes": 1e6, "seconds": 8e6 / (speed * 1e9)}] for pair, speed in speeds.items()
+    ]
     return {"all": {"bytes": 64 << 20, "seconds": 0.5, "latency_seconds": 0.001}, "pairs": pairs}
 
 
@@ -210,7 +240,10 @@ def links(speeds):
 def test_the_slow_link_is_named(speeds, slow):
     rows = judge_links(links(speeds), NAMES)
     assert [row.host for row in rows if row.status == "FAIL"] == slow
-    assert "64 MiB over 3 hosts in 0.500 s: 1.07 Gbit/s, 1.43 on the bus; 4 KiB in 1.0 ms" in rows[0].finding
+    assert (
+        "64 MiB over 3 hosts in 0.500 s: 1.07 Gbit/s, 1.43 on the bus; 4 KiB in 1.0 ms"
+        in rows[0].finding
+    )
 
 
 def test_fingerprints_show_names_sizes_and_ends(tmp_path):
@@ -226,7 +259,9 @@ def test_fingerprints_show_names_sizes_and_ends(tmp_path):
     assert entries != of("three", {"train/a": long[:-1] + b"1", "train/b": b"x"})
     assert entries.keys() != of("four", {"train/a": long, "train/c": b"x"}).keys()
     assert fingerprint(tmp_path / "one/train/a", 10)["entries"].keys() == {"."}
-    assert fingerprint(tmp_path / "none", 10)["error"] == f"{tmp_path}/none: No such file or directory"
+    assert (
+        fingerprint(tmp_path / "none", 10)["error"] == f"{tmp_path}/none: No such file or directory"
+    )
     assert fingerprint(tmp_path / "one", -1)["too_large"]
 
 

@@ -21,13 +21,25 @@ LIBRARY = [
 def outcomes(output):
     """{name of the check: PASS or FAIL}, and the text after it."""
     lines = re.findall(r"(PASS|FAIL)  (.{22}) (.*)", output)
-    return {name.strip(): outcome for outcome, name, _ in lines}, {name.strip(): text for _, name, text in lines}
+    return {name.strip(): outcome for outcome, name, _ in lines}, {
+        name.strip(): text for _, name, text in lines
+    }
 
 
 @pytest.mark.nightly
 def test_three_ranks_and_a_run_of_ones_own(tmp_path):
     overrides = [*OWN, "model.norm=true", "train.batch_size=[32,16,16]", "data.uneven=pad"]
-    code, output = run("gloo", 3, "python", "-m", "hvtrain", "verify", *overrides, cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    code, output = run(
+        "gloo",
+        3,
+        "python",
+        "-m",
+        "hvtrain",
+        "verify",
+        *overrides,
+        cwd=tmp_path,
+        PYTHONPATH=OWN_PATH,
+    )
     assert code == 0, output
     results, texts = outcomes(output)
     assert results == dict.fromkeys(
@@ -42,7 +54,9 @@ def test_three_ranks_and_a_run_of_ones_own(tmp_path):
 @pytest.mark.nightly
 def test_each_check_can_fail(tmp_path):
     """A worker breaks what each check is about, one after the other, on real ranks; the user's own run too."""
-    code, output = run("mpirun", 2, "python", str(WORKERS / "broken.py"), *OWN, cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    code, output = run(
+        "mpirun", 2, "python", str(WORKERS / "broken.py"), *OWN, cwd=tmp_path, PYTHONPATH=OWN_PATH
+    )
     assert code == 1, output
     results, texts = outcomes(output)
     assert results == dict.fromkeys(
@@ -53,7 +67,10 @@ def test_each_check_can_fail(tmp_path):
         "FAIL",
     ), output  # fmt: skip
     assert "0 checks passed, 15 failed on 2 rank(s)" in output
-    assert "samples looked at are read by more than one rank; give each rank its own part" in texts["data: leaves"]
+    assert (
+        "samples looked at are read by more than one rank; give each rank its own part"
+        in texts["data: leaves"]
+    )
     assert "the step reduced no gradient" in texts["step of your model"]
     assert "weights differ after one step of your model: rank 1 on " in texts["weights"]
     assert "run different programs: version of keras is 3.0 and 3.1" in texts["versions"]

@@ -16,7 +16,10 @@ from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import ConfigError
 from hvtrain.system.text import aligned
 
-SINGLE, HOROVOD = Contestant("single", "single", (), differences=(ORDER,)), Contestant("horovod", "horovod", ())
+SINGLE, HOROVOD = (
+    Contestant("single", "single", (), differences=(ORDER,)),
+    Contestant("horovod", "horovod", ()),
+)
 MIRRORED = Contestant("mirrored", "mirrored", ())
 STEADY = {number: 100.0 + number for number in range(1, 7)}
 
@@ -32,17 +35,32 @@ def training(speed: float, accuracies: tuple[float, ...] = (), batch: int = 64, 
         EpochRecord(at, 10 * at, 0.1, 2.0, speed, {"loss": 1 / at, "val_accuracy": value})
         for at, value in enumerate(accuracies, 1)
     ]
-    result = {"examples_per_second": speed, "step_seconds": batch / speed, "split": None, "global_batch": batch}
-    result |= {"num_steps": 10 * len(epochs), "metrics": {"test_accuracy": accuracies[-1]} if accuracies else {}}
+    result = {
+        "examples_per_second": speed,
+        "step_seconds": batch / speed,
+        "split": None,
+        "global_batch": batch,
+    }
+    result |= {
+        "num_steps": 10 * len(epochs),
+        "metrics": {"test_accuracy": accuracies[-1]} if accuracies else {},
+    }
     return Training({**result, **more}, epochs, 30.0, 12.5, 500_000_000, None)
 
 
 def compared(errors: dict[str, str] | None = None, target: tuple[str, float] | None = None) -> dict:
     """A comparison of three, of which the third failed in its whole run."""
-    rounds = {name: {n: training(speed) for n, speed in times(by).items()} for name, by in SPEEDS.items()}
-    whole = {"single": training(100, (0.5, 0.9)), "horovod": training(134, (0.6, 0.8, 0.85), differences=["stale"])}
+    rounds = {
+        name: {n: training(speed) for n, speed in times(by).items()} for name, by in SPEEDS.items()
+    }
+    whole = {
+        "single": training(100, (0.5, 0.9)),
+        "horovod": training(134, (0.6, 0.8, 0.85), differences=["stale"]),
+    }
     errors = {"mirrored": "the whole run: no GPU <here>"} if errors is None else errors
-    contest = Contest([SINGLE, HOROVOD, MIRRORED], Launcher(2), Path(), 6, 100, False, rounds, whole, errors)
+    contest = Contest(
+        [SINGLE, HOROVOD, MIRRORED], Launcher(2), Path(), 6, 100, False, rounds, whole, errors
+    )
     return summary(contest, target)
 
 
@@ -57,14 +75,20 @@ def test_a_clear_difference_is_stated_with_its_confidence() -> None:
         "confidence) as fast as horovod.",
     ]
     pays, does_not = on_scaling(speeds, 2)
-    assert pays.startswith("horovod pays here on 2 ranks: 1.34 times") and pays.endswith("an efficiency of 67%.")
-    assert does_not.startswith("mirrored does not pay on 2 ranks here: 0.89 times (0.89 to 0.89 with 97%")
+    assert pays.startswith("horovod pays here on 2 ranks: 1.34 times") and pays.endswith(
+        "an efficiency of 67%."
+    )
+    assert does_not.startswith(
+        "mirrored does not pay on 2 ranks here: 0.89 times (0.89 to 0.89 with 97%"
+    )
 
 
 def test_an_interval_that_holds_1_is_no_difference() -> None:
     noisy = {number: speed * (1.3 if number % 2 else 0.8) for number, speed in STEADY.items()}
     most, same = on_speed({"single": STEADY, "horovod": noisy})
-    assert most.startswith("Most examples/s here: ") and same.startswith("Not distinguishable from it: ")
+    assert most.startswith("Most examples/s here: ") and same.startswith(
+        "Not distinguishable from it: "
+    )
     (scaling,) = on_scaling({"single": STEADY, "horovod": noisy}, 2)
     assert scaling.endswith("not distinguishable from it.") and " pays" not in scaling
 
@@ -73,12 +97,18 @@ def test_an_interval_that_holds_1_is_no_difference() -> None:
 def test_few_rounds_are_no_confidence(rounds: int) -> None:
     few = {number: STEADY[number] for number in range(1, rounds + 1)}
     speed_ratio = against(times(2.0, few), few)
-    assert speed_ratio and speed_ratio.median == pytest.approx(2) and ratio_text(speed_ratio) == "2.00 times"
+    assert (
+        speed_ratio
+        and speed_ratio.median == pytest.approx(2)
+        and ratio_text(speed_ratio) == "2.00 times"
+    )
     speeds = {"single": few, "horovod": times(2.0, few)}
     assert on_scaling({**speeds, "mirrored": times(3.0, few)}, 2) == [
         "Too few rounds to say whether 2 ranks pay: horovod 2.00 times, mirrored 3.00 times as fast as one process."
     ]
-    assert on_speed(speeds)[0].startswith("Most ") and on_speed(speeds)[1].startswith("Too few rounds to say: single")
+    assert on_speed(speeds)[0].startswith("Most ") and on_speed(speeds)[1].startswith(
+        "Too few rounds to say: single"
+    )
     assert "confidence" in ratio_text(Ratio(2.0, 1.9, 2.1, 0.75))
 
 
@@ -96,8 +126,13 @@ def test_time_to_the_target_is_that_of_the_first_epoch_which_reaches_it() -> Non
     epochs = curve(training(100, (0.5, 0.9, 0.7)))
     assert reached_at(epochs, "val_accuracy", 0.9) == (2, 4.0)
     assert reached_at(epochs, "loss", 0.5) == (2, 4.0), "a loss falls"
-    assert reached_at(epochs, "val_accuracy", 0.91) is None and reached_at(epochs, "unknown", 0.1) is None
-    assert best_of_all([epochs, curve(training(100, (0.85,)))]) == ("val_accuracy", 0.85), "all of them reach it"
+    assert (
+        reached_at(epochs, "val_accuracy", 0.91) is None
+        and reached_at(epochs, "unknown", 0.1) is None
+    )
+    assert best_of_all([epochs, curve(training(100, (0.85,)))]) == ("val_accuracy", 0.85), (
+        "all of them reach it"
+    )
     assert best_of_all([]) is None
 
 
@@ -105,13 +140,22 @@ def test_the_summary_joins_rounds_and_whole_runs() -> None:
     comparison = compared()
     single, horovod, mirrored = comparison["strategies"]
     assert comparison["target"] == {"metric": "val_accuracy", "value": 0.85}
-    assert (single["target_seconds"], horovod["target_epoch"], mirrored["target_seconds"]) == (4.0, 3, None)
+    assert (single["target_seconds"], horovod["target_epoch"], mirrored["target_seconds"]) == (
+        4.0,
+        3,
+        None,
+    )
     assert single["differences"] == [ORDER] and horovod["differences"] == ["stale"]
-    assert horovod["against_single"]["median"] == pytest.approx(1.34) and single["against_single"] is None
+    assert (
+        horovod["against_single"]["median"] == pytest.approx(1.34)
+        and single["against_single"] is None
+    )
     assert [point["examples"] for point in horovod["curve"]] == [640, 1280, 1920]
     assert mirrored["error"] and mirrored["examples_per_second"] == pytest.approx(0.89 * 103.5)
     assert "mirrored failed: the whole run: no GPU <here>" in comparison["conclusion"]
-    assert any("not the same number of examples" in line for line in comparison["conclusion"]), "1280 against 1920"
+    assert any("not the same number of examples" in line for line in comparison["conclusion"]), (
+        "1280 against 1920"
+    )
 
 
 def test_a_target_that_no_run_has_is_named() -> None:
@@ -128,7 +172,11 @@ def test_the_table_has_a_line_for_each_strategy() -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere(tmp_path) -> None:
-    facts = {"command": "python -m hvtrain compare <x>", "date": "2026-11-24 20:00", "machine": {"host": "here"}}
+    facts = {
+        "command": "python -m hvtrain compare <x>",
+        "date": "2026-11-24 20:00",
+        "machine": {"host": "here"},
+    }
     facts |= {"num_rounds": 6, "speed_steps": 100, "versions": {"keras": "3"}, "interrupted": False}
     write({**facts, **compared()}, tmp_path)
     page = (tmp_path / "compare.html").read_text()
@@ -137,18 +185,37 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path) -> None:
     assert page.count("<svg") == 4 and "var(--series-1)" in page and "var(--ink)" in page
     assert "&lt;here&gt;" in page and "<here>" not in page, "what runs print is text"
     links = re.findall(r"""(?:src|href)=["']([^"'#][^"']*)""", page)
-    assert all(link.startswith("data:") for link in links) and "@import" not in page and "<script" not in page
+    assert (
+        all(link.startswith("data:") for link in links)
+        and "@import" not in page
+        and "<script" not in page
+    )
     assert "<metadata" not in page and "prefers-color-scheme: dark" in page
 
 
 def test_without_any_measurement_the_page_says_so(tmp_path) -> None:
-    facts = {"command": "x", "date": "d", "machine": {}, "num_rounds": 6, "speed_steps": 9, "versions": {}}
+    facts = {
+        "command": "x",
+        "date": "d",
+        "machine": {},
+        "num_rounds": 6,
+        "speed_steps": 9,
+        "versions": {},
+    }
     secret = replace(HOROVOD, overrides=("dataset.api_key=hunter2",))
-    comparison = {**facts, "interrupted": True, **summary(Contest([SINGLE, secret], Launcher(2), tmp_path, 6, 9), None)}
+    comparison = {
+        **facts,
+        "interrupted": True,
+        **summary(Contest([SINGLE, secret], Launcher(2), tmp_path, 6, 9), None),
+    }
     write(comparison, tmp_path)
     assert "hunter2" not in (tmp_path / "compare.json").read_text()
     page = (tmp_path / "compare.html").read_text()
-    assert "interrupted" in page and "did not train" in page and not (tmp_path / "compare.png").exists()
+    assert (
+        "interrupted" in page
+        and "did not train" in page
+        and not (tmp_path / "compare.png").exists()
+    )
 
 
 def test_rounds_are_interleaved_and_whole_runs_follow(tmp_path) -> None:
@@ -172,7 +239,15 @@ def test_commands_are_the_launchers_and_one_process_needs_none(tmp_path) -> None
         f"run.dir='{tmp_path}'",
         "notify=[]",
     ]
-    assert launcher.command(HOROVOD, [], tmp_path)[2:-2] == ["hvtrain", "launch", "-np", "2", "-H", "a:1,b:1", "--"]
+    assert launcher.command(HOROVOD, [], tmp_path)[2:-2] == [
+        "hvtrain",
+        "launch",
+        "-np",
+        "2",
+        "-H",
+        "a:1,b:1",
+        "--",
+    ]
     assert launcher.command(servers, [], tmp_path)[-5:-2] == ["--num-ps", "2", "--"]
     assert len(launcher.cores(SINGLE)) == 1 and launcher.cores(HOROVOD) == Launcher(2).cores(SINGLE)
 
@@ -182,7 +257,12 @@ def settings_of(contestant: Contestant) -> dict[str, str]:
 
 
 def test_one_process_trains_as_the_ranks_together_do() -> None:
-    common = ["strategy=single,horovod", "model=mlp", "train.batch_size=16", "optimizer.learning_rate=0.001"]
+    common = [
+        "strategy=single,horovod",
+        "model=mlp",
+        "train.batch_size=16",
+        "optimizer.learning_rate=0.001",
+    ]
     common += ["train.steps=100", "train.divide_steps_by_size=true", "schedule.warmup_epochs=0"]
     single, horovod = contestants(common, 4)
     mine = settings_of(single)
@@ -190,7 +270,9 @@ def test_one_process_trains_as_the_ranks_together_do() -> None:
     assert float(mine["optimizer.learning_rate"]) == pytest.approx(0.004)
     assert single.differences == (ORDER,) and horovod.differences == ()
     assert settings_of(horovod)["train.batch_size"] == "16"
-    by_root = contestants([*common, "train.learning_rate_scale=sqrt", "schedule.warmup_epochs=1"], 4)[0]
+    by_root = contestants(
+        [*common, "train.learning_rate_scale=sqrt", "schedule.warmup_epochs=1"], 4
+    )[0]
     assert float(settings_of(by_root)["optimizer.learning_rate"]) == pytest.approx(0.002)
     assert any("warm-up" in text for text in by_root.differences)
     of_rank = contestants(common, 4, "rank")[0]
@@ -198,8 +280,12 @@ def test_one_process_trains_as_the_ranks_together_do() -> None:
 
 
 def test_a_strategy_may_have_settings_of_its_own() -> None:
-    plain, small = contestants(["strategy=horovod,horovod@compression=fp16@train.accumulate=4", "model=mlp"], 2)
-    assert settings_of(small)["strategy.compression"] == "fp16" and "strategy.compression" not in settings_of(plain)
+    plain, small = contestants(
+        ["strategy=horovod,horovod@compression=fp16@train.accumulate=4", "model=mlp"], 2
+    )
+    assert settings_of(small)[
+        "strategy.compression"
+    ] == "fp16" and "strategy.compression" not in settings_of(plain)
     assert "train.steps=12" in small.speed_overrides(10), "whole accumulations"
 
 
@@ -210,13 +296,18 @@ def test_a_strategy_may_have_settings_of_its_own() -> None:
         (["strategy=single"], "strategy=single came where at least two"),
         (["strategy=single,horovd"], "did you mean strategy=horovod?"),
         (["strategy=single,horovod,single"], "names single twice"),
-        (["strategy=single,horovod", "run.dir=x"], "run.dir=x came, and each strategy has a run folder of its own"),
+        (
+            ["strategy=single,horovod", "run.dir=x"],
+            "run.dir=x came, and each strategy has a run folder of its own",
+        ),
         (["strategy=single,horovod", "model=cnnn"], "model=cnnn is not one of application, cnn"),
         (["strategy=single,horovod@compresion=fp16"], "did you mean 'strategy.compression'?"),
         (["strategy=single,horovod", "train.batch_size=[2,4]"], "compare needs one number for all"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_starts(arguments: list[str], message: str) -> None:
+def test_bad_arguments_are_refused_before_anything_starts(
+    arguments: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         contestants(arguments, 2)
     assert message in str(error.value) and "\n" not in str(error.value)

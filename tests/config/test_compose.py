@@ -7,20 +7,26 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from hvtrain.config.compose import CONFIGS, schema
+from hvtrain.config.choices import CONFIGS
+from hvtrain.config.compose import schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, from_dict
 from hvtrain.core.schedule import Schedule
 
 CHOICES = {
-    group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in (*GROUPS, *SEVERAL, *BUNDLES)
+    group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    for group in (*GROUPS, *SEVERAL, *BUNDLES)
 }
 # What a choice leaves to the user to say.
 REQUIRED = {
     "application": ["model.name=MobileNetV2"],
     "keras_hub": ["model.name=BertBackbone"],
     "image_folder": ["dataset.dir=/data"],
-    "segmentation_folder": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=3"],
+    "segmentation_folder": [
+        "dataset.dir=/data",
+        "dataset.image_shape=[32,32,3]",
+        "dataset.num_classes=3",
+    ],
     "imagenet_resnet50": ["dataset.dir=/data"],
     "imagenet_resnet50_fast": ["dataset.dir=/data"],
     "parquet": ["dataset.dir=/data", "dataset.image_shape=[32,32,3]", "dataset.num_classes=10"],
@@ -34,10 +40,14 @@ REQUIRED = {
 def composed(*arguments):
     ConfigStore.instance().store("hvtrain_schema", schema())
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        return from_dict(OmegaConf.to_container(compose("config", overrides=list(arguments)), resolve=True))
+        return from_dict(
+            OmegaConf.to_container(compose("config", overrides=list(arguments)), resolve=True)
+        )
 
 
-@pytest.mark.parametrize("argument", [f"{group}='{name}'" for group, names in CHOICES.items() for name in names])
+@pytest.mark.parametrize(
+    "argument", [f"{group}='{name}'" for group, names in CHOICES.items() for name in names]
+)
 def test_every_choice_composes(argument):
     assert composed(argument, *REQUIRED.get(argument.partition("=")[2].strip("'"), []))
 
@@ -67,4 +77,6 @@ def test_choices_have_a_description():
     for group, names in CHOICES.items():
         for name in names:
             lines = (Path(CONFIGS) / group / f"{name}.yaml").read_text().splitlines()
-            assert any(line.startswith("# ") and "@package" not in line for line in lines[:2]), f"{group}/{name}"
+            assert any(line.startswith("# ") and "@package" not in line for line in lines[:2]), (
+                f"{group}/{name}"
+            )

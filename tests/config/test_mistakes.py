@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 
+from hvtrain.config import compose as composing
 from hvtrain.config import mistakes
 from hvtrain.config.compose import compose
 from in_process import run_command
@@ -158,6 +159,10 @@ def composed(*line):
     return compose([*line])
 
 
+def copies(line):
+    return copy.deepcopy(composed(*line))
+
+
 def answers(line, expected):
     """True if the line is the expected one, where `...` stands for any text."""
     return re.fullmatch(".*".join(map(re.escape, expected.split("..."))), line)
@@ -166,15 +171,24 @@ def answers(line, expected):
 def test_a_hundred_mistakes(tmp_path, monkeypatch):
     """No page of usage, no traceback, no text of Hydra's own, nothing written."""
     # Most lines are answered from the default choices, which are composed once.
-    monkeypatch.setattr(mistakes, "compose", lambda line: copy.deepcopy(composed(*line)))
-    monkeypatch.setitem(sys.modules, "hvtrain.runner", None)  # What is not refused would train here.
+    for name in ("check_form", "explain"):
+        answer = getattr(mistakes, name)
+        monkeypatch.setattr(
+            composing, name, lambda *line, answer=answer: answer(*line[:-1], copies)
+        )
+    # What is not refused would train here.
+    monkeypatch.setitem(sys.modules, "hvtrain.runner", None)
     assert len(MISTAKES) >= 100
     wrong = []
     for line, expected in MISTAKES.items():
         code, output, errors = run_command("hvtrain", *shlex.split(line), cwd=tmp_path)
-        is_one_line = errors.startswith("hvtrain: ") and errors.count("\n") == 1 and len(errors) < 1100
+        is_one_line = (
+            errors.startswith("hvtrain: ") and errors.count("\n") == 1 and len(errors) < 1100
+        )
         message = errors.removeprefix("hvtrain: ").removesuffix("\n")
         if (code, output) != (2, "") or not is_one_line or not answers(message, expected):
-            wrong.append(f"{line[:80]}: {code} {output[:200]}\n    {message[:1200]}\n    {expected}")
+            wrong.append(
+                f"{line[:80]}: {code} {output[:200]}\n    {message[:1200]}\n    {expected}"
+            )
     assert not wrong, "\n".join(wrong)
     assert list(tmp_path.iterdir()) == []

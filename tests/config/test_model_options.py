@@ -5,7 +5,8 @@ from dataclasses import replace
 import keras
 import pytest
 
-from hvtrain.config.compose import compose, run_settings
+from hvtrain.config.choices import run_settings
+from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
@@ -15,7 +16,7 @@ SHAPE = {"image_shape": (8, 8, 1), "num_classes": 3}
 
 
 def composed(*arguments):
-    return from_dict(compose(list(arguments))[0])
+    return from_dict(compose(list(arguments)))
 
 
 def own(image_shape, num_classes, freeze=True):
@@ -24,24 +25,50 @@ def own(image_shape, num_classes, freeze=True):
 
 def takes_all(image_shape, num_classes, **options):
     assert options == {"width": 5}
-    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)])
+    return keras.Sequential(
+        [keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)]
+    )
 
 
-@pytest.mark.parametrize("arguments", [[], ["model=mlp"], ["model=application", "model.name=MobileNet"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["model=mlp"], ["model=application", "model.name=MobileNet"]]
+)
 def test_every_model_takes_them_without_a_plus(arguments):
-    config = composed(*arguments, "model.weights=runs/1", "model.freeze=[conv*,*/bias]", "model.lora_rank=4")
+    config = composed(
+        *arguments, "model.weights=runs/1", "model.freeze=[conv*,*/bias]", "model.lora_rank=4"
+    )
     options = config.model_options
-    assert (options.weights, options.freeze, options.lora_rank) == ("runs/1", ["conv*", "*/bias"], 4)
+    assert (options.weights, options.freeze, options.lora_rank) == (
+        "runs/1",
+        ["conv*", "*/bias"],
+        4,
+    )
     assert composed(*arguments, "model.freeze=conv?").model_options.freeze == ["conv?"]
-    assert composed(*arguments, "model.shard_embeddings=1000000").model_options.shard_embeddings == ["1000000"]
+    assert composed(
+        *arguments, "model.shard_embeddings=1000000"
+    ).model_options.shard_embeddings == ["1000000"]
     options = composed(*arguments, "model.shard_embeddings=[user*,50]").model_options
     assert options.shard_embeddings == ["user*", "50"]
-    assert replace(config, model={"_target_": "a.b"}).model_options.freeze is None, "a run of an earlier version"
+    assert replace(config, model={"_target_": "a.b"}).model_options.freeze is None, (
+        "a run of an earlier version"
+    )
 
 
 def test_the_builder_never_gets_them():
-    arguments = ["model.freeze=[a]", "model.lora_rank=2", "model.weights=x", f"model._target_={__name__}.takes_all"]
-    config = composed("model=mlp", *arguments, "~model.hidden", "~model.activation", "~model.dropout", "+model.width=5")
+    arguments = [
+        "model.freeze=[a]",
+        "model.lora_rank=2",
+        "model.weights=x",
+        f"model._target_={__name__}.takes_all",
+    ]
+    config = composed(
+        "model=mlp",
+        *arguments,
+        "~model.hidden",
+        "~model.activation",
+        "~model.dropout",
+        "+model.width=5",
+    )
     assert build(config, "model", keras.Model, **SHAPE).count_params() == 64 * 3 + 3
 
 
@@ -71,8 +98,14 @@ def test_a_builder_with_an_argument_of_that_name_is_refused(arguments):
         ),
         ("train.ema=1", "train.ema=1.0 is out of range; it must be between 0 and 1, such as 0.999"),
         ("train.ema=0", "train.ema=0.0 is out of range; it must be between 0 and 1, such as 0.999"),
-        ("train.rates={a*:0}", "train.rates.a*=0 is not a factor above 0; use model.freeze=[a*] to freeze it"),
-        ("train.rates={a*:x}", "train.rates.a*=x is not a factor above 0; use model.freeze=[a*] to freeze it"),
+        (
+            "train.rates={a*:0}",
+            "train.rates.a*=0 is not a factor above 0; use model.freeze=[a*] to freeze it",
+        ),
+        (
+            "train.rates={a*:x}",
+            "train.rates.a*=x is not a factor above 0; use model.freeze=[a*] to freeze it",
+        ),
         ("train.rates=2", "train.rates=2 is not a group of settings or null"),
     ],
 )
@@ -100,5 +133,12 @@ def test_first_weights_and_recomputation_may_change_on_resume():
 
 def test_help_has_them():
     text = run_settings([])
-    for name in ("model.weights", "model.freeze", "model.lora_rank", "train.ema", "train.rates", "train.remat"):
+    for name in (
+        "model.weights",
+        "model.freeze",
+        "model.lora_rank",
+        "train.ema",
+        "train.rates",
+        "train.remat",
+    ):
         assert f"  {name}=" in text

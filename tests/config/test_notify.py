@@ -29,13 +29,13 @@ SLACK = "slack://hunter2/B1/C1"
 )
 def test_addresses_stand_as_they_are(arguments, expected, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hvtrain"])
-    assert from_dict(compose(["model=mlp", *arguments])[0]).notify == expected
+    assert from_dict(compose(["model=mlp", *arguments])).notify == expected
     assert sys.argv == ["hvtrain"], "the command line stays as it was"
 
 
 def test_records_have_no_secret(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hvtrain"])
-    config = from_dict(compose([f"notify=[{MAIL},{SLACK}]"])[0])
+    config = from_dict(compose([f"notify=[{MAIL},{SLACK}]"]))
     assert config.record["notify"] == ["***", "***"]
     assert reusable(config)["notify"] is None, "so that config.yaml starts another run"
 
@@ -43,7 +43,10 @@ def test_records_have_no_secret(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([f"notfy={MAIL}"], "notfy=... has a character that is special to Hydra; put it in quotes: \"notfy='...'\""),
+        (
+            [f"notfy={MAIL}"],
+            "notfy=... has a character that is special to Hydra; put it in quotes: \"notfy='...'\"",
+        ),
         ([f"notfy={SLACK}"], "unknown setting 'notfy'; did you mean 'notify'?"),
         ([f"notify.mail={SLACK}"], "unknown setting 'notify.mail'"),
         ([f"notify={SLACK}", "train.epochs=many"], "train.epochs=many is not a whole number"),
@@ -53,14 +56,14 @@ def test_records_have_no_secret(monkeypatch):
 def test_errors_have_no_secret(arguments, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hvtrain"])
     with pytest.raises(ConfigError) as caught:
-        from_dict(compose(arguments)[0])
+        from_dict(compose(arguments))
     assert message in str(caught.value) and "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [{"mail": SLACK}, [1, SLACK, {"a": SLACK}]])
 def test_a_file_with_something_else_is_refused_without_showing_it(value, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hvtrain"])
-    (tree,) = compose([])
+    tree = compose([])
     with pytest.raises(ConfigError, match=r"^notify=.*\*\*\*.* is not a string") as caught:
         from_dict({**tree, "notify": value})
     assert "hunter2" not in str(caught.value)
@@ -71,12 +74,18 @@ def test_the_variable_reaches_ranks_and_is_not_open():
     for value in (MAIL, SLACK):
         values = {"PATH": "/bin", "HVTRAIN_NOTIFY": value}
         assert environment.for_ranks(values)["HVTRAIN_NOTIFY"] == value
-        assert not environment.travels("HVTRAIN_NOTIFY", values), "hvtrain.checks.info would show it"
-        assert "HVTRAIN_NOTIFY" not in environment.asked_for(values, []), "a cluster's files would hold it"
+        assert not environment.travels("HVTRAIN_NOTIFY", values), (
+            "hvtrain.checks.info would show it"
+        )
+        assert "HVTRAIN_NOTIFY" not in environment.asked_for(values, []), (
+            "a cluster's files would hold it"
+        )
 
 
 def output(*arguments, cwd):
-    done = subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -91,7 +100,9 @@ def test_a_launch_has_them_on_no_command_line_and_in_no_file(tmp_path):
     script = (tmp_path / "out/launch.sh").read_text()
     assert code == 0 and "model=mlp" in text and 'HVTRAIN_NOTIFY="${HVTRAIN_NOTIFY-}"' in script
     assert "hunter2" not in text + script
-    code, text = output(*dry, "cluster=slurm", "cluster.time=1:00:00", "--", f"notify={SLACK}", cwd=tmp_path)
+    code, text = output(
+        *dry, "cluster=slurm", "cluster.time=1:00:00", "--", f"notify={SLACK}", cwd=tmp_path
+    )
     assert (code, text) == (
         2,
         "hvtrain: cluster=slurm came with notify=, whose addresses would stand in its files; "

@@ -6,9 +6,9 @@ import resource
 
 import pytest
 
-from hvtrain.core.files import write_atomic
 from hvtrain.core.run_files import EpochRecord, RunRecord, history_table, read_history, write_result
 from hvtrain.errors import StorageError
+from hvtrain.system.files import write_atomic
 
 
 def test_history_comes_back(tmp_path):
@@ -25,7 +25,10 @@ def test_history_comes_back(tmp_path):
 
 def test_a_row_is_added_without_writing_the_file_anew(tmp_path):
     """10,000 epochs would write 10 GB."""
-    records = [EpochRecord(epoch, 22 * epoch, 0.1, 1.5, 900.0, {"loss": 1 / epoch}) for epoch in range(1, 5)]
+    records = [
+        EpochRecord(epoch, 22 * epoch, 0.1, 1.5, 900.0, {"loss": 1 / epoch})
+        for epoch in range(1, 5)
+    ]
     path = tmp_path / "history.csv"
     table = history_table(tmp_path)
     table.save(records[:1])
@@ -39,7 +42,9 @@ def test_a_row_is_added_without_writing_the_file_anew(tmp_path):
 
 
 def test_a_row_that_was_not_written_comes_with_the_next(tmp_path):
-    records = [EpochRecord(epoch, 22 * epoch, 0.1, 1.5, 900.0, {"loss": 1 / epoch}) for epoch in (1, 2, 3)]
+    records = [
+        EpochRecord(epoch, 22 * epoch, 0.1, 1.5, 900.0, {"loss": 1 / epoch}) for epoch in (1, 2, 3)
+    ]
     table = history_table(tmp_path)
     table.save(records[:1])
     length = (tmp_path / "history.csv").stat().st_size
@@ -84,13 +89,19 @@ def test_no_history_is_empty(tmp_path):
     assert read_history(tmp_path) == []
 
 
-@pytest.mark.parametrize("text", ["\0", "epoch,step\n1\n", "epoch,step,learning_rate\nx,y,z\n", '"', "a\n1\n", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["\0", "epoch,step\n1\n", "epoch,step,learning_rate\nx,y,z\n", '"', "a\n1\n", "\xff"]
+)
 def test_a_damaged_history_is_named(tmp_path, text):
     (tmp_path / "history.csv").write_bytes(text.encode("latin-1"))
     with contextlib.suppress(StorageError):
         assert read_history(tmp_path) == []
-    (tmp_path / "history.csv").write_text("epoch,step,learning_rate,seconds,examples_per_second\n1,22,0.1,1.5\n")
-    with pytest.raises(StorageError, match=r"history.csv is damaged .*; fix it or move it away, then start again"):
+    (tmp_path / "history.csv").write_text(
+        "epoch,step,learning_rate,seconds,examples_per_second\n1,22,0.1,1.5\n"
+    )
+    with pytest.raises(
+        StorageError, match=r"history.csv is damaged .*; fix it or move it away, then start again"
+    ):
         read_history(tmp_path)
 
 
@@ -101,7 +112,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2, limits[1]))
     try:
         with pytest.raises(
-            StorageError, match=r"was not written: File too large \(3 bytes needed, .* free at .*\); make"
+            StorageError,
+            match=r"was not written: File too large \(3 bytes needed, .* free at .*\); make",
         ):
             write_atomic(path, "new")
     finally:
@@ -112,7 +124,21 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 def test_result_comes_back(tmp_path):
     record = RunRecord(
-        0.98, 0.06, 2567.0, 0.025, 2, 53_002, 264, 64, 33.0, 264, 0, {"ranks": 2}, {"test_loss": 0.06}, {}, {"seed": 1}
+        0.98,
+        0.06,
+        2567.0,
+        0.025,
+        2,
+        53_002,
+        264,
+        64,
+        33.0,
+        264,
+        0,
+        {"ranks": 2},
+        {"test_loss": 0.06},
+        {},
+        {"seed": 1},
     )
     write_result(tmp_path, record)
     assert RunRecord(**json.loads((tmp_path / "result.json").read_text())) == record

@@ -38,9 +38,16 @@ def test_without_warmup_the_first_rate_is_the_peak():
 
 
 def test_warmup_begins_at_a_rate_of_its_own_below_the_peak():
-    assert [Constant(**RUN, warmup_from=0.2)(step) for step in (0, 5, 10)] == pytest.approx([0.2, 0.5, 0.8])
-    assert [Constant(**RUN, warmup_from=3.0)(step) for step in (0, 5, 10)] == pytest.approx([0.8, 0.8, 0.8])
-    with pytest.raises(ConfigError, match=r"^schedule\.warmup_from=-0.1 is not a learning rate; it must be at least 0"):
+    assert [Constant(**RUN, warmup_from=0.2)(step) for step in (0, 5, 10)] == pytest.approx(
+        [0.2, 0.5, 0.8]
+    )
+    assert [Constant(**RUN, warmup_from=3.0)(step) for step in (0, 5, 10)] == pytest.approx(
+        [0.8, 0.8, 0.8]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^schedule\.warmup_from=-0.1 is not a learning rate; it must be at least 0",
+    ):
         Constant(**RUN, warmup_from=-0.1)
 
 

@@ -4,8 +4,14 @@ import itertools
 
 import pytest
 
+from hvtrain.config.make_plan import (
+    batch_sizes_by_rank,
+    make_plan,
+    planned_batch_sizes,
+    resumed_plan,
+)
 from hvtrain.config.schema import TrainConfig
-from hvtrain.core.step_plan import Share, batch_sizes_by_rank, make_plan, planned_batch_sizes, resumed_plan
+from hvtrain.core.step_plan import Share
 from hvtrain.errors import CheckpointError, ConfigError
 
 
@@ -38,12 +44,16 @@ def test_steps_count_instead_of_epochs():
 
 
 def test_more_ranks_than_examples():
-    with pytest.raises(ConfigError, match=r"4 ranks are more than the 3 training examples of toys .* use at most 3"):
+    with pytest.raises(
+        ConfigError, match=r"4 ranks are more than the 3 training examples of toys .* use at most 3"
+    ):
         plan([1, 1, 1, 0], batch_size=1)
 
 
 def test_batch_larger_than_the_shard():
-    with pytest.raises(ConfigError, match=r"batch_size=32 exceeds the 10 examples of a rank \(21 of toys over 2"):
+    with pytest.raises(
+        ConfigError, match=r"batch_size=32 exceeds the 10 examples of a rank \(21 of toys over 2"
+    ):
         plan([11, 10])
 
 
@@ -76,9 +86,14 @@ def test_padded_epochs_use_every_example():
 
 def test_uneven_shards_can_be_refused():
     assert plan([64, 64], uneven="error").is_even
-    with pytest.raises(ConfigError, match=r"uneven=error and 29 of 1437 training examples of toys fill no batch"):
+    with pytest.raises(
+        ConfigError, match=r"uneven=error and 29 of 1437 training examples of toys fill no batch"
+    ):
         plan([719, 718], uneven="error")
-    with pytest.raises(ConfigError, match=r"a rank holds 2 of 1002 .* needs 32 steps for an epoch; spread the files"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a rank holds 2 of 1002 .* needs 32 steps for an epoch; spread the files",
+    ):
         plan([1000, 2], batch_sizes=[32, 1], uneven="pad")
 
 
@@ -94,17 +109,27 @@ def test_batch_sizes_by_rank_and_by_host():
     assert batch_sizes_by_rank(8, hosts) == [8, 8, 8]
     assert batch_sizes_by_rank([8, 4], hosts) == [8, 8, 4]
     assert batch_sizes_by_rank([8, 4, 2], hosts) == [8, 4, 2]
-    with pytest.raises(ConfigError, match=r"\[8, 4, 2, 1\] has 4 numbers for 3 ranks on 2 hosts; give one number"):
+    with pytest.raises(
+        ConfigError, match=r"\[8, 4, 2, 1\] has 4 numbers for 3 ranks on 2 hosts; give one number"
+    ):
         batch_sizes_by_rank([8, 4, 2, 1], hosts)
 
 
-@pytest.mark.parametrize(("batch_sizes", "uneven"), [([32, 32], "trim"), ([32, 32], "pad"), ([48, 16], "pad")])
+@pytest.mark.parametrize(
+    ("batch_sizes", "uneven"), [([32, 32], "trim"), ([32, 32], "pad"), ([48, 16], "pad")]
+)
 @pytest.mark.parametrize("num_ranks", [1, 3, 4, 7, 16])
-def test_other_ranks_cut_each_joint_batch_evenly_and_weigh_by_their_part(batch_sizes, uneven, num_ranks):
+def test_other_ranks_cut_each_joint_batch_evenly_and_weigh_by_their_part(
+    batch_sizes, uneven, num_ranks
+):
     shards = [1437 * size // 64 for size in batch_sizes]
     made = plan(shards, batch_sizes, uneven, batch_size=batch_sizes)
     cut = made.on(num_ranks)
-    assert (cut.num_steps, cut.global_batch, cut.peak_learning_rate) == (made.num_steps, 64, made.peak_learning_rate)
+    assert (cut.num_steps, cut.global_batch, cut.peak_learning_rate) == (
+        made.num_steps,
+        64,
+        made.peak_learning_rate,
+    )
     assert cut.batch_sizes == [end - begin for begin, end in made.on(num_ranks).parts(0)]
     for step in range(made.steps_per_epoch):
         total = made.parts(step)[-1][1]
@@ -125,7 +150,9 @@ def test_other_ranks_cut_each_joint_batch_evenly_and_weigh_by_their_part(batch_s
 def test_more_ranks_than_examples_of_a_step():
     made = plan([9, 9], batch_size=4, uneven="pad")
     assert made.on(2) == made
-    with pytest.raises(ConfigError, match=r"3 ranks are more than the 2 examples of step 3 .* at most 2 ranks, or"):
+    with pytest.raises(
+        ConfigError, match=r"3 ranks are more than the 2 examples of step 3 .* at most 2 ranks, or"
+    ):
         made.on(3)
 
 
@@ -151,8 +178,12 @@ def test_the_plan_of_the_first_ranks_goes_on_whatever_their_number():
         later = resumed(640, saved(made, 13), num_ranks, epochs=4)
         assert later == made.on(num_ranks)
         assert (later.position(13), later.num_steps, later.peak_learning_rate) == ((1, 3), 40, 0.2)
-        assert resumed(640, saved(later, 27), 2, epochs=4) == made, "back on as many ranks as before"
-    assert resumed(640, saved(made, 13), 2, epochs=4, resize="scale") == made, "the same number of ranks"
+        assert resumed(640, saved(later, 27), 2, epochs=4) == made, (
+            "back on as many ranks as before"
+        )
+    assert resumed(640, saved(made, 13), 2, epochs=4, resize="scale") == made, (
+        "the same number of ranks"
+    )
 
 
 def test_scaled_at_the_end_of_an_epoch():
@@ -160,17 +191,33 @@ def test_scaled_at_the_end_of_an_epoch():
     made = resumed(640, None, 1, epochs=4)
     later = resumed(640, saved(made, 40), 2, epochs=4, resize="scale")
     assert (later.global_batch, later.steps_per_epoch, later.peak_learning_rate) == (64, 10, 0.2)
-    assert (later.position(40), later.num_steps, later.scheduled_steps, later.shift) == ((2, 0), 60, 40, 20)
+    assert (later.position(40), later.num_steps, later.scheduled_steps, later.shift) == (
+        (2, 0),
+        60,
+        40,
+        20,
+    )
     assert later.num_epochs == 4 and not later.ends_early
     assert resumed(640, saved(later, 53, shift=20), 2, epochs=4, resize="scale") == later
     back = resumed(640, saved(later, 50, shift=20), 1, epochs=4, resize="scale")
     assert (back.position(50), back.num_steps, back.shift) == ((3, 0), 70, -10)
 
 
+def test_steps_are_the_total_whatever_the_number_of_ranks():
+    made = resumed(640, None, 1, steps=30)
+    later = resumed(640, saved(made, 20), 2, steps=30, resize="scale")
+    assert (later.steps_per_epoch, later.num_steps) == (10, 30)
+
+
 def test_scaled_within_an_epoch_that_is_ended_first():
     made = resumed(640, None, 2, epochs=4)
     later = resumed(640, saved(made, 13), 4, epochs=4, resize="scale")
-    assert (later.global_batch, later.num_steps, later.ends_early, later.batch_sizes) == (64, 20, True, [16] * 4)
+    assert (later.global_batch, later.num_steps, later.ends_early, later.batch_sizes) == (
+        64,
+        20,
+        True,
+        [16] * 4,
+    )
     assert later.peak_learning_rate == 0.2 and later.scheduled_steps == 40
     after = resumed(640, saved(later, 20), 4, epochs=4, resize="scale")
     assert (after.global_batch, after.position(20), after.num_steps) == (128, (2, 0), 30)
@@ -181,8 +228,12 @@ def test_scaled_within_an_epoch_that_is_ended_first():
 
 def test_ranks_and_batch_size_do_not_change_at_once():
     meta = saved(resumed(640, None, 2), 13)
-    with pytest.raises(CheckpointError, match=r"began with train.batch_size=32 on 2 ranks, and now it is 16 on 4;"):
+    with pytest.raises(
+        CheckpointError, match=r"began with train.batch_size=32 on 2 ranks, and now it is 16 on 4;"
+    ):
         resumed(640, meta, 4, batch_size=16)
-    assert resumed(640, meta, 2, batch_size=16).global_batch == 32, "refused where it is compared: resuming"
+    assert resumed(640, meta, 2, batch_size=16).global_batch == 32, (
+        "refused where it is compared: resuming"
+    )
     listed = saved(resumed(640, None, 2, batch_size=[24, 8]), 3, batch_size=[24, 8])
     assert resumed(640, listed, 4, batch_size=[24, 8]).batch_sizes == [8] * 4

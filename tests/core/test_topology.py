@@ -17,10 +17,14 @@ def test_shares_of_unlike_size_are_disjoint_and_complete_and_their_size_is_known
         shares = [list(topology.share(number)) for topology in places]
         assert sorted(index for share in shares for index in share) == list(range(number))
         assert all(share == sorted(share) for share in shares)
-        assert [len(share) for share in shares] == [topology.share_size(number) for topology in places]
+        assert [len(share) for share in shares] == [
+            topology.share_size(number) for topology in places
+        ]
 
 
-@pytest.mark.parametrize("topology", [{"rank": 2, "size": 2}, {"rank": -1}, {"local_rank": 1, "local_size": 1}])
+@pytest.mark.parametrize(
+    "topology", [{"rank": 2, "size": 2}, {"rank": -1}, {"local_rank": 1, "local_size": 1}]
+)
 def test_impossible_places(topology):
     with pytest.raises(ValueError, match="outside"):
         Topology(**topology)

@@ -34,7 +34,12 @@ def make_source(tmp_path: Path) -> Callable[..., Source]:
             return ImageFolder(str(tmp_path), SHAPE, cache=kind.endswith("cached"), **options)
         if kind == "parquet":
             for split, (images, labels) in (("train", train), ("test", test)):
-                table = pa.table({"image": [tf.io.encode_png(image).numpy() for image in images], "label": labels})
+                table = pa.table(
+                    {
+                        "image": [tf.io.encode_png(image).numpy() for image in images],
+                        "label": labels,
+                    }
+                )
                 pq.write_table(table, tmp_path / f"{split}.parquet", row_group_size=3)
             return Parquet(str(tmp_path), SHAPE, num_classes=3, shuffle_groups=2, **options)
         write_tfrecords(tmp_path, "train", *train, num_files=5)

@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras import layers
 
 from hvtrain.config.compose import compose
+from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import TrainConfig, from_dict
-from hvtrain.core.step_plan import make_plan
 from hvtrain.core.topology import Topology
 from hvtrain.data import from_arrays
 from hvtrain.data.pipeline.augmentation import IMAGES, LABELS, MASKS, Augmentation, Masks, PureLayer
@@ -73,7 +73,12 @@ RANDOM = {
     "GaussianNoise": {"stddev": 0.9},
     "Dropout": {"rate": 0.3},
 }
-FIXED = {"AutoContrast": {}, "Equalization": {}, "CenterCrop": {"height": 9, "width": 9}, "Rescaling": {"scale": 0.5}}
+FIXED = {
+    "AutoContrast": {},
+    "Equalization": {},
+    "CenterCrop": {"height": 9, "width": 9},
+    "Rescaling": {"scale": 0.5},
+}
 
 
 @pytest.mark.parametrize("name", [*RANDOM, *FIXED])
@@ -118,7 +123,9 @@ class Careless(layers.Layer):
         if self.kind == "numpy":
             return images + np.random.uniform()
         if self.kind == "function":
-            return tf.ensure_shape(tf.py_function(lambda x: x + random.random(), [images], tf.float32), images.shape)
+            return tf.ensure_shape(
+                tf.py_function(lambda x: x + random.random(), [images], tf.float32), images.shape
+            )
         if self.kind == "variable":
             return images + self.count.value.assign_add(1.0)
         return layers.Dense(3)(images) if self.kind == "weights" else images[:, :, :, 7]
@@ -127,18 +134,32 @@ class Careless(layers.Layer):
 def test_layers_of_the_user():
     for layer in (Own(), Own(keras.random.SeedGenerator(3))):
         pure = PureLayer("augment.own", layer, SPEC)
-        np.testing.assert_array_equal(pure(batch(), seed(1))[IMAGES], pure(batch(), seed(1))[IMAGES])
+        np.testing.assert_array_equal(
+            pure(batch(), seed(1))[IMAGES], pure(batch(), seed(1))[IMAGES]
+        )
         assert not np.array_equal(pure(batch(), seed(1))[IMAGES], pure(batch(), seed(2))[IMAGES])
 
 
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
-        (lambda: Careless("tensorflow"), r"augment.x \(Careless\) uses TensorFlow's RandomUniform, which keeps state"),
-        (lambda: Careless("function"), "uses TensorFlow's EagerPyFunc, which keeps state, so that a resumed run would"),
+        (
+            lambda: Careless("tensorflow"),
+            r"augment.x \(Careless\) uses TensorFlow's RandomUniform, which keeps state",
+        ),
+        (
+            lambda: Careless("function"),
+            "uses TensorFlow's EagerPyFunc, which keeps state, so that a resumed run would",
+        ),
         (lambda: Careless("variable"), "uses TensorFlow's AssignAddVariableOp, which keeps state"),
-        (lambda: Careless("python"), "draws from Python's or NumPy's random numbers, once and for all steps alike"),
-        (lambda: Careless("numpy"), "draws from Python's or NumPy's random numbers, once and for all steps alike"),
+        (
+            lambda: Careless("python"),
+            "draws from Python's or NumPy's random numbers, once and for all steps alike",
+        ),
+        (
+            lambda: Careless("numpy"),
+            "draws from Python's or NumPy's random numbers, once and for all steps alike",
+        ),
         (layers.AugMix, r"augment.x \(AugMix\) draws from Python's or NumPy's random numbers"),
         (lambda: layers.Dense(3), r"\(Dense\) has weights, which nothing here would train"),
         (
@@ -152,7 +173,8 @@ def test_what_is_not_pure_is_refused_by_name(layer, said):
         PureLayer("augment.x", layer(), SPEC)
 
 
-COLORS = np.repeat(np.arange(3), 4)[:, None, None].repeat(12, 1).repeat(12, 2)  # The class of each pixel: 0, 1 or 2.
+# The class of each pixel: 0, 1 or 2.
+COLORS = np.repeat(np.arange(3), 4)[:, None, None].repeat(12, 1).repeat(12, 2)
 COLORS[:, 2:7, 3:] = (COLORS[:, 2:7, 3:] + 1) % 3
 NEAREST = {"interpolation": "nearest", "fill_mode": "constant"}
 MOVING = {
@@ -169,7 +191,9 @@ MOVING = {
 def test_masks_move_with_their_images(name):
     """Images whose colors are their labels stay so, and what comes in at a border is ignored."""
     images = tf.constant(COLORS[..., None].repeat(3, -1) * 100, tf.uint8)
-    augmentation = Augmentation({"augment.x": getattr(layers, name)(**MOVING[name])}, SHAPE, Masks(255))
+    augmentation = Augmentation(
+        {"augment.x": getattr(layers, name)(**MOVING[name])}, SHAPE, Masks(255)
+    )
     came_in = moved = 0
     for number in range(4):
         found, masks = augmentation(images, tf.constant(COLORS, tf.uint8), seed(number))
@@ -189,7 +213,10 @@ def test_a_crop_moves_masks_too():
         MASKS: tf.constant(padded[..., None], tf.float32),
     }
     found = [crop(parts, seed(number)) for number in range(4)]
-    assert all(np.array_equal(one[IMAGES][..., :1], one[MASKS]) and one[MASKS].shape[1:3] == (12, 12) for one in found)
+    assert all(
+        np.array_equal(one[IMAGES][..., :1], one[MASKS]) and one[MASKS].shape[1:3] == (12, 12)
+        for one in found
+    )
     assert not np.array_equal(found[0][MASKS], found[1][MASKS])
 
 
@@ -197,8 +224,14 @@ def test_a_crop_moves_masks_too():
     ("layer", "said"),
     [
         (layers.MixUp, r"augment.x \(MixUp\) fails on images of shape \(12, 12, 3\) with masks"),
-        (layers.RandomElasticTransform, r"augment.x \(RandomElasticTransform\) blends or loses the labels of masks"),
-        (lambda: layers.ZeroPadding2D(2), r"\(ZeroPadding2D\) takes images alone, so masks would not move with them"),
+        (
+            layers.RandomElasticTransform,
+            r"augment.x \(RandomElasticTransform\) blends or loses the labels of masks",
+        ),
+        (
+            lambda: layers.ZeroPadding2D(2),
+            r"\(ZeroPadding2D\) takes images alone, so masks would not move with them",
+        ),
     ],
 )
 def test_a_layer_that_would_spoil_masks_is_refused(layer, said):
@@ -214,7 +247,7 @@ def test_colors_alone_leave_masks():
 
 
 def config(*words):
-    return from_dict(compose(["model=mlp", *words])[0])
+    return from_dict(compose(["model=mlp", *words]))
 
 
 def opened(source, task, *words):
@@ -238,7 +271,9 @@ def test_targets_are_mixed_as_the_images_are(choice):
     for images, targets in stream.take(3).as_numpy_iterator():
         assert (images.dtype, targets.dtype, targets.shape) == (np.uint8, np.float32, (8, 3))
         # CutMix counts the area of its part before the sides are rounded to pixels, each by one of twelve at most.
-        np.testing.assert_allclose(images.mean(axis=(1, 2)) / 255, targets, atol=0.003 if choice == "mix_up" else 0.17)
+        np.testing.assert_allclose(
+            images.mean(axis=(1, 2)) / 255, targets, atol=0.003 if choice == "mix_up" else 0.17
+        )
         np.testing.assert_allclose(targets.sum(axis=1), 1, rtol=1e-5)
         mixed += (targets.max(axis=1) < 0.99).sum()
     assert mixed > 4
@@ -258,7 +293,9 @@ def test_targets_of_other_tasks_mix_as_numbers(task, targets, hard):
     source = opened(from_arrays(images, targets, images=True), task, "augment=mix_up")
     _, mixed = next(iter(training_batches(source, plan_for(source, [24]), Topology(), 1, 0)))
     assert (
-        mixed.shape == targets.shape and targets.min() <= mixed.numpy().min() and mixed.numpy().max() <= targets.max()
+        mixed.shape == targets.shape
+        and targets.min() <= mixed.numpy().min()
+        and mixed.numpy().max() <= targets.max()
     )
     assert not np.isin(mixed, targets).all()
     assert hard is None or np.isin(task.harden(mixed), hard).all()
@@ -271,17 +308,28 @@ def plan_for(source, batch_sizes):
 
 def joint(source, plan, start_step, num_steps=5):
     """The batches of all ranks of a plan, one rank's behind the other's, by step."""
-    places = [Topology(rank, plan.size, weights=() if plan.is_resized else plan.weights) for rank in range(plan.size)]
-    streams = [training_batches(source, plan, place, 1, start_step).take(num_steps) for place in places]
+    places = [
+        Topology(rank, plan.size, weights=() if plan.is_resized else plan.weights)
+        for rank in range(plan.size)
+    ]
+    streams = [
+        training_batches(source, plan, place, 1, start_step).take(num_steps) for place in places
+    ]
     steps = zip(*(stream.as_numpy_iterator() for stream in streams))
     return [tuple(np.concatenate(parts) for parts in zip(*batches)) for batches in steps]
 
 
 def test_a_stream_that_starts_later_or_on_other_ranks_has_the_same_batches():
-    source = opened(digits(), Classification(), "augment=[random_translation,random_erasing,mix_up]")
+    source = opened(
+        digits(), Classification(), "augment=[random_translation,random_erasing,mix_up]"
+    )
     plan = plan_for(source, [16, 16])
     whole = joint(source, plan, 0)
-    for other in (joint(source, plan, 2), joint(source, plan.on(1), 2), joint(source, plan.on(3), 2)):
+    for other in (
+        joint(source, plan, 2),
+        joint(source, plan.on(1), 2),
+        joint(source, plan.on(3), 2),
+    ):
         for ours, theirs in zip(whole[2:], other):
             assert all(map(np.array_equal, ours, theirs))
     assert whole[0][0].dtype == np.float32, "whole steps of 0 ... 16 would be coarse"
@@ -289,7 +337,9 @@ def test_a_stream_that_starts_later_or_on_other_ranks_has_the_same_batches():
 
 def test_ranks_and_steps_draw_different_numbers():
     """On images that are all the same."""
-    source = from_arrays(np.repeat(IMAGE[None].astype(np.uint8), 32, axis=0), np.zeros(32, int), num_classes=2)
+    source = from_arrays(
+        np.repeat(IMAGE[None].astype(np.uint8), 32, axis=0), np.zeros(32, int), num_classes=2
+    )
     opened(source, Classification(), "augment=random_translation")
     (first, _), (second, _) = joint(source, plan_for(source, [8, 8]), 0, 2)
     assert len({image.tobytes() for image in [*first, *second]}) == 32
@@ -301,9 +351,17 @@ def test_layers_get_the_range_and_the_size_of_the_images():
     images, _ = next(iter(training_batches(source, plan_for(source, [64]), Topology(), 1, 0)))
     assert images.numpy().min() == 8 and images.numpy().max() == 16
     source = opened(digits(), Classification(), "augment=random_crop", "augment.pad.padding=1")
-    assert source.augmentation(*map(tf.constant, (np.ones((2, 8, 8, 1), np.uint8), [0, 1])), seed(0))[0].shape[1] == 8
+    assert (
+        source.augmentation(*map(tf.constant, (np.ones((2, 8, 8, 1), np.uint8), [0, 1])), seed(0))[
+            0
+        ].shape[1]
+        == 8
+    )
     assert from_arrays(np.zeros((4, 8, 8), np.float32), np.arange(4)).value_range() == (0, 1)
-    assert from_arrays(np.full((4, 8, 8), -2.5, np.float32), np.arange(4)).value_range() == (-2.5, -2.5)
+    assert from_arrays(np.full((4, 8, 8), -2.5, np.float32), np.arange(4)).value_range() == (
+        -2.5,
+        -2.5,
+    )
     assert primary().value_range() == (0, 255)
 
 
@@ -317,9 +375,18 @@ LAYER = "+augment.x={_target_: keras.layers."
             [LAYER + "RandomCrop, height: 4}"],
             r"x \(RandomCrop\) gives images of shape \(4, 8, 1\) at the end of augment",
         ),
-        ([LAYER + "RandomHue, factor: 0.1}"], r"x \(RandomHue\) fails on images of shape \(8, 8, 1\): ValueError: Dim"),
-        ([LAYER + "RandomRotation}"], "x._target_=keras.layers.RandomRotation needs factor, which is no setting of it"),
-        ([LAYER + "RandomFlp}"], "augment.x._target_=keras.layers.RandomFlp cannot be used: Error loading"),
+        (
+            [LAYER + "RandomHue, factor: 0.1}"],
+            r"x \(RandomHue\) fails on images of shape \(8, 8, 1\): ValueError: Dim",
+        ),
+        (
+            [LAYER + "RandomRotation}"],
+            "x._target_=keras.layers.RandomRotation needs factor, which is no setting of it",
+        ),
+        (
+            [LAYER + "RandomFlp}"],
+            "augment.x._target_=keras.layers.RandomFlp cannot be used: Error loading",
+        ),
         (
             ["+augment.x._target_=keras.losses.MeanSquaredError"],
             "returned a MeanSquaredError; it must return a keras.lay",
@@ -352,18 +419,32 @@ def test_a_random_crop_is_taken_by_the_source(tmp_path):
     write_folder(tmp_path / "train", *random_images(6))
     crop = ["augment=random_resized_crop", "augment.random_resized_crop.area=[0.5,1]"]
     alone = opened(ImageFolder(str(tmp_path), SHAPE), Classification(), *crop)
-    assert tuple(alone.sizing.crop.area) == (0.5, 1) and alone.augmentation is None and not alone.raw_batches
-    both = opened(ImageFolder(str(tmp_path), SHAPE), Classification(), "augment=[random_resized_crop,random_flip]")
+    assert (
+        tuple(alone.sizing.crop.area) == (0.5, 1)
+        and alone.augmentation is None
+        and not alone.raw_batches
+    )
+    both = opened(
+        ImageFolder(str(tmp_path), SHAPE),
+        Classification(),
+        "augment=[random_resized_crop,random_flip]",
+    )
     assert both.sizing.crop and both.augmentation and both.raw_batches
-    with pytest.raises(ConfigError, match=r"and image_folder keeps decoded images \(dataset.cache=true\); use other"):
+    with pytest.raises(
+        ConfigError,
+        match=r"and image_folder keeps decoded images \(dataset.cache=true\); use other",
+    ):
         opened(ImageFolder(str(tmp_path), SHAPE, cache=True), Classification(), *crop)
 
 
 def test_a_pipeline_is_its_layers():
-    inner = (
-        "{_target_: keras.layers.RandomFlip}, {_target_: keras.layers.RandomGrayscale}, {_target_: keras.layers.MixUp}"
+    layers = ["RandomFlip", "RandomGrayscale", "MixUp"]
+    inner = ", ".join(f"{{_target_: keras.layers.{layer}}}" for layer in layers)
+    source = opened(
+        primary(),
+        Classification(),
+        f"+augment.x={{_target_: keras.layers.Pipeline, layers: [{inner}]}}",
     )
-    source = opened(primary(), Classification(), f"+augment.x={{_target_: keras.layers.Pipeline, layers: [{inner}]}}")
     assert source.augmentation.mixes
 
 
@@ -371,18 +452,31 @@ def test_data_and_targets_that_do_not_fit_are_refused():
     images, count = np.zeros((6, *SHAPE), np.uint8), np.arange(6)
     weighted = from_arrays(images, count, w_train=np.ones(6), num_classes=6)
     with pytest.raises(
-        ConfigError, match=r"augment.mix_up \(MixUp\) mixes the targets of examples, and those of this run"
+        ConfigError,
+        match=r"augment.mix_up \(MixUp\) mixes the targets of examples, and those of this run",
     ):
         opened(weighted, Classification(), "augment=mix_up")
-    with pytest.raises(ConfigError, match="augment=mix_up changes images, and rows gives none; leave it out"):
-        opened(from_arrays(np.zeros((6, 4)), count, name="rows"), Classification(), "augment=mix_up")
+    with pytest.raises(
+        ConfigError, match="augment=mix_up changes images, and rows gives none; leave it out"
+    ):
+        opened(
+            from_arrays(np.zeros((6, 4)), count, name="rows"), Classification(), "augment=mix_up"
+        )
     floats = from_arrays(images.astype(np.float32), count, images=False, name="floats")
     with pytest.raises(
-        ConfigError, match=r"\(RandAugment\) is for values from 0 to 255, and floats does not say its own"
+        ConfigError,
+        match=r"\(RandAugment\) is for values from 0 to 255, and floats does not say its own",
     ):
         opened(floats, Classification(), "augment=rand_augment")
-    assert opened(floats, Classification(), "augment=rand_augment", "+augment.rand_augment.value_range=[0,255]")
-    with pytest.raises(ConfigError, match=r"task.loss is MeanSquaredError, which may take indices of classes alone"):
+    assert opened(
+        floats,
+        Classification(),
+        "augment=rand_augment",
+        "+augment.rand_augment.value_range=[0,255]",
+    )
+    with pytest.raises(
+        ConfigError, match=r"task.loss is MeanSquaredError, which may take indices of classes alone"
+    ):
         Classification(loss=keras.losses.MeanSquaredError()).soft_loss()
 
 
@@ -406,7 +500,9 @@ def test_the_device_does_the_same_as_the_input_pipeline():
     assert (images.dtype, key.shape, plain.dtype) == (tf.uint8, (2,), tf.float32)
     for ours, theirs in zip(in_step, in_pipeline, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
-    assert np.abs(in_step[0]).max() > 0.2 and accuracy > 0.15, "it has trained, and counts by the larger part"
+    assert np.abs(in_step[0]).max() > 0.2 and accuracy > 0.15, (
+        "it has trained, and counts by the larger part"
+    )
 
 
 def test_the_loss_of_a_mixture_is_the_mixture_of_losses():
@@ -417,10 +513,16 @@ def test_the_loss_of_a_mixture_is_the_mixture_of_losses():
     targets, weights = weighted_mixture(tf.constant(parts), by_class)
     with tf.GradientTape(persistent=True) as tape:
         ours = loss(targets, logits, sample_weight=weights)
-        of_classes = [loss(np.full(5, k), logits, sample_weight=parts[:, k] * by_class[k]) for k in range(3)]
+        of_classes = [
+            loss(np.full(5, k), logits, sample_weight=parts[:, k] * by_class[k]) for k in range(3)
+        ]
         theirs = tf.add_n(of_classes)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    np.testing.assert_allclose(tape.gradient(ours, logits), tape.gradient(theirs, logits), atol=1e-6)
+    np.testing.assert_allclose(
+        tape.gradient(ours, logits), tape.gradient(theirs, logits), atol=1e-6
+    )
     plain = keras.losses.CategoricalCrossentropy(from_logits=True)(parts, logits)
     np.testing.assert_allclose(loss(parts, logits), plain, rtol=1e-6)
-    assert keras.losses.deserialize(keras.losses.serialize(loss)).from_logits, "saved as Keras's own"
+    assert keras.losses.deserialize(keras.losses.serialize(loss)).from_logits, (
+        "saved as Keras's own"
+    )

@@ -13,7 +13,12 @@ from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError
 from hvtrain.training import saved_model
 
-FEATURES = {"price": "float_log", "age": "float", "city": "string_categorical", "user": "string_hashed"}
+FEATURES = {
+    "price": "float_log",
+    "age": "float",
+    "city": "string_categorical",
+    "user": "string_hashed",
+}
 ROWS = {
     "price": [0.0, -2.0, np.e - 1, None] * 5,
     "age": list(range(20)),
@@ -25,7 +30,13 @@ ROWS = {
 
 def opened(folder, **options):
     csv.write_csv(pa.table(ROWS), folder / "log.csv")
-    settings = {"features": FEATURES, "missing": "indicator", "category_ids": True, "hash_buckets": 7, "num_test": 4}
+    settings = {
+        "features": FEATURES,
+        "missing": "indicator",
+        "category_ids": True,
+        "hash_buckets": 7,
+        "num_test": 4,
+    }
     return Table(str(folder / "log.csv"), "y", **{**settings, **options})
 
 
@@ -61,9 +72,14 @@ def test_a_name_keeps_its_id_in_other_tables(tmp_path):
     city_id, user_id = first(source, 16)["categories"][-1].tolist()
     last = source.raw_examples("train", Topology(), 16)[-1]
     city, user = last["city"][0], last["user"][0]
-    new = {"price": [1.0] * 3, "age": [1] * 3, "city": ["Rome", None, city], "user": [None, "new", user]}
+    new = {
+        "price": [1.0] * 3,
+        "age": [1] * 3,
+        "city": ["Rome", None, city],
+        "user": [None, "new", user],
+    }
     csv.write_csv(pa.table(new), tmp_path / "new.csv")
-    rows = source.new_rows(tmp_path / "new.csv", "input")
+    rows = source.new_rows(tmp_path / "new.csv")
     ids = np.array(source.preprocessing()(rows.raw(np.arange(3)))["categories"])
     assert ids[0].tolist() == [0, 4], "an unknown name, and a gap"
     assert ids[1, 0] not in (0, city_id) and ids[2].tolist() == [city_id, user_id]
@@ -80,9 +96,14 @@ def test_a_name_keeps_its_id_in_other_tables(tmp_path):
     ("options", "message"),
     [
         ({"hash_buckets": 0}, "dataset.hash_buckets=0 is out of range; it must be at least 1"),
-        ({"crosses": [["city", "user"]]}, "dataset.crosses and dataset.category_ids exclude each other"),
-        ({"features": {"age": "float"}}, "dataset.category_ids needs columns of numbers and of names; leave it out"),
-        ({"features": {"city": "string_hashed"}}, "dataset.category_ids needs columns of numbers and of names"),
+        (
+            {"features": {"age": "float"}},
+            "dataset.category_ids needs columns of numbers and of names; leave it out",
+        ),
+        (
+            {"features": {"city": "string_hashed"}},
+            "dataset.category_ids needs columns of numbers and of names",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, options, message):
@@ -106,12 +127,18 @@ def test_clicks_have_a_known_best_auc():
 
 
 def test_drawings_that_cannot_be_made_are_refused():
-    with pytest.raises(ConfigError, match=r"dataset.num_items=30 is no multiple of num_clusters=4; give one"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.num_items=30 is no multiple of num_clusters=4; give one"
+    ):
         purchases(num_items=30, num_clusters=4)
-    with pytest.raises(ConfigError, match=r"dataset.category_sizes=\[9\] has fewer than two features; give another"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.category_sizes=\[9\] has fewer than two features; give another"
+    ):
         clicks(category_sizes=[9])
     for name in ("num_train", "num_test", "num_users", "num_clusters"):
-        with pytest.raises(ConfigError, match=rf"^dataset.{name}=0 is out of range; it must be at least 1$"):
+        with pytest.raises(
+            ConfigError, match=rf"^dataset.{name}=0 is out of range; it must be at least 1$"
+        ):
             purchases(**{name: 0})
 
 

@@ -51,18 +51,29 @@ def check_end(code: int, output: str, beginning: str, folder: Path) -> None:
     ours = [line for line in said(output) if line.startswith(WHERE)]
     assert len(ours) == 1 and ours[0].startswith(WHERE + beginning), output
     assert ADVICE in ours[0]
-    others = [line for line in said(output) if line not in ours and "FIRST FAILURE rank 1 " not in line]
+    others = [
+        line for line in said(output) if line not in ours and "FIRST FAILURE rank 1 " not in line
+    ]
     assert len(others) <= 1 and all("stopped because" in line for line in others), output
     assert "Traceback" not in output
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert not [line for line in listed.splitlines() if str(folder) in line and "-m hvtrain" in line]
+    listed = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
+    assert not [
+        line for line in listed.splitlines() if str(folder) in line and "-m hvtrain" in line
+    ]
 
 
 @pytest.mark.nightly
 def test_an_image_that_one_rank_cannot_read_ends_all(tmp_path):
     culprit = write_images(tmp_path / "data" / "train", NUM_TRAIN)[41]
     culprit.write_bytes(culprit.read_bytes()[:40])
-    words = [*SMALL, "dataset=image_folder", f"dataset.dir={tmp_path}/data", f"run.dir={tmp_path}/run"]
+    words = [
+        *SMALL,
+        "dataset=image_folder",
+        f"dataset.dir={tmp_path}/data",
+        f"run.dir={tmp_path}/run",
+    ]
     code, output = train("gloo", 2, *words, cwd=tmp_path)
     check_end(code, output, f"{culprit}: ", tmp_path)
 
@@ -72,7 +83,12 @@ def test_an_image_of_the_test_data_that_one_rank_cannot_read_ends_all(tmp_path):
     write_images(tmp_path / "data" / "train", NUM_TRAIN)
     culprit = write_images(tmp_path / "data" / "test", 10)[3]
     culprit.write_bytes(b"")
-    words = [*SMALL, "dataset=image_folder", f"dataset.dir={tmp_path}/data", f"run.dir={tmp_path}/run"]
+    words = [
+        *SMALL,
+        "dataset=image_folder",
+        f"dataset.dir={tmp_path}/data",
+        f"run.dir={tmp_path}/run",
+    ]
     code, output = train("mpirun", 2, *words, cwd=tmp_path)
     check_end(code, output, f"{culprit}: Input is empty; fix or remove it", tmp_path)
 
@@ -98,7 +114,9 @@ def ranks(tmp_path_factory) -> tuple[Path, list, str]:
     shutil.copy(first, first.with_name("train-a.tfrecord"))
     write_images(folder / "images" / "train", NUM_TRAIN)
     # Another file of the same length in time: its size alone differs.
-    write_images(folder / "other-images" / "train", NUM_TRAIN)[5].write_bytes(png(np.zeros([6, 6], np.uint8)))
+    write_images(folder / "other-images" / "train", NUM_TRAIN)[5].write_bytes(
+        png(np.zeros([6, 6], np.uint8))
+    )
     for rank in (0, 1):
         paths = write_images(folder / str(rank) / "data" / "train", NUM_TRAIN)
     paths[7].unlink()
@@ -111,14 +129,28 @@ def ranks(tmp_path_factory) -> tuple[Path, list, str]:
             2,
             {
                 "skipped": [*records, f"dataset.dir={folder}/records"],
-                "skipped/again": [*records, f"dataset.dir={folder}/other-records", "train.epochs=4"],
+                "skipped/again": [
+                    *records,
+                    f"dataset.dir={folder}/other-records",
+                    "train.epochs=4",
+                ],
                 "changed": [*images, f"dataset.dir={folder}/images"],
                 "changed/again": [*images, f"dataset.dir={folder}/other-images", "train.epochs=3"],
-                "changed/told": [*images, f"dataset.dir={folder}/other-images", "train.epochs=3", "guard.data=false"],
+                "changed/told": [
+                    *images,
+                    f"dataset.dir={folder}/other-images",
+                    "train.epochs=3",
+                    "guard.data=false",
+                ],
                 "copies": [*images, "dataset.dir=data"],
             },
             folder,
-            through=["bash", "-c", 'cd $OMPI_COMM_WORLD_RANK && exec "$@"', "cd"],  # Where its copy is.
+            through=[
+                "bash",
+                "-c",
+                'cd $OMPI_COMM_WORLD_RANK && exec "$@"',
+                "cd",
+            ],  # Where its copy is.
         ),
     )
 
@@ -139,7 +171,10 @@ def test_what_is_skipped_is_told(ranks):
     assert (record["skipped_examples"], record["num_steps"]) == (2, 8)
     logged = (folder / "skipped" / "logs" / "rank-0001.log").read_text()
     damaged = folder / "records" / "train-00001-of-00002.tfrecord"
-    assert logged.count(f"rank 1 skips {damaged}, record 31 at byte ") == 1 and "corrupted record" in logged
+    assert (
+        logged.count(f"rank 1 skips {damaged}, record 31 at byte ") == 1
+        and "corrupted record" in logged
+    )
 
 
 @pytest.mark.nightly
@@ -158,7 +193,9 @@ def test_a_changed_data_set_is_refused_on_resume(ranks):
 def test_a_changed_data_set_is_gone_on_with_when_told(ranks):
     folder, found, output = ranks
     (path,) = (folder / "other-images").rglob("0005.png")
-    changed = f"train: {path.relative_to(folder / 'other-images')} has {path.stat().st_size} bytes, was "
+    changed = (
+        f"train: {path.relative_to(folder / 'other-images')} has {path.stat().st_size} bytes, was "
+    )
     assert changed in error(ranks, "changed/again")
     assert found[0]["changed/told"]["record"]["num_steps"] == 12
     assert changed in output and "going on because of guard.data=false" in output

@@ -21,7 +21,8 @@ from PIL import Image, ImageOps
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays, write_tfrecords
-from hvtrain.data.formats.documents import read_documents
+from hvtrain.data.description import describe
+from hvtrain.data.formats.documents import read_documents, read_labelled
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
 from hvtrain.data.sources.segmentation_folder import IGNORED, SegmentationFolder
@@ -93,7 +94,9 @@ PICTURES = [
     ("palette PNG", ".PNG", "PNG", PICTURE.quantize(8), {}),
     ("grey TIFF", ".tif", "TIFF", PICTURE.convert("L"), {}),
     ("CMYK TIFF", ".tif", "TIFF", PICTURE.convert("CMYK"), {}),
-]
+    ("AVIF", ".jpg", "AVIF", PICTURE, {}),
+    ("animated WebP", ".webp", "WEBP", PICTURE, {"save_all": True, "append_images": [PICTURE.rotate(180)]}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,9 @@ def test_orientation_can_be_left_as_it_is_stored(tmp_path):
     write(tmp_path / "train/a/1.png", encoded(PICTURE, orientation=6))
     source = ImageFolder(str(tmp_path), SHAPE, flip=False, exif=False)
     assert np.array_equal(examples(source)[0], COLORS[None])
-    assert "1 with an EXIF orientation, left as they are stored" in source.description()["images"][-1]
+    assert (
+        "1 with an EXIF orientation, left as they are stored" in source.description()["images"][-1]
+    )
 
 
 # 10. Pictures that would lose what they show.
@@ -124,7 +129,11 @@ DEEP = [
         Image.fromarray(RANDOM.integers(0, 4096, (4, 6)).astype(np.uint16)),
         "16 bits a channel and no value above",
     ),
-    (".tif", Image.fromarray(RANDOM.random((4, 6)).astype(np.float32)), "more than 8 bits a channel"),
+    (
+        ".tif",
+        Image.fromarray(RANDOM.random((4, 6)).astype(np.float32)),
+        "more than 8 bits a channel",
+    ),
 ]
 
 
@@ -139,7 +148,29 @@ def test_pictures_of_more_than_8_bits_are_refused(suffix, picture, message, tmp_
             next(iter(source.training(StreamRequest(Topology(), 1, 1, 0, 1))))
         except tf.errors.OpError as error:
             raise source.explain(error) from error
-    assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        message in str(caught.value)
+        and str(path) in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
+
+
+# 10. What people save under the name of an image.
+NO_IMAGES = [
+    ("<!DOCTYPE html><html>404</html>", "it is a web page"),
+    ('<svg width="4" height="4"/>', "it is SVG"),
+    ("%PDF-1.7", "it is a PDF"),
+    ("version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+    ("\0\0\0\x18ftypheic" + 40 * "\0", "it is HEIC"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), NO_IMAGES)
+def test_what_is_no_image_is_named(content, message, tmp_path):
+    write_all(tmp_path, "train/a/1.png train/a/2.png")
+    path = write(tmp_path / "train/a/3.png", content)
+    with pytest.raises(DataError, match=f"{path}: .*{message}"):
+        explained_examples(ImageFolder(str(tmp_path), SHAPE))
 
 
 # 8. Files, options, examples in train, validation and test, a part of the warnings.
@@ -148,12 +179,27 @@ FOLDERS = [
     ("train/a/1.png valid/a/1.png testing/a/1.png", {}, (1, 1, 1), ""),
     ("Train/a/1.png Validation/a/1.png TEST/a/1.png", {}, (1, 1, 1), ""),
     ("training/a/1.png dev/a/1.png", {}, (1, 1, 0), ""),
-    ("train/a/1.png validation/a/1.png val/a/2.png", {}, (1, 1, 0), "no split has such a name: val (splits are train,"),
-    ("train/a/1.png holdout/a/1.png x.png", {}, (1, 0, 0), "no split has such a name: holdout, x.png"),
+    (
+        "train/a/1.png validation/a/1.png val/a/2.png",
+        {},
+        (1, 1, 0),
+        "no split has such a name: val (splits are train,",
+    ),
+    (
+        "train/a/1.png holdout/a/1.png x.png",
+        {},
+        (1, 0, 0),
+        "no split has such a name: holdout, x.png",
+    ),
     ("train/a/1.png train/a/._1.png train/a/Thumbs.db __MACOSX/x.png", {}, (1, 0, 0), ""),
     ("train/a/1.png train/a/1.heic", {}, (1, 0, 0), "left out what is no image: 1 x .heic"),
     ("train/a/1.png train/b/1.png test/a/1.png", {}, (2, 0, 1), ""),
-    ("train/a/1.jpg train/a/2.JPG train/a/3.webp train/a/4.TIF", {"validation_fraction": 0.25}, (3, 1, 0), ""),
+    (
+        "train/a/1.jpg train/a/2.JPG train/a/3.webp train/a/4.TIF",
+        {"validation_fraction": 0.25},
+        (3, 1, 0),
+        "",
+    ),
 ]
 
 
@@ -172,9 +218,18 @@ REFUSED_FOLDERS = [
         {"validation_fraction": 0.1},
         "validation_fraction=0.1 takes no image: the classes",
     ),
-    ("train/a/1.png train/b/1.png train/b/2.png", {"test_fraction": 0.6}, "leaves no training images of a"),
+    (
+        "train/a/1.png train/b/1.png train/b/2.png",
+        {"test_fraction": 0.6},
+        "leaves no training images of a",
+    ),
+    ("train/a/x/1.png train/b/x/1.png", {}, "train/a holds no images .*those of its folders"),
     ("train/a/1.png test/b/1.png", {}, "test has classes that .*train lacks: b"),
-    (f"train/caf{chr(233)}/1.png train/cafe{chr(769)}/1.png", {}, "two folders .* differ only in their Unicode form"),
+    (
+        f"train/caf{chr(233)}/1.png train/cafe{chr(769)}/1.png",
+        {},
+        "two folders .* differ only in their Unicode form",
+    ),
 ]
 
 
@@ -237,8 +292,16 @@ def test_a_mask_fits_the_photograph_as_people_see_it(tmp_path):
 
 # 9. Masks by name, options, the message.
 REFUSED_MASKS = [
-    ({"1.png": LABELS[:, :5]}, TWO, r"1.png is \(5, 4\) pixels and its image \(6, 4\); both need one size"),
-    ({"1_mask.png": LABELS, "1_gt.png": LABELS}, TWO, "has several masks .*1_gt.png and 1_mask.png; keep one"),
+    (
+        {"1.png": LABELS[:, :5]},
+        TWO,
+        r"1.png is \(5, 4\) pixels and its image \(6, 4\); both need one size",
+    ),
+    (
+        {"1_mask.png": LABELS, "1_gt.png": LABELS},
+        TWO,
+        "has several masks .*1_gt.png and 1_mask.png; keep one",
+    ),
     ({"2_mask.png": LABELS}, TWO, "1.png has no mask"),
     ({"1.png": IN_COLORS}, TWO, "is a picture in colors; give the color of each class"),
     (
@@ -247,7 +310,11 @@ REFUSED_MASKS = [
         r"has the color \[\d+, 0, 1\], which is none of dataset.colors",
     ),
     ({"1.png": LABELS * 3}, TWO, "has the label 3, outside 0 ... 1"),
-    ({"1.png": LABELS}, {**RED, "colors": [[0, 0, 0]]}, "dataset.colors has 1 colors for 2 classes"),
+    (
+        {"1.png": LABELS},
+        {**RED, "colors": [[0, 0, 0]]},
+        "dataset.colors has 1 colors for 2 classes",
+    ),
     ({"1.png": LABELS}, {**RED, "colors": [0, "reddish"]}, "reddish is no color; give"),
 ]
 
@@ -269,7 +336,9 @@ def test_a_class_that_no_mask_shows_is_named(tmp_path):
     for split, mask in {"train": LABELS, "val": LABELS * 0}.items():
         write(tmp_path / split / "images/1.png", COLORS)
         write(tmp_path / split / "masks/1.png", mask)
-    source = SegmentationFolder(str(tmp_path), SHAPE, num_classes=3, class_names=["soil", "leaf", "stem"])
+    source = SegmentationFolder(
+        str(tmp_path), SHAPE, num_classes=3, class_names=["soil", "leaf", "stem"]
+    )
     assert warnings(source) == (
         "train has no pixel of stem in 1 of 1 masks; validation has no pixel of leaf, stem in 1 of 1 masks"
     )
@@ -303,7 +372,13 @@ def test_records_have_many_names(name, pack, on_error, tmp_path):
     images, labels = random_images(4)
     (path,) = write_tfrecords(tmp_path / "written", "train", images, labels, num_files=1)
     write(tmp_path / "data" / name, pack(path.read_bytes()))
-    write(tmp_path / "data" / Path(name).parent / f"train_2{''.join(Path(name).suffixes) or '-00001-of-00002'}", b"")
+    write(
+        tmp_path
+        / "data"
+        / Path(name).parent
+        / f"train_2{''.join(Path(name).suffixes) or '-00001-of-00002'}",
+        b"",
+    )
     source = TFRecords(str(tmp_path / "data"), images.shape[1:], 3)
     source.on_error = on_error
     read, classes = examples(source)
@@ -312,11 +387,26 @@ def test_records_have_many_names(name, pack, on_error, tmp_path):
     assert "1 file(s) without records" in warnings(source) and not source.unreadable()
 
 
+def test_some_files_of_a_split_may_be_packed(tmp_path):
+    images, labels = random_images(6)
+    paths = write_tfrecords(tmp_path, "train", images, labels, num_files=2)
+    paths[1].write_bytes(gzip.compress(paths[1].read_bytes()))
+    source = TFRecords(str(tmp_path), images.shape[1:], 3)
+    read, classes = examples(source)
+    order = [0, 2, 4, 1, 3, 5]
+    assert np.array_equal(read, images[order]) and classes.tolist() == labels[order].tolist()
+    stream = source.training(StreamRequest(Topology(), 6, 1, 0, 1)).take(1)
+    (_, shuffled) = next(stream.as_numpy_iterator())
+    assert sorted(shuffled) == sorted(labels)
+
+
 def test_damage_in_packed_records_is_named(tmp_path):
     (path,) = write_tfrecords(tmp_path, "train", *random_images(4), num_files=1)
     whole = path.read_bytes()
     path.write_bytes(gzip.compress(whole)[:-20])
-    with pytest.raises(DataError, match=rf"{path}: cannot be read after record \d|truncated or damaged"):
+    with pytest.raises(
+        DataError, match=rf"{path}: cannot be read after record \d|truncated or damaged"
+    ):
         TFRecords(str(tmp_path), (6, 6, 1), 3).num_examples("train")
     damaged = bytearray(whole)
     damaged[-20] ^= 1
@@ -338,9 +428,17 @@ RECORD_LABELS = [
         {},
         r"label holds 1 names \(dog\) and .*num_classes is 2; set it to 1, or give",
     ),
-    ({"bytes_list": tf.train.BytesList(value=[b"cow"])}, TEXT_LABELS, "label 'cow' is none of dataset.class_names"),
+    (
+        {"bytes_list": tf.train.BytesList(value=[b"cow"])},
+        TEXT_LABELS,
+        "label 'cow' is none of dataset.class_names",
+    ),
     ({"float_list": tf.train.FloatList(value=[0.5])}, {}, "label 0.5 is outside 0 ... 1"),
-    ({"int64_list": tf.train.Int64List(value=[0, 1])}, {}, "Values size: 2 but output shape"),
+    (
+        {"int64_list": tf.train.Int64List(value=[0, 1])},
+        {},
+        "record 0 has 2 values in label, and one is needed",
+    ),
 ]
 
 
@@ -351,7 +449,7 @@ def test_labels_of_records(label, options, expected, tmp_path):
     source = TFRecords(str(tmp_path), SHAPE, 2, **options)
 
     if isinstance(expected, str):
-        with pytest.raises(DataError, match=expected):
+        with pytest.raises((ConfigError, DataError), match=expected):
             explained_examples(source)
     else:
         (image,), classes = explained_examples(source)
@@ -366,10 +464,13 @@ def test_names_in_records_are_those_of_the_training_part(tmp_path, monkeypatch):
                 writer.write(record(encoded(PICTURE), **label))
     source = TFRecords(str(tmp_path), SHAPE, 2)
     assert source.facts()["class_names"] == ["cow", "hen"]
-    assert examples(source, "train")[1].tolist() == [1, 0, 1] and examples(source, "test")[1].tolist() == [0]
+    assert examples(source, "train")[1].tolist() == [1, 0, 1] and examples(source, "test")[
+        1
+    ].tolist() == [0]
     monkeypatch.setattr("hvtrain.data.sources.tfrecord.MAX_NAMED_BYTES", 9)
     with pytest.raises(
-        DataError, match=r"label holds text \(cow, hen\); give the names of all 2 .*class_names=\[cow,hen,"
+        DataError,
+        match=r"label holds text \(cow, hen\); give the names of all 2 .*class_names=\[cow,hen,",
     ):
         TFRecords(str(tmp_path), SHAPE, 2).facts()
 
@@ -424,8 +525,16 @@ TEXTS = [
     ({"t.tsv": 'id\ttale\n1\ta tree\n2\t"the\nriver"\n'}, "tale", TALES),
     ({"t.CSV": 'id,tale\n1,a tree\n2,"the\nriver"\n'}, "tale", TALES),
     ({"a.txt": "a tree", "b.TXT": "the\nriver", "._a.txt": "\0", "Thumbs.db": "\0"}, None, TALES),
-    ({"t.jsonl": '{"tale": "a tree"}'}, None, "dataset.column is not set; it names the column of text, one of tale"),
-    ({"t.json": '[{"tale": "a tree"}]'}, "tale", "t.json cannot be read: .*; an object in each line is needed"),
+    (
+        {"t.jsonl": '{"tale": "a tree"}'},
+        None,
+        "dataset.column is not set; it names the column of text, one of tale",
+    ),
+    (
+        {"t.json": '[{"tale": "a tree"}]'},
+        "tale",
+        "t.json cannot be read: .*; an object in each line is needed",
+    ),
 ]
 
 
@@ -440,6 +549,29 @@ def test_documents(files, column, expected, tmp_path):
         assert read_documents(location, column) == expected
 
 
+# 12. The labels of 60 texts; the names of the classes, or the message.
+LABELLED = [
+    (["no", "yes"] * 30, ["no", "yes"]),
+    ([str(number % 11) for number in range(60)], [str(number) for number in range(11)]),
+    (["", "NA", *["no", "yes"] * 29], "2 of 60 texts have no label; fill the column"),
+    (["yes"] * 60, "label is 'yes' for every text, and nothing can be learned"),
+    (range(60), "dataset.label=label has 60 values for 60 texts, too many for classes"),
+]
+
+
+@pytest.mark.parametrize(("labels", "expected"), LABELLED)
+def test_labels_of_texts(labels, expected, tmp_path):
+    rows = [f"a tale of {number} trees,{label}" for number, label in enumerate(labels)]
+    path = write(tmp_path / "t.csv", "\n".join(["text,label", *rows]))
+    if isinstance(expected, str):
+        with pytest.raises((ConfigError, DataError), match=expected):
+            read_labelled(str(path), "text", "label")
+    else:
+        _, numbers, names = read_labelled(str(path), "text", "label")
+        assert names == expected
+        assert [names[number] for number in numbers] == labels
+
+
 def test_a_folder_of_texts_says_what_it_leaves_out(tmp_path):
     words = " ".join(RANDOM.choice(["tree", "river", "stone"], 3000))
     for name in ("a.txt", "b.md", "c.md", ".hidden.txt"):
@@ -447,7 +579,9 @@ def test_a_folder_of_texts_says_what_it_leaves_out(tmp_path):
     source = Text(str(tmp_path), vocabulary_size=290, length=16)
     assert source.num_examples("train") > 0
     assert warnings(source) == f"{tmp_path}: left out what is no .txt file: 2 x .md"
-    with pytest.raises(ConfigError, match=r"dataset.test_share=1e-05 of 1 document.* rounds to nothing"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.test_share=1e-05 of 1 document.* rounds to nothing"
+    ):
         Text(str(tmp_path), vocabulary_size=290, length=16, test_share=1e-5).num_examples("train")
 
 
@@ -482,8 +616,13 @@ ARRAYS = [
     (X, Y.astype(np.float64), THREE, X, Y),
     (X, Y[:, None].astype(np.float32), THREE, X, Y),
     (X, Y == 2, {"num_classes": 2}, X, Y == 2),
+    (X, Y == 2, {}, X, Y == 2),
+    (X, [*Y], {}, X, Y),
     (X.astype(object), Y, {}, X, Y),
     (X == 3, Y, {}, X == 3, Y),
+    (X.tolist(), Y.tolist(), {}, X, Y),
+    (X.astype(np.longdouble), Y, {}, X, Y),
+    (np.ma.masked_array(X), Y, {}, X, Y),
 ]
 
 
@@ -491,7 +630,11 @@ ARRAYS = [
 def test_arrays_whose_meaning_is_clear(x, y, options, inputs, classes):
     source = from_arrays(x, y, x, y, **options)
     ((read, targets),) = source.evaluation("test", Topology(), 6).as_numpy_iterator()
-    assert np.array_equal(read, inputs) and np.array_equal(targets, classes) and targets.dtype == np.int32
+    assert (
+        np.array_equal(read, inputs)
+        and np.array_equal(targets, classes)
+        and targets.dtype == np.int32
+    )
     if NAMES is y:
         assert list(source.class_names) == list(options.get("class_names", ["ant", "bee", "cow"]))
 
@@ -499,15 +642,46 @@ def test_arrays_whose_meaning_is_clear(x, y, options, inputs, classes):
 MIXED = np.array([[1, "red"], [2, "blue"]], object)
 PICTURES_FIRST = RANDOM.integers(0, 256, (6, 3, 8, 8), np.uint8)
 REFUSED_ARRAYS = [
-    (np.array(["2024-01-01"] * 6, "M8[D]"), Y, {}, r"x_train holds dates or times \(datetime64\[D\]\); give numbers"),
-    (MIXED, Y[:2], {}, r"x_train holds values of several types \(int, str\); give numbers alone, or a dict of columns"),
-    (np.array([[1, 2], [3, None]], object), Y[:2], {}, "x_train has no value in row 1; fill the gap"),
+    (
+        np.array(["2024-01-01"] * 6, "M8[D]"),
+        Y,
+        {},
+        r"x_train holds dates or times \(datetime64\[D\]\); give numbers",
+    ),
+    (
+        MIXED,
+        Y[:2],
+        {},
+        r"x_train holds values of several types \(int, str\); give numbers alone, or a dict of columns",
+    ),
+    (
+        np.array([[1, 2], [3, None]], object),
+        Y[:2],
+        {},
+        "x_train has no value in row 1; fill the gap",
+    ),
     (np.array([{}, {}]), Y[:2], {}, r"x_train holds values of several types \(dict\)"),
+    (np.ma.masked_array(X, X > 20), Y, {}, "x_train has 3 masked values; fill them"),
+    ([[1, 2], [3]], Y[:2], {}, "x_train has rows of unlike lengths; pad them"),
+    ([[1, 2], [3, None]], Y[:2], {}, "x_train has no value in row 1; fill the gap"),
+    ((row for row in X), Y, {}, r"x_train \(generator\) has no rows; each example needs one"),
+    (1.0, Y, {}, r"x_train \(float\) has no rows; each example needs one"),
+    (X[:0], Y[:0], {}, r"x_train \(ndarray\) has no rows"),
     (X * 1j, Y, {}, "x_train holds complex128; numbers or text are needed"),
     (PICTURES_FIRST, Y, {}, r"images of \(3, 8, 8\) have their channels first"),
     (X, np.where(Y == 1, 0.5, Y), THREE, r"labels are float64|0.5"),
-    (X, Y + 1, {}, "y_train holds the labels 1 to 3, and classes are numbered from 0; give y - 1, num_classes=4 if"),
-    (X, Y + 1, THREE, "y_train holds the labels 1 to 3, and classes are numbered from 0; give y - 1, num_classes=4 if"),
+    (
+        X,
+        Y + 1,
+        {},
+        "y_train holds the labels 1 to 3, and classes are numbered from 0; give y - 1, num_classes=4 if",
+    ),
+    (
+        X,
+        Y + 1,
+        THREE,
+        "y_train holds the labels 1 to 3, and classes are numbered from 0; give y - 1, num_classes=4 if",
+    ),
 ]
 
 
@@ -524,11 +698,12 @@ def test_names_that_training_lacks_are_refused():
 
 
 def test_what_is_odd_about_arrays_is_said():
-    assert "classes begin at 1, and a model has an output for 0 too; give y - 1" in warnings(
-        from_arrays(X, Y + 1, num_classes=4)
-    )
+    described = describe(from_arrays(X, Y + 1, num_classes=4))
+    assert described.phrases["warnings"] == ["train has no 0"]
     pictures = RANDOM.integers(0, 256, (6, 4, 4, 3))
-    assert "the splits hold values of unlike ranges: train 0" in warnings(from_arrays(pictures / 255, Y, pictures, Y))
+    assert "the splits hold values of unlike ranges: train 0" in warnings(
+        from_arrays(pictures / 255, Y, pictures, Y)
+    )
 
 
 def test_masks_of_0_and_255_in_arrays():

@@ -23,7 +23,9 @@ def always_resized(encoded: bytes, image_shape: tuple[int, int, int]) -> np.ndar
 
 def encoded(kind: str, height: int, width: int) -> bytes:
     random, data = np.random.default_rng(height * width), io.BytesIO()
-    frames = [Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)) for _ in range(2)]
+    frames = [
+        Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)) for _ in range(2)
+    ]
     more = {"save_all": True, "append_images": frames[1:]} if kind == "GIF" else {}
     frames[0].save(data, kind, **more)
     return data.getvalue()
@@ -45,19 +47,29 @@ def test_pixels_have_the_same_bits_as_if_each_image_were_resized(kind, channels,
     paths = [tmp_path / str(number) for number in range(len(images))]
     for path, image in zip(paths, images):
         path.write_bytes(image)
-    again = decode_batch(tf.map_fn(tf.io.read_file, tf.constant([str(path) for path in paths])), sizing)
+    again = decode_batch(
+        tf.map_fn(tf.io.read_file, tf.constant([str(path) for path in paths])), sizing
+    )
     assert np.array_equal(again.numpy(), wanted)
     raw = tf.io.decode_image(images[0], channels=channels, expand_animations=False).numpy()
     assert np.array_equal(wanted[0], raw) and wanted.std() > 10
 
 
 def test_a_grey_image_of_the_right_size_gets_its_channels():
-    grey = tf.io.encode_png(np.arange(600, dtype=np.uint16).astype(np.uint8).reshape(*SHAPE, 1)).numpy()
-    assert np.array_equal(decode(grey, Sizing((*SHAPE, 3))).numpy(), always_resized(grey, (*SHAPE, 3)))
+    grey = tf.io.encode_png(
+        np.arange(600, dtype=np.uint16).astype(np.uint8).reshape(*SHAPE, 1)
+    ).numpy()
+    assert np.array_equal(
+        decode(grey, Sizing((*SHAPE, 3))).numpy(), always_resized(grey, (*SHAPE, 3))
+    )
 
 
-@pytest.mark.parametrize("values", [np.arange(256, dtype=np.uint8), np.array([-0.0, 0.1, -3e38, 1e-45], np.float32)])
-@pytest.mark.parametrize(("mean", "scale"), [(0.0, 255.0), (0.0, 1.0), (np.zeros(1), 3.0), (7.0, 1.0), (7.0, 3.0)])
+@pytest.mark.parametrize(
+    "values", [np.arange(256, dtype=np.uint8), np.array([-0.0, 0.1, -3e38, 1e-45], np.float32)]
+)
+@pytest.mark.parametrize(
+    ("mean", "scale"), [(0.0, 255.0), (0.0, 1.0), (np.zeros(1), 3.0), (7.0, 1.0), (7.0, 3.0)]
+)
 def test_leaving_out_a_mean_of_0_changes_no_bit(values, mean, scale):
     images = np.broadcast_to(values[:, None, None, None], (len(values), 2, 2, 1))
     found = Transform(mean, scale).normalize(tf.constant(images)).numpy()

@@ -50,7 +50,9 @@ def offline(tmp_path: Path, monkeypatch) -> None:
     """No network, an empty Keras cache, no Debian package."""
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.setattr("hvtrain.data.sources.keras_datasets.answers", lambda host: False)
-    monkeypatch.setattr("hvtrain.data.sources.keras_datasets.DEBIAN_FOLDER", tmp_path / "no-package")
+    monkeypatch.setattr(
+        "hvtrain.data.sources.keras_datasets.DEBIAN_FOLDER", tmp_path / "no-package"
+    )
 
 
 def test_a_folder_of_idx_files_plain_and_gzipped(mnist_folder):
@@ -69,7 +71,10 @@ def test_a_folder_of_idx_files_plain_and_gzipped(mnist_folder):
         (lambda data: data[:9], r"16 bytes of header expected, 9 found"),
         (lambda data: b"\x00\x00\x08\x01" + data[4:], r"starts with 00000801, not 00000803"),
         (lambda data: b"<htm" + data[4:], r"starts with 3c68746d, not 00000803"),
-        (lambda data: data[:7] + b"\x09" + data[8:], r"7056 bytes expected after the header, more found"),
+        (
+            lambda data: data[:7] + b"\x09" + data[8:],
+            r"7056 bytes expected after the header, more found",
+        ),
     ],
 )
 def test_damaged_idx_files_are_named_with_what_was_found(mnist_folder, damage, message):
@@ -95,7 +100,9 @@ def test_idx_labels_are_checked(mnist_folder):
     with pytest.raises(DataError, match=r"holds 10 images but .*t10k-labels-idx1-ubyte 9 labels"):
         mnist(dir=str(mnist_folder)).num_examples("train")
     path.write_bytes(idx_bytes(np.array([0, 1, 2, 10, 4, 5, 6, 11, 8, 9])))
-    with pytest.raises(DataError, match=r"mnist, test .*: label 10 at index 3 is outside 0 \.\.\. 9"):
+    with pytest.raises(
+        DataError, match=r"mnist, test .*: label 10 at index 3 is outside 0 \.\.\. 9"
+    ):
         mnist(dir=str(mnist_folder), num_validation=0).num_examples("train")
 
 
@@ -145,7 +152,8 @@ def test_ranks_take_turns_at_kerass_cache_and_one_downloads(offline, tmp_path, m
         most_inside[0] = max(most_inside[0], inside[0])
         if not cached.exists():
             downloads.append(1)
-            cached.write_bytes(b"half")  # In place, as Keras does it: a lock must keep readers away.
+            # In place, as Keras does it: a lock must keep readers away.
+            cached.write_bytes(b"half")
             time.sleep(0.2)
             cached.write_bytes(b"whole")
         assert cached.read_bytes() == b"whole"
@@ -157,7 +165,10 @@ def test_ranks_take_turns_at_kerass_cache_and_one_downloads(offline, tmp_path, m
     monkeypatch.setattr("hvtrain.data.sources.keras_datasets.answers", lambda host: True)
     counts: list[int] = []
     ranks = [
-        threading.Thread(target=lambda: counts.append(mnist(num_validation=0).num_examples("train"))) for _ in range(4)
+        threading.Thread(
+            target=lambda: counts.append(mnist(num_validation=0).num_examples("train"))
+        )
+        for _ in range(4)
     ]
     for rank in ranks:
         rank.start()
@@ -175,7 +186,9 @@ def test_what_keras_cannot_read_is_reported_with_the_file_to_remove(offline, tmp
     (tmp_path / "datasets" / "mnist.npz").touch()
     source = mnist()
     assert source.origin == f"Keras's cache ({tmp_path}/datasets)"
-    with pytest.raises(DataError, match=r"Compressed file ended.*remove .*mnist\.npz and try again"):
+    with pytest.raises(
+        DataError, match=r"Compressed file ended.*remove .*mnist\.npz and try again"
+    ):
         source.num_examples("train")
 
 
@@ -192,26 +205,37 @@ def test_cifar10_reads_the_binary_version(tmp_path, monkeypatch):
     source = cifar10(dir=str(tmp_path), num_validation=0, standardize="none")
     assert [source.num_examples(split) for split in source.SPLITS] == [20, 0, 4]
     images, labels = next(source.evaluation("test", Topology(), 4).as_numpy_iterator())
-    assert labels.tolist() == [5] * 4 and (images[..., 0] == 200).all() and images[..., 1].std() > 50
+    assert (
+        labels.tolist() == [5] * 4 and (images[..., 0] == 200).all() and images[..., 1].std() > 50
+    )
 
     (folder / "data_batch_2.bin").write_bytes(bytes(3073))
     with pytest.raises(DataError, match=r"data_batch_2\.bin: 12292 bytes expected, 3073 found"):
         cifar10(dir=str(tmp_path)).num_examples("train")
     (folder / "data_batch_3.bin").unlink()
-    with pytest.raises(DataError, match=r"cifar-10-batches-bin lacks data_batch_3\.bin; unpack the binary version"):
+    with pytest.raises(
+        DataError, match=r"cifar-10-batches-bin lacks data_batch_3\.bin; unpack the binary version"
+    ):
         cifar10(dir=str(tmp_path))
-    with pytest.raises(DataError, match=r"elsewhere lacks data_batch_1\.bin, data_batch_2\.bin, .*unpack the binary"):
+    with pytest.raises(
+        DataError,
+        match=r"elsewhere lacks data_batch_1\.bin, data_batch_2\.bin, .*unpack the binary",
+    ):
         cifar10(dir=str(tmp_path / "elsewhere"))
 
 
-@pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="needs the Debian package dataset-fashion-mnist")
+@pytest.mark.skipif(
+    not DEBIAN_FOLDER.is_dir(), reason="needs the Debian package dataset-fashion-mnist"
+)
 def test_the_debian_package_of_fashion_mnist():
     source = fashion_mnist()
     assert source.origin == f"Debian package dataset-fashion-mnist ({DEBIAN_FOLDER})"
     assert [source.num_examples(split) for split in source.SPLITS] == [55_000, 5_000, 10_000]
     topology = Topology(rank=3, size=50)
     assert source.shard_sizes("train", 50) == [1100] * 50
-    images, labels = next(source.training(StreamRequest(topology, 1100, 1, 0, 1)).as_numpy_iterator())
+    images, labels = next(
+        source.training(StreamRequest(topology, 1100, 1, 0, 1)).as_numpy_iterator()
+    )
     assert images.shape == (1100, 28, 28, 1) and set(labels) == set(range(10))
     # Standardised over all 55,000, this rank's 1,100 are near mean 0 and deviation 1.
     assert abs(images.mean()) < 0.05 and abs(images.std() - 1) < 0.1

@@ -31,18 +31,40 @@ def test_a_table_is_a_data_set(kind):
     }[kind]
     for table, image_column in tables():
         frame = convert(table)
-        source = from_frame(frame, frame[:5], image_shape=SHAPE, image_column=image_column, standardize="scale")
-        assert [source.num_examples(split) for split in source.SPLITS] == [12, 0, 5] and source.num_classes == 3
+        source = from_frame(
+            frame, frame[:5], image_shape=SHAPE, image_column=image_column, standardize="scale"
+        )
+        assert [source.num_examples(split) for split in source.SPLITS] == [
+            12,
+            0,
+            5,
+        ] and source.num_classes == 3
         assert images_of(source.evaluation("train", Topology(), 12)) == scaled(random_images(12)[0])
 
 
 def test_a_table_that_does_not_fit_is_refused():
     (lists, _), (columns, names) = tables()
     for table, options, message in [
-        (lists, {"image_column": "picture"}, "frame, train has no column picture; it has image, label"),
-        (lists, {"image_shape": (6, 5, 1)}, "frame, train, row 0: image holds 36 numbers; 30 numbers are needed"),
-        (columns, {"image_column": names[:-1]}, "frame, train: 35 image columns were given; 36 are needed"),
-        (pa.table({"image": [b"png"], "label": [0]}), {}, "image holds a bytes.*choose dataset=parquet"),
+        (
+            lists,
+            {"image_column": "picture"},
+            "frame, train has no column picture; it has image, label",
+        ),
+        (
+            lists,
+            {"image_shape": (6, 5, 1)},
+            "frame, train, row 0: image holds 36 numbers; 30 numbers are needed",
+        ),
+        (
+            columns,
+            {"image_column": names[:-1]},
+            "frame, train: 35 image columns were given; 36 are needed",
+        ),
+        (
+            pa.table({"image": [b"png"], "label": [0]}),
+            {},
+            "image holds a bytes.*choose dataset=parquet",
+        ),
     ]:
         with pytest.raises(DataError, match=message):
             from_frame(table, **{"image_shape": SHAPE, **options})

@@ -15,7 +15,10 @@ from tiny_data import SHAPE, joined, random_images, write_folder
 
 def test_jpeg_and_png_of_any_size_become_one_size(tmp_path):
     image = np.full((20, 10, 3), 200, np.uint8)
-    for name, data in (("a.PNG", tf.io.encode_png(image)), ("b.jpeg", tf.io.encode_jpeg(image[:7]))):
+    for name, data in (
+        ("a.PNG", tf.io.encode_png(image)),
+        ("b.jpeg", tf.io.encode_jpeg(image[:7])),
+    ):
         (tmp_path / "train" / "cat").mkdir(parents=True, exist_ok=True)
         (tmp_path / "train" / "cat" / name).write_bytes(data.numpy())
     source = ImageFolder(str(tmp_path), [8, 8, 3])
@@ -31,15 +34,21 @@ def test_fractions_are_split_off_class_by_class_and_always_alike(tmp_path):
     first, second = (ImageFolder(str(tmp_path), **options) for _ in range(2))
     assert [first.num_examples(split) for split in first.SPLITS] == [42, 12, 6]
     assert first._files == second._files
-    assert sorted(joined(map(first.paths, first.SPLITS))) == sorted(map(str, tmp_path.glob("train/*/*.png")))
+    assert sorted(joined(map(first.paths, first.SPLITS))) == sorted(
+        map(str, tmp_path.glob("train/*/*.png"))
+    )
     for split, per_class in zip(first.SPLITS, (14, 4, 2), strict=True):
         assert np.bincount([label for _, label in first._files[split]]).tolist() == [per_class] * 3
 
 
 def test_layouts_that_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"^dataset.dir=/no/such is not there on \S+; give a folder that this host"):
+    with pytest.raises(
+        DataError, match=r"^dataset.dir=/no/such is not there on \S+; give a folder that this host"
+    ):
         ImageFolder("/no/such")
-    with pytest.raises(DataError, match=r"train holds no class folders; files are needed as .*CLASS"):
+    with pytest.raises(
+        DataError, match=r"train holds no class folders; files are needed as .*CLASS"
+    ):
         ImageFolder(str(tmp_path))
     write_folder(tmp_path / "train", *random_images(6))
     (tmp_path / "train" / "empty").mkdir()
@@ -47,13 +56,22 @@ def test_layouts_that_are_refused(tmp_path):
         ImageFolder(str(tmp_path))
     (tmp_path / "train" / "empty").rmdir()
     write_folder(tmp_path / "test", *(part[:2] for part in random_images(6)))
-    assert [ImageFolder(str(tmp_path)).num_examples(split) for split in ("train", "test")] == [6, 2], "without class_2"
+    assert [ImageFolder(str(tmp_path)).num_examples(split) for split in ("train", "test")] == [
+        6,
+        2,
+    ], "without class_2"
     (tmp_path / "test" / "class_1").rename(tmp_path / "test" / "other")
-    with pytest.raises(DataError, match=r"test has classes that .*train lacks: other; a model can only predict"):
+    with pytest.raises(
+        DataError, match=r"test has classes that .*train lacks: other; a model can only predict"
+    ):
         ImageFolder(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"validation_fraction=0.6 and dataset.test_fraction=0.5: each"):
+    with pytest.raises(
+        ConfigError, match=r"validation_fraction=0.6 and dataset.test_fraction=0.5: each"
+    ):
         ImageFolder(str(tmp_path), validation_fraction=0.6, test_fraction=0.5)
-    with pytest.raises(ConfigError, match=r"image_shape=\[8, 8\] is not \[height, width, channels\]"):
+    with pytest.raises(
+        ConfigError, match=r"image_shape=\[8, 8\] is not \[height, width, channels\]"
+    ):
         ImageFolder(str(tmp_path), image_shape=[8, 8])
 
 
@@ -64,9 +82,14 @@ def test_hidden_folders_are_no_classes_and_other_files_are_reported(tmp_path):
         (tmp_path / "train" / "class_0" / name).touch()
     (tmp_path / "train" / "class_1" / "more").mkdir()
     source = ImageFolder(str(tmp_path), SHAPE)
-    assert source.class_names == ["class_0", "class_1", "class_2"] and source.num_examples("train") == 6
+    assert (
+        source.class_names == ["class_0", "class_1", "class_2"]
+        and source.num_examples("train") == 6
+    )
     (message,) = source.description()["warnings"]
-    assert message == f"{tmp_path}/train: left out what is no image: 2 x .xcf, 1 x notes, 1 x folder"
+    assert (
+        message == f"{tmp_path}/train: left out what is no image: 2 x .xcf, 1 x notes, 1 x folder"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"\xff\xd8\xff\xe0 cut off"])
@@ -81,7 +104,9 @@ def test_a_file_that_is_no_image_is_named(content, tmp_path):
         explained = source.explain(caught.value)
         assert isinstance(explained, DataError)
         assert str(explained).startswith(f"{culprit}: ")
-        assert str(explained).endswith("; fix or remove it, or leave out what cannot be read with data.on_error=skip")
+        assert str(explained).endswith(
+            "; fix or remove it, or leave out what cannot be read with data.on_error=skip"
+        )
 
 
 def test_an_error_of_something_else_is_not_explained(tmp_path):
@@ -98,3 +123,27 @@ def test_the_cache_reads_each_file_once(tmp_path):
         path.unlink()
     assert len(list(stream.take(3))) == 3
     assert len(list(source.training(StreamRequest(Topology(), 2, 1, 0, 3)).take(3))) == 3
+
+
+def test_another_division_of_the_ranks_is_another_cache(tmp_path):
+    """As after an epoch of train.balance, in the same process."""
+    write_folder(tmp_path / "train", *random_images(6))
+    source = ImageFolder(str(tmp_path), SHAPE, cache=True)
+    for weights in ((1, 1), (2, 1)):
+        rank = Topology(0, 2, weights=weights)
+        _, labels = source.reader("train", rank)(tf.range(rank.share_size(6)))
+        assert labels.numpy().tolist() == source.whole_targets()["train"][rank.share(6)].tolist()
+
+
+def test_a_file_of_labels(tmp_path):
+    """Names and classes may have blanks; Excel begins the file with a byte order mark."""
+    for name in ("train/golden retriever/1", "train/cat/1", "test/IMG 1", "test/IMG 2"):
+        path = tmp_path / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(tf.io.encode_png(np.zeros((4, 4, 3), np.uint8)).numpy())
+    labels = tmp_path / "labels.csv"
+    labels.write_text("IMG 1.png,golden retriever\nIMG 2.png,cat\n", encoding="utf-8-sig")
+    source = ImageFolder(str(tmp_path), (4, 4, 3), labels=str(labels))
+    assert source.whole_targets()["test"].tolist() == [1, 0]
+    with pytest.raises(DataError, match=r"gone.csv cannot be read: No such file"):
+        ImageFolder(str(tmp_path), (4, 4, 3), labels=str(tmp_path / "gone.csv"))

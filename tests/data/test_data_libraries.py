@@ -21,7 +21,8 @@ SHAPE = (6, 6, 3)
 LABELS = ["ash", "elm", "oak"]
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec(name) is None, reason=f"{name} is not installed (scripts/lock/data.txt)"
+        importlib.util.find_spec(name) is None,
+        reason=f"{name} is not installed (scripts/lock/data.txt)",
     )
     for name in ("datasets", "tensorflow_datasets")
 ]
@@ -64,7 +65,9 @@ def saved(tmp_path_factory):
             features=features,
         )
 
-    datasets.DatasetDict({"train": split(NUM_TRAIN, 0), "test": split(NUM_TEST, 1)}).save_to_disk(str(folder))
+    datasets.DatasetDict({"train": split(NUM_TRAIN, 0), "test": split(NUM_TEST, 1)}).save_to_disk(
+        str(folder)
+    )
     return folder
 
 
@@ -84,7 +87,9 @@ def prepared(tmp_path_factory):
                     "size": np.float32,
                 }
             )
-            return tfds.core.DatasetInfo(builder=self, features=features, supervised_keys=("image", "label"))
+            return tfds.core.DatasetInfo(
+                builder=self, features=features, supervised_keys=("image", "label")
+            )
 
         def _split_generators(self, manager):
             return {"train": self._examples(NUM_TRAIN, 0), "test": self._examples(NUM_TEST, 1)}
@@ -113,7 +118,9 @@ def source(request, saved, prepared):
 def epoch(source, rank, size, start=0, number=None, steps=None, seed=1):
     """Examples of some steps of one, as bytes of the image and the label."""
     steps = steps or source.shard_sizes("train", size)[rank]
-    stream = source.training(StreamRequest(Topology(rank, size), 1, seed, start, steps)).take(number or steps)
+    stream = source.training(StreamRequest(Topology(rank, size), 1, seed, start, steps)).take(
+        number or steps
+    )
     return [(image.tobytes(), int(label[0])) for image, label in stream.as_numpy_iterator()]
 
 
@@ -127,8 +134,12 @@ def test_shards_are_disjoint_and_complete_with_their_labels(source):
     assert source.facts()["class_names"] == LABELS and source.num_classes == 3
     shards = [epoch(source, rank, 3) for rank in range(3)]
     assert sorted(one for shard in shards for one in shard) == all_of(NUM_TRAIN, 0)
-    found = [source.evaluation("test", Topology(rank, 3), 2).as_numpy_iterator() for rank in range(3)]
-    tested = [(image.tobytes(), int(y)) for stream in found for x, ys in stream for image, y in zip(x, ys)]
+    found = [
+        source.evaluation("test", Topology(rank, 3), 2).as_numpy_iterator() for rank in range(3)
+    ]
+    tested = [
+        (image.tobytes(), int(y)) for stream in found for x, ys in stream for image, y in zip(x, ys)
+    ]
     assert sorted(tested) == all_of(NUM_TEST, 1)
     assert source.num_examples("validation") == 0
     assert list(source.evaluation("validation", Topology(), 2)) == []
@@ -163,7 +174,10 @@ def test_a_manifest_tells_files_apart(source):
 def test_columns_of_numbers_and_lists_by_name(saved):
     source = HuggingFace(str(saved), ["sides", "grid"], "size")
     Regression().prepare(source)
-    assert {name: tuple(one.shape) for name, one in source.element_spec[0].items()} == {"sides": (2,), "grid": (2, 3)}
+    assert {name: tuple(one.shape) for name, one in source.element_spec[0].items()} == {
+        "sides": (2,),
+        "grid": (2, 3),
+    }
     ((inputs, sizes),) = source.evaluation("test", Topology(1, 2), 10).as_numpy_iterator()
     assert sizes.tolist() == [1, 3, 5] and sizes.dtype == np.float32
     np.testing.assert_array_equal(inputs["sides"], [[1, 2], [3, 6], [5, 10]])
@@ -173,18 +187,29 @@ def test_columns_of_numbers_and_lists_by_name(saved):
 def test_unlike_rows_and_gaps_are_named(tmp_path):
     import datasets
 
-    rows = {"short": [[1.0, 2.0]] * 4 + [[1.0]], "gap": [1.0, 2.0, None, 4.0, 5.0], "size": [1.0] * 5}
+    rows = {
+        "short": [[1.0, 2.0]] * 4 + [[1.0]],
+        "gap": [1.0, 2.0, None, 4.0, 5.0],
+        "size": [1.0] * 5,
+    }
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "rows"))
-    said = {"short": "row 4 has 1 values and row 0 of train 2 in short", "gap": "row 2 has no value in gap"}
+    said = {
+        "short": "row 4 has 1 values and row 0 of train 2 in short",
+        "gap": "row 2 has no value in gap",
+    }
     for column, message in said.items():
         source = HuggingFace(str(tmp_path / "rows"), column, "size")
         with pytest.raises(tf.errors.OpError) as caught:
             list(source.evaluation("train", Topology(), 5))
-        assert message in str(source.explain(caught.value)) and isinstance(source.explain(caught.value), DataError)
+        assert message in str(source.explain(caught.value)) and isinstance(
+            source.explain(caught.value), DataError
+        )
 
 
 def test_wrong_settings_of_huggingface_are_refused(saved, tmp_path):
-    with pytest.raises(DataError, match=r"^dataset.dir=.*nowhere is not there on \S+; give a folder"):
+    with pytest.raises(
+        DataError, match=r"^dataset.dir=.*nowhere is not there on \S+; give a folder"
+    ):
         HuggingFace(str(tmp_path / "nowhere"), "image", "label")
     with pytest.raises(ConfigError, match=r"name leaf; .* has image, label, sides, grid, size"):
         HuggingFace(str(saved), "leaf", "label")
@@ -201,7 +226,9 @@ def test_splits_of_tfds_can_be_cut(prepared):
 
 
 def test_wrong_settings_of_tfds_are_refused(prepared, tmp_path):
-    with pytest.raises(DataError, match=r"trees cannot be opened .*; prepare it once with tfds.builder\('trees'"):
+    with pytest.raises(
+        DataError, match=r"trees cannot be opened .*; prepare it once with tfds.builder\('trees'"
+    ):
         PreparedDataset("trees", str(tmp_path))
     with pytest.raises(DataError, match=r"mnist is not prepared in .*; prepare it once"):
         PreparedDataset("mnist", str(tmp_path))
@@ -209,14 +236,20 @@ def test_wrong_settings_of_tfds_are_refused(prepared, tmp_path):
         PreparedDataset("leaves", str(prepared), input="leaf")
     with pytest.raises(ConfigError, match=r"leaves holds images; give dataset.image_shape"):
         PreparedDataset("leaves", str(prepared))
-    with pytest.raises(ConfigError, match=r"dataset.splits names dev; it may name train, validation, test"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.splits names dev; it may name train, validation, test"
+    ):
         PreparedDataset("leaves", str(prepared), splits={"dev": "train"}, image_shape=SHAPE)
     source = PreparedDataset("leaves", str(prepared), splits={"train": "leaf"}, image_shape=SHAPE)
-    with pytest.raises(DataError, match=r"leaves, leaf in 1 shards: .*; choose other splits or fewer ranks"):
+    with pytest.raises(
+        DataError, match=r"leaves, leaf in 1 shards: .*; choose other splits or fewer ranks"
+    ):
         source.num_examples("train")
 
 
-@pytest.mark.parametrize(("package", "kind"), [("datasets", HuggingFace), ("tensorflow_datasets", PreparedDataset)])
+@pytest.mark.parametrize(
+    ("package", "kind"), [("datasets", HuggingFace), ("tensorflow_datasets", PreparedDataset)]
+)
 def test_a_missing_library_is_named_with_its_lock(package, kind, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=r"needs the package .*; install scripts/lock/data.txt"):

@@ -23,12 +23,19 @@ def test_a_source_says_what_it_holds():
     source = structured()
     inputs, targets, weights = source.element_spec
     assert inputs == {"age": tf.TensorSpec((), tf.float32), "words": tf.TensorSpec((5,), tf.int32)}
-    assert targets == {"income": tf.TensorSpec((), tf.float32), "likes": tf.TensorSpec((3,), tf.float32)}
+    assert targets == {
+        "income": tf.TensorSpec((), tf.float32),
+        "likes": tf.TensorSpec((3,), tf.float32),
+    }
     assert weights == tf.TensorSpec((), tf.float32)
     assert source.facts() == {"vocabulary_size": 9}
-    assert {tuple(one.shape) for one in tf.nest.flatten(source.preprocessing().inputs())} == {(None,), (None, 5)}
+    assert {tuple(one.shape) for one in tf.nest.flatten(source.preprocessing().inputs())} == {
+        (None,),
+        (None, 5),
+    }
     with pytest.raises(
-        ConfigError, match=r"m needs num_classes, which the data set arrays does not give .it gives voc"
+        ConfigError,
+        match=r"m needs num_classes, which the data set arrays does not give .it gives voc",
     ):
         source.fact("num_classes", "m")
 
@@ -36,7 +43,9 @@ def test_a_source_says_what_it_holds():
 def test_shards_are_complete_and_parts_stay_together():
     source, seen = structured(), []
     for rank in range(3):
-        stream = source.training(StreamRequest(Topology(rank, 3), 4, seed=1, start_step=0, steps_per_epoch=2))
+        stream = source.training(
+            StreamRequest(Topology(rank, 3), 4, seed=1, start_step=0, steps_per_epoch=2)
+        )
         for inputs, targets, weights in stream.take(2).as_numpy_iterator():
             np.testing.assert_array_equal(targets["income"], 2 * inputs["age"])
             np.testing.assert_array_equal(weights, inputs["age"] + 0.5)
@@ -48,7 +57,8 @@ def test_a_stream_goes_on_in_the_middle():
     def ages(start):
         request = StreamRequest(Topology(1, 2), 3, seed=5, start_step=start, steps_per_epoch=4)
         return [
-            list(inputs["age"]) for inputs, *_ in structured().training(request).take(9 - start).as_numpy_iterator()
+            list(inputs["age"])
+            for inputs, *_ in structured().training(request).take(9 - start).as_numpy_iterator()
         ]
 
     assert ages(0)[5:] == ages(5)
@@ -59,18 +69,36 @@ def test_a_manifest_sees_another_structure_and_another_number():
     assert manifest.differences(first.manifest(), other.manifest())[0].startswith(
         "elements is ['float32 ()', 'float32 ()']"
     )
-    assert manifest.differences(first.manifest(), structured().manifest())[0].startswith("train: its content differs")
+    assert manifest.differences(first.manifest(), structured().manifest())[0].startswith(
+        "train: its content differs"
+    )
     assert other.num_examples("validation") == 4
 
 
 @pytest.mark.parametrize(
     ("arrays", "options", "said"),
     [
-        ((AGES * 1.0, AGES[:9]), {}, r"arrays, train .*: 24 inputs, 9 targets; each example needs one of each"),
-        (({"a": np.where(AGES == 7, np.nan, AGES)}, AGES), {}, r"inputs.a of example 7 hold NaN or infinite"),
-        ((AGES * 1.0, AGES, AGES * 1.0, AGES), {"w_train": AGES}, r"w_test is missing, unlike w_train"),
+        (
+            (AGES * 1.0, AGES[:9]),
+            {},
+            r"arrays, train .*: 24 inputs, 9 targets; each example needs one of each",
+        ),
+        (
+            ({"a": np.where(AGES == 7, np.nan, AGES)}, AGES),
+            {},
+            r"inputs.a of example 7 hold NaN or infinite",
+        ),
+        (
+            (AGES * 1.0, AGES, AGES * 1.0, AGES),
+            {"w_train": AGES},
+            r"w_test is missing, unlike w_train",
+        ),
         ((AGES * 1.0, AGES), {"flip": True}, r"flip are for images, and x_train holds none"),
-        ((AGES * 1.0, AGES), {"images": True}, r"x_train holds examples of shape \(\); images \[h, w\]"),
+        (
+            (AGES * 1.0, AGES),
+            {"images": True},
+            r"x_train holds examples of shape \(\); images \[h, w\]",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(arrays, options, said):
@@ -79,8 +107,12 @@ def test_what_does_not_fit_is_refused(arrays, options, said):
 
 
 def test_images_with_targets_that_are_no_classes_are_normalized_too():
-    source = from_arrays(RANDOM.integers(256, size=(40, 4, 4, 3), dtype=np.uint8), RANDOM.normal(size=40))
+    source = from_arrays(
+        RANDOM.integers(256, size=(40, 4, 4, 3), dtype=np.uint8), RANDOM.normal(size=40)
+    )
     assert [tuple(one.shape) for one in source.element_spec] == [(4, 4, 3), ()]
-    images, numbers = next(source.training(StreamRequest(Topology(), 40, 1, 0, 1)).as_numpy_iterator())
+    images, numbers = next(
+        source.training(StreamRequest(Topology(), 40, 1, 0, 1)).as_numpy_iterator()
+    )
     assert abs(images.mean()) < 1e-6 and numbers.dtype == np.float32
     assert "num_classes" not in source.facts()

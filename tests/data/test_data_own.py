@@ -42,7 +42,9 @@ def test_ranks_read_disjoint_shards_that_are_complete(kind):
     source = pipelines.data(kind)
     assert source.num_examples("train") == 61 and source.shard_sizes("train", 3) == [21, 20, 20]
     places = [(Topology(rank, 3), size) for rank, size in enumerate(source.shard_sizes("train", 3))]
-    shards = [flat(read(source, StreamRequest(place, 1, 1, 0, size), size)) for place, size in places]
+    shards = [
+        flat(read(source, StreamRequest(place, 1, 1, 0, size), size)) for place, size in places
+    ]
     assert sorted(flat(shards)) == rows()
     assert source.element_spec == (tf.TensorSpec((3,), tf.float32), tf.TensorSpec((), tf.int32))
 
@@ -54,7 +56,9 @@ def test_epochs_differ_and_streams_go_on_in_the_middle(kind):
     whole = read(source, StreamRequest(place, 4, 5, 0, 7), 21)
     assert flat(whole[:7]) != flat(whole[7:14]) != flat(whole[14:])
     for start in (3, 7, 16):
-        assert read(source, StreamRequest(place, 4, 5, start, 7), 21 - start) == whole[start:], start
+        assert read(source, StreamRequest(place, 4, 5, start, 7), 21 - start) == whole[start:], (
+            start
+        )
     assert read(source, StreamRequest(place, 4, 6, 0, 7), 7) != whole[:7]
 
 
@@ -78,7 +82,9 @@ def test_unlike_ranks_get_several_shards(kind):
     for rank, size in enumerate(sizes):
         request = StreamRequest(Topology(rank, 2, weights=(3, 1)), 1, 5, 0, size)
         whole = read(source, request, size)
-        tail = read(source, StreamRequest(Topology(rank, 2, weights=(3, 1)), 1, 5, 9, size), size - 9)
+        tail = read(
+            source, StreamRequest(Topology(rank, 2, weights=(3, 1)), 1, 5, 9, size), size - 9
+        )
         assert tail == whole[9:]
         shards += flat(whole)
     assert sorted(shards) == rows()
@@ -90,7 +96,12 @@ def test_evaluation_counts_each_example_once(kind):
     assert [source.num_examples(split) for split in source.SPLITS] == [61, 0, 23]
     streams = [source.evaluation("test", Topology(rank, 3), 4) for rank in range(3)]
     for _ in range(2):  # A validation reads its stream again and again.
-        found = [tuple(row) for stream in streams for x, _ in stream.as_numpy_iterator() for row in x.tolist()]
+        found = [
+            tuple(row)
+            for stream in streams
+            for x, _ in stream.as_numpy_iterator()
+            for row in x.tolist()
+        ]
         assert sorted(found) == rows("test")
     assert list(source.evaluation("validation", Topology(), 4)) == []
 
@@ -107,7 +118,11 @@ def test_the_order_does_not_depend_on_what_else_the_process_did_nor_changes_it()
 
 def test_a_shuffle_with_a_seed_of_its_own_has_another_order_in_each_epoch():
     def function(shard, num_shards):
-        return tf.data.Dataset.range(8).map(lambda i: (i, i)).shuffle(8, seed=3, reshuffle_each_iteration=False)
+        return (
+            tf.data.Dataset.range(8)
+            .map(lambda i: (i, i))
+            .shuffle(8, seed=3, reshuffle_each_iteration=False)
+        )
 
     stream = from_dataset(function).training(StreamRequest(Topology(), 8, 1, 0, 1)).take(3)
     orders = [inputs.tolist() for inputs, _ in stream.as_numpy_iterator()]
@@ -129,8 +144,14 @@ def first(source, size=2, rank=0, steps=5):
 @pytest.mark.parametrize(
     ("then", "message"),
     [
-        (lambda d: d.batch(4), r"numbers\(shard=0, num_shards=1\) gives tensors of shape \(None,\); single examples"),
-        (lambda d: d.map(lambda x, y: {"x": x}), r"gives elements of a dict; \(inputs, targets\) or"),
+        (
+            lambda d: d.batch(4),
+            r"numbers\(shard=0, num_shards=1\) gives tensors of shape \(None,\); single examples",
+        ),
+        (
+            lambda d: d.map(lambda x, y: {"x": x}),
+            r"gives elements of a dict; \(inputs, targets\) or",
+        ),
         (lambda d: d.map(lambda x, y: (x,)), r"gives elements of 1 parts; \(inputs, targets\) or"),
         (
             lambda d: d.map(lambda x, y: (tf.RaggedTensor.from_row_lengths([x], [1]), y)),
@@ -147,35 +168,58 @@ def test_what_is_no_pipeline_of_examples_is_refused(then, message):
 
 
 def test_functions_with_wrong_arguments_are_refused():
-    with pytest.raises(ConfigError, match=r"takes no shard and no num_shards; it must return a part of the data"):
+    with pytest.raises(
+        ConfigError, match=r"takes no shard and no num_shards; it must return a part of the data"
+    ):
         from_dataset(lambda: None)
-    with pytest.raises(ConfigError, match=r"needs folder, which nothing gives \(it may take shard, num_shards, split"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs folder, which nothing gives \(it may take shard, num_shards, split",
+    ):
         from_dataset(lambda shard, num_shards, folder: None)
-    with pytest.raises(ConfigError, match=r"num_examples has test; it may have train alone, since the function"):
+    with pytest.raises(
+        ConfigError, match=r"num_examples has test; it may have train alone, since the function"
+    ):
         from_dataset(numbers, num_examples={"train": 3, "test": 4})
     source = made(lambda d: d)
     source.on_error = "skip"
-    with pytest.raises(ConfigError, match=r"cannot skip .* use data.on_error=stop, and dataset.ignore_errors\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"cannot skip .* use data.on_error=stop, and dataset.ignore_errors\(\)"
+    ):
         first(source)
 
 
 def test_shards_that_are_not_parts_of_the_whole_are_refused():
-    with pytest.raises(DataError, match=r"pipelines.ignoring gives all 61 examples of train to every shard; the func"):
+    with pytest.raises(
+        DataError,
+        match=r"pipelines.ignoring gives all 61 examples of train to every shard; the func",
+    ):
         pipelines.data("ignoring").shard_sizes("train", 2)
-    with pytest.raises(DataError, match=r"the 2 shards of train hold 31 \+ 9 examples and the whole 61"):
+    with pytest.raises(
+        DataError, match=r"the 2 shards of train hold 31 \+ 9 examples and the whole 61"
+    ):
         pipelines.data("short").shard_sizes("train", 2)
     whole = from_dataset(lambda shard, num_shards: numbers(0, 1), name="whole", num_examples=20)
-    with pytest.raises(DataError, match=r"whole\(shard=0, num_shards=2\) gives all 20 examples of num_examples; the"):
+    with pytest.raises(
+        DataError,
+        match=r"whole\(shard=0, num_shards=2\) gives all 20 examples of num_examples; the",
+    ):
         first(whole)
 
 
 def test_an_epoch_that_ends_early_is_named_with_its_shard():
-    with pytest.raises(DataError, match=r"short\(shard=1, num_shards=2\) gives 9 examples and 30 are needed; shards"):
+    with pytest.raises(
+        DataError,
+        match=r"short\(shard=1, num_shards=2\) gives 9 examples and 30 are needed; shards",
+    ):
         first(pipelines.data("short", number=61), rank=1, steps=15)
-    source = made(lambda d: d.filter(lambda x, y: x < 13), num_examples=20)  # Its number is not known beforehand.
+    # Its number is not known beforehand.
+    source = made(lambda d: d.filter(lambda x, y: x < 13), num_examples=20)
     with pytest.raises(tf.errors.OpError) as caught:
         list(source.training(StreamRequest(Topology(1, 2), 2, 1, 0, 5)).take(9))
-    said = "numbers(shard=1, num_shards=2) gives 6 examples and 10 are needed; shards need equal parts"
+    said = (
+        "numbers(shard=1, num_shards=2) gives 6 examples and 10 are needed; shards need equal parts"
+    )
     assert str(source.explain(caught.value)).startswith(said)
 
 
@@ -191,6 +235,15 @@ def test_examples_without_end_and_examples_that_must_be_read_are_counted():
     source = made(lambda d: d.repeat(), num_examples=20)
     assert source.shard_sizes("train", 2) == [10, 10]
     assert first(source)[0].numpy().tolist() == [0, 2]
+
+
+def test_only_splits_without_a_given_number_are_counted():
+    def data(shard, num_shards, split):
+        return numbers(shard, num_shards) if split != "test" else None
+
+    source = from_dataset(data, num_examples={"train": 10})
+    assert [source.num_examples(split) for split in source.SPLITS] == [10, 20, 0]
+    assert {split for *_, split in source.own_counts(Topology())} == {"validation", "test"}
 
 
 def test_each_rank_reads_its_own_shard_alone_to_count_it(caplog):
@@ -224,9 +277,14 @@ def test_what_a_pipeline_cannot_do_is_logged_once(caplog):
 
 def test_an_exception_of_the_function_is_named_with_its_line():
     file = ROOT / "tests/support/own/pipelines/__init__.py"
-    lines = {mark: n for n, text in enumerate(file.read_text().splitlines(), 1) for mark in [text.partition("  # ")[2]]}
+    lines = {
+        mark: n
+        for n, text in enumerate(file.read_text().splitlines(), 1)
+        for mark in [text.partition("  # ")[2]]
+    }
     message = (
-        rf"failing\(shard=0, num_shards=1\) failed: ZeroDivisionError: .* \({file}, line {lines['failing']}\); trace"
+        r"failing\(shard=0, num_shards=1\) failed: ZeroDivisionError: .* "
+        rf"\({file}, line {lines['failing']}\); trace"
     )
     with pytest.raises(ConfigError, match=message):
         pipelines.data("failing").num_examples("train")
@@ -260,7 +318,10 @@ TWO = (np.zeros((2, 3)), np.zeros(2))
     [
         ([], r"__len__ gives no number of batches"),
         ([np.zeros(3)], r"batch 0 is a ndarray; \(inputs, targets\) or"),
-        ([(np.zeros(3), np.zeros(2))], r"the arrays of batch 0 have 2 and 3 rows; each example needs one in each"),
+        (
+            [(np.zeros(3), np.zeros(2))],
+            r"the arrays of batch 0 have 2 and 3 rows; each example needs one in each",
+        ),
         (
             [TWO, TWO, (np.zeros((3, 3)), np.zeros(3))],
             r"batch 2 of 3 holds 3 examples and batch 0 2; give all batches one",
@@ -273,7 +334,10 @@ TWO = (np.zeros((2, 3)), np.zeros(2))
             [TWO, (np.zeros((2, 4)), np.zeros(2)), TWO],
             r"batch 1 holds float32 \(4,\), float32 \(\) and batch 0 float32 \(3",
         ),
-        ([TWO, (*TWO, np.zeros(2)), TWO], r"batch 1 holds float32 .*\(\), float32 \(\) and batch 0 float32"),
+        (
+            [TWO, (*TWO, np.zeros(2)), TWO],
+            r"batch 1 holds float32 .*\(\), float32 \(\) and batch 0 float32",
+        ),
     ],
 )
 def test_batches_of_a_pydataset_are_checked(batches, message):

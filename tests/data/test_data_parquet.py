@@ -32,7 +32,9 @@ def png(images: np.ndarray) -> list[bytes]:
 def write(path: Path, image: pa.Array, label: list, group_rows: int = 4, **more: pa.Array) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     labels = label if isinstance(label, pa.Array) else pa.array(label)
-    pq.write_table(pa.table({"image": image, "label": labels, **more}), path, row_group_size=group_rows)
+    pq.write_table(
+        pa.table({"image": image, "label": labels, **more}), path, row_group_size=group_rows
+    )
     return path
 
 
@@ -51,6 +53,16 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_evaluation_keeps_the_order_of_the_rows(tmp_path):
+    """Though the largest groups are dealt first: here of 4, 1, 4 and 4 rows."""
+    images, _ = random_images(13)
+    write(tmp_path / "train.parquet", pixels(images), [0] * 13)
+    for number, rows in enumerate((slice(5), slice(5, 13))):
+        write(tmp_path / f"test-{number}.parquet", pixels(images[rows]), [0] * len(images[rows]))
+    source = Parquet(str(tmp_path), SHAPE, 1)
+    assert images_of(source.evaluation("test", Topology(), 3)) == scaled(images)
+
+
 @pytest.mark.parametrize("weights", [(), (3, 1, 1)])
 def test_row_groups_are_dealt_whole_and_all(folder, weights):
     source = Parquet(str(folder), SHAPE, 3)
@@ -59,7 +71,8 @@ def test_row_groups_are_dealt_whole_and_all(folder, weights):
     assert sum(sizes) == 23 and (not weights or sizes[0] >= 2 * max(sizes[1:]))
     places = [Topology(rank, 3, weights=weights) for rank in range(3)]
     shards = [
-        images_of(source.training(StreamRequest(place, 1, 1, 0, size)), size) for place, size in zip(places, sizes)
+        images_of(source.training(StreamRequest(place, 1, 1, 0, size)), size)
+        for place, size in zip(places, sizes)
     ]
     assert [len(set(shard)) for shard in shards] == sizes
     assert sorted(joined(shards)) == sorted(scaled(random_images(23)[0]))
@@ -67,13 +80,19 @@ def test_row_groups_are_dealt_whole_and_all(folder, weights):
     assert sorted(joined(tested)) == sorted(scaled(random_images(10, seed=1)[0]))
 
 
-@pytest.mark.parametrize(("num_examples", "start_step"), [(None, 1), (None, 5), (11, 1), (11, 4), (11, 8)])
+@pytest.mark.parametrize(
+    ("num_examples", "start_step"), [(None, 1), (None, 5), (11, 1), (11, 4), (11, 8)]
+)
 def test_a_stream_that_starts_later_is_the_tail(folder, num_examples, start_step):
     source = Parquet(str(folder), SHAPE, 3, shuffle_groups=2, shift_pixels=1, flip=True)
     assert source.shard_sizes("train", 2)[1] == 11
     steps = 3 if num_examples else 2
     place = Topology(1, 2)
-    whole = list(source.training(StreamRequest(place, 5, 7, 0, steps, num_examples)).take(9).as_numpy_iterator())
+    whole = list(
+        source.training(StreamRequest(place, 5, 7, 0, steps, num_examples))
+        .take(9)
+        .as_numpy_iterator()
+    )
     tail = list(
         source.training(StreamRequest(place, 5, 7, start_step, steps, num_examples))
         .take(9 - start_step)
@@ -110,22 +129,36 @@ def test_one_piece_is_read_ahead_and_no_more(folder, monkeypatch):
 
 def test_fewer_row_groups_than_ranks_is_refused_for_training_but_not_for_testing(folder):
     source = Parquet(str(folder), SHAPE, 3)
-    with pytest.raises(DataError, match=r"7 row groups of training data for 8 ranks.*write at least 8 row groups"):
+    with pytest.raises(
+        DataError, match=r"7 row groups of training data for 8 ranks.*write at least 8 row groups"
+    ):
         source.shard_sizes("train", 8)
     assert sorted(source.shard_sizes("test", 4)) == [0, 2, 4, 4]
     assert images_of(source.evaluation("test", Topology(3, 4), 2)) == []
 
 
 @pytest.mark.parametrize(
-    "kind", [pa.list_(pa.uint8()), pa.list_(pa.float64()), pa.large_list(pa.int16()), pa.list_(pa.uint8(), NUM_PIXELS)]
+    "kind",
+    [
+        pa.list_(pa.uint8()),
+        pa.list_(pa.float64()),
+        pa.large_list(pa.int16()),
+        pa.list_(pa.uint8(), NUM_PIXELS),
+    ],
 )
 def test_pixels_of_every_type_are_scaled(kind, tmp_path):
     images, labels = random_images(6)
     write(tmp_path / "train.parquet", pixels(images, kind), pa.array(labels, pa.uint8()))
     source = Parquet(str(tmp_path), SHAPE, 3)
     ((read, read_labels),) = source.evaluation("train", Topology(), 6).as_numpy_iterator()
-    assert [image.tobytes() for image in read] == scaled(images) and read_labels.tolist() == labels.tolist()
-    ((halved, _),) = Parquet(str(tmp_path), SHAPE, 3, scale=2).evaluation("train", Topology(), 6).as_numpy_iterator()
+    assert [image.tobytes() for image in read] == scaled(
+        images
+    ) and read_labels.tolist() == labels.tolist()
+    ((halved, _),) = (
+        Parquet(str(tmp_path), SHAPE, 3, scale=2)
+        .evaluation("train", Topology(), 6)
+        .as_numpy_iterator()
+    )
     np.testing.assert_array_equal(halved, images / np.float32(2))
 
 
@@ -135,7 +168,9 @@ def test_encoded_images_in_a_field_of_a_struct(tmp_path):
     write(tmp_path / "train.parquet", struct, labels)
     source = Parquet(str(tmp_path), SHAPE, 3, image_column="image.bytes")
     assert images_of(source.evaluation("train", Topology(), 4)) == scaled(images)
-    with pytest.raises(DataError, match=r"has no column image.data; it has image.bytes, image.path, label$"):
+    with pytest.raises(
+        DataError, match=r"has no column image.data; it has image.bytes, image.path, label$"
+    ):
         Parquet(str(tmp_path), SHAPE, 3, image_column="image.data").num_examples("train")
 
 
@@ -168,7 +203,12 @@ def test_a_process_that_ends_in_the_middle_of_an_epoch_ends_quietly(folder):
     )
     line = [sys.executable, "-c", code, str(folder)]
     ended = subprocess.run(
-        line, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}, capture_output=True, text=True, timeout=120, check=True
+        line,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert "Traceback" not in ended.stderr and "RuntimeError" not in ended.stderr
 
@@ -188,7 +228,9 @@ def test_opening_reads_footers_and_a_stream_reads_two_columns(tmp_path):
     last = pq.read_metadata(path).num_columns - 1
     overwrite(path, 0, last)
     overwrite(path, 1, last)
-    assert images_of(Parquet(str(tmp_path), SHAPE, 3).evaluation("train", Topology(), 8)) == scaled(images)
+    assert images_of(Parquet(str(tmp_path), SHAPE, 3).evaluation("train", Topology(), 8)) == scaled(
+        images
+    )
     overwrite(path, 1, 0)
     source = Parquet(str(tmp_path), SHAPE, 3)
     assert source.num_examples("train") == 8, "counts come from the footer"
@@ -211,7 +253,8 @@ def test_files_that_cannot_be_opened(tmp_path):
     for damaged in (data[:-9], b"no Parquet", b""):
         path.write_bytes(damaged)
         with pytest.raises(
-            DataError, match=rf"^{path} is not a Parquet file, or is damaged: .+; write it again, or leave out"
+            DataError,
+            match=rf"^{path} is not a Parquet file, or is damaged: .+; write it again, or leave out",
         ):
             Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     path.unlink()
@@ -224,13 +267,21 @@ def test_columns_that_do_not_fit_are_refused_at_opening(tmp_path):
     path = write(tmp_path / "train.parquet", pixels(images), labels, text=pa.array(["x"] * 8))
     for options, message in [
         ({"image_column": "picture"}, "has no column picture; it has image, label, text"),
-        ({"image_column": "text"}, r"column text is string; encoded images \(binary\) or lists of pixels are needed"),
-        ({"label_column": "text"}, r"text holds 1 names \(x\) and dataset.num_classes is 3; set it to 1, or give"),
+        (
+            {"image_column": "text"},
+            r"column text is string; encoded images \(binary\) or lists of pixels are needed",
+        ),
+        (
+            {"label_column": "text"},
+            r"text holds 1 names \(x\) and dataset.num_classes is 3; set it to 1, or give",
+        ),
     ]:
         with pytest.raises(DataError, match=message):
             Parquet(str(tmp_path), SHAPE, 3, **options).num_examples("train")
     other = write(tmp_path / "train2.parquet", pa.array(png(images)), labels)
-    with pytest.raises(DataError, match=f"{path} and {other}: image is encoded in one and pixels in the other"):
+    with pytest.raises(
+        DataError, match=f"{path} and {other}: image is encoded in one and pixels in the other"
+    ):
         Parquet(str(tmp_path), SHAPE, 3).num_examples("train")
     for options in ({"scale": 0}, {"shuffle_groups": 0}):
         with pytest.raises(ConfigError, match=rf"dataset.{next(iter(options))}=0 "):
@@ -265,7 +316,9 @@ def broken(images: list, labels: list, what: str) -> tuple[pa.Array, pa.Array]:
 )
 def test_a_bad_row_is_traced_to_its_place(what, message, tmp_path):
     images, labels = random_images(8)
-    path = write(tmp_path / "train.parquet", *broken(images.reshape(8, -1).tolist(), labels.tolist(), what))
+    path = write(
+        tmp_path / "train.parquet", *broken(images.reshape(8, -1).tolist(), labels.tolist(), what)
+    )
     assert explained(Parquet(str(tmp_path), SHAPE, 3)) == (
         f"{path}, row group 1, row 2: {message}; fix or remove it, "
         "or leave out what cannot be read with data.on_error=skip"
@@ -274,5 +327,11 @@ def test_a_bad_row_is_traced_to_its_place(what, message, tmp_path):
 
 def test_an_image_that_cannot_be_decoded_is_traced_to_its_place(tmp_path):
     images, labels = random_images(8)
-    path = write(tmp_path / "train.parquet", pa.array([*png(images)[:5], b"no image", *png(images)[6:]]), labels)
-    assert explained(Parquet(str(tmp_path), SHAPE, 3)).startswith(f"{path}, row group 1, row 1: Unknown image file")
+    path = write(
+        tmp_path / "train.parquet",
+        pa.array([*png(images)[:5], b"no image", *png(images)[6:]]),
+        labels,
+    )
+    assert explained(Parquet(str(tmp_path), SHAPE, 3)).startswith(
+        f"{path}, row group 1, row 1: Unknown image file"
+    )

@@ -36,7 +36,9 @@ def precision(request):
 
 
 def streamed(source: Source) -> np.ndarray:
-    return np.concatenate([images for images, _ in source.evaluation("test", Topology(), 4).as_numpy_iterator()])
+    return np.concatenate(
+        [images for images, _ in source.evaluation("test", Topology(), 4).as_numpy_iterator()]
+    )
 
 
 def as_model(source: Source) -> keras.Model:
@@ -60,12 +62,18 @@ def pictures() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("standardize", ["per_pixel", "per_channel", "scale", "none"])
-@pytest.mark.parametrize(("shape", "dtype"), [((6, 6), "uint8"), ((6, 6, 3), "uint8"), ((5, 7, 3), "float64")])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((6, 6), "uint8"), ((6, 6, 3), "uint8"), ((5, 7, 3), "float64")]
+)
 def test_arrays(standardize, shape, dtype, precision):
     rng = np.random.default_rng(0)
     x, x_test = ((rng.normal(90, 20, (count, *shape))).astype(dtype) for count in (40, 9))
-    source = from_arrays(x, np.arange(40) % 3, x_test, np.arange(9) % 3, standardize=standardize, num_validation=7)
-    assert source.preprocessing().shape == shape, "before any stream was opened, as in a run that has ended"
+    source = from_arrays(
+        x, np.arange(40) % 3, x_test, np.arange(9) % 3, standardize=standardize, num_validation=7
+    )
+    assert source.preprocessing().shape == shape, (
+        "before any stream was opened, as in a run that has ended"
+    )
     assert_same_bits(source, x_test)
     assert check_preprocessing(source.preprocessing(), source, Topology()) is None
 
@@ -75,7 +83,9 @@ def test_pixels_that_hardly_change_and_tiny_values():
     rng = np.random.default_rng(0)
     scales = rng.choice([1e-12, 1e-9, 1.0], (4, 4, 1)).astype("float32")
     x = rng.normal(size=(30, 4, 4, 1)).astype("float32") * scales
-    assert_same_bits(from_arrays(x, np.arange(30) % 3, x[:5], np.arange(5) % 3, standardize="per_pixel"), x[:5])
+    assert_same_bits(
+        from_arrays(x, np.arange(30) % 3, x[:5], np.arange(5) % 3, standardize="per_pixel"), x[:5]
+    )
 
 
 def test_frames_take_what_a_row_holds():
@@ -111,7 +121,11 @@ def test_files_of_any_size(tmp_path, precision):
                     "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[data])),
                     "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[label])),
                 }
-                writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
+                writer.write(
+                    tf.train.Example(
+                        features=tf.train.Features(feature=features)
+                    ).SerializeToString()
+                )
         pq.write_table(pa.table({"image": encoded, "label": labels}), tmp_path / f"{split}.parquet")
     sources = [
         ImageFolder(str(tmp_path / "folder"), SHAPE),
@@ -183,7 +197,9 @@ def test_a_stream_that_does_more_than_was_declared_is_named():
     source.factor = 0.5
     found = check_preprocessing(source.preprocessing(), source, Topology())
     assert found is not None
-    assert found.startswith("example 0 (test) differs by 1.5 between preprocessing() of own and its stream; ")
+    assert found.startswith(
+        "example 0 (test) differs by 1.5 between preprocessing() of own and its stream; "
+    )
 
 
 def test_the_description_names_classes_and_input():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import TrainConfig
-from hvtrain.core.step_plan import StepPlan, make_plan
+from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.training.run import training_batches
 from launching import ROOT
@@ -35,11 +36,16 @@ def joint(source, plan, start_step, num_steps=9) -> list[tuple[np.ndarray, np.nd
 
 
 def same(ours, theirs) -> bool:
-    return all(np.array_equal(a, b) for mine, others in zip(ours, theirs, strict=True) for a, b in zip(mine, others))
+    return all(
+        np.array_equal(a, b)
+        for mine, others in zip(ours, theirs, strict=True)
+        for a, b in zip(mine, others)
+    )
 
 
 @pytest.mark.parametrize(
-    ("batch_sizes", "uneven"), [([3, 3], "trim"), ([3, 3], "pad"), ([6, 2], "trim"), ([2, 2, 2, 2], "pad")]
+    ("batch_sizes", "uneven"),
+    [([3, 3], "trim"), ([3, 3], "pad"), ([6, 2], "trim"), ([2, 2, 2, 2], "pad")],
 )
 def test_the_joint_batches_are_those_of_the_ranks_before(batch_sizes, uneven, make_source):
     source = make_source("arrays", 34, shift_pixels=1, flip=True)
@@ -88,5 +94,13 @@ def test_batches_of_one_size_keep_a_shape_that_is_known(make_source):
 def test_what_is_needed_alone_is_read():
     source_plan = make_plan(TrainConfig(), 0.1, [40] * 4, "toys", [8] * 4)
     assert [source_plan.on(2).shares_of(rank) for rank in (0, 1)] == [range(2), range(2, 4)]
-    assert [source_plan.on(3).shares_of(rank) for rank in (0, 1, 2)] == [range(2), range(1, 3), range(2, 4)]
-    assert [source_plan.on(8).shares_of(rank) for rank in (0, 1, 7)] == [range(1), range(1), range(3, 4)]
+    assert [source_plan.on(3).shares_of(rank) for rank in (0, 1, 2)] == [
+        range(2),
+        range(1, 3),
+        range(2, 4),
+    ]
+    assert [source_plan.on(8).shares_of(rank) for rank in (0, 1, 7)] == [
+        range(1),
+        range(1),
+        range(3, 4),
+    ]

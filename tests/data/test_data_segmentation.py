@@ -12,6 +12,7 @@ from PIL import Image
 from damage import let_go
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, from_arrays
+from hvtrain.data.description import class_counts
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.sources.mask_files import IGNORED, MaskReader
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
@@ -52,19 +53,47 @@ def make(folder, voc=False, count=6):
     return folder
 
 
+def test_a_white_foreground_that_few_masks_show_is_class_1(tmp_path):
+    """In none of the masks that are counted; and a run keeps it for data whose masks show none."""
+    for index in range(70):
+        write(tmp_path / "train/images" / f"{index:02}.png", np.zeros((4, 4, 3), np.uint8))
+        mask = np.full((4, 4), 255 if index == 33 else 0, np.uint8)
+        write(tmp_path / "train/masks" / f"{index:02}.png", mask)
+    options = {"image_shape": [4, 4, 3], "num_classes": 2, "flip": False}
+    source = SegmentationFolder(str(tmp_path), **options)
+    masks = np.concatenate([batch[1] for batch in source.evaluation("train", Topology(), 35)])
+    assert [(masks == label).sum() for label in (0, 1, IGNORED)] == [69 * 16, 16, 0]
+
+    write(tmp_path / "train/masks/33.png", np.full((4, 4), 1, np.uint8))
+    other = SegmentationFolder(str(tmp_path), **options)
+    assert not other._masks.is_binary
+    other.fit_as(source.fitted())
+    assert other._masks.is_binary
+
+
 @pytest.mark.parametrize("voc", [False, True])
 def test_masks_stay_with_their_images(voc, tmp_path):
-    source = SegmentationFolder(str(make(tmp_path, voc)), **{**OPTIONS, "flip": True, "shift_pixels": 2})
+    source = SegmentationFolder(
+        str(make(tmp_path, voc)), **{**OPTIONS, "flip": True, "shift_pixels": 2}
+    )
     Segmentation().prepare(source)
-    assert source.num_examples("train") == 6 and source.num_examples("validation" if voc else "test") == 3
+    assert (
+        source.num_examples("train") == 6
+        and source.num_examples("validation" if voc else "test") == 3
+    )
     flipped = set()
     for rank in range(2):
-        stream = source.training(StreamRequest(Topology(rank, 2), 3, seed=1, start_step=0, steps_per_epoch=1))
+        stream = source.training(
+            StreamRequest(Topology(rank, 2), 3, seed=1, start_step=0, steps_per_epoch=1)
+        )
         for images, masks in stream.take(6).as_numpy_iterator():
             assert images.shape == (3, 8, 12, 3) and masks.shape == (3, 8, 12)
-            inside = (masks != IGNORED) & (np.abs(images[..., 0] - 0.6) > 0.3)  # Not where the halves mix.
+            # Not where the halves mix.
+            inside = (masks != IGNORED) & (np.abs(images[..., 0] - 0.6) > 0.3)
             np.testing.assert_array_equal((images[..., 0] > 0.6)[inside], (masks == 1)[inside])
-            assert (masks[(images == 0).all(axis=-1)] == IGNORED).mean() > 0.9, "what came in at a border"
+            assert (masks[(images == 0).all(axis=-1)] == IGNORED).mean() > 0.9, (
+                "what came in at a border"
+            )
             flipped |= {bool(mask[4, 3] == 2) for mask in masks}
     assert flipped == {False, True}
 
@@ -72,7 +101,11 @@ def test_masks_stay_with_their_images(voc, tmp_path):
 def test_evaluation_and_the_saved_model_see_the_same(tmp_path):
     source = SegmentationFolder(str(make(tmp_path)), **OPTIONS)
     ((images, masks),) = source.evaluation("test", Topology(), 3).as_numpy_iterator()
-    assert (masks[:, 1:, :6] == 1).all() and (masks[:, 1:, 6:] == 2).all() and (masks[:, 0] == IGNORED).all()
+    assert (
+        (masks[:, 1:, :6] == 1).all()
+        and (masks[:, 1:, 6:] == 2).all()
+        and (masks[:, 0] == IGNORED).all()
+    )
     assert images.max() <= 1
     assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
 
@@ -81,7 +114,9 @@ def png_header(width, height):
     """The beginning of a grey PNG of that size, which announces more than the file holds."""
 
     def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(100)))
@@ -110,32 +145,41 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path):
 
     write(mask, np.zeros((16, 20), "uint8"))
     with pytest.raises(
-        DataError, match=r"train2.png is \(20, 16\) pixels and its image \(24, 16\); both need one size"
+        DataError,
+        match=r"train2.png is \(20, 16\) pixels and its image \(24, 16\); both need one size",
     ):
         first_batch()
     write(mask, np.full((16, 24), 7, "uint8"))
     with pytest.raises(DataError, match=r"train2.png has the label 7, outside 0 \.\.\. 2"):
         first_batch()
     write(mask, np.full((16, 24, 3), (0, 0, 1), "uint8"))
-    with pytest.raises(DataError, match=r"train2.png is a picture in colors; give the color of each class, as in"):
+    with pytest.raises(
+        DataError, match=r"train2.png is a picture in colors; give the color of each class, as in"
+    ):
         first_batch()
     mask.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"train2.png cannot be read: cannot identify"):
         first_batch()
     mask.write_bytes(png_header(50_000, 40_000))
-    with pytest.raises(DataError, match=r"train2.png or its image has more than 536,870,912 pixels; cut both into"):
+    with pytest.raises(
+        DataError, match=r"train2.png or its image has more than 536,870,912 pixels; cut both into"
+    ):
         first_batch()
     mask.unlink()
     with pytest.raises(DataError, match=r"train2.png has no mask; .*masks/train2.png is needed"):
         first_batch()
     write(mask, np.zeros((16, 24), "uint8"))
     (folder / "train/images/train4.png").write_bytes(b"\x89PNG nothing")
-    with pytest.raises(DataError, match=r"train/images/train4.png: .*; fix or remove it, or leave out what"):
+    with pytest.raises(
+        DataError, match=r"train/images/train4.png: .*; fix or remove it, or leave out what"
+    ):
         first_batch()
 
 
 def test_wrong_settings_are_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no training images; files are needed as train/images"):
+    with pytest.raises(
+        DataError, match="holds no training images; files are needed as train/images"
+    ):
         SegmentationFolder(str(tmp_path), **OPTIONS)
     with pytest.raises(ConfigError, match=r"class_names has 1 names for 3 classes"):
         SegmentationFolder(str(make(tmp_path)), **OPTIONS, class_names=["a"])
@@ -152,21 +196,31 @@ def test_images_and_masks_that_cannot_be_read_are_left_out(tmp_path):
     ((images, masks),) = source.evaluation("train", Topology(), 6).as_numpy_iterator()
     assert len(images) == 4 and np.array_equal(masks, expected[[0, 1, 3, 5]])
     images, masks = next(source.training(StreamRequest(Topology(), 6, 1, 0, 1)).as_numpy_iterator())
-    assert images.shape == (6, 8, 12, 3) and masks.shape == (6, 8, 12) and set(np.unique(masks)) == {1, 2, IGNORED}
+    assert (
+        images.shape == (6, 8, 12, 3)
+        and masks.shape == (6, 8, 12)
+        and set(np.unique(masks)) == {1, 2, IGNORED}
+    )
     left_out = {Path(item.location).name: item.problem for item in source.unreadable()}
     assert sorted(left_out) == ["train2.png", "train4.png"]
-    assert left_out["train2.png"].endswith("train2.png has the label 7, outside 0 ... 2; fix it or num_classes")
+    assert left_out["train2.png"].endswith(
+        "train2.png has the label 7, outside 0 ... 2; fix it or num_classes"
+    )
 
 
 def test_masks_in_arrays_move_with_their_images():
     """Of floats too; what comes in at a border is ignored."""
     rng = np.random.default_rng(0)
     masks = rng.integers(0, 3, (12, 6, 7))
-    source = from_arrays(masks * 0.5 + 0.1, masks, num_classes=3, standardize="none", shift_pixels=2, flip=True)
+    source = from_arrays(
+        masks * 0.5 + 0.1, masks, num_classes=3, standardize="none", shift_pixels=2, flip=True
+    )
     Segmentation().prepare(source)
-    assert source.class_counts().tolist() == np.bincount(masks.ravel()).tolist()
+    assert class_counts(source)["train"] == np.bincount(masks.ravel()).tolist()
     moved = 0
-    for images, found in source.training(StreamRequest(Topology(), 4, 1, 0, 3)).take(6).as_numpy_iterator():
+    for images, found in (
+        source.training(StreamRequest(Topology(), 4, 1, 0, 3)).take(6).as_numpy_iterator()
+    ):
         assert found.dtype == np.uint8 and images.shape == (4, 6, 7, 1)
         inside = found != IGNORED
         np.testing.assert_allclose(images[..., 0][inside], found[inside] * 0.5 + 0.1, rtol=1e-6)
@@ -178,8 +232,14 @@ def test_masks_in_arrays_move_with_their_images():
 @pytest.mark.parametrize(
     ("masks", "message"),
     [
-        (np.full((5, 6, 7), -1), r"masks hold labels from -1 to -1; give classes from 0, and 255 where"),
-        (np.zeros((5, 4, 7), int), r"masks are int64 of shape \(5, 4, 7\); whole numbers \[n, 6, 7\] are needed"),
+        (
+            np.full((5, 6, 7), -1),
+            r"masks hold labels from -1 to -1; give classes from 0, and 255 where",
+        ),
+        (
+            np.zeros((5, 4, 7), int),
+            r"masks are int64 of shape \(5, 4, 7\); whole numbers \[n, 6, 7\] are needed",
+        ),
         (np.zeros((4, 6, 7), int), r"5 inputs, 4 targets; each example needs one of each"),
     ],
 )

@@ -5,13 +5,20 @@ import pytest
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
+from hvtrain.data.description import class_counts
 from hvtrain.data.pipeline.transform import IGNORED
 from hvtrain.data.sources.shapes import DISTANCES, shapes
 from hvtrain.errors import ConfigError
 from hvtrain.tasks import Segmentation
 from hvtrain.training.saved_model import check_preprocessing, description
 
-SMALL = {"image_shape": [40, 56, 3], "num_train": 24, "num_validation": 4, "num_test": 6, "noise": 0}
+SMALL = {
+    "image_shape": [40, 56, 3],
+    "num_train": 24,
+    "num_validation": 4,
+    "num_test": 6,
+    "noise": 0,
+}
 AREAS = {  # Of a shape whose circumscribed circle has the radius 1.
     "disc": np.pi,
     "square": 2,
@@ -38,7 +45,11 @@ def test_each_shape_is_as_large_as_geometry_has_it():
 def test_masks_fit_what_is_seen():
     """Ground and shape differ by 64 grey levels in each channel, so the nearer colour tells a pixel's class."""
     images, masks = drawn(num_train=60)
-    single = [(image, mask) for image, mask in zip(images, masks) if len(set(np.unique(mask)) - {0, IGNORED}) == 1]
+    single = [
+        (image, mask)
+        for image, mask in zip(images, masks)
+        if len(set(np.unique(mask)) - {0, IGNORED}) == 1
+    ]
     assert len(single) > 10
     right = total = 0
     for image, mask in single:
@@ -59,16 +70,23 @@ def test_the_outlines_of_shapes_are_ignored():
     assert 0.02 < ignored.mean() < 0.1
     neighbours = [np.roll(whole, shift, axis) != whole for axis in (1, 2) for shift in (1, -1)]
     beside_another_class = np.any(neighbours, axis=0)
-    assert (beside_another_class[ignored]).mean() > 0.9, "the others are of a shape on one of its own class"
+    assert (beside_another_class[ignored]).mean() > 0.9, (
+        "the others are of a shape on one of its own class"
+    )
     assert (drawn(border=3)[1] == IGNORED).mean() == pytest.approx(3 * ignored.mean(), rel=0.2)
 
 
 def test_classes_are_balanced_but_for_the_ground():
     source = shapes(num_train=300, num_validation=0, num_test=0)
     _, masks = source.parts()["train"].elements
-    with_class = np.array([(masks == label).any(axis=(1, 2)).sum() for label in range(source.num_classes)])
-    assert with_class[0] == 300 and (np.abs(with_class[1:] / with_class[1:].mean() - 1) < 0.25).all()
-    shares = source.class_counts() / source.class_counts().sum()
+    with_class = np.array(
+        [(masks == label).any(axis=(1, 2)).sum() for label in range(source.num_classes)]
+    )
+    assert (
+        with_class[0] == 300 and (np.abs(with_class[1:] / with_class[1:].mean() - 1) < 0.25).all()
+    )
+    counts = np.array(class_counts(source)["train"])
+    shares = counts / counts.sum()
     assert 0.5 < shares[0] < 0.8 and (shares[1:] > 0.03).all()
     assert list(source.class_names) == ["ground", *DISTANCES]
 
@@ -86,7 +104,9 @@ def test_ranks_share_the_images_and_masks_move_with_them():
     for rank in range(2):
         source = shapes(**SMALL, standardize="none", flip=True)
         Segmentation().prepare(source)
-        stream = source.training(StreamRequest(Topology(rank, 2), 4, seed=1, start_step=0, steps_per_epoch=3))
+        stream = source.training(
+            StreamRequest(Topology(rank, 2), 4, seed=1, start_step=0, steps_per_epoch=3)
+        )
         for images, masks in stream.take(3).as_numpy_iterator():
             for image, mask in zip(images.astype(np.uint8), masks):
                 if image.tobytes() not in originals:
@@ -108,10 +128,13 @@ def test_the_saved_model_sees_what_streams_give():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_shape": [12, 64, 3]}, r"image_shape=\[12, 64, 3\] is too small for shapes; give sides of at least 16"),
+        (
+            {"image_shape": [12, 64, 3]},
+            r"image_shape=\[12, 64, 3\] is too small for shapes; give sides of at least 16",
+        ),
         ({"image_shape": [64, 64]}, r"image_shape=\[64, 64\] is not \[height, width, channels\]"),
-        ({"num_train": 0}, "num_train=0 is out of range; give a number from 1"),
-        ({"noise": -1}, "noise=-1 is out of range; give a number from 0"),
+        ({"num_train": 0}, "num_train=0 is out of range; it must be at least 1"),
+        ({"noise": -1}, "noise=-1 is out of range; it must be at least 0"),
         ({"border": -1}, "border=-1 is out of range"),
         ({"seed": -1}, "seed=-1 is out of range"),
     ],

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import TrainConfig
-from hvtrain.core.step_plan import make_plan
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
 from hvtrain.data.pipeline.decoding import FITS, RESIZES, RandomResizedCrop, Sizing, decode_batch
@@ -31,7 +31,9 @@ def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
     """A picture with large shapes and fine texture."""
     random = np.random.default_rng(seed)
     rough = Image.fromarray(random.integers(0, 256, (4, 5, 3), np.uint8)).resize((width, height))
-    return np.clip(np.asarray(rough) + random.normal(0, 12, (height, width, 1)), 0, 255).astype(np.uint8)
+    return np.clip(np.asarray(rough) + random.normal(0, 12, (height, width, 1)), 0, 255).astype(
+        np.uint8
+    )
 
 
 def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
@@ -68,7 +70,9 @@ def by_numpy(pixels: np.ndarray, fit: str, crop_fraction: float) -> np.ndarray:
     height, width = (side + 2 * round((side / crop_fraction - side) / 2) for side in SHAPE[:2])
     rows, columns, _ = pixels.shape
     if fit == "crop":
-        pixels = central(pixels, min(rows, columns * height // width), min(columns, rows * width // height))
+        pixels = central(
+            pixels, min(rows, columns * height // width), min(columns, rows * width // height)
+        )
     if fit == "pad":
         above = max(0, columns * height // width - rows) // 2
         before = max(0, rows * width // height - columns) // 2
@@ -97,7 +101,9 @@ def test_the_saved_model_gives_the_bits_of_validation(resize, fit, crop_fraction
         jpeg = encoded(picture(*size), "JPEG")
         whole = tf.io.decode_jpeg(jpeg).numpy()
         validated = decoded(jpeg).numpy()
-        assert np.array_equal(validated, decoded(encoded(whole)).numpy()), "the same pixels as a PNG"
+        assert np.array_equal(validated, decoded(encoded(whole)).numpy()), (
+            "the same pixels as a PNG"
+        )
         raw = tf.cast(sizing.whole(jpeg), tf.float32)[tf.newaxis]
         for layer in sizing.layers():
             raw = layer(raw)
@@ -109,7 +115,10 @@ def test_the_saved_model_gives_the_bits_of_validation(resize, fit, crop_fraction
 def test_antialiased_images_are_those_of_pillow():
     pixels = picture(120, 160)
     expected = np.asarray(Image.fromarray(pixels).resize((32, 24), Image.Resampling.BILINEAR), int)
-    found = {resize: decoder(Sizing(SHAPE, resize))(encoded(pixels)).numpy().astype(int) for resize in RESIZES}
+    found = {
+        resize: decoder(Sizing(SHAPE, resize))(encoded(pixels)).numpy().astype(int)
+        for resize in RESIZES
+    }
     gaps = {resize: np.abs(image - expected).mean() for resize, image in found.items()}
     assert gaps["antialias"] < 0.5 < gaps["area"] < gaps["bilinear"]
 
@@ -126,7 +135,9 @@ def test_a_random_crop_is_that_part_of_the_image_resized():
     for draws in WIDE.draw(12, tf.constant([3, 4], tf.int64)):
         top, left, height, width = map(int, WIDE.windows(tf.constant([[150, 201]]), draws[None])[0])
         crops.add((top, left, height, width))
-        expected = bilinear(whole[top : top + height, left : left + width].astype(float), *SHAPE[:2])
+        expected = bilinear(
+            whole[top : top + height, left : left + width].astype(float), *SHAPE[:2]
+        )
         assert np.abs(decoded(encoded(whole), draws).numpy() - expected).max() <= 0.51
         gap = np.abs(decoded(jpeg, draws).numpy() - expected)
         assert gap.max() < 16 and gap[:, 4:-4].max() <= 0.51, "but for the colours of outer columns"
@@ -144,17 +155,27 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_where_it_is_averaged_anyway():
         part = Image.open(io.BytesIO(jpeg)).crop((left, top, left + width, top + height))
         expected = np.asarray(part.resize((32, 24), Image.Resampling.BILINEAR), int)
         found = decoded(jpeg, draws).numpy().astype(int)
-        assert np.abs(found - expected).mean() < 6 < np.abs(np.roll(found, 1, axis=1) - expected).mean() / 2
-        assert not np.array_equal(found, decoded(encoded(tf.io.decode_jpeg(jpeg).numpy()), draws)), "a fraction"
+        assert (
+            np.abs(found - expected).mean()
+            < 6
+            < np.abs(np.roll(found, 1, axis=1) - expected).mean() / 2
+        )
+        assert not np.array_equal(
+            found, decoded(encoded(tf.io.decode_jpeg(jpeg).numpy()), draws)
+        ), "a fraction"
 
 
 def test_areas_and_aspects_are_distributed_as_in_the_paper():
     draws = WIDE.draw(4000, tf.constant([1, 2], tf.int64)).numpy()
     height, width = draws[..., 0], draws[..., 1]
     quantiles = np.linspace(0.05, 0.95, 19)
-    np.testing.assert_allclose(np.quantile(height * width, quantiles), 0.08 + 0.92 * quantiles, atol=0.01)
+    np.testing.assert_allclose(
+        np.quantile(height * width, quantiles), 0.08 + 0.92 * quantiles, atol=0.01
+    )
     logarithms = np.log(3 / 4) + quantiles * np.log(16 / 9)
-    np.testing.assert_allclose(np.quantile(np.log(width / height), quantiles), logarithms, atol=0.01)
+    np.testing.assert_allclose(
+        np.quantile(np.log(width / height), quantiles), logarithms, atol=0.01
+    )
     np.testing.assert_allclose(np.quantile(draws[..., 2:], quantiles), quantiles, atol=0.01)
 
     for size in ((375, 500), (500, 375), (1000, 40), (3, 2)):
@@ -180,7 +201,9 @@ def make(kind: str, folder, **options):
             path.write_bytes(image)
         source = ImageFolder(str(folder), SHAPE, flip=False, **options)
     elif kind == "parquet":
-        pq.write_table(pa.table({"image": images, "label": labels}), folder / "train.parquet", row_group_size=2)
+        pq.write_table(
+            pa.table({"image": images, "label": labels}), folder / "train.parquet", row_group_size=2
+        )
         source = Parquet(str(folder), SHAPE, 3, **options)
     else:
         for file in range(4):
@@ -200,17 +223,26 @@ def make(kind: str, folder, **options):
 def joint(source, plan, start_step: int) -> list[np.ndarray]:
     """The images of all ranks' batches, by step."""
     ranks = [Topology(rank, plan.size) for rank in range(plan.size)]
-    streams = [training_batches(source, plan, rank, 5, start_step).take(6).as_numpy_iterator() for rank in ranks]
+    streams = [
+        training_batches(source, plan, rank, 5, start_step).take(6).as_numpy_iterator()
+        for rank in ranks
+    ]
     return [np.concatenate([images for images, _ in batches]) for batches in zip(*streams)]
 
 
-@pytest.mark.parametrize("kind", mostly_nightly(["image_folder", "tfrecord", "parquet"], "image_folder"))
+@pytest.mark.parametrize(
+    "kind", mostly_nightly(["image_folder", "tfrecord", "parquet"], "image_folder")
+)
 def test_crops_are_the_same_after_a_resume_and_on_another_number_of_ranks(kind, tmp_path):
     source = make(kind, tmp_path)
     plan = make_plan(TrainConfig(), 0.1, source.shard_sizes("train", 2), "toys", [2, 2])
     whole = joint(source, plan, 0)
-    assert len({image.tobytes() for batch in whole for image in batch}) == 24, "crops of an image differ by epoch"
-    assert np.array_equal(joint(source, plan, 2)[:4], whole[2:]), "in the middle of an epoch of 3 steps"
+    assert len({image.tobytes() for batch in whole for image in batch}) == 24, (
+        "crops of an image differ by epoch"
+    )
+    assert np.array_equal(joint(source, plan, 2)[:4], whole[2:]), (
+        "in the middle of an epoch of 3 steps"
+    )
     for num_ranks in (1, 3):
         assert np.array_equal(joint(source, plan.on(num_ranks), 0), whole)
 
@@ -237,28 +269,45 @@ def test_evaluation_and_the_saved_model_do_not_crop_at_random(tmp_path):
 
 def test_masks_follow_their_images(tmp_path):
     """Each pixel of an image tells its label."""
-    labels = np.random.default_rng(0).integers(0, 3, (5, 9), np.uint8).repeat(8, axis=0).repeat(8, axis=1)
+    labels = (
+        np.random.default_rng(0)
+        .integers(0, 3, (5, 9), np.uint8)
+        .repeat(8, axis=0)
+        .repeat(8, axis=1)
+    )
     for kind, pixels in (("images", np.stack([100 + 50 * labels] * 3, axis=-1)), ("masks", labels)):
         (tmp_path / "train" / kind).mkdir(parents=True)
         (tmp_path / "train" / kind / "a.png").write_bytes(encoded(pixels))
     for fit in FITS:
         for crop_fraction in (1.0, 0.75):
-            source = SegmentationFolder(str(tmp_path), SHAPE, 3, flip=False, fit=fit, crop_fraction=crop_fraction)
-            ((image,), (mask,)) = next(source.evaluation("train", Topology(), 1).as_numpy_iterator())
+            source = SegmentationFolder(
+                str(tmp_path), SHAPE, 3, flip=False, fit=fit, crop_fraction=crop_fraction
+            )
+            ((image,), (mask,)) = next(
+                source.evaluation("train", Topology(), 1).as_numpy_iterator()
+            )
             levels = image[..., 0] * 255
             is_padding = levels == 0
-            assert is_padding.any() == (fit == "pad" and crop_fraction == 1) and (mask[is_padding] == 255).all()
+            assert (
+                is_padding.any() == (fit == "pad" and crop_fraction == 1)
+                and (mask[is_padding] == 255).all()
+            )
             near = np.abs(levels[..., None] - (100, 150, 200)) < 1
             is_pure = near.any(axis=-1)
-            assert is_pure.mean() > 0.15 and np.array_equal(mask[is_pure], near.argmax(axis=-1)[is_pure])
+            assert is_pure.mean() > 0.15 and np.array_equal(
+                mask[is_pure], near.argmax(axis=-1)[is_pure]
+            )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"resize": "cubic"}, r"dataset.resize=cubic is unknown; choose bilinear, area, antialias"),
-        ({"fit": "cut"}, r"dataset.fit=cut is unknown; choose crop, pad, stretch"),
-        ({"crop_fraction": 1.1}, r"dataset.crop_fraction=1.1 is out of range; give a part of the sides, such as"),
+        ({"resize": "cubic"}, r"dataset.resize=cubic is not one of bilinear, area, antialias"),
+        ({"fit": "cut"}, r"dataset.fit=cut is not one of crop, pad, stretch"),
+        (
+            {"crop_fraction": 1.1},
+            r"dataset.crop_fraction=1.1 is out of range; give a part of the sides, such as",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):
@@ -266,7 +315,12 @@ def test_settings_out_of_range_are_refused(settings, message):
         Sizing(SHAPE, **settings)
 
 
-@pytest.mark.parametrize("settings", [{"area": [0.5, 1.1]}, {"aspect": [0, 1]}, {"area": [0.5, 0.1]}])
+@pytest.mark.parametrize(
+    "settings", [{"area": [0.5, 1.1]}, {"aspect": [0, 1]}, {"area": [0.5, 0.1]}]
+)
 def test_crops_out_of_range_are_refused(settings):
-    with pytest.raises(ConfigError, match=r"augment.random_resized_crop.\w+=\[.*\] is out of range; give \[smallest"):
+    with pytest.raises(
+        ConfigError,
+        match=r"augment.random_resized_crop.\w+=\[.*\] is out of range; give \[smallest",
+    ):
         RandomResizedCrop(**settings)

@@ -18,7 +18,9 @@ from tiers import mostly_nightly
 from tiny_data import SHAPE, images_of, random_images, scaled
 
 every_kind = pytest.mark.parametrize("kind", mostly_nightly(FILE_KINDS, "image_folder", "tfrecord"))
-main_kinds = pytest.mark.parametrize("kind", mostly_nightly(["image_folder", "parquet", "tfrecord"], "parquet"))
+main_kinds = pytest.mark.parametrize(
+    "kind", mostly_nightly(["image_folder", "parquet", "tfrecord"], "parquet")
+)
 BAD = {3, 8, 9}
 
 
@@ -38,16 +40,24 @@ def test_bad_examples_give_their_places_to_good_ones_of_their_batch(kind, tmp_pa
     batches = arrays_of(source.training(StreamRequest(Topology(), 5, 7, 0, 4)).take(8))
     assert [images.shape for images, _ in batches] == [(5, *SHAPE)] * 8
     images, labels = random_images(20)
-    good = {image: int(label) for n, (image, label) in enumerate(zip(scaled(images), labels)) if n not in BAD}
+    good = {
+        image: int(label)
+        for n, (image, label) in enumerate(zip(scaled(images), labels))
+        if n not in BAD
+    }
     for epoch in (batches[:4], batches[4:]):
-        seen = [(image.tobytes(), label) for part, labels in epoch for image, label in zip(part, labels)]
+        seen = [
+            (image.tobytes(), label) for part, labels in epoch for image, label in zip(part, labels)
+        ]
         assert all(good[image] == label for image, label in seen)
         assert {image for image, _ in seen} == set(good)
     items = source.unreadable()
     assert [item.num_examples for item in items] == [1] * 3
     assert all(item.problem for item in items), items
     if kind.startswith("image_folder"):
-        assert {item.location for item in items} == {str(image_path(tmp_path, number)) for number in BAD}
+        assert {item.location for item in items} == {
+            str(image_path(tmp_path, number)) for number in BAD
+        }
     assert source.unreadable() == [], "told once"
 
 
@@ -82,7 +92,11 @@ def test_evaluation_leaves_bad_examples_out_and_reads_each_good_one_once(kind, t
     assert sum(item.num_examples for item in source.unreadable()) == 2
     assert images_of(source.evaluation("validation", Topology(), 4)) == []
     numbered = source.numbered_evaluation("test", Topology(), 4).unbatch().as_numpy_iterator()
-    order = sorted(range(9), key=lambda number: number % 3) if kind.startswith("image_folder") else range(9)
+    order = (
+        sorted(range(9), key=lambda number: number % 3)
+        if kind.startswith("image_folder")
+        else range(9)
+    )
     kept = {place: images[number] for place, number in enumerate(order) if number not in {1, 8}}
     found = {int(place): image.tobytes() for place, image, _ in numbered}
     assert sorted(found.values()) == sorted(kept.values()) and found.keys() < set(range(9))
@@ -112,15 +126,22 @@ def test_without_skip_the_culprit_of_a_bad_batch_is_named_with_what_can_be_done(
     ):
         message = failure(source, batches)
         if kind.startswith("image_folder"):
-            assert message.startswith(f"{image_path(tmp_path, number, split)}: Unknown image file format")
+            assert message.startswith(
+                f"{image_path(tmp_path, number, split)}: Unknown image file format"
+            )
         elif kind == "webdataset":
-            assert message.startswith(f"{tmp_path}/{split}-") and f"/{number}.png: Unknown image file" in message
+            assert (
+                message.startswith(f"{tmp_path}/{split}-")
+                and f"/{number}.png: Unknown image file" in message
+            )
         elif kind == "tfrecord":
             path = next(path for path in sorted(tmp_path.glob(f"{split}-0000{number % 2}*")))
             place = f"record {number // 2} at byte {scan_records(path)[0][number // 2]}"
             assert message.startswith(f"{path}, {place}: corrupted record")
         else:
-            assert message.startswith(f"{tmp_path}/{split}.parquet, row group {number // 4}, row {number % 4}: ")
+            assert message.startswith(
+                f"{tmp_path}/{split}.parquet, row group {number // 4}, row {number % 4}: "
+            )
         assert message.endswith("data.on_error=skip")
 
 
@@ -144,13 +165,19 @@ def test_a_record_file_that_vanishes_or_is_cut_or_emptied_after_opening_is_named
     whole = path.read_bytes()
     cut = scan_records(path)[0][15]
     path.write_bytes(whole[: cut + 40])
-    assert failure(source, batches).startswith(f"{path}: record 15 at byte {cut} should end at byte ")
+    assert failure(source, batches).startswith(
+        f"{path}: record 15 at byte {cut} should end at byte "
+    )
     let_go()
     path.write_bytes(b"")
-    assert failure(source, batches).startswith(f"{path}: is empty; write or fetch the file again, or leave out ")
+    assert failure(source, batches).startswith(
+        f"{path}: is empty; write or fetch the file again, or leave out "
+    )
     let_go()
     path.unlink()
-    assert failure(source, batches).startswith(f"{path}: cannot be read (No such file or directory); write or ")
+    assert failure(source, batches).startswith(
+        f"{path}: cannot be read (No such file or directory); write or "
+    )
 
 
 def test_the_rest_of_a_record_file_after_a_wrong_length_is_left_out(tmp_path):
@@ -170,7 +197,9 @@ def test_the_rest_of_a_record_file_after_a_wrong_length_is_left_out(tmp_path):
         ((place, why, num_examples),) = source.unreadable()
         assert place == str(one) and num_examples is None and f"record 6 at byte {offset}" in why
         kept = scaled(images[0:12:2]) + scaled(images[1::2])
-        assert sorted(images_of(source.training(StreamRequest(Topology(), 16, 1, 0, 1)), 1)) == sorted(kept)
+        assert sorted(
+            images_of(source.training(StreamRequest(Topology(), 16, 1, 0, 1)), 1)
+        ) == sorted(kept)
     one.write_bytes(b"")
     source = opened("tfrecord", tmp_path, "skip")
     assert source.num_examples("train") == 10 and source.unreadable() == []
@@ -200,11 +229,18 @@ def test_rows_of_nulls_wrong_labels_and_nan_are_left_out(tmp_path):
     images, labels = random_images(8)
     pixels = images.reshape(8, -1).astype(float).tolist()
     pixels[1], pixels[2][3], pixels[4][0] = None, None, float("nan")
-    table = {"image": pa.array(pixels, pa.list_(pa.float32())), "label": pa.array([*labels[:5], None, 9, 1])}
+    table = {
+        "image": pa.array(pixels, pa.list_(pa.float32())),
+        "label": pa.array([*labels[:5], None, 9, 1]),
+    }
     pq.write_table(pa.table(table), tmp_path / "train.parquet")
     source = opened("parquet", tmp_path, "skip")
-    assert sorted(images_of(source.evaluation("train", Topology(), 3))) == sorted(scaled(images[[0, 3, 7]]))
-    assert {item.location.split(", ")[-1]: item.problem.split(";")[0] for item in source.unreadable()} == {
+    assert sorted(images_of(source.evaluation("train", Topology(), 3))) == sorted(
+        scaled(images[[0, 3, 7]])
+    )
+    assert {
+        item.location.split(", ")[-1]: item.problem.split(";")[0] for item in source.unreadable()
+    } == {
         "row 1": "image is null",
         "row 2": "a pixel is null or NaN",
         "row 4": "a pixel is null or NaN",
@@ -236,5 +272,7 @@ def test_a_flipped_bit_in_a_record_loses_that_record_only(tmp_path):
     (path,) = write_tfrecords(tmp_path, "train", images, labels, num_files=1)
     flip(path, scan_records(path)[0][3] + 20)
     source = opened("tfrecord", tmp_path, "skip")
-    assert sorted(images_of(source.evaluation("train", Topology(), 8))) == sorted(scaled(np.delete(images, 3, 0)))
+    assert sorted(images_of(source.evaluation("train", Topology(), 8))) == sorted(
+        scaled(np.delete(images, 3, 0))
+    )
     assert [item.problem for item in source.unreadable()] == ["corrupted record"]

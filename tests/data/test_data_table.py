@@ -35,19 +35,32 @@ def file(request, tmp_path_factory):
 
 
 def test_columns_become_features_and_the_saved_model_takes_columns(file, tmp_path):
-    source = Table(file, "plan", num_test=12, crosses=[])
+    source = Table(file, "plan", num_test=12)
     task = Classification()
     task.prepare(source)
-    assert source.facts() == {"num_classes": 2, "class_names": ["basic", "plus"], "input_shape": (6,)}
-    features, targets = next(source.training(StreamRequest(Topology(), 48, 1, 0, 1)).as_numpy_iterator())
+    assert source.facts() == {
+        "num_classes": 2,
+        "class_names": ["basic", "plus"],
+        "input_shape": (6,),
+    }
+    features, targets = next(
+        source.training(StreamRequest(Topology(), 48, 1, 0, 1)).as_numpy_iterator()
+    )
     assert features.shape == (48, 6) and set(targets) == {0, 1}
-    assert sorted(features.std(axis=0).round(3) == 1)[-2:] == [True, True], "age and income are normalized"
+    assert sorted(features.std(axis=0).round(3) == 1)[-2:] == [True, True], (
+        "age and income are normalized"
+    )
     inputs = keras.Input((6,))
-    saved_model.export(keras.Model(inputs, keras.layers.Dense(2)(inputs)), source, task, Topology(), tmp_path)
+    saved_model.export(
+        keras.Model(inputs, keras.layers.Dense(2)(inputs)), source, task, Topology(), tmp_path
+    )
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    columns = {name: tf.constant(values[:5, None]) for name, values in COLUMNS.items() if name != "plan"}
     columns = {
-        name: values if values.dtype == tf.string else tf.cast(values, tf.float32) for name, values in columns.items()
+        name: tf.constant(values[:5, None]) for name, values in COLUMNS.items() if name != "plan"
+    }
+    columns = {
+        name: values if values.dtype == tf.string else tf.cast(values, tf.float32)
+        for name, values in columns.items()
     }
     assert loaded.predict(columns, verbose=0).shape == (5, 2)
     assert saved_model.check_preprocessing(source.preprocessing(), source, Topology()) is None
@@ -55,7 +68,10 @@ def test_columns_become_features_and_the_saved_model_takes_columns(file, tmp_pat
 
 def test_categories_of_a_csv_file_are_the_text_that_stands_there(tmp_path):
     """Whatever other rows hold: pyarrow takes a column that has only such words for numbers or booleans."""
-    rows = ["zip,flag,age,y", *(f"{code},{flag},{age},{age % 2}" for age, (code, flag) in enumerate(CODES * 4))]
+    rows = [
+        "zip,flag,age,y",
+        *(f"{code},{flag},{age},{age % 2}" for age, (code, flag) in enumerate(CODES * 4)),
+    ]
     (tmp_path / "people.csv").write_text("\n".join(rows))
     source = Table(
         str(tmp_path / "people.csv"),
@@ -90,12 +106,26 @@ def test_an_embedded_table():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"target": "pay"}, r"dataset.target=pay is no column of people; it has age, city, income, plan"),
-        ({"features": {"size": "float"}}, r"dataset.features.size is no column of people; it has age, city, income"),
-        ({"features": {"age": "number"}}, r"dataset.features.age=number is not one of float, float_normalized"),
-        ({"features": {"income": "integer_categorical"}}, r"people.\w+: row 0 has \S+ as income, which takes int"),
-        ({"features": {"city": "float"}}, r"people.\w+: the column city holds '\w+' and is to be float"),
-        ({"crosses": [["city", "age"]]}, r"dataset.crosses names age, which is no categorical feature"),
+        (
+            {"target": "pay"},
+            r"dataset.target=pay is no column of people; it has age, city, income, plan",
+        ),
+        (
+            {"features": {"size": "float"}},
+            r"dataset.features.size is no column of people; it has age, city, income",
+        ),
+        (
+            {"features": {"age": "number"}},
+            r"dataset.features.age=number is not one of float, float_normalized",
+        ),
+        (
+            {"features": {"income": "integer_categorical"}},
+            r"people.\w+: row 0 has \S+ as income, which takes int",
+        ),
+        (
+            {"features": {"city": "float"}},
+            r"people.\w+: the column city holds '\w+' and is to be float",
+        ),
         ({"num_test": 60}, r"dataset.num_test=60 and num_validation=0 leave nothing of 60 rows"),
         ({"target_is": "number"}, r"dataset.target_is=number and the column plan holds"),
         ({"target_is": "names"}, r"dataset.target_is=names is not one of class, number, null"),
@@ -108,9 +138,15 @@ def test_what_does_not_fit_is_refused(file, options, said):
 
 def test_gaps_and_missing_files_are_named(tmp_path):
     with pytest.raises(
-        DataError, match=r"dataset.file=nowhere.csv is no file; give a .csv or .parquet file, or a folder of them"
+        DataError,
+        match=r"dataset.file=nowhere.csv is no file; give a .csv or .parquet file, or a folder of them",
     ):
         Table("nowhere.csv").num_examples("train")
-    csv.write_csv(pa.table({"a": [1.0, None, 3.0], "b": [1.0, 2.0, float("nan")], "c": [1, 0, 1]}), tmp_path / "t.csv")
-    with pytest.raises(DataError, match=r"t.csv: row 1 has no a \(rows without it: 1\); fill or drop them"):
+    csv.write_csv(
+        pa.table({"a": [1.0, None, 3.0], "b": [1.0, 2.0, float("nan")], "c": [1, 0, 1]}),
+        tmp_path / "t.csv",
+    )
+    with pytest.raises(
+        DataError, match=r"t.csv: row 1 has no a \(rows without it: 1\); fill or drop them"
+    ):
         Table(str(tmp_path / "t.csv"), "c", num_test=1).num_examples("train")

@@ -9,9 +9,9 @@ from pyarrow import csv, parquet
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, manifest
-from hvtrain.data.formats.documents import embedded, read_documents
+from hvtrain.data.formats.documents import WHOLE_DOCUMENTS, cut, embedded, read_documents
 from hvtrain.data.formats.tokenizer import Tokenizer, train_tokenizer
-from hvtrain.data.sources.text import WHOLE_DOCUMENTS, Text, cut
+from hvtrain.data.sources.text import Text
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.tasks import Language
 
@@ -33,30 +33,47 @@ def tales(file, **options):
 
 
 def examples(source, split):
-    return [np.concatenate(part) for part in zip(*source.evaluation(split, Topology(), 7).as_numpy_iterator())]
+    return [
+        np.concatenate(part)
+        for part in zip(*source.evaluation(split, Topology(), 7).as_numpy_iterator())
+    ]
 
 
 def test_any_text_comes_back_and_the_same_text_gives_the_same_tokenizer():
     first, second = (train_tokenizer(DOCUMENTS, 320) for _ in range(2))
     assert first.model == second.model and first.digest != train_tokenizer(DOCUMENTS, 321).digest
-    for text in (*DOCUMENTS, "  two spaces\n\n\tat the end  ", "ein Ochse — 牛 🐂", "</s> <unk>\r\n"):
+    for text in (
+        *DOCUMENTS,
+        "  two spaces\n\n\tat the end  ",
+        "ein Ochse — 牛 🐂",
+        "</s> <unk>\r\n",
+    ):
         tokens = first.encode(text)
         assert first.decode(tokens) == text
         assert {0, first.end}.isdisjoint(tokens), "nothing is unknown, and no text holds the end"
-    assert first.decode([*first.encode("a tree"), first.end, first.size]) == "a tree", "the mask has no text"
+    assert first.decode([*first.encode("a tree"), first.end, first.size]) == "a tree", (
+        "the mask has no text"
+    )
 
 
 def test_the_targets_are_the_next_tokens(file):
     source = tales(file)
     Language().prepare(source)
-    assert source.facts() == {"input_shape": (16,), "vocabulary_size": 320, "length": 16, "causal": True}
+    assert source.facts() == {
+        "input_shape": (16,),
+        "vocabulary_size": 320,
+        "length": 16,
+        "causal": True,
+    }
     assert source.element_spec == (tf.TensorSpec((16,), tf.int32),) * 2
     inputs, targets = examples(source, "train")
     flat = np.append(inputs, targets[-1, -1])
     np.testing.assert_array_equal(flat[1:], targets.ravel())
     parts = cut(DOCUMENTS, 0.1, 0.1)
     text = source.text_of(flat)
-    assert "".join(parts["train"]).startswith(text) and len(text) > sum(map(len, parts["train"])) - 100
+    assert (
+        "".join(parts["train"]).startswith(text) and len(text) > sum(map(len, parts["train"])) - 100
+    )
     assert (flat == source.tokenizer.end).sum() in (len(parts["train"]) - 1, len(parts["train"]))
     assert source.preprocessing().inputs().dtype == "int32"
 
@@ -81,12 +98,18 @@ def test_few_documents_are_cut_as_one_text():
 
 def test_ranks_share_the_rows_and_have_one_tokenizer(file):
     sources = [tales(file) for _ in range(2)]
-    assert sources[0].assets() == sources[1].assets() == {"tokenizer.model": sources[0].tokenizer.model}
+    assert (
+        sources[0].assets()
+        == sources[1].assets()
+        == {"tokenizer.model": sources[0].tokenizer.model}
+    )
     assert sources[0].manifest() == sources[1].manifest()
     count = sources[0].num_examples("train")
     seen = []
     for rank, source in enumerate(sources):
-        stream = source.training(StreamRequest(Topology(rank, 2), count // 2, seed=1, start_step=0, steps_per_epoch=1))
+        stream = source.training(
+            StreamRequest(Topology(rank, 2), count // 2, seed=1, start_step=0, steps_per_epoch=1)
+        )
         seen += [row.tobytes() for row in next(stream.as_numpy_iterator())[0]]
     assert len(set(seen)) == count // 2 * 2
     other = manifest.differences(sources[0].manifest(), tales(file, vocabulary_size=330).manifest())
@@ -99,7 +122,9 @@ def test_hidden_tokens_are_those_that_count(file):
     mask = source.tokenizer.size
     assert source.facts()["vocabulary_size"] == mask + 1 and not source.facts()["causal"]
     shown, tokens, weights = examples(source, "train")
-    assert (weights == 1).all(), "as they are stored"
+    assert (weights.mean(), (shown != tokens).mean()) == pytest.approx((0.3, 0.27), abs=0.03)
+    again, *_ = examples(source, "train")
+    assert (again == shown).all(), "evaluation hides the same tokens each time"
     request = StreamRequest(Topology(), len(tokens), seed=1, start_step=0, steps_per_epoch=1)
     shown, targets, weights = next(source.training(request).as_numpy_iterator())
     assert sorted(map(bytes, targets)) == sorted(map(bytes, tokens))
@@ -120,7 +145,9 @@ def test_tokens_are_hidden_anew_in_training_and_alike_in_evaluation(file):
 
     whole = batches(0, 5)
     for one, other in zip(whole[3:], batches(3, 2)):
-        assert all(np.array_equal(*pair) for pair in zip(one, other)), "a pure function of seed, rank and step"
+        assert all(np.array_equal(*pair) for pair in zip(one, other)), (
+            "a pure function of seed, rank and step"
+        )
     rows: dict[bytes, set[bytes]] = {}
     for shown, tokens, _ in batches(0, 40):
         for row, original in zip(shown, tokens):
@@ -130,11 +157,17 @@ def test_tokens_are_hidden_anew_in_training_and_alike_in_evaluation(file):
     assert all(np.array_equal(*pair) for pair in zip(first, second))
     assert 0 < first[2].mean() < 0.3
     joined = [
-        next(tales(file, objective="masked").evaluation("test", Topology(rank, 2), 99).as_numpy_iterator())
+        next(
+            tales(file, objective="masked")
+            .evaluation("test", Topology(rank, 2), 99)
+            .as_numpy_iterator()
+        )
         for rank in range(2)
     ]
     everyone = np.concatenate([shown for shown, *_ in joined])
-    assert sorted(map(bytes, everyone)) == sorted(map(bytes, first[0])), "whatever the number of ranks"
+    assert sorted(map(bytes, everyone)) == sorted(map(bytes, first[0])), (
+        "whatever the number of ranks"
+    )
 
 
 def test_texts_from_files_folders_and_tables(tmp_path):
@@ -152,7 +185,9 @@ def test_python_brings_a_text():
     documents = embedded()
     assert sum(map(len, documents)) > 300_000
     paragraphs = [paragraph for document in documents for paragraph in document.split("\n\n")]
-    assert len(set(paragraphs)) == len(paragraphs), "nothing of the test part is in the training part"
+    assert len(set(paragraphs)) == len(paragraphs), (
+        "nothing of the test part is in the training part"
+    )
     source = Text()
     counts = [source.num_examples(split) for split in source.SPLITS]
     assert counts[0] > 600 and min(counts) > 50
@@ -169,35 +204,53 @@ def test_a_tokenizer_of_ones_own(file, tmp_path):
 
 def test_a_tokenizer_that_does_not_do_is_refused(file, tmp_path):
     path = tmp_path / "own.model"
-    with pytest.raises(DataError, match=r"dataset.tokenizer=.*own.model cannot be read \(No such file"):
+    with pytest.raises(
+        DataError, match=r"dataset.tokenizer=.*own.model cannot be read \(No such file"
+    ):
         tales(file, tokenizer=str(path)).num_examples("train")
     for content in (b"nothing", b""):
         path.write_bytes(content)
         with pytest.raises(
-            DataError, match=r"dataset.tokenizer=.*own.model is not a sentencepiece model; give a .model"
+            DataError,
+            match=r"dataset.tokenizer=.*own.model is not a sentencepiece model; give a .model",
         ):
             tales(file, tokenizer=str(path)).num_examples("train")
     with path.open("wb") as model:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(DOCUMENTS), model_writer=model, vocab_size=40, eos_id=-1, minloglevel=3
+            sentence_iterator=iter(DOCUMENTS),
+            model_writer=model,
+            vocab_size=40,
+            eos_id=-1,
+            minloglevel=3,
         )
     assert Tokenizer(path.read_bytes()).size == 40
-    with pytest.raises(DataError, match=r"own.model has no token for the end of a text; train it with an eos_id"):
+    with pytest.raises(
+        DataError, match=r"own.model has no token for the end of a text; train it with an eos_id"
+    ):
         tales(file, tokenizer=str(path)).num_examples("train")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"column": None}, r"dataset.column is not set; it names the column of text, one of title, tale$"),
-        ({"column": "tail"}, r"dataset.column=tail is not a column of tales.parquet; it names .* one of title, tale$"),
+        (
+            {"column": None},
+            r"dataset.column is not set; it names the column of text, one of title, tale$",
+        ),
+        (
+            {"column": "tail"},
+            r"dataset.column=tail is not a column of tales.parquet; it names .* one of title, tale$",
+        ),
         ({"objective": "next"}, r"dataset.objective=next is not one of causal, masked"),
-        ({"length": 1}, r"dataset.length=1 is too short; an example needs at least 2 tokens"),
+        ({"length": 1}, r"dataset.length=1 is out of range; it must be at least 2"),
         (
             {"length": 99999},
             r"length=99999 does not fit the [\d,]+ tokens of tales, train; lower it or give more",
         ),
-        ({"length": 1000}, r"of tales, validation; lower it or change dataset.validation_share=0.1$"),
+        (
+            {"length": 1000},
+            r"of tales, validation; lower it or change dataset.validation_share=0.1$",
+        ),
         ({"test_share": 1.0}, r"dataset.test_share=1.0 is not a share between 0 and 1"),
         ({"masked_share": 0}, r"dataset.masked_share=0 is not a share between 0 and 1"),
         (
@@ -220,16 +273,25 @@ def test_settings_that_do_not_fit_are_refused(file, options, said):
 
 
 def test_files_that_are_no_text_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"dataset.file=nowhere.txt cannot be read \(No such file or directory\); fix"):
+    with pytest.raises(
+        DataError,
+        match=r"nowhere.txt cannot be read: No such file or directory; fix",
+    ):
         read_documents("nowhere.txt", None)
-    with pytest.raises(DataError, match=r"dataset.file=.* holds no text; give a text file, a folder of .txt files"):
+    with pytest.raises(
+        DataError, match=r"dataset.file=.* holds no text; give a text file, a folder of .txt files"
+    ):
         read_documents(str(tmp_path), None)
     (tmp_path / "latin.txt").write_bytes("früh".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text \(byte 2\); convert it, or leave it out"):
+    with pytest.raises(
+        DataError, match=r"latin.txt is not UTF-8 text \(byte 2\); convert it, or leave it out"
+    ):
         read_documents(str(tmp_path), None)
     (tmp_path / "t.parquet").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"t.parquet cannot be read: .*; fix the file"):
         read_documents(str(tmp_path / "t.parquet"), "text")
     parquet.write_table(pa.table({"text": [1, 2]}), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match=r"t.parquet: the column text holds int64; a column of text is needed"):
+    with pytest.raises(
+        DataError, match=r"t.parquet: the column text holds int64; a column of text is needed"
+    ):
         read_documents(str(tmp_path / "t.parquet"), "text")

@@ -12,7 +12,7 @@ from hvtrain.data import StreamRequest, write_tfrecords
 from hvtrain.data.formats.record_files import scan_records
 from hvtrain.data.sources.file_source import deal
 from hvtrain.data.sources.tfrecord import TFRecords
-from hvtrain.errors import DataError
+from hvtrain.errors import ConfigError, DataError
 from tiny_data import SHAPE, images_of, joined, random_images
 
 
@@ -23,7 +23,9 @@ def test_records_are_counted_and_truncation_is_found_with_its_place(tmp_path):
 
     data = paths[0].read_bytes()
     paths[0].write_bytes(data[:-1])
-    with pytest.raises(DataError, match=rf"{paths[0]}: record 3 at byte \d+ should end at byte {len(data)}, "):
+    with pytest.raises(
+        DataError, match=rf"{paths[0]}: record 3 at byte \d+ should end at byte {len(data)}, "
+    ):
         TFRecords(str(tmp_path), SHAPE, 3).num_examples("train")
     paths[0].write_bytes(data + b"\x01")
     with pytest.raises(DataError, match=rf"record 4 at byte {len(data)} "):
@@ -45,12 +47,25 @@ def test_files_are_dealt_whole_and_evenly():
     assert sorted(sum(counts[path] for path in shard) for shard in shards) == [9, 10, 10]
 
 
+def test_evaluation_keeps_the_order_of_the_records(tmp_path):
+    """Though the largest files are dealt first."""
+    images, labels = random_images(10)
+    write_tfrecords(tmp_path, "train", images, labels, num_files=1)
+    for name, rows in (("test-a", slice(3)), ("test-b", slice(3, 10))):
+        write_tfrecords(tmp_path, name, images[rows], labels[rows], num_files=1)
+    source = TFRecords(str(tmp_path), SHAPE, 3)
+    read = [batch[1].numpy() for batch in source.evaluation("test", Topology(), 4)]
+    assert joined(read) == labels.tolist()
+
+
 def test_each_rank_reads_files_of_its_own(tmp_path):
     write_tfrecords(tmp_path, "train", *random_images(23), num_files=5)
     source = TFRecords(str(tmp_path), SHAPE, 3)
     files = source.shards("train", 3)
     assert sorted(joined(files)) == sorted(map(str, tmp_path.glob("train*")))
-    assert source.shard_sizes("train", 3) == [sum(len(scan_records(tmp_path / f)[0]) for f in part) for part in files]
+    assert source.shard_sizes("train", 3) == [
+        sum(len(scan_records(tmp_path / f)[0]) for f in part) for part in files
+    ]
 
 
 def test_fewer_files_than_ranks_is_refused_for_training_but_not_for_testing(tmp_path):
@@ -58,7 +73,8 @@ def test_fewer_files_than_ranks_is_refused_for_training_but_not_for_testing(tmp_
     write_tfrecords(tmp_path, "test", *random_images(3), num_files=1)
     source = TFRecords(str(tmp_path), SHAPE, 3)
     with pytest.raises(
-        DataError, match=r"4 TFRecord files of training .* for 5 ranks.*write at least 5 TFRecord files"
+        DataError,
+        match=r"4 TFRecord files of training .* for 5 ranks.*write at least 5 TFRecord files",
     ):
         source.shard_sizes("train", 5)
     assert source.shard_sizes("test", 4) == [3, 0, 0, 0]
@@ -101,14 +117,21 @@ def test_a_label_outside_the_classes_is_traced_to_its_file(tmp_path):
 
 def test_a_missing_feature_and_a_bad_image_are_traced_to_their_file(tmp_path):
     (path,) = write_tfrecords(tmp_path, "train", *random_images(8), num_files=1)
-    message = explained(TFRecords(str(tmp_path), SHAPE, 3, image_key="picture"))
-    assert re.match(rf"{path}, record \d at byte \d+: Feature: picture .* is required", message), message
+    for options, problem in (
+        ({"image_key": "picture"}, r"has no feature picture, but image \(bytes\), label \(int64\)"),
+        ({"label_key": "kind"}, r"has no feature kind, but image .*; set dataset.label_key"),
+        ({"image_key": "label"}, "has numbers in label, and an encoded image is needed"),
+    ):
+        with pytest.raises(ConfigError, match=f"{path}, record 0 {problem}"):
+            TFRecords(str(tmp_path), SHAPE, 3, **options).num_examples("train")
     with tf.io.TFRecordWriter(str(path)) as writer:
         for _ in range(8):
             feature = {
                 "image": tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"no image"])),
                 "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[0])),
             }
-            writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+            writer.write(
+                tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+            )
     message = explained(TFRecords(str(tmp_path), SHAPE, 3))
     assert re.match(rf"{path}, record \d at byte \d+: Unknown image file", message), message

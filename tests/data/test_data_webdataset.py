@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
+from hvtrain.data.description import class_counts
 from hvtrain.data.formats import tar_files
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
@@ -60,13 +61,15 @@ def test_streams_are_those_of_the_same_images_in_folders(tmp_path):
     changes = {"flip": True, "shift_pixels": 1}
     folder = ImageFolder(str(tmp_path / "folder"), SHAPE, **changes)
     shards = opened(tmp_path / "shards", **changes)
-    assert np.array_equal(shards.class_counts(), folder.class_counts())
+    assert class_counts(shards) == class_counts(folder)
     for rank, start in ((0, 0), (2, 3)):
         place = Topology(rank, 3)
         request = StreamRequest(place, 3, 5, start, 2)
         first, second = (arrays_of(source.training(request).take(5)) for source in (folder, shards))
         assert equal(first, second)
-        first, second = (arrays_of(source.evaluation("train", place, 4)) for source in (folder, shards))
+        first, second = (
+            arrays_of(source.evaluation("train", place, 4)) for source in (folder, shards)
+        )
         assert equal(first, second)
         raw, others = (source.raw_examples("train", place, 3) for source in (folder, shards))
         assert equal([raw], [others])
@@ -79,11 +82,15 @@ def test_an_epoch_has_each_example_once_on_any_number_of_ranks(num_ranks, tmp_pa
     write_shards(tmp_path, "train", images, labels, 3)
     source = opened(tmp_path)
     places = [Topology(rank, num_ranks) for rank in range(num_ranks)]
-    assert sorted(joined(images_of(source.evaluation("train", place, 4)) for place in places)) == sorted(scaled(images))
+    assert sorted(
+        joined(images_of(source.evaluation("train", place, 4)) for place in places)
+    ) == sorted(scaled(images))
     orders = []
     for epoch in range(2):
         start = epoch * (20 // num_ranks)
-        streams = [source.training(StreamRequest(place, 1, 7, start, 20 // num_ranks)) for place in places]
+        streams = [
+            source.training(StreamRequest(place, 1, 7, start, 20 // num_ranks)) for place in places
+        ]
         orders.append(joined(images_of(stream, 20 // num_ranks) for stream in streams))
     assert len(set(orders[0])) == len(set(orders[1])) == 20 // num_ranks * num_ranks
     assert orders[0] != orders[1]
@@ -96,7 +103,9 @@ def test_an_example_is_one_read_of_its_bytes(tmp_path, monkeypatch):
     read = source.reader("train", Topology())
     sizes = []
     pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda file, size, offset: sizes.append(size) or pread(file, size, offset))
+    monkeypatch.setattr(
+        os, "pread", lambda file, size, offset: sizes.append(size) or pread(file, size, offset)
+    )
     read(tf.constant([2, 5], tf.int64))
     # Classes come after each other, as in folders: 0, 3, 1, 4, 2, 5.
     assert sizes == [len(tf.io.encode_png(image).numpy()) for image in images[[1, 5]]]
@@ -134,18 +143,25 @@ def test_validation_is_taken_out_of_training(tmp_path):
     images, labels = random_images(20)
     write_shards(tmp_path, "train", images, labels, 2)
     source = opened(tmp_path, num_validation=6)
-    train, validation = (images_of(source.evaluation(split, Topology(), 4)) for split in ("train", "validation"))
+    train, validation = (
+        images_of(source.evaluation(split, Topology(), 4)) for split in ("train", "validation")
+    )
     assert (len(train), len(validation)) == (14, 6)
     assert sorted(train + validation) == sorted(scaled(images))
     assert source.manifest()["splits"]["validation"]["num_files"] == 2
-    with pytest.raises(ConfigError, match=r"num_validation=20 cannot be taken out of 20 training examples"):
+    with pytest.raises(
+        ConfigError, match=r"num_validation=20 cannot be taken out of 20 training examples"
+    ):
         opened(tmp_path, num_validation=20).num_examples("train")
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["train-{000000..000002}.tar"], r"train-000002.tar is not there; fetch it, or change dataset.train"),
+        (
+            ["train-{000000..000002}.tar"],
+            r"train-000002.tar is not there; fetch it, or change dataset.train",
+        ),
         (["shard*.tar"], r" has no shard\*\.tar; set dataset.train to its tar files"),
     ],
 )
@@ -159,7 +175,10 @@ def test_a_shard_is_read_once_and_in_one_split(tmp_path):
     write_shards(tmp_path, "train", *random_images(6), 2)
     names = ["train-000001.tar", "train*.tar", "train-{000000..000001}.tar"]
     assert opened(tmp_path, train=names).num_examples("train") == 6
-    with pytest.raises(DataError, match=r"train-000001.tar is in dataset.train and dataset.test; leave it out of one"):
+    with pytest.raises(
+        DataError,
+        match=r"train-000001.tar is in dataset.train and dataset.test; leave it out of one",
+    ):
         opened(tmp_path, train="train*.tar", test="train-000001.tar")
 
 
@@ -167,7 +186,10 @@ def write_labels(folder, suffix, texts):
     images, _ = random_images(len(texts))
     members = []
     for number, (image, text) in enumerate(zip(images, texts)):
-        members += [(f"{number}.png", tf.io.encode_png(image).numpy()), (f"{number}.{suffix}", text)]
+        members += [
+            (f"{number}.png", tf.io.encode_png(image).numpy()),
+            (f"{number}.{suffix}", text),
+        ]
     write_shard(folder / "train.tar", members)
 
 
@@ -176,9 +198,17 @@ def write_labels(folder, suffix, texts):
     [
         ("cls", "cls", [b"2", b" 0\n", b"1"]),
         ("cls", "CLS", [b"wolf", b"ant", b"bee"]),
-        ("json.label", "json", [b'{"label": 2}', b'{"label": "ant"}', b'{"label": "1", "other": null}']),
+        (
+            "json.label",
+            "json",
+            [b'{"label": 2}', b'{"label": "ant"}', b'{"label": "1", "other": null}'],
+        ),
         ("json.a.b", "json", [b'{"a": {"b": 2}}', b'{"a": {"b": 0}}', b'{"a": {"b": 1}}']),
-        ("json.label", "json", [json.dumps({"text": "x" * 9000, "label": label}).encode() for label in (2, 0, 1)]),
+        (
+            "json.label",
+            "json",
+            [json.dumps({"text": "x" * 9000, "label": label}).encode() for label in (2, 0, 1)],
+        ),
     ],
 )
 def test_labels(label_key, suffix, texts, tmp_path):
@@ -207,8 +237,12 @@ def test_a_label_that_is_no_class_is_one_line_or_left_out(label_key, text, shown
     with pytest.raises(DataError) as caught:
         opened(tmp_path, label_key=label_key).num_examples("train")
     problem = f"{label_key} is "
-    assert str(caught.value).startswith(f"{tmp_path}/train.tar, 1: {problem}") and "\n" not in str(caught.value)
-    assert str(caught.value).endswith(f"; 0 ... 2 is needed, or one of dataset.class_names; {ADVICE}")
+    assert str(caught.value).startswith(f"{tmp_path}/train.tar, 1: {problem}") and "\n" not in str(
+        caught.value
+    )
+    assert str(caught.value).endswith(
+        f"; 0 ... 2 is needed, or one of dataset.class_names; {ADVICE}"
+    )
     source = opened(tmp_path, "skip", label_key=label_key)
     assert source.num_examples("train") == 1
     (item,) = source.unreadable()
@@ -223,7 +257,10 @@ def test_names_of_any_length_and_alphabet(format, tmp_path):
     images, _ = random_images(3)
     members = []
     for number, key in enumerate((f"{LONG}/été.é", f"{LONG}/x y@3+4", "päx/0")):
-        members += [(f"{key}.cls", str(number).encode()), (f"{key}.png", tf.io.encode_png(images[number]).numpy())]
+        members += [
+            (f"{key}.cls", str(number).encode()),
+            (f"{key}.png", tf.io.encode_png(images[number]).numpy()),
+        ]
     write_shard(tmp_path / "train.tar", members, format)
     # "été.é.png" is what WebDataset calls é.png of été.
     source = opened(tmp_path, label_key="cls", on_error="skip")
@@ -243,8 +280,12 @@ def test_a_shard_of_the_command_tar(tmp_path):
     (folder / "sub" / "notes.txt").write_text("no image, and no label")
     (folder / "sub" / ".hidden.png").write_bytes(b"hidden")
     (folder / "link.png").symlink_to("sub/0000.png")
-    names = sorted((str(path.relative_to(folder)) for path in folder.rglob("*")), key=lambda name: name[-4:])
-    subprocess.run(["tar", "-cf", tmp_path / "train.tar", "--no-recursion", *names], cwd=folder, check=True)
+    names = sorted(
+        (str(path.relative_to(folder)) for path in folder.rglob("*")), key=lambda name: name[-4:]
+    )
+    subprocess.run(
+        ["tar", "-cf", tmp_path / "train.tar", "--no-recursion", *names], cwd=folder, check=True
+    )
     source = opened(tmp_path)
     assert sorted(images_of(source.evaluation("train", Topology(), 4))) == sorted(scaled(images))
 
@@ -277,7 +318,10 @@ def test_a_damaged_header_is_not_the_end(tmp_path):
     data = bytearray(path.read_bytes())
     data[4096 + 50] ^= 4
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"train.tar: has no header at byte 4,096: it is truncated or damaged; write"):
+    with pytest.raises(
+        DataError,
+        match=r"train.tar: has no header at byte 4,096: it is truncated or damaged; write",
+    ):
         opened(tmp_path).num_examples("train")
 
 
@@ -285,7 +329,8 @@ def test_a_compressed_shard_is_refused(tmp_path):
     path = write_shard(tmp_path / "train.tar", members_of(*random_images(4), range(4)))
     (tmp_path / "train.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
     with pytest.raises(
-        DataError, match=r"train.tar.gz: is compressed, so that no part of it can be read alone: unpack"
+        DataError,
+        match=r"train.tar.gz: is compressed, so that no part of it can be read alone: unpack",
     ):
         opened(tmp_path, train=["train.tar.gz"]).num_examples("train")
 
@@ -294,7 +339,9 @@ def test_a_compressed_shard_is_refused(tmp_path):
     ("left_out", "missing"), [("0001.cls", "cls (it has png)"), ("0001.png", "image (it has cls)")]
 )
 def test_an_example_that_lacks_a_part(left_out, missing, tmp_path):
-    members = [member for member in members_of(*random_images(3), range(3)) if member[0] != left_out]
+    members = [
+        member for member in members_of(*random_images(3), range(3)) if member[0] != left_out
+    ]
     path = write_shard(tmp_path / "train.tar", members)
     with pytest.raises(DataError) as caught:
         opened(tmp_path).num_examples("train")
@@ -312,7 +359,11 @@ def test_an_image_that_cannot_be_decoded_is_named(tmp_path):
     with pytest.raises(tf.errors.OpError) as caught:
         arrays_of(source.evaluation("train", Topology(), 4))
     error = source.explain(caught.value)
-    assert isinstance(error, DataError) and str(error).startswith(f"{path}@") and "/0002.png: " in str(error)
+    assert (
+        isinstance(error, DataError)
+        and str(error).startswith(f"{path}@")
+        and "/0002.png: " in str(error)
+    )
     source = opened(tmp_path, "skip")
     assert len(images_of(source.evaluation("train", Topology(), 4))) == 3
 
@@ -321,7 +372,9 @@ def scans(monkeypatch):
     """The shards whose headers are read from here on."""
     paths = []
     scan = tar_files._scan
-    monkeypatch.setattr(tar_files, "_scan", lambda shard, file: paths.append(shard.name) or scan(shard, file))
+    monkeypatch.setattr(
+        tar_files, "_scan", lambda shard, file: paths.append(shard.name) or scan(shard, file)
+    )
     return paths
 
 
@@ -375,7 +428,9 @@ def test_masks_are_those_of_the_same_files_in_folders(tmp_path):
     shape = (6, 6, 3)
     changes = {"flip": True, "shift_pixels": 1}
     folder = SegmentationFolder(str(tmp_path / "folder"), shape, 3, **changes)
-    shards = web_dataset(str(path.parent), shape, 3, ["*.tar"], image_key=IMAGE_KEYS, label_key="seg.png", **changes)
+    shards = web_dataset(
+        str(path.parent), shape, 3, ["*.tar"], image_key=IMAGE_KEYS, label_key="seg.png", **changes
+    )
     request = StreamRequest(Topology(1, 2), 2, 5, 0, 1)
     first, second = (arrays_of(source.training(request).take(3)) for source in (folder, shards))
     assert equal(first, second) and first[0][1].shape == (2, 6, 6)
@@ -388,10 +443,14 @@ def test_a_mask_that_is_wrong_is_named(tmp_path):
     image, _ = scene(0)
     wrong = tf.io.encode_png(np.full((8, 10, 1), 7, np.uint8)).numpy()
     write_shard(tmp_path / "train.tar", [("0.png", image), ("0.seg.png", wrong)])
-    shards = web_dataset(str(tmp_path), (6, 6, 3), 3, ["*.tar"], image_key=IMAGE_KEYS, label_key="seg.png")
+    shards = web_dataset(
+        str(tmp_path), (6, 6, 3), 3, ["*.tar"], image_key=IMAGE_KEYS, label_key="seg.png"
+    )
     with pytest.raises(tf.errors.OpError) as caught:
         arrays_of(shards.evaluation("train", Topology(), 4))
-    assert "/0.seg.png has the label 7, outside 0 ... 2; fix it or num_classes" in str(shards.explain(caught.value))
+    assert "/0.seg.png has the label 7, outside 0 ... 2; fix it or num_classes" in str(
+        shards.explain(caught.value)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -415,8 +474,17 @@ def ranks(tmp_path_factory):
     ]
     shards = [*same, "dataset=webdataset", "dataset.num_classes=3"]
     runs = {
-        "images": [*same, "dataset=image_folder", "dataset.flip=false", f"dataset.dir={folder}/data/images"],
-        "shards": [*shards, f"dataset.dir={folder}/data/shards", 'dataset.train="train-{000000..000002}.tar"'],
+        "images": [
+            *same,
+            "dataset=image_folder",
+            "dataset.flip=false",
+            f"dataset.dir={folder}/data/images",
+        ],
+        "shards": [
+            *shards,
+            f"dataset.dir={folder}/data/shards",
+            'dataset.train="train-{000000..000002}.tar"',
+        ],
         "shards/again": [*shards, f"dataset.dir={folder}/data/changed", "train.epochs=4"],
         "damaged": [*shards, f"dataset.dir={folder}/data/damaged"],
         "skipped": [*shards, f"dataset.dir={folder}/data/damaged", "data.on_error=skip"],
@@ -441,7 +509,10 @@ def test_two_ranks_train_the_weights_of_the_same_images_in_folders(ranks):
     ("name", "message"),
     [
         ("shards/again", "train holds 39 examples, was 40; restore that data set"),
-        ("damaged", "train-000001.tar: is not a whole tar file (unexpected end of data): it is truncated or damaged"),
+        (
+            "damaged",
+            "train-000001.tar: is not a whole tar file (unexpected end of data): it is truncated or damaged",
+        ),
     ],
 )
 def test_ranks_refuse_shards_that_have_changed_or_are_damaged(ranks, name, message):
@@ -453,4 +524,6 @@ def test_ranks_refuse_shards_that_have_changed_or_are_damaged(ranks, name, messa
 def test_ranks_train_on_what_is_left_of_a_damaged_shard(ranks):
     _, results, output = ranks
     assert results[0]["skipped"]["record"]["num_steps"] == 6
-    assert "skipped 1 examples that could not be read, and what is left of 1 damaged file(s)" in output
+    assert (
+        "skipped 1 examples that could not be read, and what is left of 1 damaged file(s)" in output
+    )

@@ -40,7 +40,11 @@ def examples(number: int):
     """Settings for this number of examples, the same in every run."""
     unhealthy = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     return settings(
-        max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=unhealthy
+        max_examples=number,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=unhealthy,
     )
 
 
@@ -133,7 +137,10 @@ def test_records_one_by_one(mutate, records):
     for number, offset in enumerate(offsets):
         # As a stream gives it after a damaged one: without its data.
         read_or_told(
-            skip, np.array([b""], object), np.array([number]), place=f"{path}, record {number} at byte {offset}"
+            skip,
+            np.array([b""], object),
+            np.array([number]),
+            place=f"{path}, record {number} at byte {offset}",
         )
 
 
@@ -150,7 +157,9 @@ def test_streams_of_records(mutate, records):
 
 def encoded_images() -> list[bytes]:
     color = np.random.default_rng(1).integers(0, 256, (12, 9, 3), np.uint8)
-    bmp = struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 54 + 12 * 12, 0, 0, 54, 40, 4, -12, 1, 24, 0, 0, 0, 0, 0, 0)
+    bmp = struct.pack(
+        "<2sIHHIIiiHHIIiiII", b"BM", 54 + 12 * 12, 0, 0, 54, 40, 4, -12, 1, 24, 0, 0, 0, 0, 0, 0
+    )
     gif = b"GIF89a\2\0\2\0\x80\0\0\0\0\0\xff\xff\xff,\0\0\0\0\2\0\2\0\0\2\3\x44\x02\x05\0;"
     return [
         tf.io.encode_png(color).numpy(),
@@ -215,14 +224,18 @@ def test_parquet_files(mutate, encoded, tmp_path):
         for group in groups:
             pixel_type(path, schema, columns)
             images, labels, wrong = read_group(group, columns)
-            assert len(images) == len(labels) == group.num_rows and set(np.flatnonzero(labels < 0)) == set(wrong)
+            assert len(images) == len(labels) == group.num_rows and set(
+                np.flatnonzero(labels < 0)
+            ) == set(wrong)
     except DataError as error:
         assert str(path) in str(error) and "\n" not in str(error)
 
 
 def png_of(width: int, height: int, rows: bytes) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
@@ -245,10 +258,16 @@ def test_files_that_claim_more_than_there_is_take_no_memory(tmp_path, images, re
             if name.endswith(".gz"):
                 packer = zlib.compressobj(1, wbits=31)
                 zeros = 256 if sizes[0] == 10 else 1
-                pieces = [packer.compress(data), *(packer.compress(bytes(2**20)) for _ in range(zeros)), packer.flush()]
+                pieces = [
+                    packer.compress(data),
+                    *(packer.compress(bytes(2**20)) for _ in range(zeros)),
+                    packer.flush(),
+                ]
                 data = b"".join(pieces)
             (tmp_path / name).write_bytes(data)
-            with pytest.raises(DataError, match=r"claims .* bytes|bytes expected after|cannot be read"):
+            with pytest.raises(
+                DataError, match=r"claims .* bytes|bytes expected after|cannot be read"
+            ):
                 read_idx(tmp_path / name, 3)
 
     path, whole, _ = records
@@ -256,7 +275,10 @@ def test_files_that_claim_more_than_there_is_take_no_memory(tmp_path, images, re
     path.write_bytes(length + masked_crc(length) + bytes(64))
     assert len(scan_records(path)[0]) == 0
     # A run counts first, and never gives TensorFlow a record that cannot be there.
-    for on_error, allows in (("stop", pytest.raises(DataError, match="should end at byte")), ("skip", nullcontext())):
+    for on_error, allows in (
+        ("stop", pytest.raises(DataError, match="should end at byte")),
+        ("skip", nullcontext()),
+    ):
         source = TFRecords(str(path.parent), SHAPE, 2)
         source.on_error = on_error
         with allows:
@@ -265,13 +287,38 @@ def test_files_that_claim_more_than_there_is_take_no_memory(tmp_path, images, re
     path.write_bytes(whole + length + masked_crc(length) + bytes(64))
     source = TFRecords(str(path.parent), SHAPE, 2)
     source.on_error = "skip"
-    assert len(list(source.training(StreamRequest(Topology(), 4, 1, 0, 2)).take(6))) == 6, "not the record behind them"
+    assert len(list(source.training(StreamRequest(Topology(), 4, 1, 0, 2)).take(6))) == 6, (
+        "not the record behind them"
+    )
 
     path, _, ((stop, stops), _) = images
-    big = [png_of(65535, 65535, bytes(1000)), png_of(2**31 - 1, 2**31 - 1, b""), jpeg_of(65535, 65535)]
+    big = [
+        png_of(65535, 65535, bytes(1000)),
+        png_of(2**31 - 1, 2**31 - 1, b""),
+        jpeg_of(65535, 65535),
+    ]
     big += [jpeg_of(65500, 65500), jpeg_of(20000, 20000), png_of(12000, 12000, bytes(1000))]
     big += [b"GIF89a\xff\xff\xff\xff\x80\0\0" + bytes(6) + b",\0\0\0\0\xff\xff\xff\xff\0\2\2D\1\0;"]
-    big += [struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 54, 0, 0, 54, 40, *(2**31 - 1,) * 2, 1, 24, 0, 0, 0, 0, 0, 0)]
+    big += [
+        struct.pack(
+            "<2sIHHIIiiHHIIiiII",
+            b"BM",
+            54,
+            0,
+            0,
+            54,
+            40,
+            *(2**31 - 1,) * 2,
+            1,
+            24,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
+    ]
     for data in big:
         path.write_bytes(data)
         assert str(outcome(stop, stops)).startswith(f"{path}: ")

@@ -13,7 +13,11 @@ KINDS = ["shuffled", "batches"]
 
 
 def words(kind, *more):
-    own = ["dataset._target_=pipelines.data", f"+dataset.how={kind}", "model._target_=pipelines.model"]
+    own = [
+        "dataset._target_=pipelines.data",
+        f"+dataset.how={kind}",
+        "model._target_=pipelines.model",
+    ]
     return [*own, "train.batch_size=4", "train.epochs=3", "optimizer.learning_rate=0.05", *more]
 
 
@@ -39,7 +43,8 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(ran, kind):
     assert (record["first_step"], record["num_steps"]) == (10, 21)
     assert found[0][kind]["record"]["proof"]["examples_each_epoch"] == [56, 56, 56]
     whole, resumed = (
-        load_file(folder / run / "checkpoints/step-00000021/state.safetensors") for run in (kind, f"{kind} in two")
+        load_file(folder / run / "checkpoints/step-00000021/state.safetensors")
+        for run in (kind, f"{kind} in two")
     )
     assert whole.keys() == resumed.keys()
     assert all(np.array_equal(whole[name], resumed[name], equal_nan=True) for name in whole)
@@ -58,16 +63,28 @@ def test_a_function_that_ignores_its_shard_is_stopped_on_all_ranks(ran):
 
 def test_a_shard_that_is_known_to_be_short_is_stopped_on_all_ranks(ran):
     for rank in ran[0]:
-        assert "pipelines.short(shard=1, num_shards=2) gives 9 examples and 28 are needed; " in rank["short"]["error"]
+        assert (
+            "pipelines.short(shard=1, num_shards=2) gives 9 examples and 28 are needed; "
+            in rank["short"]["error"]
+        )
         assert rank["short"]["error"].startswith("DataError: rank 1 on ")
 
 
 def test_a_shard_that_ends_early_in_training_ends_all_ranks(tmp_path):
-    own = ["--config-dir", str(ROOT / "tests/support/own/conf"), "dataset=leaves", *words("short_unseen")]
+    own = [
+        "--config-dir",
+        str(ROOT / "tests/support/own/conf"),
+        "dataset=leaves",
+        *words("short_unseen"),
+    ]
     more = ["+dataset.number=61", "model=tiny", f"run.dir={tmp_path / 'run'}"]
     path = f"{ROOT / 'tests/support/own'}:{ROOT}"
     code, output = train("gloo", 2, *own, *more, cwd=tmp_path, PYTHONPATH=path)
     message = "pipelines.short_unseen(shard=1, num_shards=2) gives 9 examples and 28 are needed; shards need equal"
     assert code == 2 and "Traceback" not in output, output
-    ours = [line for line in output.splitlines() if f": {message}" in line and "hvtrain: rank 1 on" in line]
+    ours = [
+        line
+        for line in output.splitlines()
+        if f": {message}" in line and "hvtrain: rank 1 on" in line
+    ]
     assert len(ours) == 1, output

@@ -17,12 +17,16 @@ def trained(raw, jit_compile=False):
     source = digits(shift_pixels=1, standardize="per_channel")
     source.raw_batches = raw
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input(source.image_shape), keras.layers.Flatten(), keras.layers.Dense(10)])
+    model = keras.Sequential(
+        [keras.Input(source.image_shape), keras.layers.Flatten(), keras.layers.Dense(10)]
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=jit_compile)
     model.optimizer.build(model.trainable_variables)
     prepare_step(model, source, losses=[])
-    batches = source.training(StreamRequest(Topology(0, 1), 32, seed=3, start_step=0, steps_per_epoch=44))
+    batches = source.training(
+        StreamRequest(Topology(0, 1), 32, seed=3, start_step=0, steps_per_epoch=44)
+    )
     make_steps(model, iter(batches), StepMarks())(60)
     return batches.element_spec[0].dtype, model.get_weights()
 
@@ -32,5 +36,7 @@ def test_the_same_weights_from_a_quarter_of_the_bytes(jit_compile):
     raw, plain = trained(True, jit_compile), trained(False, jit_compile)
     assert (raw[0], plain[0]) == (tf.uint8, tf.float32)
     gaps = [np.abs(ours - theirs).max() for ours, theirs in zip(raw[1], plain[1], strict=True)]
-    assert max(gaps) < 1e-5, "TensorFlow may multiply by the reciprocal in one place and divide in the other"
+    assert max(gaps) < 1e-5, (
+        "TensorFlow may multiply by the reciprocal in one place and divide in the other"
+    )
     assert np.abs(plain[1][0]).max() > 0.3, "it has trained"

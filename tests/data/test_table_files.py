@@ -29,6 +29,7 @@ import tensorflow as tf
 from pyarrow import parquet
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.formats.tables import read_table
 from hvtrain.data.sources.table import Table
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.training.saved_model import check_preprocessing
@@ -36,6 +37,7 @@ from hvtrain.training.saved_model import check_preprocessing
 ROWS = 60
 # Two decimals, and each value once.
 NUMBERS = [round(1000 + 37.25 * number, 2) for number in range(ROWS)]
+SIGNED = [2000 - number for number in NUMBERS]
 LABELS = ["yes" if number % 3 else "no" for number in range(ROWS)]
 DAYS = [datetime.date(2024, 1, 1) + datetime.timedelta(days=number) for number in range(ROWS)]
 DAY_NUMBERS = [(day - datetime.date(1970, 1, 1)).days for day in DAYS]
@@ -101,7 +103,18 @@ CASES = [
     Case("thousands with spaces", text(f"{number:,.2f}".replace(",", "\N{NO-BREAK SPACE}") for number in NUMBERS), "x: number (written as 1 234.5)", NUMBERS),
     Case("dollars", text(f"${number}" for number in NUMBERS), "x: number (in $)", NUMBERS),
     Case("euros", text(f"{number} €" for number in NUMBERS).encode("cp1252"), "x: number (in €)", NUMBERS),
+    Case("minus signs", text(str(number).replace("-", "\N{MINUS SIGN}") for number in SIGNED), "x: number", SIGNED),
     Case("percent", text(f"{number}%" for number in NUMBERS), "x: number (in %)", NUMBERS),
+    Case("a word after each number", text(f"{number} kg" for number in NUMBERS), "x: number (in kg)", NUMBERS),
+    Case("a word after few numbers", text(f"{number % 5} doors" for number in range(ROWS)), "x: 5 names", [f"{number % 5} doors" for number in range(ROWS)], pandas={}),
+    Case("negative numbers of accountants", text(f"({-number})" if number < 0 else str(number) for number in SIGNED), "x: number", SIGNED),
+    Case("negative numbers of SAP", text(f"{-number}-" if number < 0 else str(number) for number in SIGNED), "x: number", SIGNED),
+    Case("times of day", text(f"{number % 24}:{number:02}" for number in range(ROWS)), "x: number (seconds)", [number % 24 * 3600 + number * 60 for number in range(ROWS)]),
+    Case("a placeholder for gaps", text([-999, -999, *NUMBERS[2:]]), "x: number (-999 in 2 rows, perhaps a gap: leave those cells empty)", [-999, -999, *NUMBERS[2:]], pandas={}),
+    Case("many texts among numbers", text(["none yet" if row % 8 == 0 else f"{number}" for row, number in enumerate(NUMBERS)]), "x: 53 names (numbers but for 'none yet')", ["none yet" if row % 8 == 0 else f"{number}" for row, number in enumerate(NUMBERS)]),
+    Case("names that differ by case", text(["a", "A", "b"] * 20), "x: 3 names ('a' beside 'A')", ["a", "A", "b"] * 20, pandas={}),
+    Case("comments", "# made in 2024,\n# by hand\n" + PLAIN, "x: number", NUMBERS, pandas={"comment": "#"}),
+    Case("names in a comment", "# " + PLAIN, "x: number", NUMBERS),
     Case("signs and exponents", text(f"+{number}e-3" for number in NUMBERS), "x: number", np.array(NUMBERS) / 1000, pandas={}),
     Case("dates", text(DAYS), "x: date (days since 1970-01-01)", DAY_NUMBERS),
     Case("German dates", text(day.strftime("%d.%m.%Y") for day in DAYS), "x: date (days since 1970-01-01, read as %d.%m.%Y)", DAY_NUMBERS),
@@ -171,7 +184,7 @@ def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
     later = Table(str(tmp_path / "gone.csv"), "y", num_test=0, **case.options)
     later.fit_as(source.fitted())
     assert later.element_spec == source.element_spec and later.whole_targets() == {}
-    rows = later.new_rows(path, "input")
+    rows = later.new_rows(path)
     assert not rows.unknown
     raw = rows.raw(np.arange(ROWS))
     assert tuple(sorted(raw)) == case.columns
@@ -181,15 +194,21 @@ def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
     if is_text:
         assert values.tolist() == expected.tolist()
     else:
-        np.testing.assert_allclose(values, expected, rtol=1e-15 if values.dtype == "float64" else 1e-6)
+        np.testing.assert_allclose(
+            values, expected, rtol=1e-15 if values.dtype == "float64" else 1e-6
+        )
 
     features = source.parts()["train"].elements[0]
     spec = later.preprocessing().shape
-    again = later.preprocessing()({name: tf.constant(array, spec[name].dtype) for name, array in raw.items()})
+    again = later.preprocessing()(
+        {name: tf.constant(array, spec[name].dtype) for name, array in raw.items()}
+    )
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(again), features)
     assert check_preprocessing(source.preprocessing(), source, Topology()) is None
     if values.dtype.kind == "f" and values.shape[1] == 1 and np.isfinite(values).all():
-        assert len(np.unique(features[:, 0])) == ROWS, "float32 has made different numbers equal"
+        assert len(np.unique(features[:, 0])) == len(np.unique(values)), (
+            "float32 has made different numbers equal"
+        )
     if case.pandas is not None and importlib.util.find_spec("pandas"):
         import pandas
 
@@ -204,8 +223,9 @@ def test_a_file_becomes_what_it_says(case: Case, tmp_path: Path) -> None:
 REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a gap", text(["", *NUMBERS[1:]]), {}, r"t.csv: row 0 has no x \(rows without it: 1\); fill or drop them, or train with dataset.missing=median"),
     ("an odd cell", text(["?", *NUMBERS[1:]]), {}, r"row 0 has no x \(rows without it: 1, among them '\?'\)"),
-    ("no target in a row", text(NUMBERS).replace("1000,no", "1000,").replace("1000.0,no", "1000.0,"), {}, r"row 0 has no y"),
+    ("no target in a row", text(NUMBERS).replace("1000,no", "1000,").replace("1000.0,no", "1000.0,"), {}, r"row 0 has no y \(rows without it: 1\); fill them, or leave them out with dataset.missing=drop"),
     ("whole numbers as classes", text(range(ROWS)).replace("x,y", "y,x"), {}, r"dataset.target=y has 60 values in 60 rows, too many for classes; set dataset.target_is=number with task=regression"),
+    ("a target that is always the same", text(NUMBERS).replace("yes", "no"), {}, r"dataset.target=y is 'no' in every row, and nothing can be learned"),
     ("two columns of a name", text((f"1,{number}" for number in NUMBERS), name="x,x"), {}, r"t.csv has 2 columns of the name x; rename them"),
     ("a longer row", PLAIN + "1,2,3\n", {}, r"t.csv cannot be read: .*Expected 2 columns, got 3.*; fix the file"),
     ("damaged UTF-8", text(NAMES).encode() + b"\xff,no\n", {}, r"t.csv cannot be read: 1 bytes are not UTF-8, and 20 other"),
@@ -221,6 +241,9 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a damaged gzip file", gzip.compress(PLAIN.encode())[:60] + bytes(40), {}, r"t.csv cannot be read: .*; fix the file"),
     ("half a zip file", zipped(PLAIN)[:100], {}, r"t.csv cannot be read: .*; fix the file"),
     ("half a Parquet file", columns(x=NUMBERS)[:200], {}, r"t.csv cannot be read: .*; fix the file"),
+    ("a Feather file", b"ARROW1\0\0" + bytes(40), {}, r"t.csv is a Feather file, and CSV or Parquet is needed; convert it"),
+    ("JSON lines", '{"x": 1, "y": "a"}\n' * 20, {}, r"t.csv is JSON, and CSV or Parquet is needed; convert it"),
+    ("a web page", "<!doctype html>\n<table>", {}, r"t.csv is a web page, and CSV or Parquet is needed"),
     ("a zip file of two tables", b"", {}, r"it is a zip file with 2 tables instead of one"),
 ]  # fmt: skip
 
@@ -228,7 +251,9 @@ REFUSED: list[tuple[str, str | bytes, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("content", "options", "message"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
 )
-def test_what_cannot_be_read_is_refused(content: str | bytes, options: Any, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused(
+    content: str | bytes, options: Any, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     if "zip file" in message:
@@ -254,7 +279,9 @@ LATER: list[tuple[str, str, str, dict[str, Any], Callable[[Any], bool] | str]] =
 
 
 @pytest.mark.parametrize(
-    ("train", "new", "options", "becomes"), [row[1:] for row in LATER], ids=[row[0] for row in LATER]
+    ("train", "new", "options", "becomes"),
+    [row[1:] for row in LATER],
+    ids=[row[0] for row in LATER],
 )
 def test_a_later_file_is_read_as_the_training_table_was(
     train: str, new: str, options: Any, becomes: Any, tmp_path: Path
@@ -264,23 +291,30 @@ def test_a_later_file_is_read_as_the_training_table_was(
     source = Table(str(tmp_path / "t.csv"), "y", num_test=0, **options)
     if isinstance(becomes, str):
         with pytest.raises(DataError, match=becomes):
-            source.new_rows(tmp_path / "new.csv", "input")
+            source.new_rows(tmp_path / "new.csv")
     else:
-        assert becomes(source.new_rows(tmp_path / "new.csv", "input"))
+        assert becomes(source.new_rows(tmp_path / "new.csv"))
 
 
 def test_folders_lists_and_files_of_their_own_are_tables(tmp_path: Path) -> None:
+    # The table lies in a folder whose name is no part of it.
+    folder = tmp_path / "trial=3/all"
     for year in (2023, 2024):
-        (tmp_path / f"all/year={year}").mkdir(parents=True)
-        (tmp_path / f"all/year={year}/a.csv").write_text(PLAIN)
-    (tmp_path / "all/_SUCCESS").touch()
-    partitioned = Table(str(tmp_path / "all"), "y", num_test=0)
-    assert partitioned.num_examples("train") == 2 * ROWS
-    assert partitioned.description()["features"] == ["x: number", "year: number"]
+        (folder / f"year={year}").mkdir(parents=True)
+        (folder / f"year={year}/a.csv").write_text(PLAIN)
+    (folder / "_SUCCESS").touch()
+    for location in (folder, folder / "year=*/a.csv"):
+        partitioned = Table(str(location), "y", num_test=0)
+        assert partitioned.num_examples("train") == 2 * ROWS
+        assert partitioned.description()["features"] == ["x: number", "year: number"]
 
-    path = str(tmp_path / "all/year=2023/a.csv")
+    path = str(folder / "year=2023/a.csv")
     source = Table([path, path], "y", test_file=path, validation_file=path)
-    assert [source.num_examples(split) for split in ("train", "validation", "test")] == [2 * ROWS, ROWS, ROWS]
+    assert [source.num_examples(split) for split in ("train", "validation", "test")] == [
+        2 * ROWS,
+        ROWS,
+        ROWS,
+    ]
 
 
 def test_rows_with_gaps_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -303,7 +337,9 @@ def test_many_columns_are_one_input_of_the_model(tmp_path: Path) -> None:
     """Keras takes milliseconds for each input, so thousands of columns took longer than training."""
     numbers = np.random.default_rng(0).normal(size=(300, ROWS)).astype(np.float32)
     path = tmp_path / "t.parquet"
-    path.write_bytes(columns(**{f"c{index:03d}": column for index, column in enumerate(numbers)}, city=NAMES))
+    path.write_bytes(
+        columns(**{f"c{index:03d}": column for index, column in enumerate(numbers)}, city=NAMES)
+    )
     source = Table(str(path), "y", num_test=0)
     assert {name: tuple(part.shape) for name, part in source.preprocessing().shape.items()} == {
         "city": (1,),
@@ -317,3 +353,46 @@ def test_every_embedded_table_loads() -> None:
     for name in ("wine", "iris", "breast_cancer"):
         source = Table(name)
         assert check_preprocessing(source.preprocessing(), source, Topology()) is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["1,200", "12,000", "900"], ["900", "1,200", "12,000"]),
+        (["3", "1", "2", *["10"] * 15, "?"], ["1", "2", "3", "10", "?"]),
+        (["(1)", "2", "0"], ["(1)", "0", "2"]),
+    ],
+)
+def test_classes_that_are_numbers_are_in_their_order(
+    labels: list[str], classes: list[str], tmp_path: Path
+) -> None:
+    rows = [f'{number},"{label}"' for number, label in enumerate(labels * 6)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
+    source = Table(str(tmp_path / "t.csv"), "y", num_test=0, target_is="class")
+    source.num_examples("train")
+    assert source.class_names == classes
+
+
+def test_an_id_that_the_test_file_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(text((f"{row},1" for row in range(ROWS)), name="key,x"))
+    (tmp_path / "test.csv").write_text(PLAIN)
+    source = Table(str(tmp_path / "t.csv"), "y", id="key", test_file=str(tmp_path / "test.csv"))
+    with pytest.raises(DataError, match=r"test.csv lacks the column key \(dataset.id\)"):
+        source.num_examples("test")
+
+
+@pytest.mark.parametrize(
+    ("content", "names", "num_rows"),
+    [
+        ("#tag,count\n#love,5\n#joy,3\n", ["#tag", "count"], 2),
+        ("#id,a,b\n1,2,3,\n4,5,6,\n", ["#id", "a", "b", "Unnamed: 3"], 2),
+        ("# made,\n# by hand\na,b\n1,2\n", ["a", "b"], 1),
+        ("# a,b\n1,2\n", ["a", "b"], 1),
+    ],
+)
+def test_number_signs_begin_comments_names_or_rows(
+    content: str, names: list[str], num_rows: int, tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text(content)
+    table = read_table(tmp_path / "t.csv", "dataset.file")
+    assert (table.column_names, table.num_rows) == (names, num_rows)

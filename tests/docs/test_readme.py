@@ -36,7 +36,9 @@ def user(tmp_path):
     kinds, arrays = rng.integers(60, 196, (3, 5, 5, 1)), {}
     for end, count in (("", 200), ("_test", 41)):
         labels = arrays[f"y{end}"] = rng.integers(0, 3, count)
-        arrays[f"x{end}"] = np.clip(kinds[labels] + rng.normal(0, 90, (count, 5, 5, 1)), 0, 255).astype("uint8")
+        arrays[f"x{end}"] = np.clip(
+            kinds[labels] + rng.normal(0, 90, (count, 5, 5, 1)), 0, 255
+        ).astype("uint8")
     np.savez(tmp_path / "leaves.npz", **arrays)
     return tmp_path
 
@@ -51,7 +53,9 @@ def test_own_model_and_data_set(user):
     assert results["num_parameters"] == 25 * 16 + 16 + 16 * 3 + 3, "model.units=16 was taken"
     assert "leaves: 180 train, 20 validation, 41 test" in output
     printed = ast.literal_eval(without_hvtrain((user / "predict.py").read_text(), cwd=user))
-    assert printed["accuracy"] * 41 == pytest.approx(results["test_accuracy"] * 41, abs=1e-3), "to the last example"
+    assert printed["accuracy"] * 41 == pytest.approx(results["test_accuracy"] * 41, abs=1e-3), (
+        "to the last example"
+    )
     assert printed["loss"] == pytest.approx(results["test_loss"], rel=1e-5)
     messages = json.loads((user / "runs/leaves/model.json").read_text())
     assert (
@@ -62,8 +66,12 @@ def test_own_model_and_data_set(user):
 
 
 def test_own_example_is_short():
-    lines = [line for name, text in FILES.items() if name != "script.py" for line in text.splitlines()]
-    code = [line for line in lines if line.strip() and not line.startswith(("import", "from", "# "))]
+    lines = [
+        line for name, text in FILES.items() if name != "script.py" for line in text.splitlines()
+    ]
+    code = [
+        line for line in lines if line.strip() and not line.startswith(("import", "from", "# "))
+    ]
     assert len(code) <= 10, code
 
 
@@ -82,11 +90,19 @@ def test_the_first_command_from_a_clean_clone(tmp_path):
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     kept = {key: value for key, value in environment().items() if key != "VIRTUAL_ENV"}
-    kept["PATH"] = ":".join(part for part in kept["PATH"].split(":") if not part.startswith(str(ROOT)))
+    kept["PATH"] = ":".join(
+        part for part in kept["PATH"].split(":") if not part.startswith(str(ROOT))
+    )
     first = f"./scripts/run {FIRST}"
     assert first in README
     line = ["bash", "-c", first]
-    options = {"cwd": clone, "capture_output": True, "text": True, "check": False, "stdin": subprocess.DEVNULL}
+    options = {
+        "cwd": clone,
+        "capture_output": True,
+        "text": True,
+        "check": False,
+        "stdin": subprocess.DEVNULL,
+    }
     # Offline, uv takes the library that it has built already; where its cache holds none, it is built here.
     done = subprocess.run(line, env={**kept, "UV_OFFLINE": "1"}, **options)
     if done.returncode:
@@ -97,7 +113,9 @@ def test_the_first_command_from_a_clean_clone(tmp_path):
     (result,) = (clone / "runs").glob("*/result.json")
     results = json.loads(result.read_text())
     assert results["num_ranks"] == 2 and results["test_accuracy"] >= 0.97
-    again = subprocess.run(["./scripts/run", "true"], cwd=clone, env=kept, capture_output=True, check=False)
+    again = subprocess.run(
+        ["./scripts/run", "true"], cwd=clone, env=kept, capture_output=True, check=False
+    )
     assert (again.returncode, again.stderr) == (0, b""), "a second call makes nothing"
     shutil.rmtree(clone)
 
@@ -119,12 +137,27 @@ def test_the_packages_install_into_an_environment_of_ones_own(tmp_path):
 
 def test_the_wheel_carries_the_configs(tmp_path):
     """conf/ is at the top of the repository, and inside the package in the wheel."""
-    line = ["uv", "build", "--wheel", "--no-build-isolation", "--offline", "--out-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(line, check=True, capture_output=True, env={**os.environ, "PATH": environment()["PATH"]})
+    line = [
+        "uv",
+        "build",
+        "--wheel",
+        "--no-build-isolation",
+        "--offline",
+        "--out-dir",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(
+        line, check=True, capture_output=True, env={**os.environ, "PATH": environment()["PATH"]}
+    )
     (wheel,) = tmp_path.glob("*.whl")
     target = tmp_path / "unpacked"
-    subprocess.run(["python", "-m", "zipfile", "-e", str(wheel), str(target)], check=True, env=environment())
-    assert (target / "hvtrain/conf/config.yaml").read_text() == (ROOT / "conf/config.yaml").read_text()
+    subprocess.run(
+        ["python", "-m", "zipfile", "-e", str(wheel), str(target)], check=True, env=environment()
+    )
+    assert (target / "hvtrain/conf/config.yaml").read_text() == (
+        ROOT / "conf/config.yaml"
+    ).read_text()
     shown = subprocess.run(
         ["python", "-m", "hvtrain", "--cfg", "job"],
         cwd=target, env=environment(PYTHONPATH=str(target)), capture_output=True, text=True, check=True,

@@ -14,11 +14,15 @@ from browser import CHROMIUM, SIZES, Browser
 from launching import ROOT
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed; ./scripts/run pytest does it")
-pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed; ./scripts/run pytest does it")
+pytest.importorskip(
+    "mkdocstrings", reason="mkdocstrings is not installed; ./scripts/run pytest does it"
+)
 pytestmark = pytest.mark.nightly
 
 SITE = ROOT / "scripts/site"
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; scripts/install-test-tools installs it")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium; scripts/install-test-tools installs it"
+)
 # On a phone these wait beside the window until they are asked for; tables and listings scroll by themselves.
 SCROLLS = ".md-sidebar, .md-search, .md-typeset__scrollwrap, .highlight"
 
@@ -26,7 +30,11 @@ SCROLLS = ".md-sidebar, .md-search, .md-typeset__scrollwrap, .highlight"
 def build(folder, config=SITE / "mkdocs.yml"):
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", folder]
     done = subprocess.run(
-        line, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+        line,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -47,7 +55,12 @@ def browser():
 
 
 def test_every_page_is_there_and_none_leads_out_of_the_site(site):
-    expected = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"index", "contributing", "changes", "404"}
+    expected = {path.stem for path in (ROOT / "docs").glob("*.md")} | {
+        "index",
+        "contributing",
+        "changes",
+        "404",
+    }
     assert {path.stem for path in site.glob("*.html")} == expected
     for page in site.rglob("*.html"):
         text = page.read_text()
@@ -65,7 +78,12 @@ def test_the_example_of_the_hook():
 
 def test_the_api_has_what_is_public(site):
     keras = (site / "api/keras.html").read_text()
-    for name in ("DistributedOptimizer", "BroadcastGlobalVariablesCallback", "allreduce", "SyncBatchNormalization"):
+    for name in (
+        "DistributedOptimizer",
+        "BroadcastGlobalVariablesCallback",
+        "allreduce",
+        "SyncBatchNormalization",
+    ):
         assert f'id="hvtrain.keras.{name}"' in keras, name
     assert 'id="hvtrain.data.from_arrays"' in (site / "api/data.html").read_text()
     assert 'id="hvtrain.train"' in (site / "api/hvtrain.html").read_text()
@@ -79,8 +97,12 @@ def test_nothing_is_wider_than_the_page_and_the_console_is_silent(site, browser,
     for page in ("index", "tutorial", "faults", "configuration", "bench", "api/keras"):
         browser.problems.clear()
         browser.open(site / f"{page}.html", size, dark)
-        assert [result for result in browser.too_wide(SCROLLS) if "DIV.md-s" not in result] == [], page
-        assert browser.evaluate("[...document.images].every(image => image.complete && image.naturalWidth)"), page
+        assert [result for result in browser.too_wide(SCROLLS) if "DIV.md-s" not in result] == [], (
+            page
+        )
+        assert browser.evaluate(
+            "[...document.images].every(image => image.complete && image.naturalWidth)"
+        ), page
         assert browser.problems == [], page
         colors.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert colors == {"rgb(30, 33, 41)" if dark else "rgb(255, 255, 255)"}
@@ -110,7 +132,9 @@ def test_a_page_without_a_place_and_dead_links_end_the_build(tmp_path):
     config = tmp_path / "scripts/site/without_api.yml"
     config.write_text("INHERIT: mkdocs.yml\nplugins: [search]\nwatch: []\n")
     (tmp_path / "docs/unnamed.md").write_text("# Unnamed\n")
-    (tmp_path / "docs/glossary.md").write_text("[this](nowhere.md) and [that](data.md#no-such-part)\n")
+    (tmp_path / "docs/glossary.md").write_text(
+        "[this](nowhere.md) and [that](data.md#no-such-part)\n"
+    )
     code, output = build(tmp_path / "site", config)
     assert code == 1 and "Aborted with 3 warnings" in output, output
     assert all(part in output for part in ("unnamed.md", "nowhere.md", "no-such-part")), output

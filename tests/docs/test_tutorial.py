@@ -19,7 +19,9 @@ def pattern(line):
     >>> bool(pattern("rank 1 host s2: 3.5 s").search("rank 1 host s3: 3.5 s"))
     False
     """
-    parts = [re.escape(part) for part in re.split(r"(?<![a-z])\d[\d.,:]*", line.removesuffix(" ..."))]
+    parts = [
+        re.escape(part) for part in re.split(r"(?<![a-z])\d[\d.,:]*", line.removesuffix(" ..."))
+    ]
     text = re.sub(r"(\\ )+", " +", r"[\d.,:]+".join(parts))
     return re.compile(f"^{text}{'.*' if line.endswith(' ...') else '$'}", re.MULTILINE)
 
@@ -28,9 +30,21 @@ def follow(section, folder, lab):
     """Runs a section's commands; what they print must have the lines that stand under them."""
     lines = [line for block in SECTIONS[section] for line in block.splitlines()]
     commands = "\n".join(line[2:] for line in lines if line.startswith("$ "))
-    code, output = run(None, 1, "bash", "-ec", commands, cwd=folder, HVTRAIN_LAB=lab.name, OPAL_PREFIX="", timeout=580)
+    code, output = run(
+        None,
+        1,
+        "bash",
+        "-ec",
+        commands,
+        cwd=folder,
+        HVTRAIN_LAB=lab.name,
+        OPAL_PREFIX="",
+        timeout=580,
+    )
     assert code == 0, output
-    missing = [line for line in lines if not line.startswith("$ ") and not pattern(line).search(output)]
+    missing = [
+        line for line in lines if not line.startswith("$ ") and not pattern(line).search(output)
+    ]
     assert not missing, output
 
 

@@ -8,7 +8,9 @@ from launching import ROOT, WORKERS, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
-OWN_LOOP, GRAPH = (str(ROOT / f"examples/{name}.py") for name in ("own_loop", "tf1_monitored_session"))
+OWN_LOOP, GRAPH = (
+    str(ROOT / f"examples/{name}.py") for name in ("own_loop", "tf1_monitored_session")
+)
 # In this order: the second of each pair goes on where the first stopped.
 STARTS = [f"{OWN_LOOP} --epochs 2", OWN_LOOP, f"{GRAPH} --steps 100", GRAPH]
 
@@ -22,7 +24,9 @@ def started(tmp_path_factory):
     return json.loads((folder / "found.json").read_text()), output, folder
 
 
-@pytest.mark.parametrize(("start", "accuracy"), list(zip(STARTS, (0.5, 0.95, 0.5, 0.93))), ids=range(4))
+@pytest.mark.parametrize(
+    ("start", "accuracy"), list(zip(STARTS, (0.5, 0.95, 0.5, 0.93))), ids=range(4)
+)
 def test_an_example_trains_with_equal_weights(started, start, accuracy):
     for result in started[0]:
         assert result[start].get("error") is None

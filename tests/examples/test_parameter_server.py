@@ -23,10 +23,29 @@ def free_ports(number):
 @pytest.mark.parametrize("mode", [(), ("--asynchronous",)], ids=["synchronous", "asynchronous"])
 def test_a_server_and_two_workers_train_and_end(tmp_path, mode):
     server, *workers = [f"localhost:{port}" for port in free_ports(3)]
-    places = ["--ps-hosts", server, "--worker-hosts", ",".join(workers), "--folder", str(tmp_path / "folder")]
+    places = [
+        "--ps-hosts",
+        server,
+        "--worker-hosts",
+        ",".join(workers),
+        "--folder",
+        str(tmp_path / "folder"),
+    ]
     roles = [("ps", 0), ("worker", 0), ("worker", 1)]
     processes = [
-        start(None, 1, "python", SCRIPT, "--job-name", job, "--task-index", str(index), *places, *mode, cwd=tmp_path)
+        start(
+            None,
+            1,
+            "python",
+            SCRIPT,
+            "--job-name",
+            job,
+            "--task-index",
+            str(index),
+            *places,
+            *mode,
+            cwd=tmp_path,
+        )
         for job, index in roles
     ]
     outputs = [finish(process, timeout=380) for process in processes]

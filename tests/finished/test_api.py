@@ -15,7 +15,14 @@ from hvtrain.finished import commands
 from hvtrain.finished.arguments import foreign_code
 
 TEXT = ["dataset=text", "dataset.vocabulary_size=500", "dataset.length=16", "task=language"]
-MODEL = ["model=transformer", "model.width=16", "model.blocks=1", "model.heads=2", "strategy=single", "train.steps=20"]
+MODEL = [
+    "model=transformer",
+    "model.width=16",
+    "model.blocks=1",
+    "model.heads=2",
+    "strategy=single",
+    "train.steps=20",
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +32,13 @@ def tales(tmp_path_factory):
     (folder / "tales").mkdir()
     for number, text in enumerate(embedded()[:12]):
         (folder / f"tales/{number}.txt").write_text(text)
-    arguments = [*TEXT, f"dataset.file={folder / 'tales'}", *MODEL, "model.dropout=0", f"run.dir={folder / 'run'}"]
+    arguments = [
+        *TEXT,
+        f"dataset.file={folder / 'tales'}",
+        *MODEL,
+        "model.dropout=0",
+        f"run.dir={folder / 'run'}",
+    ]
     config = hvtrain.compose(arguments)
     return folder / "run", hvtrain.train(config), config
 
@@ -34,7 +47,9 @@ def test_a_script_composes_trains_and_loads(tales):
     folder, record, config = tales
     assert record.num_steps == 20 == config.train.steps
     run = hvtrain.load(folder, ["checkpoint=last"])
-    loss = run.model.evaluate(run.source.evaluation("test", run.strategy.topology, 64), verbose=0)[0]
+    loss = run.model.evaluate(run.source.evaluation("test", run.strategy.topology, 64), verbose=0)[
+        0
+    ]
     assert loss == pytest.approx(record.metrics["test_loss"], rel=1e-3)
     assert run.checkpoint == "step-00000020" and run.is_chief
 
@@ -65,7 +80,12 @@ def test_loading_says_what_is_wrong(tales, tmp_path):
 
 def test_importing_hvtrain_is_cheap_and_typed():
     code = "import sys, hvtrain; sys.exit(str({'tensorflow', 'keras', 'hydra', 'numpy'} & set(sys.modules) or ''))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).stderr.strip() == b""
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True
+        ).stderr.strip()
+        == b""
+    )
     assert (files("hvtrain") / "py.typed").is_file()
 
 
@@ -88,7 +108,10 @@ def test_a_text_goes_on(tales, monkeypatch, capsys):
     [
         ([], "prompt=TEXT is missing"),
         (["prompt=The", "--tokens", "0"], "0 came where a whole number of at least 1 was needed"),
-        (["prompt=The", "dataset=digits", "model.width=8"], "digits is of another kind than the run was trained on: "),
+        (
+            ["prompt=The", "dataset=digits", "model.width=8"],
+            "digits is of another kind than the run was trained on: ",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_refused(tales, monkeypatch, arguments, message):
@@ -99,30 +122,49 @@ def test_what_cannot_be_written_is_refused(tales, monkeypatch, arguments, messag
 
 def test_predict_needs_examples(tales, monkeypatch, tmp_path):
     np.save(tmp_path / "none.npy", np.zeros((0, 16), np.int32))
-    monkeypatch.setattr(sys, "argv", ["predict", f"run={tales[0]}", f"input={tmp_path / 'none.npy'}"])
+    monkeypatch.setattr(
+        sys, "argv", ["predict", f"run={tales[0]}", f"input={tmp_path / 'none.npy'}"]
+    )
     with pytest.raises(DataError, match=r"none.npy holds no examples; give a file that has some"):
         commands.predict()
 
 
 def test_predict_sends_those_with_text_to_generate(tales, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["predict", f"run={tales[0]}", "--output", str(tmp_path / "text.csv")])
-    with pytest.raises(ConfigError, match=r"is no row of a table; use hvtrain.load\(run\).model, or .*generate"):
+    monkeypatch.setattr(
+        sys, "argv", ["predict", f"run={tales[0]}", "--output", str(tmp_path / "text.csv")]
+    )
+    with pytest.raises(
+        ConfigError, match=r"is no row of a table; use hvtrain.load\(run\).model, or .*generate"
+    ):
         commands.predict()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monkeypatch):
     """The columns' means, categories and classes are the run's; only what reads a part of the data is refused."""
-    rows = [f"{number % 7},{'xyz'[number % 3]},{'yes' if number % 7 > 3 else 'no'}" for number in range(60)]
+    rows = [
+        f"{number % 7},{'xyz'[number % 3]},{'yes' if number % 7 > 3 else 'no'}"
+        for number in range(60)
+    ]
     data, new = tmp_path / "data.csv", tmp_path / "new.csv"
     data.write_text("\n".join(["size,kind,target", *rows]) + "\n")
     new.write_text("size,kind,target\n3,x,no\n5,z,no\n-2,other,no\n")
-    table = ["dataset=table", f"dataset.file={data}", "dataset.num_test=20", "model=mlp", "model.hidden=[4]"]
-    hvtrain.train(hvtrain.compose([*table, "strategy=single", "train.steps=3", f"run.dir={tmp_path / 'run'}"]))
+    table = [
+        "dataset=table",
+        f"dataset.file={data}",
+        "dataset.num_test=20",
+        "model=mlp",
+        "model.hidden=[4]",
+    ]
+    hvtrain.train(
+        hvtrain.compose([*table, "strategy=single", "train.steps=3", f"run.dir={tmp_path / 'run'}"])
+    )
 
     def predicted(*arguments):
         output = tmp_path / "predicted.csv"
-        monkeypatch.setattr(sys, "argv", ["predict", f"run={tmp_path / 'run'}", *arguments, f"--output={output}"])
+        monkeypatch.setattr(
+            sys, "argv", ["predict", f"run={tmp_path / 'run'}", *arguments, f"--output={output}"]
+        )
         assert commands.predict() == 0
         return output.read_text()
 
@@ -136,12 +178,15 @@ def test_a_run_whose_data_have_changed_is_used_as_it_was_trained(tmp_path, monke
     data.write_text(rows + "900,w,yes\n" * 30)
     assert predicted(f"input={new}") == before
     with pytest.raises(
-        DataError, match=r"is not the one of checkpoint .*train holds 70 examples, was 40; .*guard.data"
+        DataError,
+        match=r"is not the one of checkpoint .*train holds 70 examples, was 40; .*guard.data",
     ):
         predicted("split=test")
     assert predicted("guard.data=false").count("\n") == 21
     data.write_text(data.read_text() + "1,x,perhaps\n")
-    with pytest.raises(DataError, match=r"target holds perhaps, which is none of the run's classes \(no, yes\)"):
+    with pytest.raises(
+        DataError, match=r"target holds perhaps, which is none of the run's classes \(no, yes\)"
+    ):
         predicted("guard.data=false")
     assert predicted(f"input={new}") == before
     data.unlink()
@@ -153,7 +198,9 @@ def test_a_text_run_keeps_its_tokenizer(tales, monkeypatch, capsys):
     more = tales[0].parent / "tales/more.txt"
     more.write_text("zyx zyx zyx " * 5000)
     try:
-        assert written(monkeypatch, capsys, tales[0], "prompt=The statement", "--tokens", "5") == text
+        assert (
+            written(monkeypatch, capsys, tales[0], "prompt=The statement", "--tokens", "5") == text
+        )
         with pytest.raises(DataError, match="the data set is not the one of checkpoint"):
             hvtrain.load(tales[0])
     finally:
@@ -170,10 +217,14 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("settings", TARGETS.values(), ids=TARGETS)
-def test_code_that_a_run_folder_names_is_not_called_unless_it_is_trusted(settings, tmp_path, monkeypatch):
+def test_code_that_a_run_folder_names_is_not_called_unless_it_is_trusted(
+    settings, tmp_path, monkeypatch
+):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text(f"{settings}\n")
-    with pytest.raises(ConfigError, match=r"names code that is not hvtrain's or Keras's.*; add --trust"):
+    with pytest.raises(
+        ConfigError, match=r"names code that is not hvtrain's or Keras's.*; add --trust"
+    ):
         hvtrain.load(tmp_path)
     with pytest.raises(ConfigError, match=r"does not have all settings"):
         hvtrain.load(tmp_path, trust=True)
@@ -185,6 +236,12 @@ def test_code_that_a_run_folder_names_is_not_called_unless_it_is_trusted(setting
 def test_a_target_that_the_user_gives_is_trusted(tales, monkeypatch):
     config = tales[0] / "config.yaml"
     monkeypatch.setattr("hvtrain.finished.arguments.CONFIG_FILE", "own.yaml")
-    (tales[0] / "own.yaml").write_text(config.read_text().replace("hvtrain.models.transformer", "own.model"))
+    (tales[0] / "own.yaml").write_text(
+        config.read_text().replace("hvtrain.models.transformer", "own.model")
+    )
     assert foreign_code(tales[0], []) == ["model._target_=own.model"]
-    assert foreign_code(tales[0], ["model._target_=own.model"]) == foreign_code(tales[0], ["model=cnn"]) == []
+    assert (
+        foreign_code(tales[0], ["model._target_=own.model"])
+        == foreign_code(tales[0], ["model=cnn"])
+        == []
+    )

@@ -19,7 +19,9 @@ ODDS = np.log(3.0)  # The logit of a probability of 3/4.
 
 
 def test_labels_have_their_names():
-    rows = flat(Multilabel().columns(np.array([[ODDS, -ODDS, 0.1, -0.1]], np.float32), digits_traits()))
+    rows = flat(
+        Multilabel().columns(np.array([[ODDS, -ODDS, 0.1, -0.1]], np.float32), digits_traits())
+    )
     assert {name: rows[name][0] for name in ("even", "prime", "above four", "with a loop")} == {
         "even": 1, "prime": 0, "above four": 1, "with a loop": 0,
     }  # fmt: skip
@@ -33,14 +35,19 @@ def test_one_of_two_has_the_probability_of_the_second():
 
 def test_numbers_are_taken_as_they_are():
     outputs = np.array([[1.0, 2.0]], np.float32)
-    assert flat(Regression().columns(outputs, digits_traits())) == {"prediction.0": [1.0], "prediction.1": [2.0]}
+    assert flat(Regression().columns(outputs, digits_traits())) == {
+        "prediction.0": [1.0],
+        "prediction.1": [2.0],
+    }
     assert list(flat(Regression().columns({"price": outputs[:, :1]}, digits_traits()))) == ["price"]
 
 
 def test_a_label_with_the_name_of_another_column_keeps_apart():
     source = SimpleNamespace(facts=lambda: {"label_names": ["target", "x"]})
     run = SimpleNamespace(task=Multilabel(), source=source)
-    rows = rows_of(run, (np.zeros((1, 2)), {"target": np.array([7])}), lambda inputs: np.array([[ODDS, -ODDS]]))
+    rows = rows_of(
+        run, (np.zeros((1, 2)), {"target": np.array([7])}), lambda inputs: np.array([[ODDS, -ODDS]])
+    )
     assert rows["target"] == [7] and rows["prediction.target"] == [1] and rows["x"] == [0]
 
 
@@ -66,23 +73,34 @@ def table_of(path, text, **spec):
 
 def test_numbers_that_name_something_are_names(tmp_path):
     """Without a letter in any row, CSV makes numbers of them; the table that was trained on had made names."""
-    rows = table_of(tmp_path / "rows.csv", "zone,size\n12,1.5\n7,2\n", zone=tf.string, size=tf.float32)
-    assert rows["zone"].numpy().tolist() == [[b"12"], [b"7"]] and rows["size"].numpy().tolist() == [[1.5], [2.0]]
+    rows = table_of(
+        tmp_path / "rows.csv", "zone,size\n12,1.5\n7,2\n", zone=tf.string, size=tf.float32
+    )
+    assert rows["zone"].numpy().tolist() == [[b"12"], [b"7"]] and rows["size"].numpy().tolist() == [
+        [1.5],
+        [2.0],
+    ]
 
 
 def test_a_category_is_the_text_that_stands_there_whatever_other_rows_hold(tmp_path):
     for more in ("", "a,b\n"):
-        rows = table_of(tmp_path / "rows.csv", f"zip,flag\n00501,true\n{more}", zip=tf.string, flag=tf.string)
+        rows = table_of(
+            tmp_path / "rows.csv", f"zip,flag\n00501,true\n{more}", zip=tf.string, flag=tf.string
+        )
         assert (rows["zip"].numpy()[0], rows["flag"].numpy()[0]) == ([b"00501"], [b"true"])
 
 
 def test_gaps_in_a_table_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"rows.csv: row 1 has no size \(rows without it: 1\); fill or drop them"):
+    with pytest.raises(
+        DataError, match=r"rows.csv: row 1 has no size \(rows without it: 1\); fill or drop them"
+    ):
         table_of(tmp_path / "rows.csv", "zone,size\na,1.5\nb,\n", zone=tf.string, size=tf.float32)
 
 
 def test_fractions_are_no_integers(tmp_path):
-    with pytest.raises(DataError, match=r"rows.csv: row 1 has 1.7 as size, which takes integers; fix it"):
+    with pytest.raises(
+        DataError, match=r"rows.csv: row 1 has 1.7 as size, which takes integers; fix it"
+    ):
         table_of(tmp_path / "rows.csv", "size\n1\n1.7\n", size=tf.int64)
 
 
@@ -95,7 +113,9 @@ def test_an_output_that_is_read_too_is_refused(tmp_path, has_masks):
     if not has_masks:
         (tmp_path / "link").rename(other)
     for output in (read, other):
-        with pytest.raises(ConfigError, match=f"--output {output} is what is read too; choose another name"):
+        with pytest.raises(
+            ConfigError, match=f"--output {output} is what is read too; choose another name"
+        ):
             writer_for(output, has_masks, [tmp_path / "none", read])
 
 
@@ -110,7 +130,9 @@ def test_an_output_that_is_a_link_stays_one(tmp_path):
     writer = writer_for(tmp_path / "link.csv", has_masks=False)
     writer.add({"example": np.arange(2)})
     writer.close()
-    assert (tmp_path / "link.csv").is_symlink() and (tmp_path / "there.csv").read_text() == "example\n0\n1\n"
+    assert (tmp_path / "link.csv").is_symlink() and (
+        tmp_path / "there.csv"
+    ).read_text() == "example\n0\n1\n"
 
 
 def test_batches_share_row_groups(tmp_path, monkeypatch):

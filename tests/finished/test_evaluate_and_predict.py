@@ -22,10 +22,27 @@ from tiers import with_nightly
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
-TRAIN = ["dataset=digits", "dataset.num_validation=61", "dataset.num_test=361", "model=mlp", "train.epochs=3"]
-SHAPES = ["dataset=shapes", "dataset.image_shape=[24,24,3]", "dataset.num_train=64", "dataset.num_validation=0"]
+TRAIN = [
+    "dataset=digits",
+    "dataset.num_validation=61",
+    "dataset.num_test=361",
+    "model=mlp",
+    "train.epochs=3",
+]
+SHAPES = [
+    "dataset=shapes",
+    "dataset.image_shape=[24,24,3]",
+    "dataset.num_train=64",
+    "dataset.num_validation=0",
+]
 PIXELS = [*SHAPES, "dataset.num_test=7", "task=segmentation", "model._target_=own_pixels.model"]
-TABLE = ["dataset=table", "dataset.file=diabetes", "dataset.target=target", "task=regression", "model=mlp"]
+TABLE = [
+    "dataset=table",
+    "dataset.file=diabetes",
+    "dataset.target=target",
+    "task=regression",
+    "model=mlp",
+]
 LAST = ["run=digits", "checkpoint=last"]
 SMALL = ["train.evaluation_batch_size=32"]
 PIXEL_MODEL = """
@@ -43,7 +60,15 @@ TASKS = [
     ["alone", "alone:evaluate", "run=digits", "split=validation", "--output", "alone.json"],
     ["predicted", "predict", *LAST, *SMALL, "--output", "predicted.parquet"],
     ["predicted alone", "alone:predict", *LAST, "--output", "alone.csv"],
-    ["pictures", "predict", *LAST, "input=pictures", "train.evaluation_batch_size=3", "--output", "p.csv"],
+    [
+        "pictures",
+        "predict",
+        *LAST,
+        "input=pictures",
+        "train.evaluation_batch_size=3",
+        "--output",
+        "p.csv",
+    ],
     ["missing", "predict", "run=digits", "input=missing"],
     ["no kind", "predict", "run=digits", "--output", "predictions.txt"],
     ["damaged", "predict", "run=digits", "input=damaged", "--output", "damaged.csv"],
@@ -95,15 +120,21 @@ def test_every_command_did_its_work(results):
 
 def test_metrics_of_two_ranks_are_those_of_one_and_of_the_run(results):
     folder, printed = results
-    best, last, alone = (json.loads((folder / f"{name}.json").read_text()) for name in ("best", "last", "alone"))
+    best, last, alone = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("best", "last", "alone")
+    )
     result = json.loads((folder / "digits/result.json").read_text())
     tested = {f"test_{name}": value for name, value in last["metrics"].items()}
-    assert tested == pytest.approx(result["metrics"], rel=1e-5), "with the averages of train.ema, from the checkpoint"
+    assert tested == pytest.approx(result["metrics"], rel=1e-5), (
+        "with the averages of train.ema, from the checkpoint"
+    )
     second = numbers(folder / "digits/history.csv")[1]
     assert second["step"] == "42" and best["checkpoint"] == "step-00000042"
     validated = {name: float(second[f"val_{name}"]) for name in best["metrics"]}
     assert best["metrics"] == pytest.approx(validated, rel=1e-5)
-    assert alone["metrics"] == pytest.approx(validated, rel=1e-5), "61 examples, an odd one on the first rank"
+    assert alone["metrics"] == pytest.approx(validated, rel=1e-5), (
+        "61 examples, an odd one on the first rank"
+    )
     assert last["examples"] == 361 and best["examples"] == alone["examples"] == 61
     assert "361 test examples of digits: loss" in printed["last"]["printed"]
 
@@ -123,13 +154,19 @@ def test_predictions_come_once_and_in_order(results):
     assert right == pytest.approx(last["accuracy"], abs=1e-6)
     assert table["name"] == [str(number) for number in table["class"]]
     rows = np.array([table[f"p.{digit}"] for digit in range(10)])
-    assert rows.sum(axis=0) == pytest.approx(1, abs=1e-5) and rows.max(axis=0).tolist() == table["probability"]
+    assert (
+        rows.sum(axis=0) == pytest.approx(1, abs=1e-5)
+        and rows.max(axis=0).tolist() == table["probability"]
+    )
     assert "361 predictions of test of digits" in printed["predicted"]["printed"]
 
 
 @pytest.mark.parametrize("other", ["alone", pytest.param("skipping", marks=pytest.mark.nightly)])
 def test_one_process_and_one_that_skips_predict_the_same(results, other):
-    table, same = parquet.read_table(results[0] / "predicted.parquet").to_pydict(), numbers(results[0] / f"{other}.csv")
+    table, same = (
+        parquet.read_table(results[0] / "predicted.parquet").to_pydict(),
+        numbers(results[0] / f"{other}.csv"),
+    )
     assert [int(row["class"]) for row in same] == table["class"]
     assert [float(row["p.3"]) for row in same] == pytest.approx(table["p.3"], abs=1e-5)
 
@@ -148,7 +185,11 @@ def test_files_are_predicted_like_the_examples_of_the_data_set(results, file):
 def test_rows_are_predicted_like_those_of_the_data_set(results):
     folder, _ = results
     rows, same = numbers(folder / "rows_out.csv"), numbers(folder / "rows_test.csv")
-    assert len(rows) == 10 and len(same) == 100 and float(same[0]["prediction"]) != float(same[1]["prediction"])
+    assert (
+        len(rows) == 10
+        and len(same) == 100
+        and float(same[0]["prediction"]) != float(same[1]["prediction"])
+    )
     for row, other in zip(rows, same):
         assert float(row["prediction"]) == pytest.approx(float(other["prediction"]), rel=1e-4)
 
@@ -168,7 +209,10 @@ def test_masks_of_images_that_differ_in_their_suffix_alone_are_all_kept(tmp_path
     for at in (0, 2):
         masks = np.full((2, 2, 2), [[[at]], [[at + 1]]])
         writer.add({"example": np.arange(at, at + 2), "file": files[at : at + 2], "mask": masks})
-    written = {str(path.relative_to(tmp_path / "masks")): path for path in (tmp_path / "masks").rglob("*.png")}
+    written = {
+        str(path.relative_to(tmp_path / "masks")): path
+        for path in (tmp_path / "masks").rglob("*.png")
+    }
     assert sorted(written) == ["a/x.png", "a/x.png.gif.png", "a/x.png.png", "y.png"]
     assert np.asarray(Image.open(written["a/x.png.png"])).tolist() == [[1, 1], [1, 1]]
 
@@ -176,10 +220,17 @@ def test_masks_of_images_that_differ_in_their_suffix_alone_are_all_kept(tmp_path
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing", "input=missing is not there; give a folder of images or an image, a .csv or .parquet"),
+        (
+            "missing",
+            "input=missing is not there; give a folder of images or an image, a .csv or .parquet",
+        ),
         ("no kind", "--output predictions.txt is of no known kind; give FILE.csv or FILE.parquet"),
         ("damaged", r"a/5.png cannot be read as an image"),
-        pytest.param("other task", "has images, and the model does not take images", marks=pytest.mark.nightly),
+        pytest.param(
+            "other task",
+            "has images, and the model does not take images",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_in_one_line(results, name, message):
@@ -192,20 +243,38 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(results, name, message)
     ("arguments", "message"),
     [
         ([], "RUN is missing; name the folder of a run"),
-        (["run=nowhere"], "run=nowhere is not the folder of a run: it has no config.yaml and checkpoints/"),
+        (
+            ["run=nowhere"],
+            "run=nowhere is not the folder of a run: it has no config.yaml and checkpoints/",
+        ),
         (["{run}", "split=tests"], "split=tests is not one of train, validation, test"),
         (["run={run}", "checkpoint=first"], "checkpoint=first is not one of best, last"),
         (["run={run}", "more"], "more is not a setting; write NAME=VALUE"),
         (["run={run}", "--format", "x"], "unknown option --format"),
-        (["run={run}", "trian.epochs=2"], "unknown setting 'trian.epochs'; did you mean 'train.epochs'"),
+        (
+            ["run={run}", "trian.epochs=2"],
+            "unknown setting 'trian.epochs'; did you mean 'train.epochs'",
+        ),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(results, monkeypatch, command, arguments, message):
     monkeypatch.setattr(
-        sys, "argv", ["command", *(argument.replace("{run}", str(results[0] / "digits")) for argument in arguments)]
+        sys,
+        "argv",
+        [
+            "command",
+            *(argument.replace("{run}", str(results[0] / "digits")) for argument in arguments),
+        ],
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         command()
+
+
+def test_a_place_for_metrics_is_looked_at_before_the_evaluation(results, monkeypatch):
+    words = [str(results[0] / "digits"), "--output", str(results[0] / "nowhere/metrics.json")]
+    monkeypatch.setattr(sys, "argv", ["hvtrain evaluate", *words])
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere; make it, or choose"):
+        evaluate()
 
 
 def test_waiting_users_see_progress(capsys):

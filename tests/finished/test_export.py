@@ -19,7 +19,13 @@ from hvtrain.finished import commands, exported, hugging_face
 from launching import without_hvtrain
 from tiers import mostly_nightly
 
-DIGITS = ["model=mlp", "model.hidden=[16]", "dataset=digits", "dataset.num_test=60", "dataset.standardize=per_pixel"]
+DIGITS = [
+    "model=mlp",
+    "model.hidden=[16]",
+    "dataset=digits",
+    "dataset.num_test=60",
+    "dataset.standardize=per_pixel",
+]
 ONE = [*DIGITS, "strategy=single", "train.steps=6", "train.precision=mixed_bfloat16"]
 NUMBERS = "np.save('outputs.npy', np.asarray(outputs))"
 SCRIPTS = {
@@ -70,20 +76,28 @@ def test_another_program_gets_the_same_outputs(chosen, folder, monkeypatch, caps
     if chosen == "onnx" and not HAS_ONNX:
         pytest.skip("tf2onnx and onnxruntime (scripts/lock/export.txt) are missing")
     name, script = SCRIPTS[chosen]
-    export_words(monkeypatch, f"run={folder / 'run'}", f"format={chosen}", "--output", folder / name)
+    export_words(
+        monkeypatch, f"run={folder / 'run'}", f"format={chosen}", "--output", folder / name
+    )
     printed = capsys.readouterr().out
     assert "largest difference of its outputs on 8 examples" in printed
     without_hvtrain(script, cwd=folder)
     outputs = np.load(folder / "outputs.npy")
     run = hvtrain.load(folder / "run")
-    expected = run.model(next(run.source.evaluation("test", run.strategy.topology, 5).as_numpy_iterator())[0])
+    expected = run.model(
+        next(run.source.evaluation("test", run.strategy.topology, 5).as_numpy_iterator())[0]
+    )
     assert outputs.dtype == np.float32 and outputs.shape == (5, 10)
-    assert outputs == pytest.approx(np.asarray(expected), abs=0.1), "bfloat16 rounds, float32 does not"
+    assert outputs == pytest.approx(np.asarray(expected), abs=0.1), (
+        "bfloat16 rounds, float32 does not"
+    )
     beside = folder / name / name if chosen == "hf" else folder / name
     description = json.loads(beside.with_suffix(".json").read_text())
     assert description["class_names"] == list("0123456789")
     with pytest.raises(ConfigError, match="exists already; choose another path"):
-        export_words(monkeypatch, f"run={folder / 'run'}", f"format={chosen}", "--output", folder / name)
+        export_words(
+            monkeypatch, f"run={folder / 'run'}", f"format={chosen}", "--output", folder / name
+        )
 
 
 class Hub:
@@ -119,10 +133,17 @@ def hub(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def test_a_model_on_the_hub_is_loaded_by_the_code_of_its_card(hub, folder, monkeypatch, capsys, tmp_path):
+def test_a_model_on_the_hub_is_loaded_by_the_code_of_its_card(
+    hub, folder, monkeypatch, capsys, tmp_path
+):
     """Keras's own hf:// reads what was uploaded; the card's YAML is what the hub understands."""
     export_words(
-        monkeypatch, f"run={folder / 'run'}", "format=hf", "repo=hf://me/digits", "--output", tmp_path / "exported"
+        monkeypatch,
+        f"run={folder / 'run'}",
+        "format=hf",
+        "repo=hf://me/digits",
+        "--output",
+        tmp_path / "exported",
     )
     assert 'uploaded; keras.saving.load_model("hf://me/digits") loads it' in capsys.readouterr().out
     card = (hub / "me" / "digits" / "README.md").read_text()
@@ -132,7 +153,10 @@ def test_a_model_on_the_hub_is_loaded_by_the_code_of_its_card(hub, folder, monke
     assert (facts["library_name"], facts["metrics"]) == ("keras", ["loss", "accuracy"])
     (measured,) = facts["model-index"][0]["results"]
     assert measured["dataset"] == {"name": "digits", "type": "digits"}
-    assert measured["task"] == {"type": "image-classification"} and facts["pipeline_tag"] == "image-classification"
+    assert (
+        measured["task"] == {"type": "image-classification"}
+        and facts["pipeline_tag"] == "image-classification"
+    )
     assert {metric["name"]: metric["value"] for metric in measured["metrics"]} == result["metrics"]
     assert "Classes, in their order: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9." in text
     variables: dict = {}
@@ -142,18 +166,33 @@ def test_a_model_on_the_hub_is_loaded_by_the_code_of_its_card(hub, folder, monke
 
 def test_who_is_not_logged_in_is_told_before_the_export(hub, folder, monkeypatch, tmp_path):
     monkeypatch.setattr(Hub, "error", OSError("Token is required, but no token found.\nMore of it"))
-    with pytest.raises(ConfigError, match=r"repo=hf://me/digits cannot be used: .*no token found.*; log in with: "):
+    with pytest.raises(
+        ConfigError, match=r"repo=hf://me/digits cannot be used: .*no token found.*; log in with: "
+    ):
         export_words(
-            monkeypatch, f"run={folder / 'run'}", "format=hf", "repo=hf://me/digits", "--output", tmp_path / "exported"
+            monkeypatch,
+            f"run={folder / 'run'}",
+            "format=hf",
+            "repo=hf://me/digits",
+            "--output",
+            tmp_path / "exported",
         )
     assert not (tmp_path / "exported").exists()
 
 
 def test_an_upload_that_fails_leaves_the_export(hub, folder, monkeypatch, tmp_path):
     (hub / "me" / "digits").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"exported was written, but not uploaded to hf://me/digits: .*File exists"):
+    with pytest.raises(
+        ConfigError,
+        match=r"exported was written, but not uploaded to hf://me/digits: .*File exists",
+    ):
         export_words(
-            monkeypatch, f"run={folder / 'run'}", "format=hf", "repo=hf://me/digits", "--output", tmp_path / "exported"
+            monkeypatch,
+            f"run={folder / 'run'}",
+            "format=hf",
+            "repo=hf://me/digits",
+            "--output",
+            tmp_path / "exported",
         )
     assert (tmp_path / "exported" / "README.md").exists()
 
@@ -164,24 +203,36 @@ def test_a_card_shows_the_metrics_of_its_checkpoint_alone():
     for step, metrics in ((20, {"test_accuracy": 0.8}), (30, {"test_accuracy": 0.7}), (10, {})):
         assert hugging_face.metrics_of(result, f"step-{step:08d}") == metrics
     table = {
-        "input": {"age": {"shape": [1], "dtype": "float32"}, "town": {"shape": [1], "dtype": "string"}},
+        "input": {
+            "age": {"shape": [1], "dtype": "float32"},
+            "town": {"shape": [1], "dtype": "string"},
+        },
         "output": {"values": "logits"},
         "class_names": None,
         "dataset": "people",
         "checkpoint": "step-00000010",
     }
     card = hugging_face.model_card(table, result, "classification", False, "people")
-    assert 'inputs = {"age": tf.zeros([1, 1], "float32"), "town": tf.zeros([1, 1], "string")}' in card
+    assert (
+        'inputs = {"age": tf.zeros([1, 1], "float32"), "town": tf.zeros([1, 1], "string")}' in card
+    )
     assert "It was not tested." in card and "pipeline_tag" not in card
     several = {**table, "input": [table["input"], {"shape": [None, 3], "dtype": "int32"}]}
     card = hugging_face.model_card(several, result, "regression", False, "people")
-    assert '"string")}, tf.zeros([1, 64, 3], "int32")]' in card and "Inputs: as in the example." in card
+    assert (
+        '"string")}, tf.zeros([1, 64, 3], "int32")]' in card
+        and "Inputs: as in the example." in card
+    )
 
 
 def test_a_description_of_another_export_is_not_replaced(folder, monkeypatch):
     (folder / "other.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"would replace .*other.json, which is another model's; choose"):
-        export_words(monkeypatch, f"run={folder / 'run'}", "format=keras", "--output", folder / "other.keras")
+    with pytest.raises(
+        ConfigError, match=r"would replace .*other.json, which is another model's; choose"
+    ):
+        export_words(
+            monkeypatch, f"run={folder / 'run'}", "format=keras", "--output", folder / "other.keras"
+        )
     assert (folder / "other.json").read_text() == "{}"
 
 
@@ -190,9 +241,13 @@ def test_files_beside_are_named_after_the_model_and_never_those_of_another(tmp_p
     assets = {"tokenizer.model": b"one"}
     files = exported.files_beside(tmp_path / "lr0.1", "savedmodel", "{}", assets)
     assert files == {tmp_path / "lr0.1.json": b"{}", tmp_path / "tokenizer.model": b"one"}
-    assert [*exported.files_beside(tmp_path / "lr0.1.onnx", "onnx", "{}", {})] == [tmp_path / "lr0.1.json"]
+    assert [*exported.files_beside(tmp_path / "lr0.1.onnx", "onnx", "{}", {})] == [
+        tmp_path / "lr0.1.json"
+    ]
     (tmp_path / "tokenizer.model").write_bytes(b"another")
-    with pytest.raises(ConfigError, match=r"would replace .*tokenizer.model, which is another model's; choose"):
+    with pytest.raises(
+        ConfigError, match=r"would replace .*tokenizer.model, which is another model's; choose"
+    ):
         exported.files_beside(tmp_path / "lr0.1", "savedmodel", "{}", assets)
 
 
@@ -202,8 +257,16 @@ def test_a_model_that_differs_is_not_exported(folder, monkeypatch):
         model.save(path)
 
     monkeypatch.setitem(exported.FORMATS, "keras", (damaged, exported.FORMATS["keras"][1]))
-    with pytest.raises(ConfigError, match=r"format=keras gives outputs that differ by .*; choose another format"):
-        export_words(monkeypatch, f"run={folder / 'run'}", "format=keras", "--output", folder / "damaged.keras")
+    with pytest.raises(
+        ConfigError, match=r"format=keras gives outputs that differ by .*; choose another format"
+    ):
+        export_words(
+            monkeypatch,
+            f"run={folder / 'run'}",
+            "format=keras",
+            "--output",
+            folder / "damaged.keras",
+        )
     assert not [path for path in folder.iterdir() if "damaged" in path.name]
 
 
@@ -213,16 +276,27 @@ def test_a_model_that_gives_no_number_is_not_exported(folder, monkeypatch):
         model.save(path)
 
     monkeypatch.setitem(exported.FORMATS, "keras", (broken, exported.FORMATS["keras"][1]))
-    with pytest.raises(ConfigError, match=r"the model in format=keras gives nan; choose another format"):
-        export_words(monkeypatch, f"run={folder / 'run'}", "format=keras", "--output", folder / "broken.keras")
+    with pytest.raises(
+        ConfigError, match=r"the model in format=keras gives nan; choose another format"
+    ):
+        export_words(
+            monkeypatch,
+            f"run={folder / 'run'}",
+            "format=keras",
+            "--output",
+            folder / "broken.keras",
+        )
 
 
 def test_missing_packages_are_named(folder, monkeypatch):
     monkeypatch.setattr(exported, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"format=onnx needs tf2onnx and onnxruntime, .* --no-deps -r scripts/lock/export.txt"
+        ConfigError,
+        match=r"format=onnx needs tf2onnx and onnxruntime, .* --no-deps -r scripts/lock/export.txt",
     ):
-        export_words(monkeypatch, f"run={folder / 'run'}", "format=onnx", "--output", folder / "none.onnx")
+        export_words(
+            monkeypatch, f"run={folder / 'run'}", "format=onnx", "--output", folder / "none.onnx"
+        )
 
 
 @pytest.mark.parametrize(
@@ -230,12 +304,27 @@ def test_missing_packages_are_named(folder, monkeypatch):
     [
         ([], "format= is missing; give one of keras, savedmodel, onnx, tflite, hf"),
         (["format=torch"], "format=torch is not one of keras"),
-        (["format=onnx", "--output", "model.keras"], "--output model.keras does not fit format=onnx; give PATH.onnx"),
-        (["format=savedmodel", "--output", "a.b"], "--output a.b does not fit format=savedmodel; give a folder"),
+        (
+            ["format=onnx", "--output", "model.keras"],
+            "--output model.keras does not fit format=onnx; give PATH.onnx",
+        ),
+        (
+            ["format=savedmodel", "--output", "a.b"],
+            "--output a.b does not fit format=savedmodel; give a folder",
+        ),
         (["format=hf", "repo=digits"], "repo=digits is not hf://USER/NAME"),
-        (["format=hf", "repo=hf://me/digits"], "repo=hf://me/digits needs the package huggingface_hub ("),
-        (["format=keras", "repo=hf://me/digits"], "repo=hf://me/digits goes with format=hf; add it, or leave repo out"),
-        (["format=onnx", "--output", "no/m.onnx"], "--output no/m.onnx is in a folder that does not exist"),
+        (
+            ["format=hf", "repo=hf://me/digits"],
+            "repo=hf://me/digits needs the package huggingface_hub (",
+        ),
+        (
+            ["format=keras", "repo=hf://me/digits"],
+            "repo=hf://me/digits goes with format=hf; add it, or leave repo out",
+        ),
+        (
+            ["format=onnx", "--output", "no/m.onnx"],
+            "--output no/m.onnx is in a folder that does not exist",
+        ),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(folder, monkeypatch, arguments, message):

@@ -70,12 +70,20 @@ def output_of(*command: str) -> str:
 
 def about() -> dict[str, Any]:
     """This machine and the versions on it."""
-    installed = {result.name.lower().replace("_", "-"): result.version for result in metadata.distributions()}
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu_lines() else "none"
+    installed = {
+        result.name.lower().replace("_", "-"): result.version for result in metadata.distributions()
+    }
+    driver = (
+        output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if gpu_lines()
+        else "none"
+    )
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "commit": output_of("git", "describe", "--always", "--dirty") or "unknown",
-        "devices": "CPUs in place of GPUs" if ON_CPU else [line.partition(" (UUID")[0] for line in gpu_lines()],
+        "devices": "CPUs in place of GPUs"
+        if ON_CPU
+        else [line.partition(" (UUID")[0] for line in gpu_lines()],
         "driver": driver or "unknown",
         "python": platform.python_version(),
         "packages": [f"{name} {installed[name]}" for name in PACKAGES if name in installed],
@@ -97,7 +105,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         row["outcome"] = report.outcome
         crash = getattr(report.longrepr, "reprcrash", None)
         message = (
-            report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(crash, "message", "no reason given")
+            report.longrepr[2]
+            if isinstance(report.longrepr, tuple)
+            else getattr(crash, "message", "no reason given")
         )
         row["why"] = message.partition("\n")[0][:200]
 

@@ -15,7 +15,9 @@ def gpu_lines() -> list[str]:
     program = shutil.which("nvidia-smi")
     if not program:
         return []
-    listed = subprocess.run([program, "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
+    listed = subprocess.run(
+        [program, "-L"], capture_output=True, text=True, check=False
+    ).stdout.splitlines()
     return [line for line in listed if re.match(r"GPU \d+:", line)]
 
 

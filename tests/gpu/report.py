@@ -26,7 +26,8 @@ def table(result: dict[str, Any]) -> str:
     1 passed in 1 s
     """
     about = [
-        f"- {name}: {'; '.join(value) if isinstance(value, list) else value}" for name, value in result["about"].items()
+        f"- {name}: {'; '.join(value) if isinstance(value, list) else value}"
+        for name, value in result["about"].items()
     ]
     rows = ["| test | outcome | seconds | figures |", "|---|---|---|---|"]
     for entry in result["tests"]:

@@ -37,7 +37,9 @@ def two_gpus(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_gpu_for_two(tmp_path_factory):
     if not ON_CPU and num_gpus() != 1:
-        pytest.skip(f"{num_gpus()} GPUs: two ranks need not share one (CUDA_VISIBLE_DEVICES=0 leaves one)")
+        pytest.skip(
+            f"{num_gpus()} GPUs: two ranks need not share one (CUDA_VISIBLE_DEVICES=0 leaves one)"
+        )
     return found_by(tmp_path_factory.mktemp("shared"), "gloo", 2, "share")
 
 
@@ -47,9 +49,13 @@ def assert_computes_there(result: dict, mine: str) -> None:
     assert location["right"]
     assert location["computed_on"] == ("CPU" if ON_CPU else "GPU")
     in_words = "" if ON_CPU else r"GPU memory \d+\.\d GiB, peak \d+\.\d GiB; GPU busy \d+%"
-    assert re.fullmatch(in_words, location["in_words"]), "NVIDIA's management library knows the GPU by CUDA's UUID"
+    assert re.fullmatch(in_words, location["in_words"]), (
+        "NVIDIA's management library knows the GPU by CUDA's UUID"
+    )
     assert location["num_visible"] == (0 if ON_CPU else 1), "no other rank's GPU"
-    assert location["memory_grows"] == ([] if ON_CPU else [True]), "or the first rank takes all of the memory at once"
+    assert location["memory_grows"] == ([] if ON_CPU else [True]), (
+        "or the first rank takes all of the memory at once"
+    )
 
 
 def assert_sums_are_right(ranks: list[dict]) -> None:

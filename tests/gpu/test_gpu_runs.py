@@ -1,4 +1,8 @@
-"""Two ranks of the runner on GPUs, several runs in one start: precisions, XLA, resume, tuning, where the time goes."""
+"""Two ranks of the runner on GPUs, several runs in one start.
+
+Precisions, XLA, methods for slow networks, sharded state, virtual ranks, recomputed gradients, resume, tuning, and
+where the time goes.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,37 @@ DIGITS = ["dataset=digits", "model=mlp", "train.epochs=8"]
 PRECISIONS = ["float32", "mixed_float16", "mixed_bfloat16"]
 # Dropout, augmentation and Adam's slots: what a resume could lose.
 RESUMED = ["dataset=digits", "model=cnn", "dataset.shift_pixels=1", "train.deterministic=true"]
+# Names of runs, and the settings of each: what changes how gradients travel, or where state lives.
+METHODS = {
+    "local steps": ["strategy=local_sgd", "strategy.every=4"],
+    "outer optimizer": ["strategy=diloco", "strategy.every=4", "strategy.compression=int8"],
+    "bytes": ["strategy.compression=bf16"],
+    "levels": ["strategy.compression=int8"],
+    "factors": ["strategy.compression=powersgd", "strategy.whole_steps=5"],
+    "shards": ["strategy.shard_optimizer=true"],
+}
+CLICKS = [
+    "model=dlrm",
+    "dataset=clicks",
+    "task=binary",
+    "dataset.num_train=8192",
+    "dataset.num_test=1024",
+]
+CLICKS += ["optimizer=rowwise_adagrad", "optimizer.learning_rate=0.03", "train.epochs=2"]
 SYNTHETIC = ["dataset.image_shape=[32,32,3]", "dataset.num_classes=10", "dataset.num_train=2560"]
 RUNS = {
     **{precision: [*DIGITS, f"train.precision={precision}"] for precision in PRECISIONS},
     "xla": [*DIGITS, "train.jit_compile=true"],
     "timed": ["dataset=synthetic", *SYNTHETIC, "model=cnn", "train.steps=120"],
     "tuned": [*DIGITS, "comm.tune=true"],
+    **{name: [*DIGITS, *method] for name, method in METHODS.items()},
+    "whole tables": CLICKS,
+    "sharded tables": [*CLICKS, "model.shard_embeddings=[*_table]"],
     # Last: deterministic operations stay on in a process.
     "whole": [*RESUMED, "train.epochs=4"],
     "resumed/first": [*RESUMED, "train.epochs=2"],
     "resumed/second": [*RESUMED, "train.epochs=4"],
+    "recomputed": [*RESUMED, "train.epochs=4", "guard.recompute_every=10"],
 }
 
 
@@ -68,7 +93,9 @@ def test_compiled_steps_end_with_nearly_the_same_loss(runs, record_property):
 def test_data_compute_and_communication_add_up_to_a_step(runs, record_property):
     """Against the clock around the calls of the graph, which the graph's own clocks do not see."""
     result = record(runs, "timed")
-    split = {name: result["split"][f"{name}_seconds"] for name in ("data", "compute", "communication")}
+    split = {
+        name: result["split"][f"{name}_seconds"] for name in ("data", "compute", "communication")
+    }
     for name, seconds in split.items():
         record_property(f"{name} ms", 1000 * seconds)
     record_property("step ms", 1000 * result["step_seconds"])
@@ -84,6 +111,31 @@ def test_settings_of_the_reduction_are_tuned(runs, record_property):
     record_property("bucket MiB", kept["comm"]["bucket_mib"])
     record_property("devices", ", ".join(kept["devices"]))
     assert len(kept["devices"]) == 2 and "comm.tune: cycle " in output
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_for_slow_networks_and_sharded_slots_train(runs, name, record_property):
+    result = record(runs, name)
+    record_property("accuracy", result["test_accuracy"])
+    record_property("bytes sent", result["proof"]["sent_bytes"])
+    assert result["test_accuracy"] > 0.85
+    assert result["proof"]["ranks"] == 2 and result["proof"]["weight_checks"] > 0
+
+
+def test_sharded_tables_learn_what_whole_ones_learn(runs):
+    whole, sharded = record(runs, "whole tables"), record(runs, "sharded tables")
+    assert min(whole["test_accuracy"], sharded["test_accuracy"]) > 0.6
+    assert sharded["test_accuracy"] == pytest.approx(whole["test_accuracy"], abs=0.03), (
+        "their rows begin differently"
+    )
+
+
+def test_recomputed_gradients_raise_no_alarm_and_change_no_bit(runs):
+    folder, _, output = runs
+    assert record(runs, "recomputed")["num_steps"] == record(runs, "whole")["num_steps"]
+    assert "gradients were computed again on all ranks" in output
+    ours, expected = newest(folder / "recomputed"), newest(folder / "whole")
+    assert all((ours[name] == expected[name]).all() for name in expected)
 
 
 def newest(run: Path) -> dict:

@@ -48,7 +48,11 @@ def sums() -> dict[str, Any]:
     """
     result = {}
     devices = set()
-    for name, size, dtype in (("large", 3_000_000, "float32"), ("small", 3, "float32"), ("half", 1000, "float16")):
+    for name, size, dtype in (
+        ("large", 3_000_000, "float32"),
+        ("small", 3, "float32"),
+        ("half", 1000, "float16"),
+    ):
         mine = tf.range(size, dtype=tf.int32) % 97 + RANK
         reduce = tf.function(lambda values: hvd.allreduce(values, op=hvd.Sum))
         reduced = reduce(tf.cast(mine, dtype))
@@ -61,7 +65,9 @@ def sums() -> dict[str, Any]:
 
 def network() -> keras.Model:
     keras.utils.set_random_seed(9)
-    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(32, "tanh"), keras.layers.Dense(5)])
+    model = keras.Sequential(
+        [keras.Input((20,)), keras.layers.Dense(32, "tanh"), keras.layers.Dense(5)]
+    )
     hvd.broadcast_variables(model.weights, 0)
     return model
 
@@ -117,9 +123,16 @@ def normalization() -> dict[str, float]:
             tape.watch(x)
             y = layer(x, training=True)
             loss = tf.reduce_sum(tf.sin(y))
-        return y, tape.gradient(loss, x), [np.asarray(weight) for weight in layer.non_trainable_weights]
+        return (
+            y,
+            tape.gradient(loss, x),
+            [np.asarray(weight) for weight in layer.non_trainable_weights],
+        )
 
-    together, alone = hvd.SyncBatchNormalization(momentum=0.5), keras.layers.BatchNormalization(momentum=0.5)
+    together, alone = (
+        hvd.SyncBatchNormalization(momentum=0.5),
+        keras.layers.BatchNormalization(momentum=0.5),
+    )
     joint = keras.layers.BatchNormalization(momentum=0.5)
     y, gradient, moving = through(together, rows[RANK])
     joint_y, joint_gradient, joint_moving = through(joint, tf.reshape(rows, (-1, 6, 6, 8)))
@@ -153,7 +166,10 @@ def sparse(reduces: bool = True, joint: bool = False) -> list[np.ndarray]:
         optimizer.apply([gradient], layer.trainable_variables)
 
     for _ in range(20):
-        indices, targets = random.integers(0, 50, (SIZE, 4096)), random.normal(size=(SIZE, 4096, 16)).astype("float32")
+        indices, targets = (
+            random.integers(0, 50, (SIZE, 4096)),
+            random.normal(size=(SIZE, 4096, 16)).astype("float32"),
+        )
         part = slice(None) if joint else slice(RANK, RANK + 1)
         step(tf.constant(indices[part].ravel()), tf.constant(targets[part].reshape(-1, 16)))
     return [np.asarray(weight) for weight in layer.get_weights()]
@@ -169,7 +185,9 @@ def sparse_gradients() -> dict[str, float]:
         "alone_against_joint": distance(alone, joint),
         "ranks_differ": max(distance(plain, other) for other in strategy.comm.gather(plain)),
         "deterministic_against_joint": distance(exact, joint),
-        "deterministic_ranks_differ": max(distance(exact, other) for other in strategy.comm.gather(exact)),
+        "deterministic_ranks_differ": max(
+            distance(exact, other) for other in strategy.comm.gather(exact)
+        ),
     }
 
 

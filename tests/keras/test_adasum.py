@@ -11,14 +11,18 @@ from hvtrain.keras.reduction import Reducer
 
 def refusals(ranks_by_host, on_gpus, by_host=True):
     """Returns each rank's error, "" for none. by_host: the ranks of a host follow each other."""
-    places = [(host, local, many) for host, many in enumerate(ranks_by_host) for local in range(many)]
+    places = [
+        (host, local, many) for host, many in enumerate(ranks_by_host) for local in range(many)
+    ]
     if not by_host:
         places.sort(key=lambda rank: (rank[1], rank[0]))
     messages = []
     for rank, (host, local, many) in enumerate(places):
         try:
             check_adasum_topology(
-                Topology(rank, len(places), local, many, f"s{host}"), on_gpus, len(set(ranks_by_host)) == 1
+                Topology(rank, len(places), local, many, f"s{host}"),
+                on_gpus,
+                len(set(ranks_by_host)) == 1,
             )
             messages.append("")
         except ValueError as error:
@@ -46,7 +50,9 @@ def test_unlike_hosts_are_refused_on_gpus_alone(ranks_by_host):
     """Horovod's own check for it asks whether a function is true, and lets them through."""
     assert not any(refusals(ranks_by_host, on_gpus=False))
     for message in refusals(ranks_by_host, on_gpus=True):
-        assert message.startswith("Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and ")
+        assert message.startswith(
+            "Adasum on GPUs needs the same number of ranks on each of 1, 2, 4, ... hosts and "
+        )
 
 
 def test_ranks_dealt_out_over_hosts_are_refused_on_gpus_alone():
@@ -55,12 +61,23 @@ def test_ranks_dealt_out_over_hosts_are_refused_on_gpus_alone():
     first, second, third, last = refusals([2, 2], on_gpus=True, by_host=False)
     assert (first, last) == ("", "")
     assert "numbered host by host and rank 1 is local rank 0 of 2 on s1; " in second
-    assert "rank 2 is local rank 1 of 2 on s0; start them with horovodrun or mpirun --map-by slot" in third
+    assert (
+        "rank 2 is local rank 1 of 2 on s0; start them with horovodrun or mpirun --map-by slot"
+        in third
+    )
 
 
-@pytest.mark.parametrize(("device", "is_refused"), [("", True), ("/gpu:0", True), ("/CPU:0", False)])
+@pytest.mark.parametrize(
+    ("device", "is_refused"), [("", True), ("/gpu:0", True), ("/CPU:0", False)]
+)
 def test_an_optimizers_reduction_asks(monkeypatch, device, is_refused):
-    for name, value in {"rank": 1, "size": 4, "local_rank": 1, "local_size": 3, "is_homogeneous": False}.items():
+    for name, value in {
+        "rank": 1,
+        "size": 4,
+        "local_rank": 1,
+        "local_size": 3,
+        "is_homogeneous": False,
+    }.items():
         monkeypatch.setattr(hvd, name, lambda value=value: value)
     for name in ("nccl_built", "mpi_enabled"):
         monkeypatch.setattr(hvd, name, lambda: True)
@@ -68,6 +85,8 @@ def test_an_optimizers_reduction_asks(monkeypatch, device, is_refused):
     if not is_refused:
         assert Reducer(op=hvd.Adasum, device_dense=device).op == hvd.Adasum
         return
-    with pytest.raises(ValueError, match=r"Adasum on GPUs needs the same number .* and 3 of 4 are on ") as error:
+    with pytest.raises(
+        ValueError, match=r"Adasum on GPUs needs the same number .* and 3 of 4 are on "
+    ) as error:
         Reducer(op=hvd.Adasum, device_dense=device)
     assert "\n" not in str(error.value)

@@ -32,14 +32,18 @@ def test_hosts_may_be_unlike():
 def test_a_host_whose_driver_is_broken_is_named():
     """Or the first collective ends in Horovod's "Mismatched CPU/GPU device selection"."""
     with pytest.raises(
-        RankError, match=r"ranks on s2 see no GPU, and those on s1, s3 do; see what nvidia-smi says on s2"
+        RankError,
+        match=r"ranks on s2 see no GPU, and those on s1, s3 do; see what nvidia-smi says on s2",
     ):
         choose_gpus([*host("s1", "01", 2), *host("s2", "", 2), *host("s3", "0", 1)])
 
 
 def test_one_gpu_for_each_task_by_cgroups():
     """Slurm's --gpus-per-task=1: each rank sees one GPU, which it numbers 0, and they are two."""
-    assert choose_gpus([View("s1", 0, ("0",), ("GPU-a",)), View("s1", 1, ("0",), ("GPU-b",))]) == [0, 0]
+    assert choose_gpus([View("s1", 0, ("0",), ("GPU-a",)), View("s1", 1, ("0",), ("GPU-b",))]) == [
+        0,
+        0,
+    ]
     with pytest.raises(RankError, match=r"host s1 has 1 visible GPU\(s\) for 2 ranks"):
         choose_gpus([View("s1", 0, ("0",), ("GPU-a",)), View("s1", 1, ("0",), ("GPU-a",))])
 
@@ -56,11 +60,15 @@ def test_visible_devices_set_for_the_host():
 
 def test_visible_devices_set_for_each_rank():
     assert choose_gpus([View("s1", 0, ("3",)), View("s1", 1, ("6",))]) == [0, 0]
-    assert choose_gpus([View("s1", 0, ("3", "1")), View("s1", 1, ("1", "3"))]) == [0, 0], "each the first of its own"
+    assert choose_gpus([View("s1", 0, ("3", "1")), View("s1", 1, ("1", "3"))]) == [0, 0], (
+        "each the first of its own"
+    )
 
 
 def test_two_ranks_on_one_gpu_are_refused_unless_asked_for():
-    with pytest.raises(RankError, match=r"host s1 has 1 visible GPU\(s\) for 2 ranks; start fewer ranks"):
+    with pytest.raises(
+        RankError, match=r"host s1 has 1 visible GPU\(s\) for 2 ranks; start fewer ranks"
+    ):
         choose_gpus(host("s1", "0", 2))
     assert choose_gpus(host("s1", "01", 4), share=True) == [0, 1, 0, 1]
 
@@ -107,12 +115,23 @@ class FakeTensorFlow:
     """Replaces what pin_gpu calls in TensorFlow and Horovod, on one rank of a job, and records its calls."""
 
     def __init__(self, monkeypatch, count, rank, views):
-        self.gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(count)]
+        self.gpus = [
+            tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU")
+            for index in range(count)
+        ]
         self.calls = []
         self.refusal = None
-        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: self.gpus if kind == "GPU" else [])
-        monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: self.record("only", gpu, kind))
-        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: self.record("growth", gpu, on))
+        monkeypatch.setattr(
+            tf.config, "list_physical_devices", lambda kind: self.gpus if kind == "GPU" else []
+        )
+        monkeypatch.setattr(
+            tf.config, "set_visible_devices", lambda gpu, kind: self.record("only", gpu, kind)
+        )
+        monkeypatch.setattr(
+            tf.config.experimental,
+            "set_memory_growth",
+            lambda gpu, on: self.record("growth", gpu, on),
+        )
         monkeypatch.setattr(devices.hvd, "rank", lambda: rank)
         monkeypatch.setattr(devices.hvd, "local_rank", lambda: views[rank].local_rank)
         monkeypatch.setattr(devices.hvd, "size", lambda: len(views))
@@ -160,11 +179,15 @@ def test_a_list_of_its_own_for_each_rank(monkeypatch):
 def test_a_rank_that_joins_asks_no_other(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake = FakeTensorFlow(monkeypatch, count=2, rank=1, views=host("s1", "01", 4))
-    monkeypatch.setattr(devices, "exchange", lambda view, name: pytest.fail("the others are training"))
+    monkeypatch.setattr(
+        devices, "exchange", lambda view, name: pytest.fail("the others are training")
+    )
     assert pin_gpu("s1", by_local_rank=True) == ["s1 GPU 1"]
     assert fake.calls == pinned_to(fake, 1)
     monkeypatch.setattr(devices.hvd, "local_rank", lambda: 3)
-    with pytest.raises(RankError, match=r"host s1 has 2 visible GPU\(s\) for 4 ranks; start fewer ranks"):
+    with pytest.raises(
+        RankError, match=r"host s1 has 2 visible GPU\(s\) for 4 ranks; start fewer ranks"
+    ):
         pin_gpu("s1", by_local_rank=True)
 
 
@@ -215,7 +238,9 @@ def test_a_device_touched_before_is_one_clear_error(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake = FakeTensorFlow(monkeypatch, count=1, rank=0, views=host("s1", "0", 1))
     fake.refusal = "Visible devices cannot be modified after being initialized"
-    with pytest.raises(RankError, match=r"after being initialized\); call pin_gpu right after init, before") as caught:
+    with pytest.raises(
+        RankError, match=r"after being initialized\); call pin_gpu right after init, before"
+    ) as caught:
         pin_gpu("s1")
     assert "\n" not in str(caught.value)
 
@@ -223,7 +248,9 @@ def test_a_device_touched_before_is_one_clear_error(monkeypatch):
 @pytest.mark.distributed
 def test_real_ranks_ask_each_other_before_tensorflow_starts_a_device(tmp_path):
     """The fakes refuse, as TensorFlow does, once its devices run: what ranks tell each other must not start them."""
-    code, output = run("gloo", 2, "python", str(WORKERS / "fake_gpus.py"), cwd=tmp_path, FAKE_GPUS="2")
+    code, output = run(
+        "gloo", 2, "python", str(WORKERS / "fake_gpus.py"), cwd=tmp_path, FAKE_GPUS="2"
+    )
     assert code == 0, output
     here = socket.gethostname()
     for rank in range(2):
@@ -234,7 +261,9 @@ def test_real_ranks_ask_each_other_before_tensorflow_starts_a_device(tmp_path):
 @pytest.mark.distributed
 def test_real_ranks_with_a_list_each(tmp_path):
     own = 'CUDA_VISIBLE_DEVICES="$((5 + OMPI_COMM_WORLD_LOCAL_RANK)),3" exec python "$1"'
-    code, output = run("mpirun", 2, "bash", "-c", own, "bash", str(WORKERS / "fake_gpus.py"), cwd=tmp_path)
+    code, output = run(
+        "mpirun", 2, "bash", "-c", own, "bash", str(WORKERS / "fake_gpus.py"), cwd=tmp_path
+    )
     assert code == 0, output
     for rank in range(2):
         assert f"local {rank} device GPU {5 + rank}\n" in output
@@ -242,6 +271,8 @@ def test_real_ranks_with_a_list_each(tmp_path):
 
 @pytest.mark.distributed
 def test_a_tensor_made_first_is_named(tmp_path):
-    code, output = run(None, 1, "python", str(WORKERS / "fake_gpus.py"), "touch", cwd=tmp_path, FAKE_GPUS="1")
+    code, output = run(
+        None, 1, "python", str(WORKERS / "fake_gpus.py"), "touch", cwd=tmp_path, FAKE_GPUS="1"
+    )
     assert code == 1
     assert "rank 0 cannot pin a GPU: TensorFlow has initialized all of them already" in output

@@ -40,6 +40,11 @@ def test_local_variables_stay_on_their_rank(ranks):
         assert local["layers equal"] == [True, False], "the local layer is each rank's own"
 
 
+def test_all_ranks_skip_an_overflow_of_a_local_variable(ranks):
+    for results in ranks:
+        assert results["local_overflow"] == [[2.0**14, 0.0, 0.0]] * 2
+
+
 def test_groups_of_variables(ranks):
     for results in ranks:
         assert results["groups"] == pytest.approx([-mean(len(ranks)), -2 * mean(len(ranks)), 1])
@@ -65,7 +70,12 @@ def test_adasum(ranks):
 
 def test_a_process_set_exchanges_among_its_own(ranks):
     if len(ranks) > 2:
-        assert [results["process_set"] for results in ranks] == pytest.approx([-2.0, -2.0, -2.0, -4.0][: len(ranks)])
+        assert [results["process_set"] for results in ranks] == pytest.approx(
+            [-2.0, -2.0, -2.0, -4.0][: len(ranks)]
+        )
+        values, messages = zip(*(results["broadcast_in_a_process_set"] for results in ranks))
+        assert values == (2.0, 1.0, 2.0, 3.0)[: len(ranks)]
+        assert "ranks 0 and 2 hold different variables at position 0" in messages[0]
 
 
 def test_all_ranks_skip_an_overflow_while_accumulating(ranks):
@@ -83,7 +93,9 @@ def test_tapes_reduce_dense_and_sparse_gradients(ranks):
         tapes = results["tapes"]
         dense, rows, summed = tapes["found"]
         assert dense == pytest.approx([mean(size)] * 2)
-        assert [value for row in rows for value in row] == pytest.approx([1 / size] * 2 * size + [0.0, 0.0])
+        assert [value for row in rows for value in row] == pytest.approx(
+            [1 / size] * 2 * size + [0.0, 0.0]
+        )
         assert summed == pytest.approx([10 * size * (size - 1) / 2] * 2)
         assert tapes["reductions"] == 4 * 2
         assert tapes["local"] == [[rank + 1, rank + 1]] and tapes["shared"] == 0
@@ -98,7 +110,9 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(ranks):
 
 def test_no_rank_stops_alone(ranks):
     """Wished by the last rank after its third batch, and at the end of the second epoch of 16 batches."""
-    assert [results["stopping_and_drifting"]["batches"] for results in ranks] == [[4, 32]] * len(ranks)
+    assert [results["stopping_and_drifting"]["batches"] for results in ranks] == [[4, 32]] * len(
+        ranks
+    )
     tables = [results["stopping_and_drifting"]["batches of a table"] for results in ranks]
     assert tables == [4] * len(ranks), "the wish travels without dense gradients too"
 
@@ -106,7 +120,15 @@ def test_no_rank_stops_alone(ranks):
 def test_callbacks_act_on_a_second_model_as_on_the_first(ranks):
     """Broadcast, stop and comparison. An optimizer that one rank alone has made, and never steps, changes nothing."""
     expected = {"batches": 4, "are equal": True}
-    assert [results["one_list_of_callbacks_for_two_models"] for results in ranks] == [[expected] * 2] * len(ranks)
+    assert [results["one_list_of_callbacks_for_two_models"] for results in ranks] == [
+        [expected] * 2
+    ] * len(ranks)
+
+
+def test_gradients_that_a_rank_accumulates_are_no_drift(ranks):
+    """They differ between two steps, and a callback that compares weights after each batch lets them."""
+    first, second = (results["stopping_and_drifting"]["accumulated"] for results in ranks[:2])
+    assert first != second
 
 
 def test_weights_that_drift_are_named(ranks):
@@ -125,7 +147,9 @@ def test_saved_models_reduce_again(ranks):
         assert results["saving"]["reduces"] == 1
         assert results["saving"]["own optimizer"] == "Mine"
         assert results["saving"]["iterations"] == 3
-        assert "filepath=None; give a path that ends in .keras" in results["saving"]["without a path"]
+        assert (
+            "filepath=None; give a path that ends in .keras" in results["saving"]["without a path"]
+        )
         assert "which Keras 3 does not have" in results["saving"]["legacy"]
 
 
@@ -139,7 +163,10 @@ REFUSED = {
     "not keras": "TypeError: object is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3",
     "local layer": "has no weights yet; build the model before its optimizer",
     "passes": "needs an optimizer that is not built yet and has no gradient_accumulation_steps of its own",
-    "local variables": "check_finite=True needs gradients that all ranks share",
+    "local variables": "check_finite needs gradients that all ranks share",
+    "local and clipped": "global_clipnorm needs gradients that all ranks share; leave it out with local variables",
+    "elastic errors": "a rank that joins has neither the errors of a compression nor the anchors of DiLoCo",
+    "elastic anchors": "a rank that joins has neither the errors of a compression nor the anchors of DiLoCo",
 }
 
 
@@ -157,14 +184,24 @@ def test_a_script_written_for_horovod_runs_with_one_line_changed(ranks):
 
 
 # Upstream's modules, read as text: their import would bring a second Horovod into the tests.
-UPSTREAM = ["tensorflow/keras/__init__.py", "keras/__init__.py", "tensorflow/keras/callbacks.py", "keras/callbacks.py"]
+UPSTREAM = [
+    "tensorflow/keras/__init__.py",
+    "keras/__init__.py",
+    "tensorflow/keras/callbacks.py",
+    "keras/callbacks.py",
+]
 UPSTREAM += ["tensorflow/keras/elastic.py", "tensorflow/sync_batch_norm.py"]
 # What horovod.tensorflow imports for itself.
-INNER = {"LocalGradientAggregationHelper", "check_num_rank_power_of_2", "handle_average_backwards_compatibility"}
+INNER = {
+    "LocalGradientAggregationHelper",
+    "check_num_rank_power_of_2",
+    "handle_average_backwards_compatibility",
+}
 INNER |= {"refs_to_vars", "vars_to_refs"}
 # Of horovod.tensorflow, whose other names are for TensorFlow 1 and for optimizers that Keras 3 does not have.
 OF_TENSORFLOW = {
     "tensorflow/__init__.py": {"DistributedGradientTape", "PartialDistributedGradientTape"},
+    "tensorflow/functions.py": {"broadcast_variables"},
     "tensorflow/elastic.py": {"TensorFlowKerasState", "run"},
 }
 
@@ -180,15 +217,25 @@ def public_signatures():
             if isinstance(node, ast.ClassDef):
                 inits = [item for item in node.body if getattr(item, "name", "") == "__init__"]
                 init = inits[0] if inits else None
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_") or init is None:
+            if (
+                not isinstance(node, ast.FunctionDef | ast.ClassDef)
+                or node.name.startswith("_")
+                or init is None
+            ):
                 continue
             is_method = (
-                isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg in ("self", "cls")
+                isinstance(node, ast.FunctionDef)
+                and node.args.args
+                and node.args.args[0].arg in ("self", "cls")
             )
             if is_method or node.name not in OF_TENSORFLOW.get(name, {node.name}):
                 continue
             if node.name not in ("wrap_optimizer",):
-                yield name, node.name, [argument.arg for argument in init.args.args if argument.arg != "self"]
+                yield (
+                    name,
+                    node.name,
+                    [argument.arg for argument in init.args.args if argument.arg != "self"],
+                )
 
 
 @pytest.mark.parametrize(("module", "name", "arguments"), list(public_signatures()))
@@ -218,8 +265,12 @@ def test_every_imported_name_of_upstream_exists():
                 and (node.module or "").startswith("horovod.")
                 and "common" not in node.module
             ):
-                public = {alias.name for alias in node.names if not alias.name.startswith("_")} - INNER
-                assert [item for item in sorted(public) if not hasattr(hvd, item)] == [], f"{name} has them"
+                public = {
+                    alias.name for alias in node.names if not alias.name.startswith("_")
+                } - INNER
+                assert [item for item in sorted(public) if not hasattr(hvd, item)] == [], (
+                    f"{name} has them"
+                )
 
 
 @pytest.mark.nightly
@@ -228,7 +279,10 @@ def test_the_library_needs_no_hydra():
     import sys
 
     code = "import sys, hvtrain.keras; sys.exit(bool({'hydra', 'omegaconf'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,14 +299,25 @@ def test_the_library_needs_no_hydra():
 def test_pace_and_memory(launcher, variables, cycle, gives_way, tmp_path):
     """Ranks of one host meet often under MPI and give way while they wait; each stays on its share of the cores."""
     code, output = run(
-        launcher, 2, "python", str(WORKERS / "pace.py"), str(tmp_path / "found"), cwd=tmp_path, **variables
+        launcher,
+        2,
+        "python",
+        str(WORKERS / "pace.py"),
+        str(tmp_path / "found"),
+        cwd=tmp_path,
+        **variables,
     )
     assert code == 0, output
     results = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in (0, 1)]
     everything = sorted(os.sched_getaffinity(1))
     assert len(everything) % 2 or sorted(results[0][2] + results[1][2]) == everything
     for chosen, pages, _, give_way in results:
-        assert (chosen["HOROVOD_CYCLE_TIME"], chosen["OMPI_MCA_mpi_yield_when_idle"]) == (cycle, gives_way)
-        assert (give_way > 0) is (launcher == "mpirun"), "Horovod's threads, where they wait inside MPI"
+        assert (chosen["HOROVOD_CYCLE_TIME"], chosen["OMPI_MCA_mpi_yield_when_idle"]) == (
+            cycle,
+            gives_way,
+        )
+        assert (give_way > 0) is (launcher == "mpirun"), (
+            "Horovod's threads, where they wait inside MPI"
+        )
         assert chosen["HOROVOD_DISABLE_GROUP_FUSION"] == "1"
         assert pages < 1000, "a large reduction takes no new ones"

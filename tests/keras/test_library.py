@@ -34,7 +34,9 @@ def joint_batch(request, tmp_path_factory):
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in NIGHTLY_CASES)])
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in NIGHTLY_CASES)]
+)
 def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
     """2 ranks x 16 against 1 x 32, 20 steps, weights and slots; without the reduction it is another result."""
     results = joint_batch["cases"][case]
@@ -42,12 +44,17 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(joint_batch, case):
     assert results["error"] < results["tolerance"]
     assert results["error_without_reduction"] > max(0.1, 3 * results["tolerance"])
     assert results["ranks_differ"] == 0, "at the end, and at the start after the broadcast"
-    assert results["reductions"] == results["expected"], "one for each step that changes weights, counted in the graph"
+    assert results["reductions"] == results["expected"], (
+        "one for each step that changes weights, counted in the graph"
+    )
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(("mpirun", 2), id="mpi-2"), pytest.param(("gloo", 3), marks=pytest.mark.release, id="gloo-3")],
+    params=[
+        pytest.param(("mpirun", 2), id="mpi-2"),
+        pytest.param(("gloo", 3), marks=pytest.mark.release, id="gloo-3"),
+    ],
 )
 def library(request, tmp_path_factory):
     launcher, num_ranks = request.param
@@ -66,20 +73,22 @@ def test_a_contrastive_loss_over_the_joint_batch_equals_one_process(library):
 def test_collectives(library):
     size = len(library)
     total = size * (size - 1) / 2
-    for results in library:
+    for rank, results in enumerate(library):
         values = results["collectives"]
         assert values["mean"] == pytest.approx(total / size)
         assert values["sum"] == total
         assert values["gathered_rows"] == [size * (size + 1) // 2, 2]
         assert values["broadcast"] == 7
         assert values["object"] == values["object by a function"] == {"from": 0}
-        assert values["in place"] == [3.0, 4.0, 3.0, 4.0]
+        assert values["in place"] == [3.0, 4.0, rank, 3.0, 4.0]
         assert values["objects"] == list(range(size))
         assert values["sums"] == [[size, total], 2.5 * size]
 
 
 def test_ranks_with_different_models_are_told(library):
-    assert all("hold different variables at position 0" in results["other_models"] for results in library)
+    assert all(
+        "hold different variables at position 0" in results["other_models"] for results in library
+    )
 
 
 def test_metrics_over_uneven_shards_equal_one_process(library):
@@ -129,8 +138,14 @@ def test_groups_of_unlike_tensors_are_told_before_foreign_memory_is_read(library
     size = len(library)
     ranks = f"RankError: cannot reduce the tensors of ranks 0 and {size - 1}: tensor 1 is float32"
     for messages in refusals(library, "groups"):
-        assert f"{ranks} [2, 4] on rank 0, float32 [2, 5] on rank {size - 1}; give tensors of" in messages["allreduce"]
-        assert f"{ranks} [None, 4] on rank 0, float32 [None, 5] on rank {size - 1}" in messages["allgather"]
+        assert (
+            f"{ranks} [2, 4] on rank 0, float32 [2, 5] on rank {size - 1}; give tensors of"
+            in messages["allreduce"]
+        )
+        assert (
+            f"{ranks} [None, 4] on rank 0, float32 [None, 5] on rank {size - 1}"
+            in messages["allgather"]
+        )
         assert f"{ranks} [2, 4] on rank 0, missing on rank {size - 1}" in messages["reducescatter"]
         assert messages["alike"] == [3 * size, 8 * size]
         assert messages["of own length"] == [[size * (size + 1) // 2, 2]]
@@ -147,17 +162,26 @@ def test_names_that_keras_numbers_may_differ(library):
 def test_what_would_be_reduced_twice_or_not_at_all_is_refused(library):
     for messages in refusals(library, "twice"):
         assert (
-            "ValueError" in messages["inside a loss scale"] and "wrap the outer one" in messages["inside a loss scale"]
+            "ValueError" in messages["inside a loss scale"]
+            and "wrap the outer one" in messages["inside a loss scale"]
         )
         assert "wrap the outer one" in messages["scaled inside a loss scale"]
         assert "is inside the DistributedOptimizer delegates" in messages["inside another"]
         assert "is a DistributedOptimizer already" in messages["inside a multi-optimizer"]
-        assert "ValueError: a LossScaleOptimizer got gradients of a loss that never went" in messages["never scaled"]
-        assert "OwnApply overrides apply and has gradient_accumulation_steps=2" in messages["accumulates by itself"]
+        assert (
+            "ValueError: a LossScaleOptimizer got gradients of a loss that never went"
+            in messages["never scaled"]
+        )
+        assert (
+            "OwnApply overrides apply and has gradient_accumulation_steps=2"
+            in messages["accumulates by itself"]
+        )
 
 
 def test_accumulation_outside_of_graphs(library):
-    assert refusals(library, "accumulated_eagerly") == [[[-(len(library) + 1) / 2], 1]] * len(library)
+    assert refusals(library, "accumulated_eagerly") == [[[-(len(library) + 1) / 2], 1]] * len(
+        library
+    )
 
 
 def test_a_loss_that_nobody_scales_is_not_scaled_back(library):
@@ -176,7 +200,12 @@ def test_collectives_return_tensors_that_a_tape_differentiates(library):
 
 def test_a_saved_model_loads_as_a_plain_optimizer(library):
     for results in library:
-        assert results["saved"] == {"plain": True, "equal_slots": True, "iterations": 4, "distributed": True}
+        assert results["saved"] == {
+            "plain": True,
+            "equal_slots": True,
+            "iterations": 4,
+            "distributed": True,
+        }
 
 
 def test_shards_are_disjoint_and_complete(library):
@@ -199,7 +228,9 @@ def test_callbacks_of_upstream(library):
         assert results["callbacks"]["equal_weights"]
         rates = results["callbacks"]["rates"]
         # 4 steps an epoch, 2 epochs of warm-up from base to base x size, upstream's formula.
-        expected = [0.1 * ((step + 1) / 4 * (size - 1) / 2 + 1) for step in range(8)] + [0.1 * size] * 4
+        expected = [0.1 * ((step + 1) / 4 * (size - 1) / 2 + 1) for step in range(8)] + [
+            0.1 * size
+        ] * 4
         assert rates == pytest.approx(expected, rel=1e-5)
 
 
@@ -233,23 +264,31 @@ def test_a_copy_of_a_distributed_optimizer_reduces(library):
 
 def test_xla_is_refused_in_one_line(library):
     for results in idioms(library, "xla"):
-        assert all("XLA compiles this step" in message and "pass jit_compile=False" in message for message in results)
+        assert all(
+            "XLA compiles this step" in message and "pass jit_compile=False" in message
+            for message in results
+        )
 
 
 def test_a_warm_up_of_a_schedule_is_refused(library):
-    assert all("this optimizer's is a ExponentialDecay; give" in message for message in idioms(library, "schedule"))
+    assert all(
+        "this optimizer's is a ExponentialDecay; give" in message
+        for message in idioms(library, "schedule")
+    )
 
 
 def test_optimizers_of_a_model_that_compile_does_not_know(library):
-    assert idioms(library, "two_optimizers") == [[0, 0]] * len(library)
+    assert idioms(library, "own_optimizers") == [[0, 0]] * len(library)
 
 
 def test_the_broadcast_warns_of_ranks_that_train_alone(library):
     for rank, results in enumerate(idioms(library, "warnings")):
-        assert len(results["plain"]) == 1 and f"rank {rank} of {len(library)} trains alone" in results["plain"][0]
-        assert ["call model.build(input_shape) before fit" in message for message in results["unbuilt"]] == [True] * (
-            rank == 0
-        )
+        for messages in (results["plain"], results["in executions"]):
+            assert len(messages) == 1
+            assert f"rank {rank} of {len(library)} trains alone" in messages[0]
+        assert [
+            "call model.build(input_shape) before fit" in message for message in results["unbuilt"]
+        ] == [True] * (rank == 0)
         assert results["neither"] == []
 
 
@@ -257,7 +296,10 @@ def test_epochs_that_differ_between_ranks(library):
     last = len(library) - 1
     for results in idioms(library, "unlike"):
         assert f"an epoch has 4 batches on rank 0 and 3 on rank {last}" in results["batches"]
-        assert "different metrics after epoch 1" in results["metrics"] and "['val_loss']" in results["metrics"]
+        assert (
+            "different metrics after epoch 1" in results["metrics"]
+            and "['val_loss']" in results["metrics"]
+        )
         assert results["smallest"] == 3
 
 
@@ -298,7 +340,11 @@ def test_join_after_sparse_gradients_is_refused(library):
 @pytest.mark.parametrize("waits", [[], pytest.param(["100"], marks=pytest.mark.nightly)])
 def test_a_rank_that_waits_for_another_says_so_at_the_end(waits, tmp_path):
     """The other one ends after fewer batches, or never comes."""
-    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"} if waits else {}
+    limits = (
+        {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+        if waits
+        else {}
+    )
     worker = str(WORKERS / "unlike_batches.py")
     code, output = run("mpirun", 2, "python", worker, *waits, cwd=tmp_path, **limits)
     assert code != 0

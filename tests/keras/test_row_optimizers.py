@@ -36,7 +36,11 @@ def trained(optimizer, sparse=True):
 
 
 def lazy_adam(beta_1=0.9, beta_2=0.999, epsilon=1e-7):
-    table, momentum, velocity = TABLE.astype(float), np.zeros_like(TABLE, float), np.zeros_like(TABLE, float)
+    table, momentum, velocity = (
+        TABLE.astype(float),
+        np.zeros_like(TABLE, float),
+        np.zeros_like(TABLE, float),
+    )
     for step, (ids, values) in enumerate(batches(), 1):
         for row in set(ids):
             gradient = values[ids == row].sum(axis=0)
@@ -57,7 +61,9 @@ def rowwise_adagrad(epsilon=1e-8):
     return table
 
 
-@pytest.mark.parametrize(("kind", "formula"), [(LazyAdam, lazy_adam), (RowwiseAdagrad, rowwise_adagrad)])
+@pytest.mark.parametrize(
+    ("kind", "formula"), [(LazyAdam, lazy_adam), (RowwiseAdagrad, rowwise_adagrad)]
+)
 def test_the_rows_of_a_batch_get_the_step_of_the_formula_and_no_other_row_moves(kind, formula):
     table = trained(kind(RATE))
     np.testing.assert_allclose(table, formula(), rtol=0, atol=1e-5)
@@ -70,7 +76,9 @@ def test_kerass_adam_moves_rows_that_no_batch_looks_up():
 
 
 def test_a_dense_gradient_gets_adams_step_to_the_bit():
-    assert np.array_equal(trained(LazyAdam(RATE), sparse=False), trained(keras.optimizers.Adam(RATE), sparse=False))
+    assert np.array_equal(
+        trained(LazyAdam(RATE), sparse=False), trained(keras.optimizers.Adam(RATE), sparse=False)
+    )
 
 
 def test_adagrad_takes_dense_gradients_of_any_shape():

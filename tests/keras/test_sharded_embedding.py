@@ -12,14 +12,32 @@ pytestmark = pytest.mark.distributed
 
 ROWS, WIDTH = 23, 3
 EQUAL = [
-    *("sgd", "momentum", "adagrad", "adam", "lazy adam", "rowwise adagrad", "averages", "accumulation"),
-    *("loss scale", "tape", "shared by two inputs", "all on one rank", "clipnorm", "global_clipnorm"),
+    *(
+        "sgd",
+        "momentum",
+        "adagrad",
+        "adam",
+        "lazy adam",
+        "rowwise adagrad",
+        "averages",
+        "accumulation",
+    ),
+    *(
+        "loss scale",
+        "shared by two inputs",
+        "all on one rank",
+        "clipnorm",
+        "global_clipnorm",
+    ),
 ]
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(("gloo", 3), id="gloo-3"), pytest.param(("mpirun", 2), marks=pytest.mark.nightly, id="mpi-2")],
+    params=[
+        pytest.param(("gloo", 3), id="gloo-3"),
+        pytest.param(("mpirun", 2), marks=pytest.mark.nightly, id="mpi-2"),
+    ],
 )
 def ranks(request, tmp_path_factory):
     launcher, num_ranks = request.param
@@ -88,9 +106,16 @@ def test_fit_with_the_usual_callbacks_learns_and_keeps_shared_weights_equal(rank
         assert rank[case]["loss"][-1] < rank[case]["loss"][0]
 
 
+def test_compression_keeps_errors_of_dense_weights_alone(ranks):
+    assert all(
+        rank["kept errors"] == ["same/steps", "sum/error/0001", "sum/error/0002"] for rank in ranks
+    )
+
+
 def test_a_gradient_of_one_rank_that_is_not_finite_fails_the_step_on_all(ranks):
     for rank in ranks:
         assert "the gradient is not finite" in rank["not finite"]["message"]
+        assert "the gradient is not finite" in rank["not finite, tables alone"]
         assert rank["not finite"]["moved"] == 0
 
 
@@ -113,13 +138,17 @@ def test_an_error_about_ids_becomes_one_line():
     [
         ("out of range", "has rows 0 to 22, and the smallest and largest id are"),
         ("out of the second", "table t[1] has rows 0 to 2, and the smallest and largest id are"),
-        ("three tables", "got ids of shape (1, 2), and holds 3 tables; give an id for each along the last axis"),
+        (
+            "three tables",
+            "got ids of shape (1, 2), and holds 3 tables; give an id for each along the last axis",
+        ),
         ("negative", "has rows 0 to 22, and the smallest and largest id are"),
         ("floats", "got ids of type float64; it needs int32 or int64"),
         ("regularizer", "table t has embeddings_regularizer, which needs the whole table"),
         ("tied", "no other layer can use its weights"),
         ("initializer", "a sharded table cannot begin with Orthogonal; choose uniform,"),
         ("too large", "GiB are free here; use more hosts, or fewer rows"),
+        ("tape", "table t is sharded over the ranks, which a plain optimizer does not know; wrap"),
         ("lamb", "Lamb needs whole weights; choose SGD, Adam"),
         ("shard", "shard=True divides what is divided already"),
         ("local in every step", "LocalSGD and DiLoCo average weights"),

@@ -7,7 +7,17 @@ from launching import run_worker
 pytestmark = pytest.mark.distributed
 
 SAME_BITS = [
-    *("sgd", "momentum", "adam", "adamw", "lion", "clipnorm", "global_clipnorm", "loss scale", "accumulation"),
+    *(
+        "sgd",
+        "momentum",
+        "adam",
+        "adamw",
+        "lion",
+        "clipnorm",
+        "global_clipnorm",
+        "loss scale",
+        "accumulation",
+    ),
     *("averages", "bf16 on the wire", "a part without gradients", "lamb", "adafactor", "muon"),
 ]
 BY_VARIABLES = ("lamb", "adafactor", "muon")
@@ -18,7 +28,10 @@ TOLERANCE = {"muon": 1e-5}
 @pytest.fixture(
     scope="module",
     # Between three ranks no border of a part is one of a variable.
-    params=[pytest.param(("gloo", 3), id="gloo-3"), pytest.param(("mpirun", 2), marks=pytest.mark.nightly, id="mpi-2")],
+    params=[
+        pytest.param(("gloo", 3), id="gloo-3"),
+        pytest.param(("mpirun", 2), marks=pytest.mark.nightly, id="mpi-2"),
+    ],
 )
 def ranks(request, tmp_path_factory):
     launcher, num_ranks = request.param
@@ -63,9 +76,12 @@ def test_fit_with_callbacks_ends_with_equal_weights_even_if_the_first_step_build
     ("case", "line"),
     [
         ("own step", "shard=True divides Keras's own step, and OwnStep overrides apply"),
-        ("built", "shard=True needs an optimizer that is not built yet, and this Adam has whole slots"),
+        (
+            "built",
+            "shard=True needs an optimizer that is not built yet, and this Adam has whole slots",
+        ),
         ("schedule free", "slots of ScheduleFreeAdamW begin as the weights"),
-        ("local variable", "shard=True needs gradients that all ranks share"),
+        ("local variable", "shard needs gradients that all ranks share"),
         ("elastic", "a rank that is lost takes its part of the slots along"),
         ("join", "or its part of the weights, which the others will gather"),
     ],

@@ -52,10 +52,14 @@ def test_equals_one_process_on_the_joint_batch(ranks, case):
         assert results["moving"] < (1e-13 if case == "float64" else 1e-5)
         assert results["ranks_differ"] == 0
         assert (
-            results["dtype"][0] == results["dtype"][1] == case.removeprefix("mixed_") if "float" in case else "float32"
+            results["dtype"][0] == results["dtype"][1] == case.removeprefix("mixed_")
+            if "float" in case
+            else "float32"
         )
         if case not in ("empty", "mask_all_of_one_rank"):
-            assert results["alone"] > 0.01, "Keras's layer on each rank's own batch gives something else"
+            assert results["alone"] > 0.01, (
+                "Keras's layer on each rank's own batch gives something else"
+            )
             assert results["alone_moving"] > 0.01
 
 
@@ -65,7 +69,9 @@ def test_training_equals_one_process_on_the_joint_batch(ranks):
         assert results["error_of_plain"] > 0.01
         assert results["ranks_differ"] == 0
         assert results["xla"] is False
-    assert len({rank["training"]["name"] for rank in ranks}) == len(ranks), "Keras's names differ; nothing hangs"
+    assert len({rank["training"]["name"] for rank in ranks}) == len(ranks), (
+        "Keras's names differ; nothing hangs"
+    )
 
 
 def test_a_large_mean_keeps_the_variance(ranks):
@@ -117,7 +123,10 @@ def test_a_rank_that_joined_counts_nothing(ranks):
 def test_one_rank_is_keras(tmp_path):
     [results] = results_on(None, 1, tmp_path)
     for case in ("eager", "mask_uneven"):
-        differences = {key: results["cases"][case][key] for key in ("outputs", "input_gradient", "gradients", "moving")}
+        differences = {
+            key: results["cases"][case][key]
+            for key in ("outputs", "input_gradient", "gradients", "moving")
+        }
         assert differences == dict.fromkeys(differences, 0), case
     assert all(case["outputs"] < 3e-2 for case in results["cases"].values())
     assert results["training"]["error"] < 1e-6

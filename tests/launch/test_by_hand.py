@@ -71,12 +71,16 @@ def test_all_learn_everyones_place_once_all_have_come():
 def test_a_rank_that_is_taken_is_refused_with_the_host_that_has_it():
     with meeting(SERVERS) as (coordinator, comes, _, server):
         comes(3, "s2")
-        with pytest.raises(ConfigError, match=r"^worker 1 is there already, on host s2; end one of the two$"):
+        with pytest.raises(
+            ConfigError, match=r"^worker 1 is there already, on host s2; end one of the two$"
+        ):
             claim(coordinator, 3, SERVERS.names, ["s3", "10.0.0.3"], 60)
         message = "this process expects worker 0, worker 1, and rank 0 expects coordinator 0, ps 0, worker 0"
         with pytest.raises(ConfigError, match=message):
             claim(coordinator, 1, TWO.names, ["s3", "10.0.0.3"], 60)
-        assert {rank: holder["host"] for rank, holder in server._claims.items()} == {3: ["s2", "10.0.0.1"]}
+        assert {rank: holder["host"] for rank, holder in server._claims.items()} == {
+            3: ["s2", "10.0.0.1"]
+        }
 
 
 def test_who_is_missing_is_named_to_all():
@@ -100,7 +104,12 @@ def test_who_is_missing_is_named_to_all():
 def test_a_process_that_has_ended_while_it_waited_may_come_again():
     with meeting(TWO) as ((address, port), comes, results, _):
         gone = http.client.HTTPConnection(address, port)
-        request = {"rank": 1, "names": list(TWO.names), "host": ["s9", "10.0.0.9"], "process": "gone"}
+        request = {
+            "rank": 1,
+            "names": list(TWO.names),
+            "host": ["s9", "10.0.0.9"],
+            "process": "gone",
+        }
         gone.request("POST", "/claim", json.dumps(request))
         response = gone.getresponse()
         assert (response.status, json.load(response)) == (202, ["worker 0"])
@@ -164,7 +173,10 @@ def test_a_host_whose_name_leads_to_itself_alone(monkeypatch, capsys):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(LostRankError, match=r"^worker 1 did not connect"):
         start(TWO, 0, f"s1:{free_port()}", ["true"], {}, 0.2)
-    assert "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are any" in capsys.readouterr().err
+    assert (
+        "hvtrain: s1 is 127.0.1.1 here, which other hosts cannot reach; if there are any"
+        in capsys.readouterr().err
+    )
 
 
 @contextmanager
@@ -201,7 +213,14 @@ def test_options_that_do_not_go_together(monkeypatch, options, message):
 
 
 def by_hand(port, index, *command):
-    where = ("--job-name", "worker", "--task-index", str(index), "--coordinator", f"localhost:{port}")
+    where = (
+        "--job-name",
+        "worker",
+        "--task-index",
+        str(index),
+        "--coordinator",
+        f"localhost:{port}",
+    )
     return "python", "-m", "hvtrain", "launch", "-np", "2", *where, "--", *command
 
 
@@ -209,7 +228,10 @@ def by_hand(port, index, *command):
 def test_two_processes_sum_and_end_well(tmp_path):
     port = free_port()
     command = ("python", str(launching.WORKERS / "places.py"))
-    first, second = (launching.start(None, 1, *by_hand(port, index, *command), cwd=tmp_path) for index in range(2))
+    first, second = (
+        launching.start(None, 1, *by_hand(port, index, *command), cwd=tmp_path)
+        for index in range(2)
+    )
     output, other = launching.finish(first), launching.finish(second)
     assert (first.returncode, second.returncode) == (0, 0), output + other
     assert "rank 0 sum 1 local 0" in output and "rank 1 sum 1 local 1" in other
@@ -222,7 +244,10 @@ def test_signals_and_exit_codes_pass(tmp_path):
     """Each process has its own: Ctrl-C ends the second one, and the first one saves when a scheduler asks."""
     port = free_port()
     command = fate(tmp_path, "wait", "0")
-    first, second = (launching.start(None, 1, *by_hand(port, index, *command), cwd=tmp_path) for index in range(2))
+    first, second = (
+        launching.start(None, 1, *by_hand(port, index, *command), cwd=tmp_path)
+        for index in range(2)
+    )
     for rank in range(2):
         wait_for(tmp_path / f"rank-{rank}")
     second.send_signal(signal.SIGINT)
@@ -238,15 +263,29 @@ def test_ctrl_c_to_one_of_two_trainings(tmp_path):
     """Both save and stop."""
     port = free_port()
     folder = tmp_path / "run"
-    settings = ("model=mlp", "train.epochs=100000", "checkpoint.every_epochs=null", f"run.dir={folder}")
-    first, second = (launching.start(None, 1, *by_hand(port, index, *settings), cwd=tmp_path) for index in range(2))
+    settings = (
+        "model=mlp",
+        "train.epochs=100000",
+        "checkpoint.every_epochs=null",
+        f"run.dir={folder}",
+    )
+    first, second = (
+        launching.start(None, 1, *by_hand(port, index, *settings), cwd=tmp_path)
+        for index in range(2)
+    )
     deadline = time.monotonic() + 200
-    while not (folder / "history.csv").exists() and first.poll() is None and time.monotonic() < deadline:
+    while (
+        not (folder / "history.csv").exists()
+        and first.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     second.send_signal(signal.SIGINT)
     output, other = launching.finish(first), launching.finish(second)
     assert (first.returncode, second.returncode) == (130, 130), output + other
-    assert "ranks          2 (Horovod on Gloo)" in output and list((folder / "checkpoints").glob("step-*"))
+    assert "ranks          2 (Horovod on Gloo)" in output and list(
+        (folder / "checkpoints").glob("step-*")
+    )
     assert "Epoch" not in other
 
 
@@ -260,10 +299,14 @@ def test_over_two_hosts():
 
         def run(index):
             lab("exec", f"s{index + 1}", "sh", "-c", "kill $(cat /run/sshd.pid)")
-            _, *line = (argument.replace("localhost", "s1") for argument in by_hand(2222, index, *command))
+            _, *line = (
+                argument.replace("localhost", "s1") for argument in by_hand(2222, index, *command)
+            )
             return lab.run(f"s{index + 1}", PYTHON, *line)
 
         (code, output), (other_code, other) = pool.map(run, range(2))
     assert (code, other_code) == (0, 0), output + other
     assert "rank 0 sum 1 local 0 host s1 over eth0" in output, output
-    assert "worker 1 is rank 1 of 2" in other and "rank 1 sum 1 local 0 host s2 over eth0" in other, other
+    assert (
+        "worker 1 is rank 1 of 2" in other and "rank 1 sum 1 local 0 host s2 over eth0" in other
+    ), other

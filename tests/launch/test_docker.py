@@ -17,7 +17,14 @@ from hvtrain.launch.cluster_kinds import Docker
 from hvtrain.launch.job import Job, parse_hosts
 
 BIN = Path(sys.executable).parent
-WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]", '+x=it\'s $(HOME) $HOME ${HOME} $$ "q"', "a: b #c")
+WORDS = (
+    "python",
+    "-m",
+    "hvtrain",
+    "callbacks=[a,b]",
+    '+x=it\'s $(HOME) $HOME ${HOME} $$ "q"',
+    "a: b #c",
+)
 ENVIRONMENT = {"TF_FLAGS": "a 'b' $c ${d} \"e\": {f}"}
 HOSTS = Job(WORDS, 4, parse_hosts("s1:2,s2:1,s3:1"), environment=ENVIRONMENT)
 SETTINGS = Docker(keys="/keys of mine", data="/data", runs="/home/me/it's")
@@ -50,7 +57,17 @@ def test_each_host_starts_its_part(tmp_path):
         *("horovodrun", "--gloo", "--ssh-port", "2222", "-np", "4", "-H", "s1:2,s2:1,s3:1"),
         *WORDS,
     )
-    common = ["run", "--rm", "--init", "--network=host", "--ipc=host", "--ulimit", "memlock=-1", "--gpus", "all"]
+    common = [
+        "run",
+        "--rm",
+        "--init",
+        "--network=host",
+        "--ipc=host",
+        "--ulimit",
+        "memlock=-1",
+        "--gpus",
+        "all",
+    ]
     assert options[: len(common)] == common
     assert "/keys of mine:/home/hvtrain/.ssh:ro" in options
     assert "/home/me/it's:/home/hvtrain/runs" in options
@@ -67,16 +84,26 @@ def test_each_host_starts_its_part(tmp_path):
 def test_one_host_needs_no_ssh(tmp_path):
     text = files(Job(WORDS, 4), Docker(gpus=False))["docker-run.sh"]
     arguments = said(tmp_path, text).stdout.split("\0")[:-1]
-    assert arguments[arguments.index("horovodrun") :] == ["horovodrun", "--gloo", "-np", "4", *WORDS]
+    assert arguments[arguments.index("horovodrun") :] == [
+        "horovodrun",
+        "--gloo",
+        "-np",
+        "4",
+        *WORDS,
+    ]
     assert "--gpus" not in arguments and not any(".ssh" in argument for argument in arguments)
 
 
 @pytest.mark.parametrize("job", [HOSTS, Job(WORDS, 4)], ids=["hosts", "one host"])
 def test_shellcheck_finds_nothing(tmp_path, job):
-    shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}") or pytest.skip("no shellcheck here")
+    shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}") or pytest.skip(
+        "no shellcheck here"
+    )
     (tmp_path / "script").write_text(files(job, SETTINGS)["docker-run.sh"])
     # SC2016: words that hold a dollar are meant to.
-    checked = subprocess.run([shellcheck, "-e", "SC2016", "script"], cwd=tmp_path, capture_output=True, text=True)
+    checked = subprocess.run(
+        [shellcheck, "-e", "SC2016", "script"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stdout
 
 
@@ -88,8 +115,20 @@ def test_two_containers_try_a_job_out():
     tree = yaml.safe_load(files(HOSTS, SETTINGS)["compose.yaml"])
     first, second = tree["services"]["s1"], tree["services"]["s2"]
     line = [as_compose_reads(argument) for argument in first["command"]]
-    assert line == ["horovodrun", "--gloo", "--ssh-port", "2222", "-np", "2", "-H", "s1:1,s2:1", *WORDS]
-    assert {name: as_compose_reads(value) for name, value in first["environment"].items()} == ENVIRONMENT
+    assert line == [
+        "horovodrun",
+        "--gloo",
+        "--ssh-port",
+        "2222",
+        "-np",
+        "2",
+        "-H",
+        "s1:1,s2:1",
+        *WORDS,
+    ]
+    assert {
+        name: as_compose_reads(value) for name, value in first["environment"].items()
+    } == ENVIRONMENT
     assert first["depends_on"]["s2"]["condition"] == "service_healthy"
     assert first["volumes"] == second["volumes"] == ["home:/home/hvtrain", "/data:/data:ro"]
     command = ["docker", "compose", "--file", "a b/compose.yaml", "up", "--exit-code-from", "s1"]
@@ -98,9 +137,13 @@ def test_two_containers_try_a_job_out():
 
 def compose_config(tmp_path, text):
     """What Compose makes of the file; it needs no engine for that."""
-    compose = shutil.which("docker-compose") or pytest.skip("no docker-compose here (apt-get install docker-compose)")
+    compose = shutil.which("docker-compose") or pytest.skip(
+        "no docker-compose here (apt-get install docker-compose)"
+    )
     (tmp_path / "compose.yaml").write_text(text)
-    return subprocess.run([compose, "config"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [compose, "config"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
 
 
 def test_compose_takes_the_file(tmp_path):
@@ -109,7 +152,9 @@ def test_compose_takes_the_file(tmp_path):
     assert read.returncode == 0, read.stderr
     # Compose writes each dollar doubled again, so that its output can be read as its input.
     service = yaml.safe_load(read.stdout)["services"]["s1"]
-    assert [as_compose_reads(argument) for argument in service["command"]][-len(WORDS) :] == list(WORDS)
+    assert [as_compose_reads(argument) for argument in service["command"]][-len(WORDS) :] == list(
+        WORDS
+    )
     misspelt = compose_config(tmp_path, text.replace("healthcheck:", "healthchecks:"))
     assert misspelt.returncode != 0
 
@@ -132,7 +177,9 @@ def test_the_containers_make_one_key_pair_and_keep_it(tmp_path):
         ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
         assert ran.stdout == "worker 2222\n"
         keys.append((home / ".ssh" / "id_ed25519").read_text())
-        assert (home / ".ssh" / "authorized_keys").read_text() == (home / ".ssh" / "id_ed25519.pub").read_text()
+        assert (home / ".ssh" / "authorized_keys").read_text() == (
+            home / ".ssh" / "id_ed25519.pub"
+        ).read_text()
     assert keys[0] == keys[1]
     assert (home / ".ssh").stat().st_mode & 0o777 == 0o700
 

@@ -47,7 +47,10 @@ def discovery(tmp_path, monkeypatch):
             "exit 3",
             f"{SCRIPT} Failed to execute discovery script: ./hosts.sh. Exit code: 3; it must print a line HOST:SLO",
         ),
-        ("echo a:b:c", f"{SCRIPT} too many values to unpack (expected 2); it must print a line HOST:SLOTS"),
+        (
+            "echo a:b:c",
+            f"{SCRIPT} too many values to unpack (expected 2); it must print a line HOST:SLOTS",
+        ),
         ("echo localhost:1", f"{WAITED} localhost:1; make hosts available, or lower -np"),
         ("true", f"{WAITED} no host; make hosts available, or lower -np"),
     ],
@@ -55,7 +58,9 @@ def discovery(tmp_path, monkeypatch):
 def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, message):
     discovery(body)
     seconds = [0]
-    clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=lambda more: seconds.append(seconds.pop() + more))
+    clock = SimpleNamespace(
+        monotonic=lambda: seconds[0], sleep=lambda more: seconds.append(seconds.pop() + more)
+    )
     monkeypatch.setattr(horovod_launcher, "time", clock)
     monkeypatch.setattr(sys, "argv", ["horovodrun", *WORDS])
     with pytest.raises(ConfigError) as error:
@@ -73,7 +78,9 @@ def test_hosts_that_do_not_come(discovery, monkeypatch, capsys, body, message):
         (1000, None, 250, "1,000 ranks may take 2 min"),
     ],
 )
-def test_many_ranks_have_time_to_meet_over_gloo(ranks, limit, seconds, message, monkeypatch, capsys):
+def test_many_ranks_have_time_to_meet_over_gloo(
+    ranks, limit, seconds, message, monkeypatch, capsys
+):
     monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
     args = SimpleNamespace(num_proc=ranks, gloo_timeout_seconds=limit)
     give_gloo_time(args)

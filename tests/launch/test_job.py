@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvtrain.config.compose import CONFIGS, setting_lines
+from hvtrain.config.choices import CONFIGS, setting_lines
 from hvtrain.errors import ConfigError
 from hvtrain.launch import environment
 from hvtrain.launch.cluster_files import choose, quote, submit, texts, yaml_text
@@ -32,14 +32,18 @@ from hvtrain.launch.remote_hosts import HostNetwork, Ssh
     ("arguments", "message"),
     [
         ("-np 0 true", "^-np 0 came where a whole number of at least 1 was needed$"),
-        ("-np two true", "^argument -np/--num-proc: invalid int value: 'two'; see horovodrun --help$"),
+        (
+            "-np two true",
+            "^argument -np/--num-proc: invalid int value: 'two'; see horovodrun --help$",
+        ),
         ("-np 2 -np 3 true -np -np", "^-np came 2 times; give it once$"),
     ],
 )
 def test_horovodruns_own_options_are_refused_in_one_line(monkeypatch, arguments, message):
     from hvtrain.launch import horovod_launcher
 
-    monkeypatch.setattr(argparse.ArgumentParser, "error", argparse.ArgumentParser.error)  # It is replaced.
+    # It is replaced.
+    monkeypatch.setattr(argparse.ArgumentParser, "error", argparse.ArgumentParser.error)
     monkeypatch.setattr("sys.argv", ["horovodrun", *arguments.split()])
     with pytest.raises(ConfigError, match=message):
         horovod_launcher._prepare()
@@ -47,7 +51,9 @@ def test_horovodruns_own_options_are_refused_in_one_line(monkeypatch, arguments,
 
 @pytest.mark.parametrize("text", ["", "s1:", "s1:x", "s1:0", "s1 s2", "s1:1,,s2:1", "user@s1:1"])
 def test_hosts_that_are_none(text):
-    with pytest.raises(ConfigError, match="is not a host and a number of ranks; write -H s1:4,s2:4"):
+    with pytest.raises(
+        ConfigError, match="is not a host and a number of ranks; write -H s1:4,s2:4"
+    ):
         parse_hosts(text)
 
 
@@ -71,7 +77,9 @@ def test_the_users_interface_for_nccl_stays(chosen, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", {"NCCL_SOCKET_IFNAME": chosen} if chosen else {})
     assert f"NCCL_SOCKET_IFNAME={expected}" in mpi_options("10.0.0.0/24", "eth0", Ssh())
     changes._command_without_variables("python train.py", {"NCCL_SOCKET_IFNAME": "eth0", "A": "1"})
-    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["A"]) == (expected, "1"), "what ranks inherit"
+    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["A"]) == (expected, "1"), (
+        "what ranks inherit"
+    )
 
 
 def test_ranks_fill_hosts_one_after_the_other():
@@ -96,10 +104,16 @@ def test_which_variables_travel():
         "TF_CPP_MIN_LOG_LEVEL", "NCCL_DEBUG", "HOROVOD_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "LANG",
         "AWS_REGION",
     }  # fmt: skip
-    assert travelling | {"PATH", "MINE", "NEW", "HVTRAIN_ENV"} == rank_variables.keys() - {"OPAL_PREFIX"}
+    assert travelling | {"PATH", "MINE", "NEW", "HVTRAIN_ENV"} == rank_variables.keys() - {
+        "OPAL_PREFIX"
+    }
     assert rank_variables["NEW"] == "a=b"
     launcher = environment.for_launcher(variables, rank_variables)
-    assert launcher.keys() - rank_variables.keys() == {"HOME", "SSH_AUTH_SOCK", "CUDA_VISIBLE_DEVICES"}
+    assert launcher.keys() - rank_variables.keys() == {
+        "HOME",
+        "SSH_AUTH_SOCK",
+        "CUDA_VISIBLE_DEVICES",
+    }
     with pytest.raises(ConfigError, match="--env NONE: no such variable is set here"):
         environment.for_ranks(variables, ["NONE"])
     with pytest.raises(ConfigError, match="--env A B=1: 'A B' is not a variable's name"):
@@ -110,11 +124,15 @@ def test_which_variables_travel():
 def test_settings_keep_their_type_and_texts_stay_texts():
     cluster = choose(["cluster=slurm", "cluster.time=12:00:00", "cluster.gpus_per_rank=0"], [])
     assert (cluster.time, cluster.gpus_per_rank) == ("12:00:00", 0)
-    with pytest.raises(ConfigError, match=r"unknown setting 'cluster.tme'; did you mean 'cluster.time'\?"):
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'cluster.tme'; did you mean 'cluster.time'\?"
+    ):
         choose(["cluster=slurm", "cluster.tme=1"], [])
     with pytest.raises(ConfigError, match=r"cluster.gpus_per_rank=many is not a whole number"):
         choose(["cluster=slurm", "cluster.gpus_per_rank=many"], [])
-    with pytest.raises(ConfigError, match=r"cluster.time: ssh has no such settings; choose cluster=slurm\|mpijob"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.time: ssh has no such settings; choose cluster=slurm\|mpijob"
+    ):
         choose(["cluster.time=1"], [])
     with pytest.raises(ConfigError, match="those of the run come after --"):
         choose(["model=cnn"], [])
@@ -122,7 +140,9 @@ def test_settings_keep_their_type_and_texts_stay_texts():
 
 def test_a_cluster_of_ones_own(tmp_path):
     (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "ours.yaml").write_text("kind: slurm\ntime: '01:00:00'\npartition: gpu\n")
+    (tmp_path / "cluster" / "ours.yaml").write_text(
+        "kind: slurm\ntime: '01:00:00'\npartition: gpu\n"
+    )
     cluster = choose(["cluster=ours", "cluster.partition=big"], [tmp_path])
     assert (cluster.kind, cluster.time, cluster.partition) == ("slurm", "01:00:00", "big")
 
@@ -146,7 +166,10 @@ def with_template(tmp_path, text):
 
 def test_a_template_of_ones_own_wins(tmp_path):
     original = (CONFIGS / "cluster" / "hvtrain.sbatch.j2").read_text()
-    own = with_template(tmp_path, original.replace("#SBATCH --requeue\n", "#SBATCH --requeue\n#SBATCH --exclusive\n"))
+    own = with_template(
+        tmp_path,
+        original.replace("#SBATCH --requeue\n", "#SBATCH --requeue\n#SBATCH --exclusive\n"),
+    )
     assert own == {
         name: text.replace("--requeue\n", "--requeue\n#SBATCH --exclusive\n")
         for name, text in texts(SLURM, TRAINING).items()
@@ -157,7 +180,10 @@ def test_a_template_of_ones_own_wins(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\n{{ cluster.tme }}", r"hvtrain.sbatch.j2, line 2: .* has no attribute 'tme'; fix the template"),
+        (
+            "\n{{ cluster.tme }}",
+            r"hvtrain.sbatch.j2, line 2: .* has no attribute 'tme'; fix the template",
+        ),
         ("{% if %}", r"hvtrain.sbatch.j2, line 1: Expected an expression, .*; fix the template"),
         ("{{ nodes / 0 }}", r"hvtrain.sbatch.j2, line 1: division by zero; fix the template"),
     ],
@@ -169,7 +195,19 @@ def test_what_is_wrong_in_a_template_is_one_line(text, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["yes", "1e3", "", " a", "a: b #c", "'\"\\", "\n\t\x07\x7f\x85\u2028", "é😀", "x" * 500, "{{ a }} $ %"]
+    "text",
+    [
+        "yes",
+        "1e3",
+        "",
+        " a",
+        "a: b #c",
+        "'\"\\",
+        "\n\t\x07\x7f\x85\u2028",
+        "é😀",
+        "x" * 500,
+        "{{ a }} $ %",
+    ],
 )
 def test_any_text_survives_yaml_and_the_shell(text):
     assert yaml.safe_load(yaml_text(text)) == text and "\n" not in yaml_text(text)
@@ -179,13 +217,21 @@ def test_any_text_survives_yaml_and_the_shell(text):
 def test_submitting_says_which_program_is_missing(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     for kind, program in {"slurm": "sbatch", "spark": "spark-submit", "docker": "docker"}.items():
-        with pytest.raises(ConfigError, match=f"{program} is not installed here; copy the files to a host that has it"):
+        with pytest.raises(
+            ConfigError,
+            match=f"{program} is not installed here; copy the files to a host that has it",
+        ):
             submit(KINDS[kind](), Path("launch"))
 
 
 def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
     job = Job(
-        ("python", "x.py"), 2, parse_hosts("s1,s2"), environment={"MINE": "secret"}, ssh=Ssh(2222, "key"), mpirun=True
+        ("python", "x.py"),
+        2,
+        parse_hosts("s1,s2"),
+        environment={"MINE": "secret"},
+        ssh=Ssh(2222, "key"),
+        mpirun=True,
     )
     line = launcher_command(job, HostNetwork("eth0", ("ens5", "eth0"), "10.0.0.0/24"))
     text = " ".join(line)
@@ -194,7 +240,9 @@ def test_mpirun_is_told_the_network_and_every_variable_by_name_alone():
     assert any("-p 2222 -i key" in argument for argument in line)
     assert line[-1] == "x.py" and line[-2].endswith("/python")
     own = launcher_command(Job(("python", "x.py", "python"), 1, parse_hosts("s1")))
-    assert own[-1] == "python" and own[-3].endswith("/python"), "the first word alone is the program"
+    assert own[-1] == "python" and own[-3].endswith("/python"), (
+        "the first word alone is the program"
+    )
 
 
 def test_what_ranks_print_is_told_apart(tmp_path, capsys):
@@ -212,14 +260,22 @@ def test_what_ranks_print_is_told_apart(tmp_path, capsys):
 
 def test_pieces_of_lines_that_mpirun_marks_are_put_together(tmp_path, capsys):
     output = RankOutput(tmp_path, ["s1", "s2"])
-    output.read(["[1,0]<stdout>:1[1,1]<stdout>:one[1,0]<stdout>: 2\n", "[1,1]<stdout>: two\n", "[1,0]<stdout>:no end"])
+    output.read(
+        [
+            "[1,0]<stdout>:1[1,1]<stdout>:one[1,0]<stdout>: 2\n",
+            "[1,1]<stdout>: two\n",
+            "[1,0]<stdout>:no end",
+        ]
+    )
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("1 2\nno end\n", "[rank 1 s2] one two\n")
 
 
 def test_logs_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"the ranks' logs cannot be written to .*: Not a directory; give another"):
+    with pytest.raises(
+        ConfigError, match=r"the ranks' logs cannot be written to .*: Not a directory; give another"
+    ):
         RankOutput(tmp_path / "file" / "logs", ["s1"])
 
 

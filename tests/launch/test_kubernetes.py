@@ -14,8 +14,8 @@ import yaml
 from hvtrain.config.validate import typed
 from hvtrain.errors import ConfigError
 from hvtrain.launch.cluster_files import submission, texts
-from hvtrain.launch.cluster_kinds import JobSet, MpiJob, TrainJob
 from hvtrain.launch.job import Job, parse_hosts
+from hvtrain.launch.kubernetes import JobSet, MpiJob, TrainJob
 
 SCHEMA = yaml.safe_load((Path(__file__).parent / "mpijob.schema.yaml").read_text())
 WORDS = ("python", "-m", "hvtrain", "callbacks=[a,b]", '+x=it\'s $(HOME) $HOME $$ "q"', "a: b #c")
@@ -41,7 +41,9 @@ SERVERS = Job(WORDS, 3, num_ps=2, environment=JOB.environment)
 
 def documents(kind, job=JOB, settings=FULL):
     if kind == "jobset":
-        values = {name: value for name, value in vars(settings).items() if name != "ranks_per_worker"}
+        values = {
+            name: value for name, value in vars(settings).items() if name != "ranks_per_worker"
+        }
         cluster = JobSet(**values)
     else:
         cluster = KINDS[kind](**vars(settings))
@@ -57,7 +59,10 @@ def pods(kind, job=JOB, settings=FULL):
     if kind == "mpijob":
         roles = tree["mpiReplicaSpecs"]
         return [roles[role]["template"]["spec"] for role in ("Launcher", "Worker")]
-    jobs = {entry["name"]: entry["template"]["spec"] for entry in tree["template"]["spec"]["replicatedJobs"]}
+    jobs = {
+        entry["name"]: entry["template"]["spec"]
+        for entry in tree["template"]["spec"]["replicatedJobs"]
+    }
     return [jobs[role]["template"]["spec"] for role in ("launcher", "node")]
 
 
@@ -120,7 +125,9 @@ def test_trainer_knows_every_field_of_runtime_and_trainjob(settings):
     """The models drop what they do not know, so a field that is lost on the way through was misspelt."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     runtime, train_job = documents("trainjob", JOB, settings)
-    assert models.TrainerV1alpha1TrainingRuntime.from_dict(copy.deepcopy(runtime)).to_dict() == runtime
+    assert (
+        models.TrainerV1alpha1TrainingRuntime.from_dict(copy.deepcopy(runtime)).to_dict() == runtime
+    )
     assert models.TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(train_job)).to_dict() == train_job
     wrong = copy.deepcopy(runtime)
     wrong["spec"]["mlPolicy"]["mpi"]["numProcsPerNode"] = 2
@@ -146,7 +153,9 @@ def test_kubernetes_takes_the_pods(kind, settings):
         validate.validate(whole, validate.latest_version(), strict=True)
         with pytest.raises(validate.ValidationError):
             validate.validate(
-                {**whole, "spec": {**pod, "restartpolicy": "Never"}}, validate.latest_version(), strict=True
+                {**whole, "spec": {**pod, "restartpolicy": "Never"}},
+                validate.latest_version(),
+                strict=True,
             )
 
 
@@ -170,7 +179,12 @@ def test_workers_get_their_ranks_gpus_memory_and_volumes(kind):
     assert "nvidia.com/gpu" not in launcher["containers"][0]["resources"]["limits"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     claims = {"data": "/data", "runs": "/home/hvtrain/runs"}
-    assert mounts == {"scratch": "/tmp", "home": "/home/hvtrain", "shared-memory": "/dev/shm", **claims}
+    assert mounts == {
+        "scratch": "/tmp",
+        "home": "/home/hvtrain",
+        "shared-memory": "/dev/shm",
+        **claims,
+    }
     assert {volume["name"] for volume in worker["volumes"]} == set(mounts)
     assert all(pod["securityContext"]["runAsUser"] == 10001 for pod in (launcher, worker))
     first, *_ = documents(kind)
@@ -200,7 +214,10 @@ def test_each_process_of_a_jobset_is_named_by_role_and_index(job):
         line = [as_kubernetes_reads(argument) for argument in container["args"]]
         assert line[3] == f"hvtrain-{first}-0-0.hvtrain"
         assert line[line.index("--coordinator") + 1] == f"{line[3]}:2222"
-        assert (line[line.index("--job-name") + 1], line[line.index("--task-index") + 1]) == (role, "REPLACED")
+        assert (line[line.index("--job-name") + 1], line[line.index("--task-index") + 1]) == (
+            role,
+            "REPLACED",
+        )
         assert tuple(line[line.index("python") :]) == WORDS
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (role == "worker")
 
@@ -244,16 +261,24 @@ def test_an_elastic_job_may_start_small_and_grow():
 def test_the_discovery_names_only_hosts_that_answer(tmp_path):
     """The line runs as the launcher runs it, by sh, with the operator's script in a folder of the test's own."""
     script = tmp_path / "discover_hosts.sh"
-    script.write_text(f"#!/bin/sh\necho 127.0.0.1\necho no-such-host.invalid\necho 'x; touch {tmp_path}/run;'\n")
+    script.write_text(
+        f"#!/bin/sh\necho 127.0.0.1\necho no-such-host.invalid\necho 'x; touch {tmp_path}/run;'\n"
+    )
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         arguments = pods("mpijob", ELASTIC)[0]["containers"][0]["args"]
         line = as_kubernetes_reads(arguments[arguments.index("--host-discovery-script") + 1])
         assert "\n" not in line, "Horovod splits its options there"
-        line = line.replace("/etc/mpi/discover_hosts.sh", shlex.quote(str(script))).replace("2222", str(port))
-        open_port = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=True).stdout
-    closed_port = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=True).stdout
+        line = line.replace("/etc/mpi/discover_hosts.sh", shlex.quote(str(script))).replace(
+            "2222", str(port)
+        )
+        open_port = subprocess.run(
+            ["/bin/sh", "-c", line], capture_output=True, text=True, check=True
+        ).stdout
+    closed_port = subprocess.run(
+        ["/bin/sh", "-c", line], capture_output=True, text=True, check=True
+    ).stdout
     assert (open_port, closed_port) == ("127.0.0.1:2\n", "")
     assert not (tmp_path / "run").exists(), "a host's name is not run"
 
@@ -274,12 +299,24 @@ def test_kubectl_gets_the_file(kind):
         (Job(WORDS, 2, parse_hosts("s1,s2")), {"image": "i"}, "came with -H"),
         (JOB, {"image": "i", "name": "My_run"}, "cluster.name=My_run is not a name"),
         (JOB, {"image": "i", "name": "a" * 41}, "up to 40"),
-        (JOB, {"image": "i", "runs_claim": "my claim"}, "cluster.runs_claim=my claim is not a name"),
+        (
+            JOB,
+            {"image": "i", "runs_claim": "my claim"},
+            "cluster.runs_claim=my claim is not a name",
+        ),
         (JOB, {"image": "i", "memory_per_rank": "lots"}, "not an amount of memory"),
         (JOB, {"image": "i", "data_path": "data"}, "cluster.data_path=data"),
         (JOB, {"image": "i", "queue": "my queue"}, "cluster.queue=my queue is not a name"),
-        (JOB, {"image": "i", "pod": {"nodeselector": {}}}, "'cluster.pod.nodeselector'; did you mean 'nodeSelector'?"),
-        (JOB, {"image": "i", "pod": {"volumes": []}}, "unknown setting 'cluster.pod.volumes'; known: affinity"),
+        (
+            JOB,
+            {"image": "i", "pod": {"nodeselector": {}}},
+            "'cluster.pod.nodeselector'; did you mean 'nodeSelector'?",
+        ),
+        (
+            JOB,
+            {"image": "i", "pod": {"volumes": []}},
+            "unknown setting 'cluster.pod.volumes'; known: affinity",
+        ),
     ],
 )
 def test_what_cannot_start_is_refused_in_one_line(kind, job, settings, message):

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from hvtrain.launch.cluster_files import texts
-from hvtrain.launch.cluster_kinds import MpiJob
 from hvtrain.launch.job import Job
+from hvtrain.launch.kubernetes import MpiJob
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -84,7 +84,11 @@ def places() -> list[str]:
     worker = worker_pod()
     (container,) = worker["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    mounts = {
+        mount["name"]: mount["mountPath"]
+        for mount in container["volumeMounts"]
+        if not mount.get("readOnly")
+    }
     assert all("emptyDir" in volume for volume in worker["volumes"] if volume["name"] in mounts)
     assert set(mounts.values()) == {"/tmp", "/dev/shm", HOME}, "those that MAKE_POD makes"
     return list(mounts.values())
@@ -92,13 +96,26 @@ def places() -> list[str]:
 
 def in_pod(command: str, writable: list[str]) -> tuple[int, str]:
     """Exit code and output of a worker to which the command came by ssh."""
-    missing = [name for name in ("unshare", "setpriv", "ssh", "sshd") if not shutil.which(name, path=PATH)]
+    missing = [
+        name for name in ("unshare", "setpriv", "ssh", "sshd") if not shutil.which(name, path=PATH)
+    ]
     if os.geteuid() or missing:
-        pytest.skip(f"a pod of its own needs root and unshare, setpriv, ssh, sshd (missing: {missing})")
+        pytest.skip(
+            f"a pod of its own needs root and unshare, setpriv, ssh, sshd (missing: {missing})"
+        )
     hidden = [Path(folder) for folder in ("/root", "/home", "/tmp")]
     parts = dict.fromkeys(map(Path, (ROOT, sys.prefix, sys.base_prefix)))
     parts = [str(part) for part in parts if any(folder in part.parents for folder in hidden)]
-    enter = ["unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--propagation", "private"]
+    enter = [
+        "unshare",
+        "--mount",
+        "--pid",
+        "--ipc",
+        "--fork",
+        "--kill-child",
+        "--propagation",
+        "private",
+    ]
     work = f"COMMAND={shlex.quote(command)}\n{WORK.format(root=ROOT, prefix=sys.prefix)}"
     done = subprocess.run(
         [*enter, "--mount-proc", "bash", "-c", MAKE_POD, "pod", work],

@@ -65,7 +65,10 @@ def holders(lab):
 def test_hosts_have_names_addresses_homes_and_processes_of_their_own(lab):
     for host, address in (("s1", "10.213.0.1"), ("s2", "10.213.0.2")):
         code, output = lab.run(
-            host, "bash", "-c", "hostname; ip -brief -4 address show eth0; touch ~/here; ls ~; ps ax"
+            host,
+            "bash",
+            "-c",
+            "hostname; ip -brief -4 address show eth0; touch ~/here; ls ~; ps ax",
         )
         assert code == 0, output
         assert output.split()[0] == host and f" {address}/24" in output and "here" in output
@@ -75,7 +78,12 @@ def test_hosts_have_names_addresses_homes_and_processes_of_their_own(lab):
 
 def test_ssh_goes_without_a_question_and_finds_a_bare_login(lab):
     code, output = lab.run(
-        "s1", "ssh", "-o", "BatchMode=yes", "s2", "hostname; echo $PATH; command -v python || echo none"
+        "s1",
+        "ssh",
+        "-o",
+        "BatchMode=yes",
+        "s2",
+        "hostname; echo $PATH; command -v python || echo none",
     )
     assert code == 0, output
     assert output.split()[0] == "s2" and ".venv" not in output
@@ -89,7 +97,9 @@ def test_a_cable_can_be_slow_narrow_lossy_and_pulled(lab):
     lab("net", "s2", "rate", "20mbit")
     assert send(lab, 2_500_000)[1] > 0.7, "a second's worth, less what the bucket holds"
     lab("net", "s2", "loss", "20%")
-    assert any(send(lab, 50_000) for _ in range(5)), "TCP gets through, within its 5 s at least once"
+    assert any(send(lab, 50_000) for _ in range(5)), (
+        "TCP gets through, within its 5 s at least once"
+    )
     lab("net", "s2", "clear")
     assert send(lab, 1000)[0] < 0.1
     lab("net", "s2", "block", "5000-6000")
@@ -117,7 +127,9 @@ def test_nothing_is_left_behind():
         assert made("up", "2", check=False).returncode, "it is up already"
     assert not made.state.exists()
     assert holders(made) == []
-    assert subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout == before
+    assert (
+        subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout == before
+    )
 
 
 @pytest.mark.nightly

@@ -50,7 +50,8 @@ def test_a_rank_that_fails(lab, tmp_path, how, what, rank):
 
     Horovod's own launcher on Gloo would start a rank in the third host's slot too.
     """
-    mpi = ["mpi"] if "mpi" in how and what == "SIGKILL" else []  # Else MPI's own farewell waits for the others.
+    # Else MPI's own farewell waits for the others.
+    mpi = ["mpi"] if "mpi" in how and what == "SIGKILL" else []
     code, output = lab.run("s1", *line(how, "s1:1,s2:1,s3:1", *fate(tmp_path, what, rank, *mpi)))
     expected, cause = {
         "SIGKILL": (75, f"killed by SIGKILL; {AGAIN}"),
@@ -58,7 +59,9 @@ def test_a_rank_that_fails(lab, tmp_path, how, what, rank):
         "exit7": (7, "ended with exit code 7; see its output above"),
     }[what]
     assert code == expected, output
-    assert last_line(output) == f"hvtrain: FIRST FAILURE rank {rank} host s{int(rank) + 1}: {cause}", output
+    assert (
+        last_line(output) == f"hvtrain: FIRST FAILURE rank {rank} host s{int(rank) + 1}: {cause}"
+    ), output
     assert output.count("Traceback (most recent call last)") == (what == "raise"), output
     assert "Primary job" not in output and "HOROVOD_RANK" not in output
     assert not (tmp_path / "rank-2").exists() and not left(lab)
@@ -85,7 +88,9 @@ def test_a_second_sigterm_ends_by_force(lab, tmp_path):
     """Ranks that do not hear are killed, and mpirun with them; the memory that they shared is given back."""
     command = line("launch-mpi", "s1:2", *fate(tmp_path, "deaf", "0", "mpi"))
     code, output = signalled(lab, command, tmp_path, "TERM", "TERM")
-    assert (code, last_line(output)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), output
+    assert (code, last_line(output)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), (
+        output
+    )
     assert not left(lab)
 
 
@@ -96,16 +101,21 @@ def test_some_time_after_sigterm_all_is_ended_by_force(lab, tmp_path):
     hasty = [PYTHON, str(HASTY / "module.py"), "hvtrain.launch.supervisor:SECONDS_TO_SAVE=2", "--"]
     command = [*hasty, "hvtrain.launch.horovodrun:main", *command[1:]]
     code, output = signalled(lab, command, tmp_path, "TERM")
-    assert (code, last_line(output)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), output
+    assert (code, last_line(output)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), (
+        output
+    )
     assert not left(lab)
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("horovodrun-gloo", marks=nightly), pytest.param("launch-mpi", marks=release)]
+    "how",
+    [pytest.param("horovodrun-gloo", marks=nightly), pytest.param("launch-mpi", marks=release)],
 )
 def test_kill_of_the_launcher_ends_its_ranks(lab, tmp_path, how):
     """They are Python alone, which notices nothing by itself; what follows is the launchers' doing."""
-    code, output = signalled(lab, line(how, "s1:1,s2:1", *fate(tmp_path, "deaf", "0")), tmp_path, "KILL")
+    code, output = signalled(
+        lab, line(how, "s1:1,s2:1", *fate(tmp_path, "deaf", "0")), tmp_path, "KILL"
+    )
     assert code == 137, output
     assert not left(lab)
 
@@ -151,4 +161,6 @@ def test_a_rank_killed_for_lack_of_memory(lab, tmp_path):
     if "Error" in output:
         pytest.skip(f"no group of processes can be made here: {last_line(output)}")
     cause = "killed for lack of memory on s2; lower train.batch_size or use more hosts"
-    assert (code, last_line(output)) == (1, f"hvtrain: FIRST FAILURE rank 1 host s2: {cause}"), output
+    assert (code, last_line(output)) == (1, f"hvtrain: FIRST FAILURE rank 1 host s2: {cause}"), (
+        output
+    )

@@ -33,7 +33,9 @@ def on(lab, host, command):
     lab("exec", host, "bash", "-c", command)
 
 
-@pytest.mark.parametrize("how", ["launch-gloo", pytest.param("launch-mpirun", marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    "how", ["launch-gloo", pytest.param("launch-mpirun", marks=pytest.mark.release)]
+)
 def test_another_version_of_python_or_of_a_package(lab, tmp_path, how):
     """s2 has another Python, then another Keras, at the same path: a start file of Python that is read there alone."""
     for change, version in (
@@ -46,7 +48,10 @@ def test_another_version_of_python_or_of_a_package(lab, tmp_path, how):
         start_file.write_text(f"export PYTHONPATH={tmp_path}:$PYTHONPATH\n")
         output = refused(lab, tmp_path, how)
         start_file.unlink()
-        assert re.search(rf"host s2 has {version} in \S+ and host s1 has \S+; recreate the environment there", output)
+        assert re.search(
+            rf"host s2 has {version} in \S+ and host s1 has \S+; recreate the environment there",
+            output,
+        )
 
 
 def test_a_python_that_does_not_run(lab, tmp_path):
@@ -56,7 +61,10 @@ def test_a_python_that_does_not_run(lab, tmp_path):
     real = os.path.realpath(PYTHON)
     on(lab, "s2", f"mount --bind {broken} {real}")
     try:
-        assert "host s2" in (output := refused(lab, tmp_path, "horovodrun-gloo")) and "Illegal instruction" in output
+        assert (
+            "host s2" in (output := refused(lab, tmp_path, "horovodrun-gloo"))
+            and "Illegal instruction" in output
+        )
     finally:
         on(lab, "s2", f"umount {real}")
 
@@ -69,7 +77,9 @@ def test_hosts_that_are_not_to_be_reached(tmp_path, how):
         on(lab, "s2", "touch /run/no-sshd; kill $(cat /run/sshd.pid)")
         assert "nothing answers ssh on host s2, port 22" in refused(lab, tmp_path, how)
         (lab.of("s3") / ".ssh" / "authorized_keys").unlink()
-        assert "host s3 does not let root in without a password" in refused(lab, tmp_path, how, "s1:1,s3:1")
+        assert "host s3 does not let root in without a password" in refused(
+            lab, tmp_path, how, "s1:1,s3:1"
+        )
         lab("stop", "s2")
         assert "host s2 cannot be reached" in refused(lab, tmp_path, how)
     with Lab(2) as lab:

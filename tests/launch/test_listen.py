@@ -6,7 +6,7 @@ import pytest
 
 from hvtrain.launch import on_host
 from hvtrain.launch.first_failure import AGAIN, RULER, End, Listener, judge
-from hvtrain.launch.output import PlainOutput
+from hvtrain.launch.output import PlainOutput, RankOutput
 from hvtrain.system import console
 from hvtrain.system.console import UNSAVED, Verdict
 
@@ -115,20 +115,34 @@ BLAME = 'hvtrain-verdict: {"rank": 1, "cause": "no \\"leaf\\""}\n'
 
 
 def test_a_text_in_any_pieces_is_shown_at_once_and_once():
-    text = f"[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n{KILLED}[1,0]<stderr>:{BLAME}"
+    text = (
+        f"[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n{KILLED}[1,0]<stderr>:{BLAME}"
+    )
     text += f"[1,0]<stderr>:bar[1,1]<stderr>:{BLAME}[1,1]<stderr>:no end"
     for size in (1, 7, 80, 1000):
         output = PlainOutput(keeps_marks=True)
-        pieces = ["".join(part) for part in itertools.zip_longest(*[iter(text)] * size, fillvalue="")]
+        pieces = [
+            "".join(part) for part in itertools.zip_longest(*[iter(text)] * size, fillvalue="")
+        ]
         shown = "".join(output.error_stream.feed(piece) for piece in pieces)
         assert shown == (
             "[1,0]<stderr>:Epoch 1\rEpoch 2\n---- a line of the user's\n[1,0]<stderr>:bar\n[1,1]<stderr>:no end"
         )
         assert output.listener.verdicts == dict.fromkeys((0, 1), Verdict(1, 'no "leaf"'))
     stream = PlainOutput(keeps_marks=True).output_stream
-    assert stream.feed("[1,0]<stdout>:10%") == "[1,0]<stdout>:10%", "a bar that moves does not wait for its line's end"
+    assert stream.feed("[1,0]<stdout>:10%") == "[1,0]<stdout>:10%", (
+        "a bar that moves does not wait for its line's end"
+    )
     assert stream.feed("\r20%[1,1]<stdout>:5%") == "\r20%\n[1,1]<stdout>:5%"
     assert stream.feed("[1,0]<stdout>:\r30%\n") == "\n[1,0]<stdout>:\r30%\n"
+
+
+def test_logs_of_an_earlier_launch_are_deleted(tmp_path):
+    RankOutput(tmp_path, ["s1", "s1", "s2", "s2"])
+    (tmp_path / "rank-notes.log").touch()
+    RankOutput(tmp_path, ["s1", "s3"])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["rank-0000-s1.log", "rank-0001-s3.log", "rank-notes.log"]
 
 
 def test_a_time_before_a_mark_stays_with_it():
@@ -215,7 +229,9 @@ def test_what_an_end_means(end, verdicts, memory, lost, code, line):
 def test_a_dropped_packet_of_gloos_names_the_ports():
     """What ranks wrote on hosts between which nothing but ssh passed. A connection that ends is no sign of that."""
     what = "  what():  [/src/third_party/gloo/gloo/transport/tcp/pair.h:324] Connect timeout [10.77.0.2]:39213"
-    listener, shown = heard(f"[1]<stderr>:{what}\n[0]<stderr>:{what.replace('Connect timeout', 'Read error')}\n")
+    listener, shown = heard(
+        f"[1]<stderr>:{what}\n[0]<stderr>:{what.replace('Connect timeout', 'Read error')}\n"
+    )
     cause = "no connection to another rank or to the launcher (Connect timeout [10.77.0.2]:39213); let the hosts reach "
     assert list(listener.verdicts) == [1] and listener.verdicts[1].cause.startswith(cause)
     assert (listener.verdicts[1].code, shown.count("what()")) == (2, 2)

@@ -29,7 +29,9 @@ def lab():
                     folder = made.of(host) / "images" / split / name
                     folder.mkdir(parents=True)
                     for number in range(count):
-                        Image.new("L", (6, 6), level + number % 16).save(folder / f"{number:03d}.png")
+                        Image.new("L", (6, 6), level + number % 16).save(
+                            folder / f"{number:03d}.png"
+                        )
         yield made
 
 
@@ -45,7 +47,9 @@ def checksum(folder):
 @pytest.fixture(scope="module")
 def uninterrupted(lab):
     """Two epochs on two hosts, over Gloo."""
-    code, output = lab.launch("-np", "2", "-H", "s1,s2", "--gloo", "--", *words(lab, "whole", "train.epochs=2"))
+    code, output = lab.launch(
+        "-np", "2", "-H", "s1,s2", "--gloo", "--", *words(lab, "whole", "train.epochs=2")
+    )
     assert code == 0, output
     return output
 
@@ -54,7 +58,9 @@ def uninterrupted(lab):
 def test_a_run_on_two_hosts(lab, uninterrupted):
     """What rank 0 says, clean; results on s1 alone; the other host has its log, and a note of where they are."""
     lines = uninterrupted.splitlines()
-    assert lines[0].startswith("hvtrain ") and lines[0].endswith(": loading TensorFlow ..."), lines[0]
+    assert lines[0].startswith("hvtrain ") and lines[0].endswith(": loading TensorFlow ..."), lines[
+        0
+    ]
     assert lines[1].startswith("versions"), lines[1]
     assert re.search(r"^devices +0 s1 CPU, 1 s2 CPU$", uninterrupted, re.MULTILINE)
     assert "weights equal on 2/2 ranks" in uninterrupted
@@ -66,7 +72,10 @@ def test_a_run_on_two_hosts(lab, uninterrupted):
         "starts.json",
     }  # fmt: skip
     assert [path.name for path in (run / "logs").iterdir()] == ["rank-0000.log"]
-    assert sorted(path.name for path in (run / "launch").iterdir()) == ["rank-0000-s1.log", "rank-0001-s2.log"]
+    assert sorted(path.name for path in (run / "launch").iterdir()) == [
+        "rank-0000-s1.log",
+        "rank-0001-s2.log",
+    ]
     assert "Epoch 2/2" in (run / "launch" / "rank-0000-s1.log").read_text()
     there = lab.of("s2") / "whole"
     there_are = [str(path.relative_to(there)) for path in sorted(there.rglob("*"))]
@@ -85,7 +94,9 @@ def test_a_resume_where_only_the_first_host_has_the_checkpoint(lab, uninterrupte
     code, output = lab.launch(*line, "train.epochs=2")
     assert code == 0, output
     assert re.search(r"^resumed +step-00000008", output, re.MULTILINE), output
-    whole, halves = (lab.of("s1") / run / "checkpoints" / "step-00000016" for run in ("whole", "halves"))
+    whole, halves = (
+        lab.of("s1") / run / "checkpoints" / "step-00000016" for run in ("whole", "halves")
+    )
     assert checksum(whole) == checksum(halves)
 
 
@@ -105,17 +116,24 @@ def test_a_run_under_each_launcher(lab, how, hosts, places):
     test_another_user_port_and_key sums under mpirun.
     """
     run, size = f"{how}-{hosts.count(',')}", sum(int(host[-1]) for host in hosts.split(","))
-    code, output = lab.launch("-np", str(size), "-H", hosts, *HOW[how], "--", *words(lab, run, "train.epochs=1"))
+    code, output = lab.launch(
+        "-np", str(size), "-H", hosts, *HOW[how], "--", *words(lab, run, "train.epochs=1")
+    )
     assert code == 0, output
     assert re.search(rf"^devices +{places}$", output, re.MULTILINE), output
     assert f"(Horovod on {'Gloo' if how == 'gloo' else 'MPI'})" in output
     assert f"weights equal on {size}/{size} ranks" in output
     assert json.loads((lab.of("s1") / run / "result.json").read_text())["num_ranks"] == size
     for host in ("s2", "s3", "s4"):
-        assert not {path.name for path in lab.of(host).glob(f"{run}/*")} - {"logs", "newest-checkpoint.json"}
+        assert not {path.name for path in lab.of(host).glob(f"{run}/*")} - {
+            "logs",
+            "newest-checkpoint.json",
+        }
 
 
-@pytest.mark.parametrize("how", [pytest.param("gloo", marks=nightly), pytest.param("mpi", marks=release)])
+@pytest.mark.parametrize(
+    "how", [pytest.param("gloo", marks=nightly), pytest.param("mpi", marks=release)]
+)
 def test_local_ranks_are_pinned_per_host(lab, how):
     """Each host shows its own GPUs, which are only said to be there."""
     code, output = lab.launch(
@@ -153,14 +171,26 @@ def test_horovodrun_alone_with_nothing_activated(lab):
 @pytest.mark.parametrize("how", ["mpi", pytest.param("gloo", marks=release)])
 def test_words_arrive_as_they_were_and_the_code_of_a_rank_comes_back(lab, how):
     program = "import sys; print(sys.argv[1:], 1, 2, flush=True); sys.exit(7)"
-    code, output = lab.launch("-np", "2", "-H", "s1,s2", f"--{how}", "--", "python", "-c", program, *ARGUMENTS)
+    code, output = lab.launch(
+        "-np", "2", "-H", "s1,s2", f"--{how}", "--", "python", "-c", program, *ARGUMENTS
+    )
     assert code == 7, output
     assert f"{ARGUMENTS} 1 2\n" in output
 
 
 def places(lab, *options, first="s1"):
     """Starts a quick program on each rank; what each said."""
-    return lab.run(first, PYTHON, "-m", "hvtrain", "launch", *options, "--", "python", str(WORKERS / "places.py"))
+    return lab.run(
+        first,
+        PYTHON,
+        "-m",
+        "hvtrain",
+        "launch",
+        *options,
+        "--",
+        "python",
+        str(WORKERS / "places.py"),
+    )
 
 
 PLACES = [("0", "1", "0", "s1"), ("1", "1", "0", "s2")]
@@ -182,7 +212,13 @@ def test_interfaces_of_other_names(lab):
             if how == "gloo":
                 assert sorted(re.findall(r"over (\w+)", output)) == ["ens5", "eth0"]
     finally:
-        lab("exec", "s2", "bash", "-c", rename.replace("eth0", "x").replace("ens5", "eth0").replace("x", "ens5"))
+        lab(
+            "exec",
+            "s2",
+            "bash",
+            "-c",
+            rename.replace("eth0", "x").replace("ens5", "eth0").replace("x", "ens5"),
+        )
     code, output = places(lab, "-np", "2", "-H", "s1,s2", "--gloo", "--network-interfaces", "eth0")
     assert (code, said(output)) == (0, PLACES), output
 
@@ -197,7 +233,11 @@ def test_another_user_port_and_key():
         code, output = places(lab, "-np", "2", "-H", "s1,s2")
         assert code == 2 and "nothing answers ssh on host s2, port 22" in output
         code, output = places(lab, "-np", "2", "-H", "s1,s2", "-p", "2222")
-        assert code == 2 and "does not let root in without a password" in output and "ssh-copy-id -p 2222" in output
+        assert (
+            code == 2
+            and "does not let root in without a password" in output
+            and "ssh-copy-id -p 2222" in output
+        )
         reach = ["-np", "2", "-H", "s1,s2", "-p", "2222", "-i", f"{lab.home}/key"]
         who = "import os, socket; print(socket.gethostname(), os.environ['USER'], flush=True)"
         for how in ("gloo", "mpi"):
@@ -237,7 +277,13 @@ def test_hosts_that_cannot_be_reached_are_one_line(lab):
             assert code == 2 and message in output and output.count("\n") == 1, output
     finally:
         keys.with_name("kept").rename(keys)
-        lab("exec", "s3", "bash", "-c", "rm /run/no-sshd; until ss -ltn | grep -q :22; do sleep 0.05; done")
+        lab(
+            "exec",
+            "s3",
+            "bash",
+            "-c",
+            "rm /run/no-sshd; until ss -ltn | grep -q :22; do sleep 0.05; done",
+        )
 
 
 def test_a_host_without_the_working_folder(lab):
@@ -245,9 +291,15 @@ def test_a_host_without_the_working_folder(lab):
     folder = lab.of("s1") / "only-here"
     folder.mkdir()
     code, output = lab.run(
-        "s1", "bash", "-c", f"cd only-here && {PYTHON} -m hvtrain launch -np 2 -H s1,s2 -- model=mlp"
+        "s1",
+        "bash",
+        "-c",
+        f"cd only-here && {PYTHON} -m hvtrain launch -np 2 -H s1,s2 -- model=mlp",
     )
-    assert code == 2 and f"host s2 has no folder {lab.home}/only-here, in which its ranks would start" in output, output
+    assert (
+        code == 2
+        and f"host s2 has no folder {lab.home}/only-here, in which its ranks would start" in output
+    ), output
 
 
 def test_a_host_whose_shell_ends_at_once(lab):
@@ -284,7 +336,14 @@ def test_a_host_without_this_environment(lab):
 @release
 def test_preemption(lab):
     """SIGUSR1 to the launcher: all ranks save and stop, exit code 75, and the same command resumes."""
-    line = ["-np", "2", "-H", "s1,s2", "--", *words(lab, "preempted", "train.validate_every_epochs=null")]
+    line = [
+        "-np",
+        "2",
+        "-H",
+        "s1,s2",
+        "--",
+        *words(lab, "preempted", "train.validate_every_epochs=null"),
+    ]
     signal_it = (
         f"{PYTHON} -m hvtrain launch {shlex.join(line)} train.epochs=100000 & launcher=$!; "
         f"until [ -s {lab.home}/preempted/history.csv ]; do sleep 0.2; kill -0 $launcher || break; done; "
@@ -293,7 +352,9 @@ def test_preemption(lab):
     code, output = lab.run("s1", "bash", "-c", signal_it)
     assert code == 75, output
     assert "stopped by SIGUSR1 to rank 0 on s1 after step" in output
-    done = json.loads((sorted(lab.of("s1").glob("preempted/checkpoints/step-*"))[-1] / "meta.json").read_text())
+    done = json.loads(
+        (sorted(lab.of("s1").glob("preempted/checkpoints/step-*"))[-1] / "meta.json").read_text()
+    )
     step = int(re.search(r"after step ([\d,]+)", output)[1].replace(",", ""))
     assert not done["ended"]
     code, output = lab.launch(*line, f"train.steps={step + 3}")
@@ -308,7 +369,15 @@ def test_preemption(lab):
 def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
     """Exit code 130, and soon no rank is left anywhere: they would train for hours."""
     run = f"{lab.home}/interrupted-{how}"
-    line = ["-np", "2", "-H", "s1,s2", f"--{how}", "--", *words(lab, f"interrupted-{how}", "train.epochs=100000")]
+    line = [
+        "-np",
+        "2",
+        "-H",
+        "s1,s2",
+        f"--{how}",
+        "--",
+        *words(lab, f"interrupted-{how}", "train.epochs=100000"),
+    ]
     script = (
         f"{PYTHON} -m hvtrain launch {shlex.join(line)} & launcher=$!; "
         f"until [ -s {run}/history.csv ]; do sleep 0.2; kill -0 $launcher || break; done; "
@@ -325,7 +394,9 @@ def test_ctrl_c_ends_the_ranks_of_all_hosts(lab, how):
 @pytest.mark.timeout(900)
 def test_the_section_of_the_readme():
     """Its text, on four hosts, with one rank on each: 16 are too many for the cores that there are here."""
-    section = (ROOT / "README.md").read_text().partition("\n## Several hosts\n")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "README.md").read_text().partition("\n## Several hosts\n")[2].partition("\n## ")[0]
+    )
     (commands,) = re.findall(r"^```\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     assert "horovodrun -np 16 -H s1:4,s2:4,s3:4,s4:4 python -m hvtrain\n" in commands
     commands = re.sub(r"(s[1-4]):4", r"\1:1", commands).replace("-np 16", "-np 4")

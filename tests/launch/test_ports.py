@@ -39,8 +39,14 @@ def test_the_rendezvous_of_a_static_launch(tmp_path):
         address = (tmp_path / "rank-1").read_text()
         _, listening = lab.run("s1", "ss", "-ltnH")
         assert address.startswith("10.213.0.1:")
-        assert [text.split()[3] for text in listening.splitlines() if not text.split()[3].endswith(":22")] == [address]
-        code, output = lab.run("s3", PYTHON, str(ATTACKER), str(tmp_path / "executed"), "0", address)
+        assert [
+            text.split()[3]
+            for text in listening.splitlines()
+            if not text.split()[3].endswith(":22")
+        ] == [address]
+        code, output = lab.run(
+            "s3", PYTHON, str(ATTACKER), str(tmp_path / "executed"), "0", address
+        )
         assert code == 0 and address in output
         (tmp_path / "attacked").touch()
         output = finish(launched)
@@ -73,13 +79,19 @@ def test_the_rendezvous_of_an_elastic_job(tmp_path):
     assert launched.returncode == 0, output
     assert not (tmp_path / "executed").exists()
     for name in ("x;touch executed", "-oProxyCommand=x"):
-        assert f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name" in output
+        assert (
+            f"hvtrain: left out {name!r} of the host discovery script, which is not a host's name"
+            in output
+        )
 
 
 @needs_lab
 @pytest.mark.parametrize(
     "how",
-    [pytest.param("launch-gloo", marks=pytest.mark.nightly), pytest.param("launch-mpi", marks=pytest.mark.release)],
+    [
+        pytest.param("launch-gloo", marks=pytest.mark.nightly),
+        pytest.param("launch-mpi", marks=pytest.mark.release),
+    ],
 )
 def test_a_training_under_attack(tmp_path, how):
     """Each port that it opens on either host, from its start on, is sent the same; nothing of it is executed.

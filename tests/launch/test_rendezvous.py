@@ -41,7 +41,9 @@ def test_ranks_that_start_again_find_no_address_of_before(ask, order):
     """In the first order rank 0 is through with all its scopes before rank 1 says so of their host's."""
     for turn in ("first", "second"):
         for scope, rank in order:
-            assert ask("GET", scope, rank)[0] == 404, "or a rank would connect to a port that is closed"
+            assert ask("GET", scope, rank)[0] == 404, (
+                "or a rank would connect to a port that is closed"
+            )
             assert ask("PUT", scope, rank, f"{turn} address of {rank}")[0] == 200
         for scope, rank in order:
             assert ask("GET", scope, rank) == (200, f"{turn} address of {rank}")
@@ -57,7 +59,12 @@ def test_addresses_stay_until_the_last_rank_is_through(ask):
     ask("DELETE", "global", 0)
     assert ask("GET", "global", 0) == (200, "address of 0")
     ask("DELETE", "global", 1)
-    assert ask("GET", "global", 0)[0] == ask("GET", "global", 1)[0] == ask("GET", "global", "rank_0")[0] == 404
+    assert (
+        ask("GET", "global", 0)[0]
+        == ask("GET", "global", 1)[0]
+        == ask("GET", "global", "rank_0")[0]
+        == 404
+    )
 
 
 def test_scopes_of_other_groups_of_ranks(ask):
@@ -82,7 +89,9 @@ class Driver:
         self.calls.append((host, local_rank, addresses, secret_key))
 
 
-def test_an_elastic_jobs_store_asks_the_driver_and_runs_no_pickled_code(monkeypatch, tmp_path, capfd):
+def test_an_elastic_jobs_store_asks_the_driver_and_runs_no_pickled_code(
+    monkeypatch, tmp_path, capfd
+):
     """Horovod's own unpickles whatever is sent as a worker's address (CVE-2024-10190)."""
     monkeypatch.setattr(changes.Server, "address", "127.0.0.1")
     driver = Driver()
@@ -126,10 +135,14 @@ def test_a_question_for_an_address_costs_no_thread(server, monkeypatch):
         connection.sendall(question)
     connections[2].sendall(b"GET /global/7 HTT")  # The rest comes later.
     started = queue.SimpleQueue()
-    monkeypatch.setattr(server, "process_request_thread", watched(server.process_request_thread, started))
+    monkeypatch.setattr(
+        server, "process_request_thread", watched(server.process_request_thread, started)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     answers = [read(connection) for connection in connections[:2]]
-    assert started.get(timeout=10) == connections[2].getsockname(), "of the question that comes in two parts"
+    assert started.get(timeout=10) == connections[2].getsockname(), (
+        "of the question that comes in two parts"
+    )
     connections[2].sendall(b"P/1.1\r\n\r\n")
     answers.append(read(connections[2]))
     assert started.empty()

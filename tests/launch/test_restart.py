@@ -50,7 +50,11 @@ print(ending.code, ending.message)
 @pytest.mark.parametrize(
     ("variables", "seconds", "ending"),
     [
-        ({}, 1000, r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; look there .*"),
+        (
+            {},
+            1000,
+            r"75 FIRST FAILURE the launcher host \S+: no rank began within 0.3 s on s1; look there .*",
+        ),
         ({"HOROVOD_RANK": "0"}, 1, "0"),
     ],
     ids=["none begins", "one has begun"],
@@ -59,7 +63,9 @@ def test_a_launch_of_which_no_rank_begins_in_time_is_ended(variables, seconds, e
     """MPI waits for ever for a host that lets it in and starts nothing."""
     line = [sys.executable, "-c", SUPERVISES, str(tmp_path), "sleep", str(seconds)]
     variables = {**os.environ, **variables}
-    done = subprocess.run(line, env=variables, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        line, env=variables, capture_output=True, text=True, check=False, timeout=60
+    )
     assert re.fullmatch(ending, done.stdout.strip()), done
 
 
@@ -88,16 +94,25 @@ def test_a_killed_rank_is_started_again(lab, tmp_path, how):
     """Each attempt ends with what ended it, and has its own log of each rank."""
     (tmp_path / "ranks").mkdir()
     options = ("--max-restarts", "2", "--logs", str(tmp_path / "logs"))
-    command = line(how, "s1:1,s2:1", *fate(tmp_path / "ranks", "SIGKILL-once", "1"), options=options)
+    command = line(
+        how, "s1:1,s2:1", *fate(tmp_path / "ranks", "SIGKILL-once", "1"), options=options
+    )
     code, output = lab.run("s1", *command)
     assert code == 0, output
     messages = [text for text in output.splitlines() if text.startswith("hvtrain: ")]
     assert re.match("hvtrain: FIRST FAILURE rank 1 host s2: killed by SIGKILL", messages[1]), output
-    assert messages[2:] == ["hvtrain: restart 1 of 2 in 1 s, from the newest checkpoint, on s1:1,s2:1"], output
-    logs = sorted(str(path.relative_to(tmp_path / "logs")) for path in (tmp_path / "logs").rglob("*.log"))
+    assert messages[2:] == [
+        "hvtrain: restart 1 of 2 in 1 s, from the newest checkpoint, on s1:1,s2:1"
+    ], output
+    logs = sorted(
+        str(path.relative_to(tmp_path / "logs")) for path in (tmp_path / "logs").rglob("*.log")
+    )
     names = ("rank-0000-s1.log", "rank-0001-s2.log")
     assert logs == [f"attempt-000{attempt}/{name}" for attempt in (1, 2) for name in names]
-    assert "first" in (tmp_path / "logs" / logs[1]).read_text() and "again" in (tmp_path / "logs" / logs[3]).read_text()
+    assert (
+        "first" in (tmp_path / "logs" / logs[1]).read_text()
+        and "again" in (tmp_path / "logs" / logs[3]).read_text()
+    )
     assert not left(lab)
 
 
@@ -107,7 +122,9 @@ def test_what_cannot_heal_is_not_started_again(tmp_path, what):
     code, output = run(None, 1, *LAUNCH, "-np", "2", "--gloo", "--max-restarts", "3", "--logs", str(tmp_path / "logs"),
                        "--", *fate(tmp_path, what, "1"), cwd=tmp_path)  # fmt: skip
     assert code == {"raise": 1, "exit2": 2}[what], output
-    assert "restart 1" not in output and last_line(output).startswith("hvtrain: FIRST FAILURE rank 1 host localhost: ")
+    assert "restart 1" not in output and last_line(output).startswith(
+        "hvtrain: FIRST FAILURE rank 1 host localhost: "
+    )
 
 
 @needs_lab
@@ -122,7 +139,9 @@ def test_a_lost_host_is_left_out(tmp_path, hosts, options, then):
     """Where another one has room, or fewer ranks are enough."""
     with Lab(3) as lab:
         more = ("--max-restarts", "1", "--logs", str(tmp_path / "logs"), *options)
-        launched = started(lab, line("launch-gloo", hosts, *fate(tmp_path, "wait-once", "0"), options=more))
+        launched = started(
+            lab, line("launch-gloo", hosts, *fate(tmp_path, "wait-once", "0"), options=more)
+        )
         wait_for(tmp_path / "rank-0")
         wait_for(tmp_path / "rank-1")
         lab("stop", "s2")
@@ -140,12 +159,16 @@ def test_too_few_hosts_use_up_the_restarts(tmp_path):
     """The code still says that the same command may help: the host may come back."""
     with Lab(2) as lab:
         more = ("--max-restarts", "2", "--logs", str(tmp_path / "logs"))
-        launched = started(lab, line("launch-gloo", "s1:1,s2:1", *fate(tmp_path, "wait", "0"), options=more))
+        launched = started(
+            lab, line("launch-gloo", "s1:1,s2:1", *fate(tmp_path, "wait", "0"), options=more)
+        )
         wait_for(tmp_path / "rank-1")
         lab("stop", "s2")
         output = finish(launched)
         assert launched.returncode == 75, output
-        message = "restart 2 of 2 is left out, for 2 ranks need more hosts: host s2 cannot be reached"
+        message = (
+            "restart 2 of 2 is left out, for 2 ranks need more hosts: host s2 cannot be reached"
+        )
         assert message in last_line(output), output
 
 
@@ -164,7 +187,10 @@ def test_ctrl_c_ends_a_pause(tmp_path):
 def training(tmp_path, name, how, struck, *settings):
     """The newest checkpoint of a training whose rank `struck` is killed once, after 30 steps."""
     run_dir = tmp_path / name
-    strike = [f"+callbacks.strike.{setting}" for setting in (f"done={run_dir / 'struck'}", f"rank={struck}", "step=30")]
+    strike = [
+        f"+callbacks.strike.{setting}"
+        for setting in (f"done={run_dir / 'struck'}", f"rank={struck}", "step=30")
+    ]
     code, output = run(
         None, 1, *LAUNCH, "-np", "2", how, "--max-restarts", "1", "--", "train.epochs=3", "checkpoint.every_steps=7",
         f"run.dir={run_dir}", "+callbacks.strike._target_=strike.Strike", *strike, *settings, cwd=tmp_path, **STRIKES,
@@ -174,7 +200,9 @@ def training(tmp_path, name, how, struck, *settings):
         assert f"FIRST FAILURE rank {struck} host localhost: killed by SIGKILL" in output
         restart = r"restart 1 of 1 in 1 s, from the newest checkpoint \(here: step-000000(22|28)\), on localhost:2"
         match = re.search(restart, output)
-        assert match and re.search(rf"^resumed +step-000000{match[1]}", output, re.MULTILINE), output
+        assert match and re.search(rf"^resumed +step-000000{match[1]}", output, re.MULTILINE), (
+            output
+        )
     return sorted((run_dir / "checkpoints").glob("step-*"))[-1]
 
 
@@ -185,7 +213,9 @@ def test_a_training_that_is_started_again_ends_at_the_same_bits(tmp_path, how, r
     ends = []
     for name, struck in (("whole", -1), ("struck", rank)):
         newest = training(tmp_path, name, how, struck, "train.deterministic=true")
-        ends.append((newest.name, hashlib.sha256((newest / "state.safetensors").read_bytes()).hexdigest()))
+        ends.append(
+            (newest.name, hashlib.sha256((newest / "state.safetensors").read_bytes()).hexdigest())
+        )
     assert ends[0] == ends[1]
 
 
@@ -193,51 +223,83 @@ def test_a_training_that_is_started_again_ends_at_the_same_bits(tmp_path, how, r
 @release
 def test_a_training_goes_on_with_the_hosts_that_are_left(tmp_path):
     """On one rank instead of two: the weights of a run that nothing happened to, up to the order of additions."""
-    settings = ["model=mlp", "train.epochs=60", "checkpoint.every_steps=7", "checkpoint.keep=500", "schedule=cosine"]
+    settings = [
+        "model=mlp",
+        "train.epochs=60",
+        "checkpoint.every_steps=7",
+        "checkpoint.keep=500",
+        "schedule=cosine",
+    ]
     options = ("--max-restarts", "1", "--min-np", "1")
     with Lab(2) as lab:
-        code, output = lab.run("s1", *line("launch-gloo", "s1:1,s2:1", *settings, f"run.dir={tmp_path / 'whole'}"))
+        code, output = lab.run(
+            "s1", *line("launch-gloo", "s1:1,s2:1", *settings, f"run.dir={tmp_path / 'whole'}")
+        )
         assert code == 0, output
         struck = tmp_path / "struck"
-        launched = started(lab, line("launch-gloo", "s1:1,s2:1", *settings, f"run.dir={struck}", options=options))
+        launched = started(
+            lab, line("launch-gloo", "s1:1,s2:1", *settings, f"run.dir={struck}", options=options)
+        )
         wait_for(struck / "checkpoints" / "step-00000028")
         lab("stop", "s2")
         output = finish(launched)
     assert launched.returncode == 0, output
-    assert re.search(r"restart 1 of 1 in 1 s, from the newest checkpoint \(here: step-\d+\), on s1:1\n", output), output
+    assert re.search(
+        r"restart 1 of 1 in 1 s, from the newest checkpoint \(here: step-\d+\), on s1:1\n", output
+    ), output
     assert "on 2 ranks; on 1 now: global batch 64 and learning rate as before" in output
     last = "checkpoints/step-00001320/state.safetensors"
     ours = load_file(struck / last)
     whole = load_file(tmp_path / "whole" / last)
     names = [name for name in whole if name.startswith(("model/", "optimizer/"))]
-    assert max(np.max(np.abs(ours[n] - whole[n])) / (np.max(np.abs(whole[n])) or 1) for n in names) < 1e-3
+    assert (
+        max(np.max(np.abs(ours[n] - whole[n])) / (np.max(np.abs(whole[n])) or 1) for n in names)
+        < 1e-3
+    )
 
 
 @needs_lab
 @release
 def test_the_host_that_has_the_checkpoints_fails_twice():
     """Without it the run does not begin anew; with it, in whatever order, it goes on to the bits of a whole run."""
-    settings = ["model=mlp", "train.epochs=3", "train.deterministic=true", "checkpoint.every_steps=7"]
-    strike = [f"+callbacks.strike.{setting}" for setting in ("_target_=strike.StrikeHost", "host=s1", "step=25")]
+    settings = [
+        "model=mlp",
+        "train.epochs=3",
+        "train.deterministic=true",
+        "checkpoint.every_steps=7",
+    ]
+    strike = [
+        f"+callbacks.strike.{setting}"
+        for setting in ("_target_=strike.StrikeHost", "host=s1", "step=25")
+    ]
     variables = f"PYTHONPATH={STRIKES['PYTHONPATH']}"
     with Lab(2) as lab:
 
         def launch(hosts, run, *more, options=()):
-            launched = line("launch-gloo", hosts, *settings, f"run.dir={lab.home / run}", *more, options=options)
+            launched = line(
+                "launch-gloo", hosts, *settings, f"run.dir={lab.home / run}", *more, options=options
+            )
             return lab.run("s1", "env", variables, *launched)
 
         code, output = launch("s1:1,s2:1", "whole")
         assert code == 0, output
-        code, output = launch("s1:1,s2:1", "run", *strike, options=("--max-restarts", "5", "--min-np", "1"))
+        code, output = launch(
+            "s1:1,s2:1", "run", *strike, options=("--max-restarts", "5", "--min-np", "1")
+        )
         assert code == 2, output
-        steps = [int(step) for step in re.findall(r"from the newest checkpoint \(here: step-(\d+)\), on", output)]
+        steps = [
+            int(step)
+            for step in re.findall(r"from the newest checkpoint \(here: step-(\d+)\), on", output)
+        ]
         assert len(steps) == 2 and 0 < steps[0] <= 25 and steps[0] < steps[1] <= 50, output
         refused = rf"step-{steps[1]:08d} of this run is on host s1, which has no rank now, and there is none on s2; "
         assert len(re.findall(f"^hvtrain: .*{refused}", output, re.MULTILINE)) == 1, output
         assert not list(lab.of("s2").glob("run/checkpoints/step-*"))
         code, output = launch("s2:1,s1:1", "run")
         assert code == 0, output
-        assert re.search(rf"^resumed +step-{steps[1]:08d} on s1: {steps[1]} of 66 steps", output, re.MULTILINE), output
+        assert re.search(
+            rf"^resumed +step-{steps[1]:08d} on s1: {steps[1]} of 66 steps", output, re.MULTILINE
+        ), output
         ends = [lab.of(host) / run / "checkpoints" / "step-00000066" / "state.safetensors"
                 for host, run in (("s1", "whole"), ("s2", "run"))]  # fmt: skip
         assert ends[0].read_bytes() == ends[1].read_bytes()
@@ -252,9 +314,13 @@ def test_no_row_of_the_history_is_lost(tmp_path):
         f"+callbacks.strike.done={tmp_path / 'done'}",
     ]  # fmt: skip
     for expected in (-9, 0):
-        code, output = run(None, 1, "python", "-m", "hvtrain", *settings, cwd=tmp_path, cold=True, **STRIKES)
+        code, output = run(
+            None, 1, "python", "-m", "hvtrain", *settings, cwd=tmp_path, cold=True, **STRIKES
+        )
         assert code == expected, output
     rows = [line.split(",") for line in (tmp_path / "run" / "history.csv").read_text().splitlines()]
     steps_of_an_epoch = int(rows[1][1])
-    assert [row[:2] for row in rows[1:]] == [[str(epoch), str(epoch * steps_of_an_epoch)] for epoch in range(1, 5)]
+    assert [row[:2] for row in rows[1:]] == [
+        [str(epoch), str(epoch * steps_of_an_epoch)] for epoch in range(1, 5)
+    ]
     assert len({row[2] for row in rows[1:]}) == 1, "one learning rate"

@@ -47,7 +47,11 @@ def would_run(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(options, *arguments):
-        own = ["--config-dir", str(tmp_path / "conf")] if arguments and arguments[0].startswith("strategy=") else []
+        own = (
+            ["--config-dir", str(tmp_path / "conf")]
+            if arguments and arguments[0].startswith("strategy=")
+            else []
+        )
         monkeypatch.setattr(sys, "argv", ["launch", *options.split(), "--", *own, *arguments])
         assert main() == 0
         return capsys.readouterr().out
@@ -67,7 +71,11 @@ def numbers(output):
     [
         ("-np 3 -H s1:2,s2:2", "horovod", ("3", "s1:2,s2:1", [])),
         ("-H s1:2,s2:2", "servers", ("6", "s1:4,s2:2", [])),
-        ("-np 4 -H s1:2,s2:2 --num-ps 2 --gloo", "servers", ("7", "s1:5,s2:2", ["strategy.num_ps=2"])),
+        (
+            "-np 4 -H s1:2,s2:2 --num-ps 2 --gloo",
+            "servers",
+            ("7", "s1:5,s2:2", ["strategy.num_ps=2"]),
+        ),
         ("-np 1 -H s1:2,s2:2", "servers", ("3", "s1:3", [])),
         ("-np 2", "servers", ("4", "localhost:4", [])),
         ("-np 2 -H s1:4", "replicas", ("1", "s1:1", ["strategy.num_replicas=2"])),
@@ -81,7 +89,11 @@ def test_how_many_processes_a_strategy_is_and_where(would_run, options, strategy
 
 
 def test_a_command_of_ones_own_with_servers(would_run):
-    assert numbers(would_run("--dry-run -np 2 -H s1,s2 --num-ps 1", "python", "x.py")) == ("4", "s1:3,s2:1", [])
+    assert numbers(would_run("--dry-run -np 2 -H s1,s2 --num-ps 1", "python", "x.py")) == (
+        "4",
+        "s1:3,s2:1",
+        [],
+    )
 
 
 @pytest.mark.parametrize("mpirun", [False, True])
@@ -91,7 +103,9 @@ def test_each_launcher_has_a_slot_for_each_process(mpirun):
     line = launcher_command(job)
     assert (line[line.index("-np") + 1], line[line.index("-H") + 1]) == ("6", "s1:4,s2:2")
     if mpirun:
-        assert line[line.index("--bind-to") + 1] == "none", "no process is bound to a core that another one needs"
+        assert line[line.index("--bind-to") + 1] == "none", (
+            "no process is bound to a core that another one needs"
+        )
 
 
 def test_a_restart_has_as_many_processes():
@@ -139,37 +153,58 @@ def test_what_cannot_start_is_one_line(would_run, options, arguments, message):
 def test_a_line_without_the_settings_of_a_run_says_where_they_go(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch", "-np", "2"])
     with pytest.raises(
-        ConfigError, match=r"^the settings of the run are missing; write them after --, for example: -- m"
+        ConfigError,
+        match=r"^the settings of the run are missing; write them after --, for example: -- m",
     ):
         main()
 
 
 def test_slurms_file_asks_for_those_that_train_and_starts_this_launcher(would_run):
-    text = would_run("--dry-run -np 4 cluster=slurm cluster.time=1:00:00 --num-ps 2", "strategy=servers")
+    text = would_run(
+        "--dry-run -np 4 cluster=slurm cluster.time=1:00:00 --num-ps 2", "strategy=servers"
+    )
     assert "#SBATCH --ntasks=4\n" in text and " strategy.num_ps=2 " in text
     text = would_run("--dry-run -np 4 cluster=slurm cluster.time=1:00:00", "strategy=replicas")
     assert "#SBATCH --ntasks=4\n" in text and "num_replicas" not in text
 
 
 def test_files_of_jobset_and_spark_start_the_servers_too(would_run):
-    text = would_run("--dry-run -np 4 cluster=jobset cluster.image=i --num-ps 2", "strategy=servers")
-    assert re.findall("- name: (coordinator|ps|worker)\n      replicas", text) == ["coordinator", "ps", "worker"]
+    text = would_run(
+        "--dry-run -np 4 cluster=jobset cluster.image=i --num-ps 2", "strategy=servers"
+    )
+    assert re.findall("- name: (coordinator|ps|worker)\n      replicas", text) == [
+        "coordinator",
+        "ps",
+        "worker",
+    ]
     text = would_run("--dry-run -np 4 cluster=spark --num-ps 2", "strategy=servers")
-    assert " --np 7 " in text and "spark.executor.instances=7 " in text and " strategy.num_ps=2" in text
+    assert (
+        " --np 7 " in text
+        and "spark.executor.instances=7 " in text
+        and " strategy.num_ps=2" in text
+    )
 
 
 def test_ranks_by_job_and_index():
     roles = roles_of({"num_ps": 2}, 2)
-    assert [roles.rank_of(*name) for name in (("chief", 0), ("ps", 1), ("worker", 0), ("worker", 1))] == [0, 2, 3, 4]
+    assert [
+        roles.rank_of(*name) for name in (("chief", 0), ("ps", 1), ("worker", 0), ("worker", 1))
+    ] == [0, 2, 3, 4]
     assert roles.rank_of("coordinator", 0) == 0
     assert roles_of({}, 3).rank_of("worker", 2) == 2
-    with pytest.raises(ConfigError, match="--task-index 2 is out of range: ps has 0 to 1; --num-ps says how many"):
+    with pytest.raises(
+        ConfigError, match="--task-index 2 is out of range: ps has 0 to 1; --num-ps says how many"
+    ):
         roles.rank_of("ps", 2)
     with pytest.raises(ConfigError, match="--task-index 1 is out of range: coordinator has 0;"):
         roles.rank_of("chief", 1)
-    with pytest.raises(ConfigError, match="--job-name evaluator is not a job of this run; it has coordinator, ps, "):
+    with pytest.raises(
+        ConfigError, match="--job-name evaluator is not a job of this run; it has coordinator, ps, "
+    ):
         roles.rank_of("evaluator", 0)
-    with pytest.raises(ConfigError, match=r"--job-name ps is not a job of this run; it has worker$"):
+    with pytest.raises(
+        ConfigError, match=r"--job-name ps is not a job of this run; it has worker$"
+    ):
         roles_of({}, 2).rank_of("ps", 0)
 
 
@@ -179,13 +214,20 @@ def test_a_failure_names_the_role():
     assert judge(End("1", 2), verdicts, ["s1", "s1", "s1", "s2"], label=label).message == (
         "FIRST FAILURE ps 0 (rank 1) host s1: out of room"
     )
-    assert "FIRST FAILURE rank 1 host s2" in judge(End("1", 2), verdicts, ["s1", "s2"], label=Roles(2).label).message
+    assert (
+        "FIRST FAILURE rank 1 host s2"
+        in judge(End("1", 2), verdicts, ["s1", "s2"], label=Roles(2).label).message
+    )
 
 
 @needs_lab
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "how", ["--gloo", *(pytest.param(f"--{name}", marks=pytest.mark.release) for name in ("mpi", "mpirun"))]
+    "how",
+    [
+        "--gloo",
+        *(pytest.param(f"--{name}", marks=pytest.mark.release) for name in ("mpi", "mpirun")),
+    ],
 )
 def test_over_two_hosts(tmp_path, how):
     """Two workers, a server and a coordinator; then a worker fails, all end, and the last line has its role."""
@@ -196,8 +238,12 @@ def test_over_two_hosts(tmp_path, how):
         program = ["python", str(tmp_path / "say.py"), str(there)]
         arguments = [how, "-np", "2", "-H", "s1:1,s2:1", "--num-ps", "1", "--", *program]
         code, output = lab.launch(*arguments)
-    assert [(there / str(rank)).read_text() for rank in range(4)] == ["s1", "s1", "s1", "s2"], output
-    assert code == 3 and re.search(r"FIRST FAILURE worker 1 \(rank 3\) host s2: ended with exit code 3", output), output
+    assert [(there / str(rank)).read_text() for rank in range(4)] == ["s1", "s1", "s1", "s2"], (
+        output
+    )
+    assert code == 3 and re.search(
+        r"FIRST FAILURE worker 1 \(rank 3\) host s2: ended with exit code 3", output
+    ), output
 
 
 DIES_ONCE = """
@@ -219,8 +265,22 @@ def test_a_lost_worker_is_named_and_all_start_again(tmp_path):
     there = tmp_path / "there"
     there.mkdir()
     (tmp_path / "dies.py").write_text(DIES_ONCE)
-    arguments = ["--gloo", "-np", "1", "--num-ps", "1", "--max-restarts", "1", "--", "python", "dies.py", str(there)]
-    code, output = launching.run(None, 1, "python", "-m", "hvtrain", "launch", *arguments, cwd=tmp_path)
+    arguments = [
+        "--gloo",
+        "-np",
+        "1",
+        "--num-ps",
+        "1",
+        "--max-restarts",
+        "1",
+        "--",
+        "python",
+        "dies.py",
+        str(there),
+    ]
+    code, output = launching.run(
+        None, 1, "python", "-m", "hvtrain", "launch", *arguments, cwd=tmp_path
+    )
     assert code == 0, output
     assert "FIRST FAILURE worker 0 (rank 2) host localhost: killed by SIGKILL" in output
     assert [(there / rank).read_text() for rank in "012"] == ["33", "33", "33"]

@@ -57,24 +57,36 @@ def test_no_secret_is_on_a_command_line_or_travels(lab, how):
     ]
     code, output = lab.run("s1", *SET, *variables, *command)
     assert code == 0, output
-    shown = [json.loads(text.partition("look ")[2]) for text in output.splitlines() if "look [" in text]
+    shown = [
+        json.loads(text.partition("look ")[2]) for text in output.splitlines() if "look [" in text
+    ]
     travelling = ["HVTRAIN_NOTIFY", "WANDB_API_KEY"]
     assert sorted(shown) == [
-        ["s1", "1", [], travelling if how.startswith("launch") else sorted([*SECRETS, *travelling])],
+        [
+            "s1",
+            "1",
+            [],
+            travelling if how.startswith("launch") else sorted([*SECRETS, *travelling]),
+        ],
         ["s2", "1", [], travelling],
     ]
 
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param("launch-gloo", marks=pytest.mark.nightly), pytest.param("horovodrun-mpi", marks=pytest.mark.release)],
+    [
+        pytest.param("launch-gloo", marks=pytest.mark.nightly),
+        pytest.param("horovodrun-mpi", marks=pytest.mark.release),
+    ],
 )
 def test_no_secret_is_in_what_a_run_or_the_doctor_writes(lab, tmp_path, how):
     command = line(how, "s1:1,s2:1", *([] if how.startswith("launch") else ["python", "-m", "hvtrain"]),
                  "model=mlp", "train.epochs=2", f"run.dir={tmp_path}/run")  # fmt: skip
     code, output = lab.run("s1", *SET, *command)
     assert code == 0 and "hunter" not in output, output
-    code, output = lab.run("s1", *SET, PYTHON, "-m", "hvtrain", "doctor", "-H", "s1,s2", "--no-links", "--json")
+    code, output = lab.run(
+        "s1", *SET, PYTHON, "-m", "hvtrain", "doctor", "-H", "s1,s2", "--no-links", "--json"
+    )
     assert code in (0, 1) and "hunter" not in output, output
     dry = [
         PYTHON,
@@ -91,5 +103,11 @@ def test_no_secret_is_in_what_a_run_or_the_doctor_writes(lab, tmp_path, how):
     ]
     code, output = lab.run("s1", *SET, *dry, "--", "model=mlp")
     assert code == 0 and "hunter" not in output, output
-    leaks = subprocess.run(["grep", "-rl", "hunter", tmp_path, lab.state], capture_output=True, text=True, check=False)
-    assert leaks.stdout == "" and (tmp_path / "run" / "result.json").exists() and (tmp_path / "files").exists()
+    leaks = subprocess.run(
+        ["grep", "-rl", "hunter", tmp_path, lab.state], capture_output=True, text=True, check=False
+    )
+    assert (
+        leaks.stdout == ""
+        and (tmp_path / "run" / "result.json").exists()
+        and (tmp_path / "files").exists()
+    )

@@ -57,12 +57,30 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
     cluster.start_again_soon(job_id)
     cluster.wait(job_id, lambda: cluster.field(job_id, "JobState") == "COMPLETED")
     printed = cluster.printed(job_id)
-    arguments = ["-m", "hvtrain", "launch", "-np", "4", "-H", "s1:2,s2:2", "--gloo", "--env", "TF_FLAGS", "--", *WORDS]
+    arguments = [
+        "-m",
+        "hvtrain",
+        "launch",
+        "-np",
+        "4",
+        "-H",
+        "s1:2,s2:2",
+        "--gloo",
+        "--env",
+        "TF_FLAGS",
+        "--",
+        *WORDS,
+    ]
     arguments += [f"run.dir=runs/slurm-{job_id}", "resume=auto"]
     assert printed.count("".join(f"<{argument}>" for argument in arguments)) == 2
     assert printed.count(f"in {cluster.folder}/work dir\n") == 2
     assert r"TF_FLAGS=$'a \'b\' $c `id`\nd' in" in printed
-    assert printed.index("start 1") < printed.index("saved") < printed.index("start 2") < printed.index("went on")
+    assert (
+        printed.index("start 1")
+        < printed.index("saved")
+        < printed.index("start 2")
+        < printed.index("went on")
+    )
     assert cluster.field(job_id, "Restarts") == "1"
 
 
@@ -80,7 +98,11 @@ def test_a_training_goes_on_in_its_second_start(cluster):
         workdir=str(cluster.folder),
         setup=f"PATH={BIN}:$PATH",
     )
-    job = Job((*RUN, "model=mlp", "dataset=digits", "train.epochs=40"), 2, environment={"TF_NUM_INTRAOP_THREADS": "1"})
+    job = Job(
+        (*RUN, "model=mlp", "dataset=digits", "train.epochs=40"),
+        2,
+        environment={"TF_NUM_INTRAOP_THREADS": "1"},
+    )
     job_id = cluster.submit("training", job, settings)
     cluster.wait(job_id, lambda: "Epoch 3/40" in cluster.printed(job_id))
     cluster.ask("scancel", "--batch", "--signal=USR1", job_id)
@@ -132,14 +154,28 @@ def test_a_job_that_saves_nothing_is_not_started_forever(saves, tmp_path):
     """
     requeue = "#!/bin/bash\n[[ $1 == requeue ]] && echo s1 >>requeues || echo s1\n"
     (tmp_path / "bin").mkdir()
-    for name, body in {"python": STARTED, "scontrol": requeue, "job": text(Job(RUN, 2), idle_requeues=2)}.items():
+    for name, body in {
+        "python": STARTED,
+        "scontrol": requeue,
+        "job": text(Job(RUN, 2), idle_requeues=2),
+    }.items():
         (tmp_path / "bin" / name).write_text(body)
         (tmp_path / "bin" / name).chmod(0o755)
-    slurm_sets = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "s1", "SLURM_NTASKS": "2", "SAVES": saves}
+    slurm_sets = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "s1",
+        "SLURM_NTASKS": "2",
+        "SAVES": saves,
+    }
     environment = {**os.environ, **slurm_sets, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     starts = [
         subprocess.run(
-            [tmp_path / "bin/job"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            [tmp_path / "bin/job"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         for _ in range(4)
     ]
@@ -149,24 +185,45 @@ def test_a_job_that_saves_nothing_is_not_started_forever(saves, tmp_path):
         assert "(it has saved step-100000001)" in starts[3].stdout
     else:
         assert [done.returncode for done in starts] == [75, 75, 1, 75] and requeues == 3
-        assert "continues when Slurm starts it again (no newer checkpoint, requeue 2 of 2)" in starts[1].stdout
-        assert "is not started again: 3 starts in a row ended without a newer checkpoint" in starts[2].stderr
+        assert (
+            "continues when Slurm starts it again (no newer checkpoint, requeue 2 of 2)"
+            in starts[1].stdout
+        )
+        assert (
+            "is not started again: 3 starts in a row ended without a newer checkpoint"
+            in starts[2].stderr
+        )
 
 
 def test_shellcheck_finds_nothing(tmp_path):
-    shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}") or pytest.skip("no shellcheck here")
-    (tmp_path / "job").write_text(text(Job((*RUN, *WORDS), 2, environment=VALUES), setup="true", workdir="a b"))
+    shellcheck = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}") or pytest.skip(
+        "no shellcheck here"
+    )
+    (tmp_path / "job").write_text(
+        text(Job((*RUN, *WORDS), 2, environment=VALUES), setup="true", workdir="a b")
+    )
     (tmp_path / "own").write_text(text(Job(("python", "script.py"), 2)))
     # SC2016: words that hold a dollar are meant to.
     checked = subprocess.run(
-        [shellcheck, "-e", "SC2016", "job", "own"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [shellcheck, "-e", "SC2016", "job", "own"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert checked.returncode == 0, checked.stdout
 
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-12", 216000), ("1-0:30", 88200), ("1-1:01:01", 90061)],
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("1:30:00", 5400),
+        ("2-12", 216000),
+        ("1-0:30", 88200),
+        ("1-1:01:01", 90061),
+    ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(limit, expected):
     assert slurm_seconds(limit) == expected
@@ -179,7 +236,11 @@ def test_time_limits_are_read_as_slurm_reads_them(limit, expected):
         (Job(RUN, 2), {"time": "2h"}, "cluster.time=2h is not a time limit"),
         (Job(RUN, 2), {"time": "3"}, "the run is told to save up to 180 s before it"),
         (Job(RUN, 6), {"nodes": 4}, "-np 6 does not divide over cluster.nodes=4"),
-        (Job(RUN, 6), {"nodes": 2, "ranks_per_node": 4}, "cluster.nodes=2 cluster.ranks_per_node=4"),
+        (
+            Job(RUN, 6),
+            {"nodes": 2, "ranks_per_node": 4},
+            "cluster.nodes=2 cluster.ranks_per_node=4",
+        ),
         (Job(RUN, 2, parse_hosts("s1,s2")), {}, "came with -H"),
         (Job(RUN, 2, min_ranks=1), {}, "came with --min-np"),
         (Job(RUN, 2), {"partition": "a b"}, "cluster.partition=a b is not what #SBATCH can take"),

@@ -90,7 +90,9 @@ def spark_conf(tmp_path_factory):
 
 def run(*command, cwd, conf, **extra):
     """Exit code and everything printed."""
-    process = start(None, 1, *command, cwd=cwd, SPARK_CONF_DIR=str(conf), SPARK_LOCAL_IP="127.0.0.1", **extra)
+    process = start(
+        None, 1, *command, cwd=cwd, SPARK_CONF_DIR=str(conf), SPARK_LOCAL_IP="127.0.0.1", **extra
+    )
     output = finish(process, timeout=280)
     return process.returncode, output
 
@@ -104,8 +106,17 @@ def said(output):
 @pytest.mark.distributed
 @pytest.mark.nightly
 def test_two_executors_train_together(tmp_path, spark_conf):
-    settings = ["model=mlp", "model.hidden=[8]", "train.steps=20", "guard.every=5", "run.report=false", "run.dir=run"]
-    code, output = run("python", "-m", "hvtrain", "spark", "--np", "2", *settings, cwd=tmp_path, conf=spark_conf)
+    settings = [
+        "model=mlp",
+        "model.hidden=[8]",
+        "train.steps=20",
+        "guard.every=5",
+        "run.report=false",
+        "run.dir=run",
+    ]
+    code, output = run(
+        "python", "-m", "hvtrain", "spark", "--np", "2", *settings, cwd=tmp_path, conf=spark_conf
+    )
     assert code == 0, output
     assert "(Horovod on Gloo)" in output and "weights equal on 2/2 ranks" in output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -122,10 +133,22 @@ def test_servers_learn_a_data_frame_and_executors_predict_another(tmp_path, spar
     (found,) = re.findall(r"^found (.*)", output, re.MULTILINE)
     accuracy, columns, refused = json.loads(found)
     assert accuracy > 0.95
-    assert columns == ["class", "digit", "name", *(f"p_{name}" for name in range(10)), "probability"]
-    assert refused.startswith("the rows cannot be predicted: input=/") and "pixels" in refused and "\n" not in refused
+    assert columns == [
+        "class",
+        "digit",
+        "name",
+        *(f"p_{name}" for name in range(10)),
+        "probability",
+    ]
+    assert (
+        refused.startswith("the rows cannot be predicted: input=/")
+        and "pixels" in refused
+        and "\n" not in refused
+    )
     record = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert len(record["proof"]["steps_by_worker"]) == 2 and min(record["proof"]["steps_by_worker"]) > 0
+    assert (
+        len(record["proof"]["steps_by_worker"]) == 2 and min(record["proof"]["steps_by_worker"]) > 0
+    )
 
 
 @on_spark
@@ -138,7 +161,12 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
     assert code == 0, output
     assert len(list((tmp_path / "data" / "train").glob("part-*.parquet"))) == 4
 
-    settings = ["dataset=parquet", "dataset.dir=data", "dataset.image_shape=[8,8,1]", "dataset.num_classes=10"]
+    settings = [
+        "dataset=parquet",
+        "dataset.dir=data",
+        "dataset.image_shape=[8,8,1]",
+        "dataset.num_classes=10",
+    ]
     settings += ["dataset.scale=16", "run.dir=run", "guard.every=20"]
     job = Job(("python", "-m", "hvtrain", *settings, "train.epochs=3"), 2)
     cluster = Spark(master=MASTER, cores_per_rank=1)
@@ -157,7 +185,10 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
     assert code == 0, output
     assert "(Horovod on MPI)" in output and "weights equal on 2/2 ranks" in output
     second = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert second["first_step"] == first["num_steps"] and second["num_steps"] == first["num_steps"] * 8 // 3
+    assert (
+        second["first_step"] == first["num_steps"]
+        and second["num_steps"] == first["num_steps"] * 8 // 3
+    )
     assert second["test_accuracy"] > 0.85
 
 
@@ -168,14 +199,20 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
 @pytest.mark.parametrize(
     ("settings", "code", "first"),
     [
-        (["train.batch_size=5000"], 2, "hvtrain: train.batch_size=5000 exceeds the 718 examples of a rank "),
+        (
+            ["train.batch_size=5000"],
+            2,
+            "hvtrain: train.batch_size=5000 exceeds the 718 examples of a rank ",
+        ),
         (["model=tiny", "dataset=leaves", "model.fail_on_rank=1"], 1, "hvtrain: rank 1 on "),
     ],
 )
 def test_what_stops_a_rank_is_said_once_on_the_driver(settings, code, first, tmp_path, spark_conf):
     own = ROOT / "tests/support/own"
     line = ["hvtrain.spark", "--np=2", "--config-dir", str(own / "conf"), *settings, "run.dir=run"]
-    exit_code, output = run("python", "-m", *line, cwd=tmp_path, conf=spark_conf, PYTHONPATH=str(own))
+    exit_code, output = run(
+        "python", "-m", *line, cwd=tmp_path, conf=spark_conf, PYTHONPATH=str(own)
+    )
     assert exit_code == code, output
     assert said(output)[0].startswith(first)
     assert re.fullmatch(rf"hvtrain spark: rank \d ended with exit code {code}", said(output)[-1])
@@ -185,7 +222,9 @@ def test_what_stops_a_rank_is_said_once_on_the_driver(settings, code, first, tmp
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("program", [["-m", "hvtrain", "spark"], [str(ROOT / "hvtrain" / "spark.py")]])
+@pytest.mark.parametrize(
+    "program", [["-m", "hvtrain", "spark"], [str(ROOT / "hvtrain" / "spark.py")]]
+)
 def test_a_bad_word_is_refused_before_spark_starts(program, tmp_path):
     for arguments, message in [
         (["train.epoch=3"], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
@@ -203,7 +242,11 @@ def test_options_and_settings_are_told_apart():
     for line, expected in {
         "--np=3 a=1 --mpi": (3, True, ["a=1"]),
         "a=1 -np 2 --gloo b=2": (2, False, ["a=1", "b=2"]),
-        "--config-dir own --cfg job a=1": (None, False, ["--config-dir", "own", "--cfg", "job", "a=1"]),
+        "--config-dir own --cfg job a=1": (
+            None,
+            False,
+            ["--config-dir", "own", "--cfg", "job", "a=1"],
+        ),
     }.items():
         options = parse(line.split())
         assert (options.np, options.mpi, options.overrides) == expected
@@ -218,7 +261,11 @@ def test_ranks_get_no_secret_and_keep_their_own_paths(monkeypatch):
     for mpi in (False, True):
         variables = rank_environment(mpi)
         assert variables["TF_NUM_INTRAOP_THREADS"] == "2"
-        assert "hidden" not in variables.values() and not {"PYTHONPATH", "OMPI_MCA_plm", "HOME"} & set(variables)
+        assert "hidden" not in variables.values() and not {
+            "PYTHONPATH",
+            "OMPI_MCA_plm",
+            "HOME",
+        } & set(variables)
         assert ("PATH" in variables) == mpi, "mpirun is looked for"
 
 
@@ -245,7 +292,13 @@ def submitted(tmp_path, job, **settings):
 def test_the_line_for_yarn(tmp_path):
     job = Job((*WORDS, "x=it's $HOME"), 8, controller="mpi", environment={"NCCL_DEBUG": "a 'b' $c"})
     line, confs = submitted(
-        tmp_path, job, executors=2, queue="gpu", gpus_per_rank=1, gpu_discovery_script="/opt/g.sh", python="/env/python"
+        tmp_path,
+        job,
+        executors=2,
+        queue="gpu",
+        gpus_per_rank=1,
+        gpu_discovery_script="/opt/g.sh",
+        python="/env/python",
     )
     assert line[:8] == "--master yarn --deploy-mode client --name hvtrain --queue gpu".split()  # noqa: SIM905
     script = f"{tmp_path}/a b/hvtrain_on_spark.py"
@@ -269,7 +322,9 @@ def test_the_line_for_yarn(tmp_path):
 
 def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn(tmp_path):
     _, confs = submitted(tmp_path, Job(WORDS, 3), master="spark://s1:7077", cores_per_rank=2)
-    assert "spark.cores.max=6" in confs and not any("instances" in conf or "gpu" in conf for conf in confs)
+    assert "spark.cores.max=6" in confs and not any(
+        "instances" in conf or "gpu" in conf for conf in confs
+    )
     job = Job((*WORDS, "run.dir=/shared/run"), 2, environment={"TZ": "UTC"})
     _, confs = submitted(tmp_path, job, deploy_mode="cluster")
     assert {"spark.executorEnv.TZ=UTC", "spark.yarn.appMasterEnv.TZ=UTC"} <= set(confs)
@@ -278,7 +333,11 @@ def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn(tmp_path)
 @pytest.mark.parametrize(
     ("job", "settings", "message"),
     [
-        (Job(("python", "train.py"), 2), {}, "can only run python -m hvtrain, and python train.py came"),
+        (
+            Job(("python", "train.py"), 2),
+            {},
+            "can only run python -m hvtrain, and python train.py came",
+        ),
         (Job(WORDS, 2, min_ranks=1), {}, "came with --min-np; its ranks are fixed"),
         (Job(WORDS, 2, parse_hosts("s1:2")), {}, "came with -H; Spark chooses the hosts"),
         (
@@ -287,10 +346,18 @@ def test_the_line_for_a_standalone_master_and_for_a_driver_inside_yarn(tmp_path)
             "cluster.master=s1:7077 is not a master; give yarn or spark://HOST:7077",
         ),
         (Job(WORDS, 3), {"executors": 2}, "cluster.executors=2 does not divide 3 ranks"),
-        (Job(WORDS, 2), {"memory_per_rank": "8 GB"}, "cluster.memory_per_rank=8 GB is not an amount of memory"),
+        (
+            Job(WORDS, 2),
+            {"memory_per_rank": "8 GB"},
+            "cluster.memory_per_rank=8 GB is not an amount of memory",
+        ),
         (Job(WORDS, 2), {"gpus_per_rank": 2}, "a rank uses one GPU; give 0 or 1"),
         (Job(WORDS, 2), {"deploy_mode": "cluster"}, "give run.dir=/a/folder/that/all/hosts/see"),
-        (Job(WORDS, 2), {"deploy_mode": "cluster", "master": "spark://s1:1"}, "needs YARN and not spark://s1:1"),
+        (
+            Job(WORDS, 2),
+            {"deploy_mode": "cluster", "master": "spark://s1:1"},
+            "needs YARN and not spark://s1:1",
+        ),
     ],
 )
 def test_what_cannot_start_is_refused(job, settings, message):

@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 
 from hvtrain.launch import horovodrun, on_host, restart, supervisor
-from hvtrain.launch.first_failure import AGAIN
+from hvtrain.launch.first_failure import AGAIN, Ending
 from hvtrain.launch.job import Job, parse_hosts
 from hvtrain.launch.remote_hosts import Answers, HostCalls
 from lab import Lab, needs_lab
@@ -33,7 +33,10 @@ ENDS = {
     "sigkill-of-rank-1": (75, f"FIRST FAILURE rank 1 host s2: {KILLED}"),
     "rank-0-raises": (1, f"FIRST FAILURE rank 0 host s1: {RAISED}"),
     "rank-1-raises": (1, f"FIRST FAILURE rank 1 host s2: {RAISED}"),
-    "rank-1-exits-with-7": (7, "FIRST FAILURE rank 1 host s2: ended with exit code 7; see its output above"),
+    "rank-1-exits-with-7": (
+        7,
+        "FIRST FAILURE rank 1 host s2: ended with exit code 7; see its output above",
+    ),
     "sigterm": (75, f"preempted, saved; {AGAIN}"),
     "sigterm-twice": (75, f"ended by force after SIGTERM; {AGAIN}"),
     "s2-stops": (75, LOST),
@@ -48,8 +51,10 @@ class Replayed(supervisor.Launch):
     transcript = FOLDER
     short_of_memory = ""
     environments = ()
+    commands = ()
 
     def __init__(self, line, environment, output, folder, *more):
+        self.commands.append(line)
         line = [sys.executable, "-I", "-S", str(SPEAKER), str(self.transcript)]
         is_lost = self.transcript.read_text().startswith("unreachable hosts: s2\n")
         answer = None if is_lost else {"oom_kills": int(self.short_of_memory == "s2")}
@@ -81,13 +86,14 @@ def replay(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(restart.remote_hosts, "check", lambda *_: None)
     monkeypatch.setattr(restart.remote_hosts, "absent", lambda *_: {})
     monkeypatch.setattr(Replayed, "environments", [])
+    monkeypatch.setattr(Replayed, "commands", [])
 
-    def run(how, name, *options, max_restarts=0, transcript=None, run_dir=None):
+    def run(how, name, *options, max_restarts=0, transcript=None, run_dir=None, settings=()):
         monkeypatch.setattr(Replayed, "transcript", transcript or FOLDER / how / f"{name}.txt")
         if how.startswith("launch"):
             controller = "gloo" if how == "launch-gloo" else "mpi"
             job = Job(
-                ("python", "fate.py"), 2, parse_hosts("s1:1,s2:1"), controller, dict(os.environ),
+                ("python", "fate.py", *settings), 2, parse_hosts("s1:1,s2:1"), controller, dict(os.environ),
                 mpirun=how == "launch-mpirun",
             )  # fmt: skip
             code = restart.run(job, tmp_path / "logs", run_dir, max_restarts)
@@ -112,8 +118,16 @@ def test_the_end_of_a_launch(replay, how, name):
     expected, line = ENDS[name]
     assert (code, last_line(output)) == (expected, f"hvtrain: {line}"), output
     assert output.count("Traceback (most recent call last)") == name.endswith("raises"), output
-    assert output.count("ValueError: a bad thing") == 2 * name.endswith("raises"), "in the traceback and the last line"
-    for noise in ("Primary job", "HOROVOD_RANK", "hvtrain-verdict", "resource_tracker", "<stdout>:rank 0"):
+    assert output.count("ValueError: a bad thing") == 2 * name.endswith("raises"), (
+        "in the traceback and the last line"
+    )
+    for noise in (
+        "Primary job",
+        "HOROVOD_RANK",
+        "hvtrain-verdict",
+        "resource_tracker",
+        "<stdout>:rank 0",
+    ):
         assert noise not in output
 
 
@@ -123,10 +137,14 @@ def test_with_prefix_it_is_the_same_end_with_all_marks(replay, how, name):
     code, shown = replay(how, name, "--prefix")
     assert (code, last_line(shown.err)) == (ENDS[name][0], f"hvtrain: {ENDS[name][1]}"), shown
     for rank in (0, 1):
-        assert re.search(rf"^\[(1,)?{rank}\]<stdout>:rank {rank} first$", shown.out, re.MULTILINE), shown
+        assert re.search(
+            rf"^\[(1,)?{rank}\]<stdout>:rank {rank} first$", shown.out, re.MULTILINE
+        ), shown
     for rank in range(2) if name.endswith("raises") else ():
         marked = rf"^\[(1,)?{rank}\]<stderr>:ValueError: a bad thing$"
-        assert bool(re.search(marked, shown.err, re.MULTILINE)) == (name == f"rank-{rank}-raises"), shown
+        assert bool(re.search(marked, shown.err, re.MULTILINE)) == (
+            name == f"rank-{rank}-raises"
+        ), shown
 
 
 @pytest.mark.parametrize("how", [how for how in HOW if how.startswith("horovodrun")])
@@ -144,7 +162,9 @@ def test_a_rank_killed_for_lack_of_memory(replay, how, monkeypatch):
     monkeypatch.setattr(Replayed, "short_of_memory", "s2")
     code, shown = replay(how, "sigkill-of-rank-1")
     cause = "killed for lack of memory on s2; lower train.batch_size or use more hosts"
-    assert (code, last_line(shown.err)) == (1, f"hvtrain: FIRST FAILURE rank 1 host s2: {cause}"), shown
+    assert (code, last_line(shown.err)) == (1, f"hvtrain: FIRST FAILURE rank 1 host s2: {cause}"), (
+        shown
+    )
 
 
 @pytest.mark.parametrize(("name", "code"), [("rank-1-raises", 1), ("rank-1-exits-with-7", 7)])
@@ -157,12 +177,49 @@ def test_what_can_heal_is_started_again_as_often_as_it_may(replay, tmp_path):
     """From the newest checkpoint, of which the ranks are told."""
     for step in (7, 28, 21):
         (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    code, shown = replay("launch-mpi", "sigkill-of-rank-1", max_restarts=1, run_dir=str(tmp_path / "run"))
+    code, shown = replay(
+        "launch-mpi", "sigkill-of-rank-1", max_restarts=1, run_dir=str(tmp_path / "run")
+    )
     message = "hvtrain: restart 1 of 1 in 1 s, from the newest checkpoint (here: step-00000028), on s1:1,s2:1\n"
     assert code == 75 and message in shown.err, shown
     notes = [variables.get("HVTRAIN_NEWEST_CHECKPOINT") for variables in Replayed.environments]
     assert notes == [None, f"28@{socket.gethostname()}"]
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["attempt-0001", "attempt-0002"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "attempt-0001",
+        "attempt-0002",
+    ]
+
+
+@pytest.mark.parametrize("earlier_run", [False, True])
+def test_a_restart_goes_on_with_what_its_own_launch_began(
+    replay, tmp_path, monkeypatch, earlier_run
+):
+    """resume=never refuses the checkpoints of an earlier run alone."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000007"
+
+    def absent(*_):
+        """Called between the attempts: the first one has written a checkpoint."""
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        return {}
+
+    monkeypatch.setattr(restart.remote_hosts, "absent", absent)
+    if earlier_run:
+        absent()
+    replay(
+        "launch-gloo", "sigkill-of-rank-1", max_restarts=1, run_dir=str(tmp_path / "run"),
+        settings=["resume=never"],
+    )  # fmt: skip
+    words = [re.search(r"resume=\w+", " ".join(line))[0] for line in Replayed.commands]
+    assert words == ["resume=never", "resume=never" if earlier_run else "resume=auto"]
+
+
+def test_hosts_that_no_longer_answer_after_the_pause_are_looked_for_again(monkeypatch, tmp_path):
+    endings = iter([Ending(75, "killed", "s2"), Ending(2), Ending(0)])
+    monkeypatch.setattr(restart, "_run_once", lambda *_: next(endings))
+    monkeypatch.setattr(restart, "LONGEST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(restart.remote_hosts, "absent", lambda *_: {})
+    job = Job(("true",), 2, parse_hosts("s1:1,s2:1"))
+    assert restart.run(job, tmp_path, None, max_restarts=3) == 0
 
 
 def test_ctrl_c_ends_the_pause_before_a_restart(replay, monkeypatch):
@@ -185,7 +242,10 @@ def test_some_time_after_sigterm_all_is_ended_by_force(replay, monkeypatch, tmp_
     assert text.count("SIGTERM\n") == 2
     (tmp_path / "once.txt").write_text(text.replace("SIGTERM\n", "", 1))
     code, shown = replay("horovodrun-gloo", "sigterm-twice", transcript=tmp_path / "once.txt")
-    assert (code, last_line(shown.err)) == (75, f"hvtrain: ended by force after SIGTERM; {AGAIN}"), shown
+    assert (code, last_line(shown.err)) == (
+        75,
+        f"hvtrain: ended by force after SIGTERM; {AGAIN}",
+    ), shown
 
 
 @needs_lab
@@ -195,7 +255,9 @@ def test_some_time_after_sigterm_all_is_ended_by_force(replay, monkeypatch, tmp_
 @pytest.mark.parametrize("how", HOW)
 def test_the_launchers_still_say_what_was_recorded(how):
     """All fates anew. How a lost host is told is chance: ssh or Open MPI may notice it first."""
-    of_lost_hosts = {line for path in FOLDER.glob("*/s2-*.txt") for _, line in said(path.read_text())}
+    of_lost_hosts = {
+        line for path in FOLDER.glob("*/s2-*.txt") for _, line in said(path.read_text())
+    }
     for name in FATES:
         with Lab(2) as lab:
             now = said(record(lab, how, name))

@@ -49,7 +49,9 @@ def test_a_bar_that_moves_does_not_wait_for_its_lines_end():
     assert channel.feed("[1,0]<stdout>:10%") == "10%"
     assert channel.feed("[1,0]<stdout>:\r20% h") == "\r20% " and channel.feed("\r30%") == "h\r30%"
     waits = PlainStream(plain, lambda: True)
-    assert (waits.feed("[1,0]<stdout>:10%"), waits.feed("\n")) == ("", "10%\n"), "below a live display it would break"
+    assert (waits.feed("[1,0]<stdout>:10%"), waits.feed("\n")) == ("", "10%\n"), (
+        "below a live display it would break"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -62,13 +64,22 @@ def test_drawings_and_verdicts_are_not_shown(size):
     )
     assert output.drawing == DRAWN
     text = '[1,1]<stderr>:hvtrain-verdict: {"rank": 1, "cause": "no"}\n[1,1]<stderr>:said\n[1,0]<stderr>:b\n'
-    assert in_pieces(PlainStream(output._filter_error, lambda: False), text, size) == "[1,1]<stderr>:said\nb\n"
+    assert (
+        in_pieces(PlainStream(output._filter_error, lambda: False), text, size)
+        == "[1,1]<stderr>:said\nb\n"
+    )
     assert output.listener.verdicts == {1: Verdict(1, "no")}
 
 
 def test_the_launchers_logs_hold_no_drawings(tmp_path, capsys):
     output = RankOutput(tmp_path, ["s1"])
-    output.read([f"[1,0]<stdout>:{DRAWN.line()}", "[1,0]<stdout>:Epoch 1\n", f"[1,0]<stdout>:{Drawing().line()}"])
+    output.read(
+        [
+            f"[1,0]<stdout>:{DRAWN.line()}",
+            "[1,0]<stdout>:Epoch 1\n",
+            f"[1,0]<stdout>:{Drawing().line()}",
+        ]
+    )
     assert capsys.readouterr().out == "Epoch 1\n", "no terminal, no bars"
     assert (tmp_path / "rank-0000-s1.log").read_text() == "Epoch 1\n"
 
@@ -80,7 +91,11 @@ def test_the_launchers_logs_hold_no_drawings(tmp_path, capsys):
         ("-np 2 --prefix python x.py", "-np 2 python x.py", True),
         ("--prefix -np 2 --gloo ./x --prefix", "-np 2 --gloo ./x --prefix", True),
         ("-np 2 --gloo ./x --prefix", "-np 2 --gloo ./x --prefix", False),
-        ("-np 2 --prefix-output-with-timestamp ./x", "-np 2 --prefix-output-with-timestamp ./x", True),
+        (
+            "-np 2 --prefix-output-with-timestamp ./x",
+            "-np 2 --prefix-output-with-timestamp ./x",
+            True,
+        ),
     ],
 )
 def test_prefix_is_for_horovodrun_only_before_the_program(line, own, keeps, monkeypatch):
@@ -98,7 +113,11 @@ sys.stderr.write(f"err {rank}\\n")
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "launcher", [pytest.param("mpi", marks=pytest.mark.nightly), pytest.param("gloo", marks=pytest.mark.release)]
+    "launcher",
+    [
+        pytest.param("mpi", marks=pytest.mark.nightly),
+        pytest.param("gloo", marks=pytest.mark.release),
+    ],
 )
 def test_only_prefix_puts_marks_before_rank_0s_lines(launcher, tmp_path):
     """Each output to where it belongs, and what the launcher itself says as it says it. By default, without ranks, in
@@ -108,13 +127,20 @@ def test_only_prefix_puts_marks_before_rank_0s_lines(launcher, tmp_path):
 
     def lines(*arguments):
         line = [str(BIN / "horovodrun"), *arguments]
-        done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            line, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+        )
         return {*done.stdout.splitlines()}, {*done.stderr.splitlines()}
 
     job = "" if launcher == "gloo" else "1,"
     start = [f"--{launcher}", "-np", "2", "python", "speaks.py"]
-    assert lines(*start) == ({"out 0", f"[{job}1]<stdout>:out 1"}, {"err 0", f"[{job}1]<stderr>:err 1"})
-    marked = tuple({f"[{job}{rank}]<std{name}>:{name} {rank}" for rank in (0, 1)} for name in ("out", "err"))
+    assert lines(*start) == (
+        {"out 0", f"[{job}1]<stdout>:out 1"},
+        {"err 0", f"[{job}1]<stderr>:err 1"},
+    )
+    marked = tuple(
+        {f"[{job}{rank}]<std{name}>:{name} {rank}" for rank in (0, 1)} for name in ("out", "err")
+    )
     assert lines("--prefix", *start) == marked
     (version,), errors = lines("--version")
     assert version == metadata.version("horovod") and not errors
@@ -137,7 +163,10 @@ def test_what_cannot_be_written_keeps_no_rank_from_being_read(tmp_path, monkeypa
     shown = capsys.readouterr()
     assert shown.err.endswith("[rank 1 s2] last\n")
     if where == "log":
-        assert "rank-0000-s1.log is no longer written: No space left on device; make room there" in shown.err
+        assert (
+            "rank-0000-s1.log is no longer written: No space left on device; make room there"
+            in shown.err
+        )
         assert shown.out == "größer\nmore\n"
     else:
         assert output.path(0).read_text() == "größer\nmore\n"

@@ -61,7 +61,12 @@ def trained(tmp_path_factory):
         for old, new in BY_HAND.items():
             text = text.replace(old, new)
         (folder / name).write_text(text)
-    arguments = [str(WORKERS / "scripts.py"), str(folder / "results.json"), *migrated, *map(str, SCRIPTS)]
+    arguments = [
+        str(WORKERS / "scripts.py"),
+        str(folder / "results.json"),
+        *migrated,
+        *map(str, SCRIPTS),
+    ]
     code, output = run("mpirun", 2, "python", *arguments, cwd=folder, timeout=550)
     assert code == 0, output
     return folder, json.loads((folder / "results.json").read_text())
@@ -112,7 +117,9 @@ def test_all_files_are_written_or_none(tmp_path):
         (tmp_path / name).write_text(OLD)
     (tmp_path / ".tmp-b.py/full").mkdir(parents=True)
     code, output, errors = command("a.py", "b.py", "--write", cwd=tmp_path)
-    assert (code, output) == (2, "") and "b.py was not written: " in errors and errors.count("\n") == 1
+    assert (
+        (code, output) == (2, "") and "b.py was not written: " in errors and errors.count("\n") == 1
+    )
     assert [(tmp_path / name).read_text() for name in ("a.py", "b.py")] == [OLD, OLD]
     assert sorted(file.name for file in tmp_path.iterdir()) == [".tmp-b.py", "a.py", "b.py"]
 
@@ -122,9 +129,14 @@ def test_a_diff_is_shown_and_nothing_is_written(tmp_path):
     line = [sys.executable, "-m", "hvtrain", "migrate", "a.py"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "-model = tf.keras.Sequential()\n+import keras\n+model = keras.Sequential()\n" in done.stdout
+    assert (
+        "-model = tf.keras.Sequential()\n+import keras\n+model = keras.Sequential()\n"
+        in done.stdout
+    )
     assert "\x1b" not in done.stdout
-    assert done.stdout.endswith("a.py: line 3: predict_classes was removed; use np.argmax(model.predict(x), axis=-1)\n")
+    assert done.stdout.endswith(
+        "a.py: line 3: predict_classes was removed; use np.argmax(model.predict(x), axis=-1)\n"
+    )
     assert (tmp_path / "a.py").read_text() == OLD
 
 
@@ -134,7 +146,9 @@ def test_write_changes_the_files_of_a_folder_once(tmp_path):
     (tmp_path / "b.py").write_text("x = 1\n")
     code, output, _ = command("in", "b.py", "--write", cwd=tmp_path)
     assert code == 1
-    assert output.splitlines()[0] == "in/a.py: written" and output.endswith("b.py: nothing to change\n")
+    assert output.splitlines()[0] == "in/a.py: written" and output.endswith(
+        "b.py: nothing to change\n"
+    )
     text = (tmp_path / "in/a.py").read_bytes().decode()
     assert text == "import keras\r\nmodel = keras.Sequential()\r\nmodel.predict_classes(x)\r\n"
     assert command("in", "--write", cwd=tmp_path)[1].startswith("in/a.py: nothing to change\n")
@@ -154,7 +168,9 @@ def test_what_tools_keep_in_a_project_is_left_alone_and_modes_and_links_stay(tmp
     written = [line.partition(":")[0] for line in output.splitlines() if line.endswith(": written")]
     assert written == ["project/link.py", "project/src/train.py"]
     assert all((tmp_path / "project" / name).read_text() == OLD for name in others)
-    assert (tmp_path / "project/link.py").is_symlink() and "keras.Sequential" in (tmp_path / "shared.py").read_text()
+    assert (tmp_path / "project/link.py").is_symlink() and "keras.Sequential" in (
+        tmp_path / "shared.py"
+    ).read_text()
     assert (tmp_path / "shared.py").stat().st_mode & 0o777 == 0o750
 
 
@@ -184,9 +200,13 @@ def test_bad_input_is_one_line_and_writes_nothing(content, arguments, message, t
 
 
 def test_without_libcst_it_says_what_to_install(tmp_path):
-    block = "import sys, runpy; sys.modules['libcst'] = None; sys.argv = ['hvtrain', 'migrate', 'a.py']"
+    block = (
+        "import sys, runpy; sys.modules['libcst'] = None; sys.argv = ['hvtrain', 'migrate', 'a.py']"
+    )
     code = f"{block}; runpy.run_module('hvtrain', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert done.stderr == (
         "hvtrain: this command needs libcst, which is not installed; install scripts/lock/migrate.txt, or libcst\n"

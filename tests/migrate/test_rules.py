@@ -49,6 +49,14 @@ REWRITTEN = {
         HVD + "hvd.callbacks.LearningRateScheduleCallback(None, lambda epoch: 0.1, start_epoch=15)",
     HVD + "hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=1e-1)":
         HVD + "hvd.callbacks.LearningRateScheduleCallback(0.1, multiplier=1e-1)",
+    HVD + "hvd.callbacks.LearningRateWarmupCallback(5, verbose=1)":
+        HVD + "hvd.callbacks.LearningRateWarmupCallback(None, 5, verbose=1)",
+    HVD + "hvd.callbacks.LearningRateWarmupCallback(5, True)":
+        HVD + "hvd.callbacks.LearningRateWarmupCallback(None, 5, True)",
+    HVD + "hvd.callbacks.LearningRateWarmupCallback(1, 5)": HVD + "hvd.callbacks.LearningRateWarmupCallback(1, 5)",
+    "import horovod.tensorflow as hvd\nhvd.allreduce(x, False)\nhvd.allreduce(x, name)":
+        "import hvtrain.keras as hvd\nhvd.allreduce(x, average=False)\nhvd.allreduce(x, name)",
+    "opt.apply_gradients(pairs, name='step', experimental_aggregate_gradients=False)": "opt.apply_gradients(pairs)",
     "model.fit_generator(generator=g, epochs=2, workers=4)": "model.fit(x=g, epochs=2)",
     "model.evaluate_generator(g, 5)": "model.evaluate(g, steps=5)",
     "model.save_weights(f'w-{n}.h5')": "model.save_weights(f'w-{n}.weights.h5')",
@@ -83,6 +91,18 @@ REWRITTEN = {
         "from keras.mixed_precision import LossScaleOptimizer\nLossScaleOptimizer(o)",
     "import tensorflow as tf\ntf.function(experimental_compile=True)":
         "import tensorflow as tf\ntf.function(jit_compile=True)",
+    "clf = LogisticRegression()\nclf.predict_proba(x)\nmodel.predict_proba(x)":
+        "clf = LogisticRegression()\nclf.predict_proba(x)\nmodel.predict(x)",
+    "opt = parser.parse_args()\nopt.lr\noptimizer.lr": "opt = parser.parse_args()\nopt.lr\noptimizer.learning_rate",
+    "from tensorflow.keras.optimizers import SGD\nSGD(lr=0.1, decay=d)":
+        "import keras\nfrom keras.optimizers import SGD\n"
+        "SGD(learning_rate=keras.optimizers.schedules.InverseTimeDecay(0.1, 1, d))",
+    "def save(model, path):\n    path = Path(path)\n    model.save_weights(path)":
+        "def save(model, path):\n    path = Path(path)\n    model.save_weights(path)",
+    "#!/usr/bin/env python\n\"\"\"Doc.\"\"\"\nfrom __future__ import division\ndef f():\n    import tensorflow as tf\n"
+    "    return tf.keras.Sequential()":
+        "#!/usr/bin/env python\n\"\"\"Doc.\"\"\"\nfrom __future__ import division\nimport keras\ndef f():\n"
+        "    return keras.Sequential()",
     "import tensorflow as tf\ntf.logging.info(tf.app.flags.FLAGS)":
         "import tensorflow as tf\ntf.compat.v1.logging.info(tf.compat.v1.flags.FLAGS)",
 }  # fmt: skip
@@ -119,6 +139,9 @@ LEFT = {
         (2, "Keras 3 never calls _resource_apply_dense; override build and update_step"),
     "import horovod.keras as hvd\nhvd.callbacks.LearningRateScheduleCallback(multiplier=factor)":
         (2, "if factor is a number, older versions took it as a factor; write lambda epoch: factor"),
+    HVD + "hvd.callbacks.LearningRateWarmupCallback(args.warmup)":
+        (2, "before Horovod 0.20, args.warmup was warmup_epochs; write initial_lr=args.warmup, or"),
+    "from keras import backend as K\nK.set_value(model.optimizer.lr, 0.1)": (2, "use variable.assign(value)"),
     HVD + "model.save_weights('w.weights.h5')": (2, "put it under if hvd.rank() == 0"),
     "model.save_weights(name)": (1, "ends in .weights.h5, and the name is not in the script"),
     HVD + "import keras\nkeras.optimizers.SGD(decay=1e-3)\nhvd.callbacks.LearningRateWarmupCallback(0.1)":
@@ -182,7 +205,9 @@ def test_a_callback_that_only_rank_0_uses_is_not_reported(lines):
 
 
 def test_a_callback_that_other_ranks_use_too_is_reported():
-    lines = "logs = keras.callbacks.CSVLogger('a')\nif hvd.rank() == 0:\n    print(logs)\nuse(logs)\n"
+    lines = (
+        "logs = keras.callbacks.CSVLogger('a')\nif hvd.rank() == 0:\n    print(logs)\nuse(logs)\n"
+    )
     ((line, message),) = migrate(f"{HVD}import keras\n{lines}").undecided
     assert line == 3 and "all ranks would write the same file" in message
 
@@ -192,13 +217,18 @@ def test_a_name_that_is_imported_twice_is_what_the_import_above_made_it(name):
     """libcst names both imports, in the order of a set; several names make it likely that a wrong one comes first."""
     text = f"from own import tools as {name}\n{name}.sum(x)\nfrom keras import backend as {name}\n{name}.sum(x)\n"
     first = f"from own import tools as {name}\n{name}.sum(x)\n"
-    assert migrate(text).text == f"{first}from keras import backend as {name}\nkeras.ops.sum(x)\n".replace(
+    assert migrate(
+        text
+    ).text == f"{first}from keras import backend as {name}\nkeras.ops.sum(x)\n".replace(
         "from keras", "import keras\nfrom keras"
     )
 
 
 def test_memory_growth_alone_stays():
-    text = HVD + "import tensorflow as tf\nfor gpu in gpus:\n    tf.config.experimental.set_memory_growth(gpu, True)\n"
+    text = (
+        HVD
+        + "import tensorflow as tf\nfor gpu in gpus:\n    tf.config.experimental.set_memory_growth(gpu, True)\n"
+    )
     assert migrate(text).text == text
 
 
@@ -206,8 +236,14 @@ def test_memory_growth_alone_stays():
 def test_what_cannot_be_decided_is_named_with_its_line(old):
     line, message = LEFT[old]
     script = migrate(old + "\n")
-    assert [(number, text) for number, text in script.undecided_in_old() if message in text and number == line]
-    assert [text for _, text in migrate(script.text).undecided] == [text for _, text in script.undecided]
+    assert [
+        (number, text)
+        for number, text in script.undecided_in_old()
+        if message in text and number == line
+    ]
+    assert [text for _, text in migrate(script.text).undecided] == [
+        text for _, text in script.undecided
+    ]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +251,9 @@ def test_what_cannot_be_decided_is_named_with_its_line(old):
     [
         "x = [v for v in model.trainable_weights if 'kernel' in v.name]",
         "x = [layer for layer in model.layers if 'batch_normalization' in layer.name]",
-        HVD + "def halved(epoch):\n    return 0.5\nhvd.callbacks.LearningRateScheduleCallback(None, halved)",
+        HVD + "hvd.callbacks.LearningRateWarmupCallback(args.base_lr)",
+        HVD
+        + "def halved(epoch):\n    return 0.5\nhvd.callbacks.LearningRateScheduleCallback(None, halved)",
     ],
 )
 def test_names_and_schedules_that_mean_the_same_stay(text):

@@ -33,13 +33,17 @@ def test_known_sizes_are_met_to_the_parameter():
     assert models.mlp((28, 28, 1), 10, hidden=[]).count_params() == 784 * 10 + 10
     resnet = models.resnet20((32, 32, 3), 10)
     assert count(resnet.trainable_variables) == 272_474
-    assert resnet.count_params() == 272_474 + 2 * 784  # a moving mean and variance for each of 784 channels
+    # A moving mean and variance for each of 784 channels.
+    assert resnet.count_params() == 272_474 + 2 * 784
 
 
 def test_resnet50_of_imagenet_is_the_published_one():
     resnet = models.resnet50_v1_5((64, 64, 3), 1000)
-    assert count(resnet.trainable_variables) == 25_557_032  # of torchvision's resnet50, which is the paper's
-    sizes = [resnet.get_layer(f"conv3_block1_{number}_conv").output.shape[1] for number in (1, 2, 3)]
+    # Of torchvision's resnet50, which is the paper's.
+    assert count(resnet.trainable_variables) == 25_557_032
+    sizes = [
+        resnet.get_layer(f"conv3_block1_{number}_conv").output.shape[1] for number in (1, 2, 3)
+    ]
     assert sizes == [16, 8, 8], "the 3x3 convolution halves the image"
     # Blocks begin as their shortcuts: all that the last batch normalization gives is its beta of 0.
     block = keras.Model(resnet.input, resnet.get_layer("conv4_block2_3_bn").output)
@@ -96,7 +100,9 @@ def test_a_second_build_has_the_same_names(network, options):
 
 def test_an_application_takes_normalized_images_and_its_own_options():
     model = models.application((32, 32, 3), 10, **SMALL_MOBILENET, alpha=0.5, dropout=0.2)
-    plain = keras.applications.MobileNetV3Small(weights=None, include_top=False, input_shape=(32, 32, 3))
+    plain = keras.applications.MobileNetV3Small(
+        weights=None, include_top=False, input_shape=(32, 32, 3)
+    )
     assert "Rescaling" in {type(layer).__name__ for layer in plain.layers}
     assert not {"Rescaling", "Normalization"} & {type(layer).__name__ for layer in model.layers}
     assert [layer.name for layer in model.layers[-2:]] == ["dropout", "logits"]
@@ -127,7 +133,7 @@ def test_impossible_options_are_refused():
 
 
 def test_a_run_shows_what_keras_refuses_in_one_line():
-    config = from_dict(compose(["model=mlp", "model.activation=rellu", "dataset=digits"])[0])
+    config = from_dict(compose(["model=mlp", "model.activation=rellu", "dataset=digits"]))
     with pytest.raises(ConfigError) as caught:
         build(config, "model", keras.Model, input_shape=(8, 8, 1), num_outputs=10)
     assert str(caught.value) == (
@@ -140,4 +146,9 @@ def test_an_unknown_application_names_the_nearest():
     refuse(r"no network 'resnet-50'; did you mean 'ResNet50'\?", "application", name="resnet-50")
     refuse("no network 'zzz'; known: .*VGG16", "application", name="zzz")
     refuse("unexpected keyword argument 'depth'", "application", name="MobileNetV2", depth=3)
-    refuse("multiple values for keyword argument 'weights'", "application", name="ResNet50", weights="imagenet")
+    refuse(
+        "multiple values for keyword argument 'weights'",
+        "application",
+        name="ResNet50",
+        weights="imagenet",
+    )

@@ -31,7 +31,9 @@ def network(depth=5, nested=False):
     x = image = keras.Input((8, 8, 2))
     for number in range(depth):
         y = layers.Conv2D(4, 3, padding="same", use_bias=False)(x)
-        y = layers.Dropout(0.2)(layers.Activation("gelu")(layers.BatchNormalization(name=f"norm{number}")(y)))
+        y = layers.Dropout(0.2)(
+            layers.Activation("gelu")(layers.BatchNormalization(name=f"norm{number}")(y))
+        )
         x = layers.Add()([x, y]) if number else y
     if nested:
         x = keras.Model(image, x, name="trunk")(image)
@@ -46,7 +48,9 @@ def trained(model, jit_compile=False, steps=3):
     for _ in range(steps):
         step(batch)
     operations = step.get_concrete_function(batch).graph.get_operations()
-    return [v.numpy() for v in model.variables], sum(operation.type == "Conv2D" for operation in operations)
+    return [v.numpy() for v in model.variables], sum(
+        operation.type == "Conv2D" for operation in operations
+    )
 
 
 @pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -69,7 +73,9 @@ def test_inference_and_the_saved_model_stay_as_they_are(tmp_path):
     np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
     model(keras.Input((8, 8, 2)))
     model.save(tmp_path / "model.keras")
-    np.testing.assert_array_equal(keras.models.load_model(tmp_path / "model.keras").predict(X, verbose=0), expected)
+    np.testing.assert_array_equal(
+        keras.models.load_model(tmp_path / "model.keras").predict(X, verbose=0), expected
+    )
 
 
 def test_masks_pass_the_ends_of_segments():
@@ -97,14 +103,18 @@ def test_masks_pass_the_ends_of_segments():
     ("model", "number"),
     [
         (lambda: resnet20((16, 16, 3), 4), 8),
-        pytest.param(lambda: application((32, 32, 3), 4, "ResNet50"), 13, marks=pytest.mark.nightly),
+        pytest.param(
+            lambda: application((32, 32, 3), 4, "ResNet50"), 13, marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_segments_end_where_little_is_in_use(model, number):
     segments = divide(model())
     assert abs(len(segments) - number) <= 1, "the root of the number of layers"
     ends = [len(segment.gives) for segment in segments]
-    assert ends.count(1) >= 0.7 * len(ends) and max(ends) <= 2, "between the blocks of a residual network"
+    assert ends.count(1) >= 0.7 * len(ends) and max(ends) <= 2, (
+        "between the blocks of a residual network"
+    )
     assert sum(len(segment.nodes) for segment in segments) == len(model().layers) - 1
 
 
@@ -118,14 +128,21 @@ def test_what_cannot_be_recomputed_is_refused():
             return self.dense(inputs)
 
     with pytest.raises(
-        ConfigError, match=r"^train.remat=true needs a Functional or Sequential model, and own is a Own"
+        ConfigError,
+        match=r"^train.remat=true needs a Functional or Sequential model, and own is a Own",
     ):
         change_parts(Own(name="own"), config(remat=True), 1)
-    inputs = [keras.Input((8, 8, 2)), layers.Flatten(), layers.Dense(128, activity_regularizer="l2", name="heavy")]
+    inputs = [
+        keras.Input((8, 8, 2)),
+        layers.Flatten(),
+        layers.Dense(128, activity_regularizer="l2", name="heavy"),
+    ]
     model = keras.Sequential([*inputs, layers.Dense(128), layers.Dense(2)])
     change_parts(model, config(remat=True), 1)
     model.compile("sgd", "mse", jit_compile=False, run_eagerly=True)
-    with pytest.raises(ConfigError, match=r"train.remat=true and a loss on activations of the layer heavy"):
+    with pytest.raises(
+        ConfigError, match=r"train.remat=true and a loss on activations of the layer heavy"
+    ):
         model.train_on_batch(X, Y)
 
 
@@ -134,7 +151,9 @@ def test_every_batch_normalization_is_synchronized_in_place_and_saved_as_the_pla
     model = network(nested=True)
     weights, expected = [id(v) for v in model.weights], model.predict(X, verbose=0)
     change_parts(model, config(sync=True), 2)
-    norms = [layer for layer in model._flatten_layers() if isinstance(layer, layers.BatchNormalization)]
+    norms = [
+        layer for layer in model._flatten_layers() if isinstance(layer, layers.BatchNormalization)
+    ]
     assert len(norms) == 5
     for layer in norms:
         assert type(layer).__name__ == "BatchNormalization" and not layer.supports_jit
@@ -151,7 +170,9 @@ def test_every_batch_normalization_is_synchronized_in_place_and_saved_as_the_pla
 def test_networks_of_keras_are_synchronized_and_one_rank_needs_nothing():
     model = application((32, 32, 3), 4, "MobileNetV3Small")
     change_parts(model, config(sync=True), 1)
-    assert {type(layer) for layer in model.layers if hasattr(layer, "moving_mean")} == {layers.BatchNormalization}
+    assert {type(layer) for layer in model.layers if hasattr(layer, "moving_mean")} == {
+        layers.BatchNormalization
+    }
     change_parts(model, config(sync=True), 2)
     changed = {type(layer)._moments for layer in model.layers if hasattr(layer, "moving_mean")}
     assert changed == {hvd.SyncBatchNormalization._moments}
@@ -162,10 +183,15 @@ def test_batch_normalization_that_is_not_there_or_not_kerass_own_is_refused():
         pass
 
     plain = keras.Sequential([keras.Input((4,)), layers.Dense(2)], name="plain")
-    with pytest.raises(ConfigError, match=r"^train.sync_batch_norm=true, but plain has no BatchNormalization; leave"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train.sync_batch_norm=true, but plain has no BatchNormalization; leave",
+    ):
         change_parts(plain, config(sync=True), 1)
     other = keras.Sequential([keras.Input((4,)), Own(name="odd"), layers.Dense(2)])
-    with pytest.raises(ConfigError, match=r"^train.sync_batch_norm=true and the layer odd, a Own that may normal"):
+    with pytest.raises(
+        ConfigError, match=r"^train.sync_batch_norm=true and the layer odd, a Own that may normal"
+    ):
         change_parts(other, config(sync=True), 2)
     ours = keras.Sequential([keras.Input((4,)), hvd.SyncBatchNormalization(), layers.Dense(2)])
     change_parts(ours, config(sync=True), 2)

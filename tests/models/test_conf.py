@@ -37,10 +37,17 @@ def test_a_model_file_builds(path):
     facts = {"image_shape": (32, 32, 3), "input_shape": (32, 32, 3), "num_outputs": 10}
     facts |= {"input_spec": tf.TensorSpec((6,), tf.int32), "vocabulary_size": 10}
     if path.stem in IDS:
-        facts |= {"input_spec": IDS[path.stem], "category_sizes": (4, 3), "query_sizes": (5,), "item_sizes": (4, 3)}
+        facts |= {
+            "input_spec": IDS[path.stem],
+            "category_sizes": (4, 3),
+            "query_sizes": (5,),
+            "item_sizes": (4, 3),
+        }
         config.width = 10  # Of two towers it is what they give.
     if path.stem == "keras_hub":
-        pytest.importorskip("keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it")
+        pytest.importorskip(
+            "keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it"
+        )
         config.name, config.backbone = "ViTBackbone", VIT
         del config.weights  # A setting of all models, which builders do not get.
         facts |= {"input_spec": tf.TensorSpec((32, 32, 3)), "output_shape": (10,)}

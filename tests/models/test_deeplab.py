@@ -18,39 +18,63 @@ BACKBONES = [("MobileNetV2", {"alpha": 0.35}), pytest.param("ResNet50", {}, mark
 
 def rates(model):
     all_rates = {layer.name: getattr(layer, "dilation_rate", (1, 1))[0] for layer in model.layers}
-    return {name: rate for name, rate in all_rates.items() if rate > 1 and not name.startswith("aspp")}
+    return {
+        name: rate for name, rate in all_rates.items() if rate > 1 and not name.startswith("aspp")
+    }
 
 
-RESNET = [[f"conv{stage}_block{block}_2_conv" for block in range(1, last + 1)] for stage, last in ((4, 6), (5, 3))]
-MOBILE = [[f"block_{block}_depthwise" for block in blocks] for blocks in (range(7, 14), (14, 15, 16))]
+RESNET = [
+    [f"conv{stage}_block{block}_2_conv" for block in range(1, last + 1)]
+    for stage, last in ((4, 6), (5, 3))
+]
+MOBILE = [
+    [f"block_{block}_depthwise" for block in blocks] for blocks in (range(7, 14), (14, 15, 16))
+]
 
 
 @pytest.mark.parametrize(("backbone", "options"), BACKBONES)
 @pytest.mark.parametrize("output_stride", [8, 16, 32])
-def test_features_are_as_fine_as_the_output_stride_says_and_later_blocks_dilated(backbone, options, output_stride):
+def test_features_are_as_fine_as_the_output_stride_says_and_later_blocks_dilated(
+    backbone, options, output_stride
+):
     model = deeplabv3plus((64, 96, 3), 5, backbone, output_stride, filters=8, **options)
     low, high = (model.get_layer(name).output.shape for name in ENDS[backbone])
     assert low[1:3] == (16, 24) and high[1:3] == (64 // output_stride, 96 // output_stride)
     assert model.output.shape == (None, 64, 96, 5)
     middle, last = RESNET if backbone == "ResNet50" else MOBILE
-    expected = {8: dict.fromkeys(middle, 2) | dict.fromkeys(last, 4), 16: dict.fromkeys(last, 2), 32: {}}
+    expected = {
+        8: dict.fromkeys(middle, 2) | dict.fromkeys(last, 4),
+        16: dict.fromkeys(last, 2),
+        32: {},
+    }
     assert rates(model) == expected[output_stride]
-    pyramid = [model.get_layer(f"aspp_rate{number}_depthwise").dilation_rate[0] for number in (1, 2, 3)]
+    pyramid = [
+        model.get_layer(f"aspp_rate{number}_depthwise").dilation_rate[0] for number in (1, 2, 3)
+    ]
     assert pyramid == {8: [12, 24, 36], 16: [6, 12, 18], 32: [3, 6, 9]}[output_stride]
-    own = {variable.path: variable.shape for variable in body((64, 96, 3), backbone, **options).weights}
+    own = {
+        variable.path: variable.shape for variable in body((64, 96, 3), backbone, **options).weights
+    }
     ours = {variable.path: variable.shape for variable in model.weights}
     shared = {path for path in own if not path.startswith("Conv_1")}
-    assert {path: ours[path] for path in shared} == {path: own[path] for path in shared}, "keras.applications' weights"
+    assert {path: ours[path] for path in shared} == {path: own[path] for path in shared}, (
+        "keras.applications' weights"
+    )
 
 
 @pytest.mark.parametrize(("backbone", "options"), BACKBONES)
 def test_each_place_sees_what_the_undilated_network_sees_there(backbone, options):
     """On odd sides, where strides leave no pixel over: every second or fourth feature is keras.applications' own."""
     keras.utils.set_random_seed(0)
-    plain, images = body((65, 97, 3), backbone, **options), np.random.default_rng(0).normal(size=(1, 65, 97, 3))
+    plain, images = (
+        body((65, 97, 3), backbone, **options),
+        np.random.default_rng(0).normal(size=(1, 65, 97, 3)),
+    )
     for variable in plain.weights:  # So that each layer gives something, in inference too.
         positive = variable.name in ("moving_variance", "gamma")
-        fan_in = np.prod(variable.shape[:2]) * (1 if "depthwise" in variable.path else variable.shape[-2:][0])
+        fan_in = np.prod(variable.shape[:2]) * (
+            1 if "depthwise" in variable.path else variable.shape[-2:][0]
+        )
         drawn = np.random.default_rng(len(variable.path)).normal(size=variable.shape)
         variable.assign(1 + np.abs(drawn) / 10 if positive else drawn * (2 / fan_in) ** 0.5)
     inner = ENDS[backbone][1]
@@ -68,16 +92,29 @@ def test_each_place_sees_what_the_undilated_network_sees_there(backbone, options
         dilated_features = features(changes)
         assert dilated_features.shape[1:3] == (64 // output_stride + 1, 96 // output_stride + 1)
         np.testing.assert_allclose(
-            dilated_features[:, ::step, ::step], expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max()
+            dilated_features[:, ::step, ::step],
+            expected,
+            rtol=1e-3,
+            atol=1e-4 * np.abs(expected).max(),
         )
         if step == 2:
-            undilated = {n: {k: v for k, v in to.items() if k != "dilation_rate"} for n, to in changes.items()}
+            undilated = {
+                n: {k: v for k, v in to.items() if k != "dilation_rate"}
+                for n, to in changes.items()
+            }
             other = features(undilated)[:, ::step, ::step]
-            assert np.abs(other - expected).max() > 0.1 * np.abs(expected).max(), "strides alone are not enough"
+            assert np.abs(other - expected).max() > 0.1 * np.abs(expected).max(), (
+                "strides alone are not enough"
+            )
 
 
 @pytest.mark.parametrize(
-    "image_shape", [(33, 40, 3), pytest.param((70, 51, 1), marks=nightly), pytest.param((32, 32, 3), marks=nightly)]
+    "image_shape",
+    [
+        (33, 40, 3),
+        pytest.param((70, 51, 1), marks=nightly),
+        pytest.param((32, 32, 3), marks=nightly),
+    ],
 )
 def test_any_sides_give_a_logit_for_each_class_at_each_pixel(image_shape):
     model = deeplabv3plus(image_shape, 4, **TINY)
@@ -93,7 +130,10 @@ def test_logits_are_float32_under_mixed_precision(policy):
         model = deeplabv3plus((40, 40, 3), 4, **TINY)
     finally:
         keras.config.set_dtype_policy(before)
-    assert model.output.dtype == "float32" and np.asarray(model(np.ones((1, 40, 40, 3)))).dtype == "float32"
+    assert (
+        model.output.dtype == "float32"
+        and np.asarray(model(np.ones((1, 40, 40, 3)))).dtype == "float32"
+    )
     assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
     assert model.get_layer("aspp_project").compute_dtype == policy.removeprefix("mixed_")
 
@@ -110,7 +150,9 @@ def test_a_second_build_has_the_same_names():
 def test_it_learns_recomputed_too():
     """Discs, after some steps; with activations computed again the losses are the same to rounding."""
     ys, xs = np.mgrid[:32, :32] - 16
-    masks = np.stack([np.hypot(ys - shift, xs + shift) < 7 for shift in (-5, 0, 4, 6)]).astype("uint8")
+    masks = np.stack([np.hypot(ys - shift, xs + shift) < 7 for shift in (-5, 0, 4, 6)]).astype(
+        "uint8"
+    )
     images, losses = masks[..., None] * np.ones(3) - 0.5, []
     for again in (False, True):
         keras.utils.set_random_seed(1)
@@ -162,5 +204,7 @@ def test_impossible_options_are_refused(options, message):
 def test_what_the_backbone_does_not_take_is_refused():
     with pytest.raises(TypeError, match=r"ResNet50.* got an unexpected keyword argument 'alpha'"):
         deeplabv3plus((64, 64, 3), 5, alpha=0.5)
-    with pytest.raises(ValueError, match=r"must be at least 32x32; Received: input_shape=\(20, 64, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"must be at least 32x32; Received: input_shape=\(20, 64, 3\)"
+    ):
         deeplabv3plus((20, 64, 3), 5, **TINY)

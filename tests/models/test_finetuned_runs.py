@@ -28,7 +28,12 @@ RUNS = {
     "tuned": TUNED,
     "tuned in parts/1": [*TUNED, "train.steps=8"],
     "tuned in parts/2": TUNED,
-    "joint synced": ["model.norm=true", "train.steps=20", "train.sync_batch_norm=true", "optimizer=momentum"],
+    "joint synced": [
+        "model.norm=true",
+        "train.steps=20",
+        "train.sync_batch_norm=true",
+        "optimizer=momentum",
+    ],
     "joint plain": ["model.norm=true", "train.steps=20", "optimizer=momentum"],
     "wide": [*NORM, "model.units=9", "model.weights={folder}/source"],
     "own arguments": ["model._target_=leaves.loads_by_itself", "model.weights={folder}/source"],
@@ -47,8 +52,11 @@ RUNS = {
 def two_ranks(tmp_path_factory):
     """(folder, what each rank saw, all output)."""
     folder = tmp_path_factory.mktemp("finetuned")
-    runs = {name: [setting.replace("{folder}", str(folder)) for setting in settings] for name, settings in RUNS.items()}
-    results, output = many_runs("gloo", 2, runs, folder, HOROVOD_GLOO_TIMEOUT_SECONDS="60")
+    runs = {
+        name: [setting.replace("{folder}", str(folder)) for setting in settings]
+        for name, settings in RUNS.items()
+    }
+    results, output = many_runs("gloo", 2, runs, folder)
     return folder, results, output
 
 
@@ -75,7 +83,10 @@ def test_the_checkpoint_wins_over_the_first_weights(two_ranks):
 def test_a_finished_run_is_tested_as_before(two_ranks):
     _, results, _ = two_ranks
     assert "error" not in results[0]["tuned in parts/3"]
-    assert results[0]["tuned in parts/3"]["record"]["metrics"] == results[0]["tuned"]["record"]["metrics"]
+    assert (
+        results[0]["tuned in parts/3"]["record"]["metrics"]
+        == results[0]["tuned"]["record"]["metrics"]
+    )
 
 
 def test_frozen_parts_are_those_of_the_source_and_the_rest_trains(two_ranks):
@@ -88,7 +99,9 @@ def test_frozen_parts_are_those_of_the_source_and_the_rest_trains(two_ranks):
         np.testing.assert_array_equal(source[key], tuned[key], key)
     assert not np.array_equal(source["model/0006/logits/kernel"], tuned["model/0006/logits/kernel"])
     slots = [key for key in tuned if key.startswith("optimizer/") and "logits" in key]
-    assert slots and not [key for key in tuned if key.startswith("optimizer/") and ("hidden" in key or "norm" in key)]
+    assert slots and not [
+        key for key in tuned if key.startswith("optimizer/") and ("hidden" in key or "norm" in key)
+    ]
     assert "trained        36 of 348 parameters, in 2 variables" in output
     proof = results[0]["tuned"]["record"]["proof"]
     assert proof["reductions"] == proof["steps"] == 10 and proof["weight_checks"] > 10
@@ -98,16 +111,25 @@ def test_the_average_is_validated_and_saved_and_training_goes_on_without_it(two_
     folder, results, _ = two_ranks
     record = results[0]["tuned"]["record"]
     for file, step in (("model.keras", 20), ("best.keras", record["best"]["step"])):
-        saved, kept = keras.models.load_model(folder / "tuned" / file).layers[-1], arrays(folder / "tuned", step)
+        saved, kept = (
+            keras.models.load_model(folder / "tuned" / file).layers[-1],
+            arrays(folder / "tuned", step),
+        )
         (average,) = [key for key in kept if key.endswith("kernel_average")]
         kernel = saved.get_layer("logits").kernel.numpy()
         np.testing.assert_array_equal(kernel, kept[average])
-        assert np.abs(kernel - kept["model/0006/logits/kernel"]).max() > 1e-4, "the raw weights are others"
+        assert np.abs(kernel - kept["model/0006/logits/kernel"]).max() > 1e-4, (
+            "the raw weights are others"
+        )
     # The last epoch's validation, anew from what is saved.
     saved = keras.models.load_model(folder / "tuned/model.keras").layers[-1]
-    losses = saved.evaluate(leaves(num_validation=48).evaluation("validation", Topology(), 48), verbose=0)
+    losses = saved.evaluate(
+        leaves(num_validation=48).evaluation("validation", Topology(), 48), verbose=0
+    )
     with (folder / "tuned/history.csv").open() as stream:
-        validated = [float(row["val_loss"]) for row in csv.DictReader(stream) if int(row["step"]) == 20]
+        validated = [
+            float(row["val_loss"]) for row in csv.DictReader(stream) if int(row["step"]) == 20
+        ]
     assert validated == [pytest.approx(losses[0], rel=1e-5)]
 
 
@@ -125,7 +147,11 @@ np.save({str(folder / "kernel.npy")!r}, model.layers[-1].get_layer("hidden").ker
         cwd=folder,
     )
     assert printed.split() == ["364", "[]"]
-    kept = {key.split("/", 2)[2]: array for key, array in arrays(folder / "lora").items() if key.startswith("model/")}
+    kept = {
+        key.split("/", 2)[2]: array
+        for key, array in arrays(folder / "lora").items()
+        if key.startswith("model/")
+    }
     merged = kept["hidden/kernel"] + kept["hidden/lora_kernel_a"] @ kept["hidden/lora_kernel_b"]
     np.testing.assert_allclose(np.load(folder / "kernel.npy"), merged, rtol=1e-5, atol=1e-6)
     last = arrays(folder / "source")
@@ -150,7 +176,9 @@ def test_recomputation_synchronizes_the_same(two_ranks):
 def test_saved_models_have_keras_own_batch_normalization(two_ranks):
     folder, _, _ = two_ranks
     model = f"keras.models.load_model({str(folder / 'synced/model.keras')!r}).layers[-1]"
-    code = f"import keras; print(type({model}.get_layer('norm')) is keras.layers.BatchNormalization)"
+    code = (
+        f"import keras; print(type({model}.get_layer('norm')) is keras.layers.BatchNormalization)"
+    )
     assert without_hvtrain(code, cwd=folder).strip() == "True"
 
 
@@ -171,4 +199,7 @@ def test_refusals_are_the_same_line_on_all_ranks(two_ranks):
 def test_the_run_says_where_it_began(two_ranks):
     folder, _, output = two_ranks
     assert f"weights        364 parameters from {folder}/source/best.keras\n" in output
-    assert json.loads((folder / "tuned/result.json").read_text())["config"]["model"]["freeze"] == ["hidden", "norm"]
+    assert json.loads((folder / "tuned/result.json").read_text())["config"]["model"]["freeze"] == [
+        "hidden",
+        "norm",
+    ]

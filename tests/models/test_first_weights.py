@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from hvtrain.checkpoint import store, writer
+from hvtrain.checkpoint import model_state, writer
 from hvtrain.errors import ConfigError
 from hvtrain.models.deeplab import deeplabv3plus
 from hvtrain.models.first_weights import begin_with
@@ -17,7 +17,9 @@ from hvtrain.models.parts import add_lora, parts
 
 def network(seed=1, classes=3, width=4, head="logits", deep=False, name="net"):
     keras.utils.set_random_seed(seed)
-    stem = keras.Sequential([layers.Dense(5, name="d"), layers.BatchNormalization(name="bn")], name="stem")
+    stem = keras.Sequential(
+        [layers.Dense(5, name="d"), layers.BatchNormalization(name="bn")], name="stem"
+    )
     image = keras.Input((6,))
     x = layers.Dense(width, name="middle")(stem(image))
     x = layers.Dense(width, name="deep")(x) if deep else x
@@ -27,7 +29,7 @@ def network(seed=1, classes=3, width=4, head="logits", deep=False, name="net"):
 def checkpoint(model, folder, step=3):
     model.compile(keras.optimizers.SGD())
     model.optimizer.build(model.trainable_variables)
-    writer.write(folder / "checkpoints", step, store.snapshot(model, []), {})
+    writer.write(folder / "checkpoints", step, model_state.snapshot(model, []), {})
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +64,15 @@ def test_every_kind_of_source_gives_the_same_weights(sources, kind, caplog):
         begin_with(model, str(folder / kind))
     for ours, other in zip(model.get_weights(), expected.get_weights()):
         np.testing.assert_array_equal(ours, other)
-    assert f"weights        {expected.count_params()} parameters from {folder / kind}" in caplog.text
+    assert (
+        f"weights        {expected.count_params()} parameters from {folder / kind}" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head", [{"classes": 7}, {"head": "another"}, {"head": "another", "classes": 7}])
+@pytest.mark.parametrize(
+    "head", [{"classes": 7}, {"head": "another"}, {"head": "another", "classes": 7}]
+)
 def test_a_head_of_another_size_or_name_is_left_out_and_named(sources, kind, head, caplog):
     folder, expected = sources
     model = network(2, **head)
@@ -76,7 +82,9 @@ def test_a_head_of_another_size_or_name_is_left_out_and_named(sources, kind, hea
     body = len(fresh) - 2
     for ours, other in zip(model.get_weights(), [*expected.get_weights()[:body], *fresh[body:]]):
         np.testing.assert_array_equal(ours, other)
-    assert f"; new: {head.get('head', 'logits')}/kernel (4, {head.get('classes', 3)})" in caplog.text
+    assert (
+        f"; new: {head.get('head', 'logits')}/kernel (4, {head.get('classes', 3)})" in caplog.text
+    )
 
 
 def test_the_matrices_of_lora_are_added_and_left_out(tmp_path):
@@ -99,26 +107,42 @@ def test_the_matrices_of_lora_are_added_and_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"width": 8}, r"it has shape \(5, 4\) where middle/kernel of this one has shape \(5, 8\); choose the model"),
-        ({"deep": True}, r"it has nothing where deep/kernel of this one has shape \(4, 4\); choose the model"),
+        (
+            {"width": 8},
+            r"it has shape \(5, 4\) where middle/kernel of this one has shape \(5, 8\); choose the model",
+        ),
+        (
+            {"deep": True},
+            r"it has nothing where deep/kernel of this one has shape \(4, 4\); choose the model",
+        ),
     ],
 )
-def test_another_model_is_refused_in_one_line_by_its_first_difference(sources, kind, other, message):
+def test_another_model_is_refused_in_one_line_by_its_first_difference(
+    sources, kind, other, message
+):
     folder, _ = sources
     model = network(2, **other)
     before = model.get_weights()
-    with pytest.raises(ConfigError, match=rf"^model.weights={folder / kind} is of another model: {message}.*$"):
+    with pytest.raises(
+        ConfigError, match=rf"^model.weights={folder / kind} is of another model: {message}.*$"
+    ):
         begin_with(model, str(folder / kind))
-    assert all(np.array_equal(old, new) for old, new in zip(before, model.get_weights())), "none is half loaded"
+    assert all(np.array_equal(old, new) for old, new in zip(before, model.get_weights())), (
+        "none is half loaded"
+    )
 
 
 def test_a_deeper_source_is_refused(tmp_path):
     network(deep=True).save(tmp_path / "deep.keras")
-    with pytest.raises(ConfigError, match=r"it has shape \(4, 4\) where deep/0 of this one has nothing;"):
+    with pytest.raises(
+        ConfigError, match=r"it has shape \(4, 4\) where deep/0 of this one has nothing;"
+    ):
         begin_with(network(), str(tmp_path / "deep.keras"))
 
 
-@pytest.mark.parametrize("ending", [".keras", pytest.param(".weights.h5", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "ending", [".keras", pytest.param(".weights.h5", marks=pytest.mark.nightly)]
+)
 def test_a_backbone_alone_begins_a_model_around_it(tmp_path, ending, caplog):
     """As keras.applications saves it, with a last convolution that DeepLabv3+ leaves out."""
     sides = {"alpha": 0.35, "input_shape": (32, 32, 3)}
@@ -129,14 +153,20 @@ def test_a_backbone_alone_begins_a_model_around_it(tmp_path, ending, caplog):
     before = {part.path: [variable.numpy() for variable in part.variables] for part in parts(model)}
     with pytest.raises(ConfigError, match=r"model.weights_except"):
         begin_with(model, str(path))
-    with pytest.raises(ConfigError, match=r"model.weights_except names asp\*x, which matches nothing"):
+    with pytest.raises(
+        ConfigError, match=r"model.weights_except names asp\*x, which matches nothing"
+    ):
         begin_with(model, str(path), ["asp*x"])
     with caplog.at_level(logging.INFO):
         begin_with(model, str(path), ["aspp*", "decoder*"])
     assert "not taken from there: Conv_1, Conv_1_bn" in caplog.text
     for part in parts(model):
         new = part.path.startswith(("aspp", "decoder", "logits"))
-        expected = before[part.path] if new else [v.numpy() for v in parts_by_path(source)[part.path].variables]
+        expected = (
+            before[part.path]
+            if new
+            else [v.numpy() for v in parts_by_path(source)[part.path].variables]
+        )
         pairs = zip(expected, part.variables, strict=True)
         assert all(np.array_equal(array, variable.numpy()) for array, variable in pairs)
 
@@ -148,7 +178,10 @@ def parts_by_path(model):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "is not there; choose a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub"),
+        (
+            "nothing",
+            "is not there; choose a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub",
+        ),
         (
             "model.txt",
             "is of another kind; choose a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub",

@@ -12,7 +12,9 @@ from hvtrain.errors import ConfigError
 from hvtrain.models.hub_models import hub_model
 from launching import without_hvtrain
 
-hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it")
+hub = pytest.importorskip(
+    "keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it"
+)
 
 TEXT, IMAGE = {"input_spec": tf.TensorSpec((16,), tf.int32), "vocabulary_size": 100}, (32, 32, 3)
 PICTURE = {"input_spec": tf.TensorSpec(IMAGE, tf.float32), "image_shape": IMAGE}
@@ -51,7 +53,9 @@ def build(name, shape, backbone=SMALL, **options):
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_outputs_are_logits_of_the_shape_that_the_task_needs(name, shape, options, policy):
     if (name, policy) == ("BertMaskedLM", "mixed_bfloat16"):
-        pytest.skip("keras-hub's MaskedLMHead adds a bias in float32 to what is in bfloat16 under mixed precision")
+        pytest.skip(
+            "keras-hub's MaskedLMHead adds a bias in float32 to what is in bfloat16 under mixed precision"
+        )
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
@@ -62,14 +66,20 @@ def test_outputs_are_logits_of_the_shape_that_the_task_needs(name, shape, option
     assert type(model).fit is keras.Model.fit, "a run's own fit, and not that of keras-hub"
     assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
     rng = np.random.default_rng(1)
-    inputs = keras.tree.map_structure(lambda spec: rng.integers(0, 100, (2, *spec.shape[1:])), model.input)
+    inputs = keras.tree.map_structure(
+        lambda spec: rng.integers(0, 100, (2, *spec.shape[1:])), model.input
+    )
     outputs = keras.ops.convert_to_numpy(model(inputs))
     assert np.isfinite(outputs).all() and outputs.std() > 0
 
 
 def test_segmentation_with_an_encoder_that_is_a_model_by_itself():
     encoder = hub.models.ResNetBackbone(**RESNET, image_shape=IMAGE)
-    options = {"image_encoder": encoder, "spatial_pyramid_pooling_key": "P3", "dilation_rates": [2, 4]}
+    options = {
+        "image_encoder": encoder,
+        "spatial_pyramid_pooling_key": "P3",
+        "dilation_rates": [2, 4],
+    }
     options |= {"upsampling_size": 2, "projection_filters": 8}
     model = build("DeepLabV3ImageSegmenter", (*IMAGE[:2], 3), options, **PICTURE)
     assert model.output.shape == (None, *IMAGE[:2], 3)
@@ -86,18 +96,29 @@ def test_a_model_by_name_is_that_of_keras_hub():
     )
     plain.set_weights(model.get_weights())
     tokens = TOKENS * (np.arange(16) < 11)
-    named_inputs = {"token_ids": tokens, "padding_mask": (tokens != 0).astype("int32"), "segment_ids": 0 * tokens}
+    named_inputs = {
+        "token_ids": tokens,
+        "padding_mask": (tokens != 0).astype("int32"),
+        "segment_ids": 0 * tokens,
+    }
     np.testing.assert_allclose(model(tokens), plain(named_inputs), rtol=1e-5, atol=1e-6)
-    by_name = build("BertTextClassifier", (3,), input_spec=dict.fromkeys(named_inputs, TEXT["input_spec"]))
+    by_name = build(
+        "BertTextClassifier", (3,), input_spec=dict.fromkeys(named_inputs, TEXT["input_spec"])
+    )
     by_name.set_weights(model.get_weights())
     np.testing.assert_array_equal(by_name(named_inputs), model(tokens))
-    assert np.abs(plain({**named_inputs, "padding_mask": np.ones_like(tokens)}) - model(tokens)).max() > 1e-6
+    assert (
+        np.abs(plain({**named_inputs, "padding_mask": np.ones_like(tokens)}) - model(tokens)).max()
+        > 1e-6
+    )
 
 
 def test_padding_does_not_count_in_the_mean_of_a_backbone():
     model = build("GPT2Backbone", (2,), padding_token=0)
     short = TOKENS * (np.arange(16) < 5)
-    features = model.get_layer("backbone")({"token_ids": short, "padding_mask": (short != 0).astype("int32")})
+    features = model.get_layer("backbone")(
+        {"token_ids": short, "padding_mask": (short != 0).astype("int32")}
+    )
     expected = model.get_layer("logits")(np.asarray(features)[:, :5].mean(axis=1))
     np.testing.assert_allclose(model(short), expected, rtol=1e-4, atol=1e-6)
 
@@ -105,15 +126,24 @@ def test_padding_does_not_count_in_the_mean_of_a_backbone():
 def test_a_masked_model_predicts_each_place():
     model = build("BertMaskedLM", (16, 100))
     task = model.get_layer("task")
-    named_inputs = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS), "segment_ids": 0 * TOKENS}
+    named_inputs = {
+        "token_ids": TOKENS,
+        "padding_mask": np.ones_like(TOKENS),
+        "segment_ids": 0 * TOKENS,
+    }
     places = np.tile(np.array([[3, 7]]), (3, 1))
     np.testing.assert_allclose(
-        np.asarray(model(TOKENS))[:, [3, 7]], task({**named_inputs, "mask_positions": places}), rtol=1e-4, atol=1e-6
+        np.asarray(model(TOKENS))[:, [3, 7]],
+        task({**named_inputs, "mask_positions": places}),
+        rtol=1e-4,
+        atol=1e-6,
     )
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "shape"), [("BertTextClassifier", (3,)), ("GPT2CausalLM", (16, 100))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("BertTextClassifier", (3,)), ("GPT2CausalLM", (16, 100))]
+)
 def test_a_saved_model_loads_without_hvtrain_and_without_warnings(name, shape, tmp_path):
     model = build(name, shape, padding_token=0)
     model.save(tmp_path / "model.keras")
@@ -141,7 +171,10 @@ def refused(message, name="BertTextClassifier", shape=(3,), **options):
 
 
 def test_names_that_keras_hub_lacks_are_refused_with_near_ones():
-    refused("no backbone or task 'BertTextClasifier'; the nearest: BertTextClassifier,", "BertTextClasifier")
+    refused(
+        "no backbone or task 'BertTextClasifier'; the nearest: BertTextClassifier,",
+        "BertTextClasifier",
+    )
     refused("no backbone or task 'zzz'; the nearest: BertBackbone, GPT2CausalLM", "zzz")
     refused(
         "TextClassifier is a kind of models; choose one, such as AlbertTextClassifier, .* model.preset",
@@ -158,26 +191,48 @@ def test_impossible_options_are_refused():
         backbone={**SMALL, "depth": 3},
     )
     refused("given model.pooling; options that it takes there: num_classes, dropout", pooling="max")
-    refused("given model.pooling; options that it takes there: dropout", "BertBackbone", pooling="max")
+    refused(
+        "given model.pooling; options that it takes there: dropout", "BertBackbone", pooling="max"
+    )
     refused("between 0 and 1. Received: rate=2; change", "BertBackbone", dropout=2)
     refused("cannot be built: .*; change model.backbone", backbone={**SMALL, "hidden_dim": -1})
 
 
 def test_data_that_the_model_cannot_take_are_refused():
     image, two = tf.TensorSpec(IMAGE, tf.float32), tf.TensorSpec((16,), tf.int32)
-    refused(r"takes token_ids \(None, None\), .* gives token_ids \(None, 32, 32, 3\)", input_spec=image)
-    refused(r"takes .*padding_mask \(None, None\), .* gives tokens \(None, 16\)", input_spec={"tokens": two})
+    refused(
+        r"takes token_ids \(None, None\), .* gives token_ids \(None, 32, 32, 3\)", input_spec=image
+    )
+    refused(
+        r"takes .*padding_mask \(None, None\), .* gives tokens \(None, 16\)",
+        input_spec={"tokens": two},
+    )
     refused("gives token_ids .*, weights", input_spec={"token_ids": two, "weights": two})
-    refused(r"ViTBackbone takes image .*gives image \(None, 16\)", "ViTBackbone", image_shape=IMAGE, backbone=VIT)
-    refused("cannot be built: .* missing .* 'vocabulary_size'; change model.backbone", vocabulary_size=None)
-    refused("has vocabulary_size=50, and the data set needs 100 tokens", backbone={**SMALL, "vocabulary_size": 50})
-    refused("has max_sequence_length=8, and the data set needs 16", backbone={**SMALL, "max_sequence_length": 8})
+    refused(
+        r"ViTBackbone takes image .*gives image \(None, 16\)",
+        "ViTBackbone",
+        image_shape=IMAGE,
+        backbone=VIT,
+    )
+    refused(
+        "cannot be built: .* missing .* 'vocabulary_size'; change model.backbone",
+        vocabulary_size=None,
+    )
+    refused(
+        "has vocabulary_size=50, and the data set needs 100 tokens",
+        backbone={**SMALL, "vocabulary_size": 50},
+    )
+    refused(
+        "has max_sequence_length=8, and the data set needs 16",
+        backbone={**SMALL, "max_sequence_length": 8},
+    )
 
 
 def test_a_preset_that_is_not_on_disk_is_refused_and_nothing_is_downloaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(
-        "model.preset=bert_base_en_uncased is not a folder; .* nothing is downloaded", preset="bert_base_en_uncased"
+        "model.preset=bert_base_en_uncased is not a folder; .* nothing is downloaded",
+        preset="bert_base_en_uncased",
     )
     (tmp_path / "bert_base_en_uncased").mkdir()
     refused("model.preset=bert_base_en_uncased has no config.json", preset="bert_base_en_uncased")
@@ -187,7 +242,9 @@ def test_a_preset_that_is_not_on_disk_is_refused_and_nothing_is_downloaded(tmp_p
 
 def test_keras_hub_that_is_missing_is_one_line_with_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras_hub", None)
-    refused("model=keras_hub needs keras-hub .*; install it: .*uv pip install --no-deps -r scripts/lock/keras-hub.txt")
+    refused(
+        "model=keras_hub needs keras-hub .*; install it: .*uv pip install --no-deps -r scripts/lock/keras-hub.txt"
+    )
 
 
 @pytest.mark.nightly

@@ -9,7 +9,9 @@ from hub_presets import save_preset
 from launching import many_runs, without_hvtrain
 from tiers import with_release
 
-hub = pytest.importorskip("keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it")
+hub = pytest.importorskip(
+    "keras_hub", reason="keras-hub is not installed; ./scripts/run pytest does it"
+)
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 SIZE = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "intermediate_dim": 64}
@@ -18,7 +20,12 @@ KINDS = {
     "BertTextClassifier": ["task=classification", "+dataset.language=false"],
     "GPT2CausalLM": ["task=language", "+dataset.language=true"],
 }
-COMMON = ["dataset._target_=texts.data", "+model.padding_token=0", "train.batch_size=8", "train.epochs=2"]
+COMMON = [
+    "dataset._target_=texts.data",
+    "+model.padding_token=0",
+    "train.batch_size=8",
+    "train.epochs=2",
+]
 # Without dropout one process and two ranks draw nothing of their own.
 JOINT = [
     "model._target_=texts.model",
@@ -49,21 +56,33 @@ def results(request, tmp_path_factory):
         runs |= {f"joint {name}": words(name, *OPTIONS, *JOINT, *dropout)}
         if name != RESUMED[0] and not with_release(request):
             continue
-        runs |= {name: words(name, *OPTIONS, *saved), f"{name} in two": words(name, *OPTIONS, *saved, "train.steps=5")}
+        runs |= {
+            name: words(name, *OPTIONS, *saved),
+            f"{name} in two": words(name, *OPTIONS, *saved, "train.steps=5"),
+        }
         runs |= {f"{name} in two/again": words(name, *OPTIONS, *saved)}
     first = [f"model.preset={folder}/preset", "optimizer.learning_rate=1.0e-9", "train.steps=1"]
     runs["of preset"] = words("BertTextClassifier", *first)
-    runs["with weights"] = words("BertTextClassifier", *OPTIONS, f"model.weights={folder}/preset", *first[1:])
+    runs["with weights"] = words(
+        "BertTextClassifier", *OPTIONS, f"model.weights={folder}/preset", *first[1:]
+    )
     runs["of another size"] = words(
-        "BertTextClassifier", *OPTIONS, "model.backbone.num_layers=1", f"model.weights={folder}/preset"
+        "BertTextClassifier",
+        *OPTIONS,
+        "model.backbone.num_layers=1",
+        f"model.weights={folder}/preset",
     )
     tuned = ["model.lora_rank=2", "train.ema=0.9", "train.rates={logits:2}", "train.remat=true"]
-    runs["lora"] = words("BertTextClassifier", f"model.preset={folder}/preset", "model.freeze=[*embedding*]", *tuned)
+    runs["lora"] = words(
+        "BertTextClassifier", f"model.preset={folder}/preset", "model.freeze=[*embedding*]", *tuned
+    )
     ran: list[dict] = [{}, {}]
     output = ""
     # In several starts, since one may not take longer than a few minutes on a host with much else to do.
     for begin in range(0, len(runs), 3):
-        some, printed = many_runs("mpirun", 2, dict(list(runs.items())[begin : begin + 3]), folder, timeout=500)
+        some, printed = many_runs(
+            "mpirun", 2, dict(list(runs.items())[begin : begin + 3]), folder, timeout=500
+        )
         ran, output = [old | new for old, new in zip(ran, some)], output + printed
     return ran, output, folder, backbone
 
@@ -118,6 +137,8 @@ def test_lora_trains_matrices_and_the_head_and_leaves_a_plain_model(results):
     head = 32 * 2 + 2
     assert printed.split() == [str(backbone.count_params() + head), "[]"]
     task = keras.models.load_model(folder / "lora/model.keras").layers[-1].get_layer("task")
-    same = [np.array_equal(a, b) for a, b in zip(task.backbone.get_weights(), backbone.get_weights())]
+    same = [
+        np.array_equal(a, b) for a, b in zip(task.backbone.get_weights(), backbone.get_weights())
+    ]
     kernels = [weight.path.endswith("/kernel") for weight in backbone.weights]
     assert same == [not is_kernel for is_kernel in kernels], "kernels alone have changed"

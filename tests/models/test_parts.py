@@ -16,7 +16,9 @@ Y = X[:, :2]
 def network():
     """A nested Sequential, built late, batch normalization, attention, and a head."""
     keras.utils.set_random_seed(1)
-    stem = keras.Sequential([layers.Dense(4, name="dense"), layers.BatchNormalization(name="bn")], name="stem")
+    stem = keras.Sequential(
+        [layers.Dense(4, name="dense"), layers.BatchNormalization(name="bn")], name="stem"
+    )
     image = keras.Input((6,))
     x = layers.Reshape((4, 1))(stem(image))
     x = layers.Flatten()(layers.MultiHeadAttention(2, 3, name="attention")(x, x))
@@ -29,13 +31,21 @@ def trained(model):
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
     model.fit(X, Y, epochs=2, verbose=0)
-    places = [f"{part.path}/{variable.name}" for part in parts(model) for variable in part.variables]
-    return {path for path, old, new in zip(places, before, model.get_weights()) if not np.array_equal(old, new)}
+    places = [
+        f"{part.path}/{variable.name}" for part in parts(model) for variable in part.variables
+    ]
+    return {
+        path
+        for path, old, new in zip(places, before, model.get_weights())
+        if not np.array_equal(old, new)
+    }
 
 
 def test_places_are_in_the_order_of_weights_and_the_same_in_a_loaded_model(tmp_path):
     model = network()
-    assert [id(v) for part in parts(model) for v in part.variables] == [id(v) for v in model.weights]
+    assert [id(v) for part in parts(model) for v in part.variables] == [
+        id(v) for v in model.weights
+    ]
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert [part.path for part in parts(loaded)] == [part.path for part in parts(model)]
@@ -60,9 +70,12 @@ def test_frozen_parts_keep_every_bit_and_their_moving_statistics(patterns, chang
         f"{part.path}/{variable.name}"
         for part in parts(network())
         for variable in part.variables
-        if part.path.startswith(tuple(changed)) and (part.path, variable.name) != ("attention/key", "bias")
+        if part.path.startswith(tuple(changed))
+        and (part.path, variable.name) != ("attention/key", "bias")
     }
-    assert len(model.optimizer._trainable_variables) == len(model.trainable_variables), "nothing else is reduced"
+    assert len(model.optimizer._trainable_variables) == len(model.trainable_variables), (
+        "nothing else is reduced"
+    )
 
 
 def test_single_variables_are_frozen_by_their_place():
@@ -70,7 +83,12 @@ def test_single_variables_are_frozen_by_their_place():
     freeze(model, ["*/bias", "stem/bn/gamma"])
     changed_paths = trained(model)
     assert not [path for path in changed_paths if path.endswith(("bias", "gamma"))]
-    assert {"stem/dense/kernel", "stem/bn/beta", "stem/bn/moving_mean", "logits/kernel"} <= changed_paths
+    assert {
+        "stem/dense/kernel",
+        "stem/bn/beta",
+        "stem/bn/moving_mean",
+        "logits/kernel",
+    } <= changed_paths
 
 
 def test_how_much_trains_is_said():
@@ -78,16 +96,28 @@ def test_how_much_trains_is_said():
     assert describe_trainable(model) == ""
     freeze(model, ["stem", "attention"])
     middle, head = 4 * 4 + 4, 4 * 2 + 2
-    assert describe_trainable(model) == f"{middle + head} of {28 + 8 + 43 + middle + head} parameters, in 4 variables"
+    assert (
+        describe_trainable(model)
+        == f"{middle + head} of {28 + 8 + 43 + middle + head} parameters, in 4 variables"
+    )
 
 
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (["midle"], "model.freeze names midle, which matches nothing that trains; near names: middle"),
+        (
+            ["midle"],
+            "model.freeze names midle, which matches nothing that trains; near names: middle",
+        ),
         (["conv*"], "model.freeze names conv*, which matches nothing that trains; near names: "),
-        (["stem", "*"], "model.freeze=[stem,*] leaves nothing that trains; leave out a layer, such as logits"),
-        (["bn/moving_mean"], "model.freeze names bn/moving_mean, which matches nothing that trains; near names: "),
+        (
+            ["stem", "*"],
+            "model.freeze=[stem,*] leaves nothing that trains; leave out a layer, such as logits",
+        ),
+        (
+            ["bn/moving_mean"],
+            "model.freeze names bn/moving_mean, which matches nothing that trains; near names: ",
+        ),
         (["flatten"], "model.freeze names flatten, which matches nothing that trains"),
     ],
 )
@@ -105,7 +135,9 @@ def test_networks_of_keras_are_frozen_by_block():
         for path in {v.path.split("/")[0] for v in model.weights}
         if not path.startswith(("expanded_conv_", "conv"))
     }
-    assert find_variables(model, "logits", "x") == [v for v in model.weights if v.path.startswith("logits/")]
+    assert find_variables(model, "logits", "x") == [
+        v for v in model.weights if v.path.startswith("logits/")
+    ]
 
 
 def test_lora_trains_the_matrices_and_the_head_alone_and_is_saved_as_a_plain_model(tmp_path):
@@ -114,7 +146,11 @@ def test_lora_trains_the_matrices_and_the_head_alone_and_is_saved_as_a_plain_mod
     add_lora(model, 2)
     np.testing.assert_array_equal(model(X), first, "the second matrix is zero")
     changed_paths = trained(model)
-    adapted = ["stem/dense", *(f"attention/{name}" for name in ("query", "key", "value", "attention_output")), "middle"]
+    adapted = [
+        "stem/dense",
+        *(f"attention/{name}" for name in ("query", "key", "value", "attention_output")),
+        "middle",
+    ]
     assert changed_paths == {
         *(f"{path}/lora_kernel_{which}" for path in adapted for which in "ab"), "logits/kernel", "logits/bias"
     }  # fmt: skip
@@ -132,10 +168,20 @@ def test_lora_takes_embeddings_and_can_be_frozen_in_part():
     add_lora(model, 1)
     freeze(model, ["middle"])
     names = [variable.path for variable in model.trainable_variables]
-    assert names == ["words/lora_embeddings_a", "words/lora_embeddings_b", "logits/kernel", "logits/bias"]
+    assert names == [
+        "words/lora_embeddings_a",
+        "words/lora_embeddings_b",
+        "logits/kernel",
+        "logits/bias",
+    ]
 
 
 def test_lora_without_a_layer_for_it_is_refused():
-    model = keras.Sequential([keras.Input((4, 4, 1)), layers.Conv2D(2, 3), layers.Flatten(), layers.Dense(2)], name="c")
-    with pytest.raises(ConfigError, match=r"model.lora_rank=2, but c has no Dense, .* before its head dense.*; freeze"):
+    model = keras.Sequential(
+        [keras.Input((4, 4, 1)), layers.Conv2D(2, 3), layers.Flatten(), layers.Dense(2)], name="c"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"model.lora_rank=2, but c has no Dense, .* before its head dense.*; freeze",
+    ):
         add_lora(model, 2)

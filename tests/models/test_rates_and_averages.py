@@ -12,11 +12,21 @@ import hvtrain.keras as hvd
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError
-from hvtrain.models.rates import averaged, decay_kernels, factors_of, keep_averages, multiply_rates, take_averages
+from hvtrain.models.rates import (
+    averaged,
+    decay_kernels,
+    factors_of,
+    keep_averages,
+    multiply_rates,
+    take_averages,
+)
 from hvtrain.training.setup import build_optimizer
 
 rng = np.random.default_rng(0)
-BATCHES = [(rng.normal(size=(8, 3)).astype("float32"), rng.normal(size=(8, 2)).astype("float32")) for _ in range(6)]
+BATCHES = [
+    (rng.normal(size=(8, 3)).astype("float32"), rng.normal(size=(8, 2)).astype("float32"))
+    for _ in range(6)
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,8 +36,12 @@ def horovod():
 
 def compiled(optimizer, distributed=False):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(4, name="body"), layers.Dense(2, name="head")])
-    model.compile(hvd.DistributedOptimizer(optimizer) if distributed else optimizer, "mse", jit_compile=False)
+    model = keras.Sequential(
+        [keras.Input((3,)), layers.Dense(4, name="body"), layers.Dense(2, name="head")]
+    )
+    model.compile(
+        hvd.DistributedOptimizer(optimizer) if distributed else optimizer, "mse", jit_compile=False
+    )
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -69,11 +83,15 @@ def test_a_factor_on_the_gradient_would_be_lost():
     model = compiled(keras.optimizers.Adam(0.01))
     before = model.get_weights()
     model.optimizer.apply([0.1 * np.ones(v.shape, "float32") for v in model.trainable_variables])
-    assert np.allclose([np.abs(new - old).max() for old, new in zip(before, model.get_weights())], 0.01, rtol=1e-3)
+    assert np.allclose(
+        [np.abs(new - old).max() for old, new in zip(before, model.get_weights())], 0.01, rtol=1e-3
+    )
 
 
 def test_other_factors_of_one_leave_every_bit():
-    for first, other in zip(changes(keras.optimizers.AdamW(0.01)), changes(keras.optimizers.AdamW(0.01), {"*": 1})):
+    for first, other in zip(
+        changes(keras.optimizers.AdamW(0.01)), changes(keras.optimizers.AdamW(0.01), {"*": 1})
+    ):
         np.testing.assert_array_equal(first, other)
 
 
@@ -82,17 +100,29 @@ def test_rates_of_nothing_and_optimizers_that_step_otherwise_are_refused():
         def apply(self, grads, trainable_variables=None):
             return super().apply(grads, trainable_variables)
 
-    with pytest.raises(ConfigError, match=r"^train.rates names boddy, which matches nothing that trains; near names"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train.rates names boddy, which matches nothing that trains; near names",
+    ):
         set_rates(compiled(keras.optimizers.SGD()), {"boddy": 2})
-    with pytest.raises(ConfigError, match=r"^train.rates and Own, which overrides apply, exclude each other; choose"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train.rates and Own, which overrides apply, exclude each other; choose",
+    ):
         set_rates(compiled(Own(), distributed=True), {"body": 2})
-    with pytest.raises(ConfigError, match=r"^train.ema=0.9 and Own, which overrides apply, exclude each other; choose"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train.ema=0.9 and Own, which overrides apply, exclude each other; choose",
+    ):
         keep_averages(Own(), 0.9)
     with pytest.raises(
-        ConfigError, match=r"^train.weight_decay=0.1 and Own, which overrides apply, exclude each other"
+        ConfigError,
+        match=r"^train.weight_decay=0.1 and Own, which overrides apply, exclude each other",
     ):
         decay_kernels(Own(), 0.1)
-    with pytest.raises(ConfigError, match=r"^train.ema=0.9 and optimizer.use_ema exclude each other; leave"):
+    with pytest.raises(
+        ConfigError, match=r"^train.ema=0.9 and optimizer.use_ema exclude each other; leave"
+    ):
         keep_averages(keras.optimizers.SGD(use_ema=True), 0.9)
 
 
@@ -120,7 +150,9 @@ def test_kernels_decay_as_under_an_l2_regularizer_and_biases_do_not(name, distri
 def test_all_rows_of_an_embedding_decay():
     optimizer = keras.optimizers.SGD(0.5)
     decay_kernels(optimizer, 0.1)
-    model = keras.Sequential([keras.Input((1,), dtype="int32"), layers.Embedding(4, 2), layers.Flatten()])
+    model = keras.Sequential(
+        [keras.Input((1,), dtype="int32"), layers.Embedding(4, 2), layers.Flatten()]
+    )
     model.compile(optimizer, lambda _, y: 0.0 * y, jit_compile=False)
     before = model.get_weights()[0]
     model.train_on_batch(np.array([[1]]), np.zeros([1, 2]))
@@ -159,7 +191,9 @@ def test_the_raw_weights_come_back_after_an_error_too():
     model = compiled(optimizer)
     first = model.get_weights()
     with averaged(model, 0.5):
-        assert all(np.array_equal(a, b) for a, b in zip(first, model.get_weights())), "no average before the first step"
+        assert all(np.array_equal(a, b) for a, b in zip(first, model.get_weights())), (
+            "no average before the first step"
+        )
     for batch in BATCHES[:2]:
         model.train_on_batch(*batch)
     raw = model.get_weights()
@@ -169,9 +203,14 @@ def test_the_raw_weights_come_back_after_an_error_too():
 
 
 def test_the_runner_gives_its_optimizer_the_average_and_the_decay():
-    config = from_dict(compose(["train.ema=0.99", "train.accumulate=2", "train.weight_decay=0.1"])[0])
+    config = from_dict(compose(["train.ema=0.99", "train.accumulate=2", "train.weight_decay=0.1"]))
     plan = SimpleNamespace(
-        base_learning_rate=0.1, peak_learning_rate=0.1, steps_per_epoch=2, scheduled_steps=9, num_steps=9, shift=0
+        base_learning_rate=0.1,
+        peak_learning_rate=0.1,
+        steps_per_epoch=2,
+        scheduled_steps=9,
+        num_steps=9,
+        shift=0,
     )
     optimizer = build_optimizer(config, plan)
     assert (optimizer.use_ema, optimizer.ema_momentum) == (True, 0.99)

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvtrain.errors import ConfigError
 from hvtrain.models import transformer
+from hvtrain.models.memory import flops_per_example
 from launching import without_hvtrain
 
 LENGTH, VOCABULARY = 8, 20
@@ -17,7 +18,9 @@ TOKENS = np.random.default_rng(0).integers(1, VOCABULARY, (2, LENGTH)).astype(np
 def build(**options):
     keras.utils.set_random_seed(0)
     model = transformer(tf.TensorSpec((LENGTH,), tf.int32), VOCABULARY, **{**SMALL, **options})
-    model.set_weights([weight + 0.1 * np.random.normal(size=weight.shape) for weight in model.get_weights()])
+    model.set_weights(
+        [weight + 0.1 * np.random.normal(size=weight.shape) for weight in model.get_weights()]
+    )
     return model
 
 
@@ -59,7 +62,9 @@ def test_padding_is_not_seen(causal):
 
 def test_embedding_and_head_are_one_matrix():
     model = build()
-    assert [weight.path for weight in model.weights if VOCABULARY in weight.shape] == ["token_embedding/embeddings"]
+    assert [weight.path for weight in model.weights if VOCABULARY in weight.shape] == [
+        "token_embedding/embeddings"
+    ]
     defaults = transformer(tf.TensorSpec((128,), tf.int32), 2048)
     assert defaults.count_params() == 1_071_872
 
@@ -82,12 +87,36 @@ def test_a_second_build_has_the_same_names_and_other_numbers():
     assert paths == [weight.path for weight in second.weights] and len(set(paths)) == len(paths)
     model = transformer(tf.TensorSpec((LENGTH,), tf.int32), VOCABULARY, **SMALL)
     kernels = [
-        weight.numpy() for weight in model.weights if "/query/kernel" in weight.path or "/key/kernel" in weight.path
+        weight.numpy()
+        for weight in model.weights
+        if "/query/kernel" in weight.path or "/key/kernel" in weight.path
     ]
     assert len({kernel.tobytes() for kernel in kernels}) == 4
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"causal": False}, {"causal": False, "output_shape": (3,)}]
+)
+def test_what_fills_a_text_up_changes_nothing(options):
+    """Logits at each position of a text, or of its class, are those of the text alone."""
+    keras.utils.set_random_seed(0)
+    spec = tf.TensorSpec((None,), tf.int32)
+    model, blind = (
+        transformer(spec, VOCABULARY, length=LENGTH, padded=padded, **SMALL, **options)
+        for padded in (True, False)
+    )
+    blind.set_weights(model.get_weights())
+    filled = np.pad(TOKENS[:, :5], [(0, 0), (0, 3)])
+    alone = logits(model, TOKENS[:, :5])
+    part = (slice(None),) if "output_shape" in options else (slice(None), slice(5))
+    np.testing.assert_allclose(logits(model, filled)[part], alone, atol=1e-6)
+    assert alone.shape == ((2, 3) if "output_shape" in options else (2, 5, VOCABULARY))
+    assert np.isfinite(logits(model, np.zeros_like(TOKENS))).all(), "a text of padding alone"
+    if not options["causal"]:
+        assert np.abs(logits(blind, filled)[part] - alone).max() > 1e-4
+
+
 @pytest.mark.parametrize("mask_zero", [False, True])
 def test_the_file_loads_in_plain_keras(mask_zero, tmp_path):
     model = build(mask_zero=mask_zero)
@@ -111,10 +140,30 @@ np.save("logits.npy", keras.models.load_model("model.keras")(np.load("tokens.npy
         ),
         ({"a": tf.TensorSpec((8,), tf.int32)}, {}, "it needs a row of tokens"),
         (tf.TensorSpec((8,), tf.int32), {"blocks": 0}, "blocks=0; it needs a whole number from 1"),
-        (tf.TensorSpec((8,), tf.int32), {"heads": 3}, "width=16 and heads=3; the heads share the width evenly"),
+        (
+            tf.TensorSpec((8,), tf.int32),
+            {"heads": 3},
+            "width=16 and heads=3; the heads share the width evenly",
+        ),
         (tf.TensorSpec((8,), tf.int32), {"heads": 0}, "heads=0; it needs a whole number from 1"),
     ],
 )
 def test_what_it_cannot_take_is_refused(spec, options, message):
     with pytest.raises(ConfigError, match=message):
         transformer(spec, VOCABULARY, **{**SMALL, **options})
+
+
+def test_operations_are_counted_from_the_shapes():
+    """Of 2 blocks: 12 width^2 a position for kernels, 2 length x width for attention; and the head, not the look-up."""
+    width, positions = 16, LENGTH
+    block = 12 * width**2 + 2 * LENGTH * width
+    assert flops_per_example(build()) == 6 * positions * (2 * block + VOCABULARY * width)
+    image = keras.Sequential(
+        [keras.Input((8, 8, 3)), keras.layers.Conv2D(4, 3, padding="same", use_bias=False)]
+    )
+    assert flops_per_example(image) == 6 * 8 * 8 * 4 * 3 * 9
+    steps = keras.Sequential([keras.Input((7, 2)), keras.layers.SimpleRNN(5, use_bias=False)])
+    assert flops_per_example(steps) == 6 * 7 * (2 * 5 + 5 * 5)
+    assert (
+        flops_per_example(keras.Sequential([keras.Input((None, 2)), keras.layers.Dense(3)])) is None
+    )

@@ -41,7 +41,10 @@ def test_more_bytes_a_slower_link_and_more_latency_take_longer(algorithm, num_ra
     assert seconds(2e8, num_ranks, SLOW_NETWORK) > base > 0
     faster = replace(SLOW_NETWORK, inside=Link(5e-6, 20e9), between=Link(2e-5, 2e9))
     assert seconds(1e8, num_ranks, faster) < base
-    assert seconds(1e8, num_ranks, replace(SLOW_NETWORK, between=Link(1, 1e9), inside=Link(1, 1e9))) > base
+    assert (
+        seconds(1e8, num_ranks, replace(SLOW_NETWORK, between=Link(1, 1e9), inside=Link(1, 1e9)))
+        > base
+    )
 
 
 def test_a_ring_is_bound_by_bandwidth_for_large_messages_and_by_its_length_for_small_ones():
@@ -55,7 +58,9 @@ def test_a_ring_is_bound_by_bandwidth_for_large_messages_and_by_its_length_for_s
 def test_hosts_reduced_first_beat_one_ring_over_a_slow_network():
     """The bytes on the host's link are the same, but the latency counts hosts."""
     for num_bytes in (4, 4e3, 1e6):
-        ring, by_hosts = (f(num_bytes, 512, SLOW_NETWORK) for f in (flat_ring_seconds, hierarchical_seconds))
+        ring, by_hosts = (
+            f(num_bytes, 512, SLOW_NETWORK) for f in (flat_ring_seconds, hierarchical_seconds)
+        )
         assert by_hosts < ring / 2
     by_hosts = hierarchical_seconds(4e9, 512, SLOW_NETWORK)
     assert by_hosts == pytest.approx(flat_ring_seconds(4e9, 512, SLOW_NETWORK), rel=0.1)
@@ -64,8 +69,12 @@ def test_hosts_reduced_first_beat_one_ring_over_a_slow_network():
 def test_the_fastest_algorithm_is_taken_and_the_start_added():
     for num_bytes in (4, 4e6, 4e9):
         seconds = {name: f(num_bytes, 96, SLOW_NETWORK) for name, f in ALGORITHMS.items()}
-        fastest_seconds, name = allreduce_seconds(num_bytes, 96, replace(SLOW_NETWORK, start_seconds=0.5))
-        assert fastest_seconds == pytest.approx(0.5 + min(seconds.values())) and seconds[name] == min(seconds.values())
+        fastest_seconds, name = allreduce_seconds(
+            num_bytes, 96, replace(SLOW_NETWORK, start_seconds=0.5)
+        )
+        assert fastest_seconds == pytest.approx(0.5 + min(seconds.values())) and seconds[
+            name
+        ] == min(seconds.values())
 
 
 def test_the_expected_maximum_is_that_of_a_simulation():
@@ -80,7 +89,10 @@ def test_the_expected_maximum_is_that_of_a_simulation():
 def test_overlap_never_makes_a_step_longer(num_ranks, bandwidth):
     machine = replace(SLOW_NETWORK, between=Link(2e-5, bandwidth), inside=Link(5e-6, bandwidth))
     for rules in (PLAIN, replace(PLAIN, fusion_bytes=1 << 20), replace(PLAIN, deviation=0.05)):
-        apart, together = (step_cost(WORK, num_ranks, machine, replace(rules, overlap=way)) for way in (False, True))
+        apart, together = (
+            step_cost(WORK, num_ranks, machine, replace(rules, overlap=way))
+            for way in (False, True)
+        )
         # Other buffers are made, so the latencies are others: not longer by more than those.
         latency = together.num_buffers * allreduce_seconds(0, num_ranks, machine)[0]
         assert together.step_seconds <= apart.step_seconds + latency
@@ -91,7 +103,9 @@ def test_without_overlap_all_of_the_reduction_is_exposed():
     cost = step_cost(WORK, 8, SLOW_NETWORK, PLAIN)
     assert cost.num_buffers == 1
     assert cost.exposed_seconds == pytest.approx(cost.communication_seconds)
-    assert cost.step_seconds == pytest.approx(0.1 + flat_ring_seconds(80e6, 8, SLOW_NETWORK), rel=0.1)
+    assert cost.step_seconds == pytest.approx(
+        0.1 + flat_ring_seconds(80e6, 8, SLOW_NETWORK), rel=0.1
+    )
 
 
 def test_a_wide_network_hides_all_but_the_last_buffer():
@@ -102,7 +116,10 @@ def test_a_wide_network_hides_all_but_the_last_buffer():
 
 def test_buffers_hold_what_fits():
     for fusion_bytes, buffers in ((1, 20), (8_000_000, 10), (9_000_000, 10), (80_000_000, 1)):
-        assert step_cost(WORK, 2, SLOW_NETWORK, replace(PLAIN, fusion_bytes=fusion_bytes)).num_buffers == buffers
+        assert (
+            step_cost(WORK, 2, SLOW_NETWORK, replace(PLAIN, fusion_bytes=fusion_bytes)).num_buffers
+            == buffers
+        )
 
 
 def test_one_rank_is_its_own_measure():
@@ -115,7 +132,10 @@ def test_one_rank_is_its_own_measure():
 
 
 def test_efficiency_falls_with_ranks_and_rises_with_the_link():
-    by_ranks = [step_cost(WORK, number, SLOW_NETWORK, Rules(overlap=True)).efficiency for number in (1, 8, 64, 512)]
+    by_ranks = [
+        step_cost(WORK, number, SLOW_NETWORK, Rules(overlap=True)).efficiency
+        for number in (1, 8, 64, 512)
+    ]
     assert by_ranks == sorted(by_ranks, reverse=True)
     machines = [replace(SLOW_NETWORK, between=Link(2e-5, speed)) for speed in (1e8, 1e9, 5e9)]
     by_link = [step_cost(WORK, 64, machine, Rules()).efficiency for machine in machines]
@@ -125,13 +145,18 @@ def test_efficiency_falls_with_ranks_and_rises_with_the_link():
 def test_interference_makes_computing_longer_by_its_share_of_the_time_that_bytes_move():
     machine = Machine(Link(0, 1e9), Link(0, 1e9), 1)
     work = Work(1.0, [Gradient(100_000_000, 1.0), Gradient(4, 99.0)])
-    free, held = (step_cost(work, 2, machine, replace(PLAIN, overlap=True, interference=share)) for share in (0.0, 0.2))
+    free, held = (
+        step_cost(work, 2, machine, replace(PLAIN, overlap=True, interference=share))
+        for share in (0.0, 0.2)
+    )
     assert held.step_seconds - free.step_seconds == pytest.approx(0.2 * 0.1, rel=0.01)
 
 
 def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_its_share_of_the_steps():
     """Two ranks, two messages of 10 MB at 10 MB/s, 2 ms to start each, a step of 0.1 s; nothing overlaps."""
-    machine = Machine(Link(0, 1e7), Link(0, 1e7), 1, start_seconds=0.002, factors={"gather": 1.5, "half": 1.2})
+    machine = Machine(
+        Link(0, 1e7), Link(0, 1e7), 1, start_seconds=0.002, factors={"gather": 1.5, "half": 1.2}
+    )
     work = Work(0.1, [Gradient(10_000_000, 1.0)] * 2)
     rules = replace(PLAIN, fusion_bytes=0)
     encoded = {
@@ -155,10 +180,17 @@ def test_each_method_against_a_slow_network_costs_its_bytes_its_compression_and_
             expected += 1.5 * (0.002 + 2.0) / 2
         assert cost.step_seconds == pytest.approx(expected), method
         assert cost.efficiency == pytest.approx(0.1 / expected)
-        assert method_cost(method, work, encoded, 1, machine, rules).step_seconds == pytest.approx(0.1)
+        assert method_cost(method, work, encoded, 1, machine, rules).step_seconds == pytest.approx(
+            0.1
+        )
+    accumulated = method_cost(METHODS[3], work, encoded, 2, machine, rules, accumulate=8)
+    assert accumulated.step_seconds - 0.1 == pytest.approx((seconds["int8"] - 0.1) / 8)
+    assert sent_bytes(METHODS[3], work, encoded, 4, accumulate=8) == pytest.approx(5e6 * 1.5 / 8)
     assert sent_bytes(METHODS[3], work, encoded, 4) == pytest.approx(5e6 * 1.5)
     assert sent_bytes(METHODS[5], work, encoded, 2) == pytest.approx(2e7 / 16)
-    assert advice(costs).startswith("take strategy.compression=powersgd, 11.4 times as fast; if ranks may drift ")
+    assert advice(costs).startswith(
+        "take strategy.compression=powersgd, 11.4 times as fast; if ranks may drift "
+    )
 
     fast = replace(machine, between=Link(0, 1e10), start_seconds=0.0)
     costs = [method_cost(method, work, encoded, 2, fast, rules) for method in METHODS]
@@ -170,7 +202,9 @@ def test_what_a_runs_settings_choose_has_its_memory():
     diloco = method_of({"every": 500, "outer_rate": 0.7, "compression": "int8"})
     assert (diloco.every, diloco.compression) == (500, "int8")
     assert diloco.extra_bytes(sizes, 4) == {"errors": 80, "anchors and outer momentum": 160}
-    assert method_of({"shard_optimizer": True}).extra_bytes(sizes, 4) == {"optimizer slots": 40 - 160}
+    assert method_of({"shard_optimizer": True}).extra_bytes(sizes, 4) == {
+        "optimizer slots": 40 - 160
+    }
     assert method_of({"compression": "none", "bucket_mib": 25}).extra_bytes(sizes, 4) == {}
 
 
@@ -196,8 +230,16 @@ def test_a_fit_finds_the_link_through_noise():
 
 def test_a_fit_makes_no_negative_times():
     """What falls with the ranks is noise, not latency."""
-    best = fit([Measured(ranks, size, 1e-3 / ranks + size / 1e9) for ranks in (2, 4) for size in (4, 1 << 24)])
-    assert best.start_seconds >= 0 and best.latency_seconds is not None and best.latency_seconds >= 0
+    best = fit(
+        [
+            Measured(ranks, size, 1e-3 / ranks + size / 1e9)
+            for ranks in (2, 4)
+            for size in (4, 1 << 24)
+        ]
+    )
+    assert (
+        best.start_seconds >= 0 and best.latency_seconds is not None and best.latency_seconds >= 0
+    )
 
 
 @pytest.mark.parametrize(

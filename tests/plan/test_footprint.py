@@ -4,6 +4,8 @@ import keras
 import pytest
 from keras import layers
 
+from hvtrain.keras.optimizers import RowwiseAdagrad
+from hvtrain.keras.sharded_embedding import ShardedEmbedding
 from hvtrain.models.memory import footprint
 from hvtrain.plan.forecast import gradients
 
@@ -39,19 +41,40 @@ def test_bytes(model):
     assert sizes.gradient_bytes == 4 * trained
     assert sizes.weight_bytes == 4 * (trained + 22)
     assert 8 * trained < sizes.slot_bytes < 8 * trained + 50, "two moments each, and two counters"
-    assert sizes.activation_bytes == 5 * 4 * (256 + 256 + 10 + 2), "convolution, ReLU and dense; no view"
+    assert sizes.activation_bytes == 5 * 4 * (256 + 256 + 10 + 2), (
+        "convolution, ReLU and dense; no view"
+    )
     assert sizes.checkpoint_bytes == sizes.weight_bytes + sizes.slot_bytes
 
 
 def test_half_precision_halves_activations_alone(model):
     whole = footprint(model, 1)
     policy = {"dtype": "mixed_bfloat16"}
-    half = keras.Sequential([keras.Input((256,)), layers.Dense(10, **policy), layers.Dense(2, **policy)])
+    half = keras.Sequential(
+        [keras.Input((256,)), layers.Dense(10, **policy), layers.Dense(2, **policy)]
+    )
     half.compile("sgd")
     half.optimizer.build(half.trainable_variables)
     sizes = footprint(half, 1)
     assert sizes.activation_bytes == 2 * 12 and sizes.gradient_bytes == 4 * (2570 + 22)
     assert whole.activation_bytes == 4 * 524
+
+
+def test_sharded_tables_are_spread_over_the_ranks():
+    ids = keras.Input((3,), dtype="int32")
+    table = ShardedEmbedding(11, 4, name="table")
+    model = keras.Model(ids, layers.Dense(1)(layers.Flatten()(table(ids))))
+    model.compile(RowwiseAdagrad(0.1))
+    model.optimizer.build(model.trainable_variables)
+    dense = 4 * (12 + 1)
+
+    whole = footprint(model, 2)
+    assert (whole.weight_bytes, whole.elsewhere_bytes) == (4 * 44 + dense, 0)
+    part = footprint(model, 2, num_ranks=2)
+    assert part.weight_bytes == 4 * 6 * 4 + dense, "the first rank has 6 of 11 rows"
+    assert whole.slot_bytes - part.slot_bytes == 4 * 5, "one number a row"
+    assert part.gradient_bytes == dense == sum(gradient.num_bytes for gradient in gradients(model))
+    assert part.checkpoint_bytes == whole.checkpoint_bytes
 
 
 def test_layers_that_do_not_say_their_shapes():

@@ -21,7 +21,9 @@ def test_a_prediction_is_one_ranks_step_and_the_reduction_as_measured(num_ranks)
 
 def test_a_prediction_goes_by_the_speed_of_each_size():
     """As measured between two hosts: 4 and 16 MiB are slower, for their bytes, than 1 and 64."""
-    measured = {str(size << 20): [size / speed] for size, speed in ((1, 115), (4, 82), (16, 82), (64, 112))}
+    measured = {
+        str(size << 20): [size / speed] for size, speed in ((1, 115), (4, 82), (16, 82), (64, 112))
+    }
     messages = [Gradient(16 << 20, 1.0), Gradient(64 << 20, 1.0)]
     cost = predict(measured, 2, messages, one_rank=0.1)
     assert cost.communication_seconds == pytest.approx(16 / 82 + 64 / 112, rel=1e-5)

@@ -12,7 +12,14 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.plan import machine
-from hvtrain.plan.algorithms import LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS, Link, Machine, flat_ring_seconds
+from hvtrain.plan.algorithms import (
+    LINK_SHARE,
+    NETWORK_SECONDS,
+    PCIE_SECONDS,
+    Link,
+    Machine,
+    flat_ring_seconds,
+)
 from hvtrain.plan.command import main, measured_step_seconds
 from hvtrain.plan.forecast import forecast, key_steps
 from in_process import run_command
@@ -87,7 +94,9 @@ def test_bytes(planned):
     memory = content["memory_bytes"]
     assert memory["gradients"] == 4 * 272_474, "the trainable parameters"
     assert memory["weights"] == 4 * (272_474 + 1568)
-    assert memory["gradients"] <= memory["optimizer slots"] < memory["gradients"] + 100, "momentum, and two counters"
+    assert memory["gradients"] <= memory["optimizer slots"] < memory["gradients"] + 100, (
+        "momentum, and two counters"
+    )
     assert content["checkpoint_bytes"] == memory["weights"] + memory["optimizer slots"]
     assert memory["activations"] > 64 * 4 * 32 * 32 * 16 * 7
     assert "activations about " in output and "(an estimate)" in output
@@ -99,7 +108,9 @@ def test_launch_line_is_one_that_launch_takes(planned):
     launch = content["launch"].split()
     assert launch[:5] == ["python", "-m", "hvtrain", "launch", "-np"]
     (folder / "hosts.txt").write_text("\n".join(f"s{number} slots=8" for number in range(32)))
-    code, output, errors = run_command(*launch[2:6], "--dry-run", *launch[6:8], "--", *RESNET20, cwd=folder)
+    code, output, errors = run_command(
+        *launch[2:6], "--dry-run", *launch[6:8], "--", *RESNET20, cwd=folder
+    )
     assert code == 0 and "-np 256" in output, output + errors
 
 
@@ -107,7 +118,9 @@ def test_step_on_1_to_n_ranks(planned):
     output, content, _ = planned
     costs = content["costs"]
     assert [cost["num_ranks"] for cost in costs] == [2**power for power in range(9)]
-    assert costs[0]["step_seconds"] == pytest.approx(0.05) and costs[0]["efficiency"] == pytest.approx(1)
+    assert costs[0]["step_seconds"] == pytest.approx(0.05) and costs[0][
+        "efficiency"
+    ] == pytest.approx(1)
     efficiencies = [cost["efficiency"] for cost in costs]
     assert efficiencies == sorted(efficiencies, reverse=True) and efficiencies[-1] > 0.5
     # On 16 ranks, two hosts, all gradients go as one ring after the last is ready.
@@ -116,9 +129,13 @@ def test_step_on_1_to_n_ranks(planned):
         Link(NETWORK_SECONDS, 10e9 / 8 * LINK_SHARE),
     )
     hosts = Machine(inside, between, 8)
-    assert costs[4]["communication_seconds"] == pytest.approx(flat_ring_seconds(4 * 272_474, 16, hosts))
+    assert costs[4]["communication_seconds"] == pytest.approx(
+        flat_ring_seconds(4 * 272_474, 16, hosts)
+    )
     row = next(line for line in output.splitlines() if line.split()[:1] == ["256"]).split()
-    assert row[1] == f"{1000 * costs[-1]['step_seconds']:,.1f}" and row[-1] == costs[-1]["algorithm"]
+    assert (
+        row[1] == f"{1000 * costs[-1]['step_seconds']:,.1f}" and row[-1] == costs[-1]["algorithm"]
+    )
 
 
 def measured(path, num_ranks, start, bandwidth):
@@ -171,13 +188,19 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
         "model=mlp",
         "dataset=image_folder",
     ]
-    arguments += ["dataset.dir=/nowhere", "dataset.image_shape=[28,28,1]", "train.batch_size=[8,24]"]
+    arguments += [
+        "dataset.dir=/nowhere",
+        "dataset.image_shape=[28,28,1]",
+        "train.batch_size=[8,24]",
+    ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plan", *arguments])
     assert main() == 0
     output = capsys.readouterr().out
     content = json.loads((tmp_path / "out" / "plan.json").read_text())
-    assert "inside a host: 5 GB/s, 200 us to start; measured on 2 ranks, the fit is 0% off" in output
+    assert (
+        "inside a host: 5 GB/s, 200 us to start; measured on 2 ranks, the fit is 0% off" in output
+    )
     assert "between hosts: 0.1 GB/s, 300 us to start; measured on 4 ranks" in output
     assert content["global_batch"] == 2 * 8 + 2 * 24 and content["num_examples"] == 5000
     gradients = 4 * (784 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10)
@@ -185,7 +208,9 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     expected = 0.1 + 3e-4 + 1.5 * gradients / 1e8
     assert content["costs"][-1]["step_seconds"] == pytest.approx(expected, rel=1e-3)
     # 136 + 16 examples for each of a rank's mean batch, 136 + 64 for the joint one.
-    assert re.search(r"progress       4 ranks: \d+% of the machines' efficiency, 76% of the examples' ", output)
+    assert re.search(
+        r"progress       4 ranks: \d+% of the machines' efficiency, 76% of the examples' ", output
+    )
 
     # The bytes that int8 sends, at the measured speed of bytes that are moved; compression takes time here too.
     seconds = {name: cost["step_seconds"] for name, cost in content["methods"].items()}
@@ -195,13 +220,21 @@ def test_calibrated_and_without_the_data(tmp_path, monkeypatch, capsys):
     moving = 0.126 / (3e-4 + 1.5 * (4 << 20) / 1e8)
     sent = moving * 1.5 * 1028 / 1024 / 4 * gradients / 1e8
     assert 0.1 + sent < seconds["strategy.compression=int8"] < 0.2 + sent
-    assert re.search(r"strategy.compression=int8 +\d+\.\d +164\.\d kB +137 MB +\d\.\d+  rounded", output), output
+    assert re.search(
+        r"strategy.compression=int8 +\d+\.\d +164\.\d kB +137 MB +\d\.\d+  rounded", output
+    ), output
     assert "\nadvice         none pays: the reduction adds 7% to a step" in output
 
 
 @pytest.mark.nightly
 def test_measured_here():
-    assert 0 < measured_step_seconds(["model=mlp", "run.dir=of_the_run", "train.batch_size=[8,16]"], 16) < 10
+    assert (
+        0
+        < measured_step_seconds(
+            ["model=mlp", "run.dir=of_the_run", "train.batch_size=[8,16]"], 16, 1
+        )
+        < 10
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,6 +255,7 @@ def test_measured_here():
         ),
         (["-np", "2", "modle=cnn"], "unknown setting 'modle'"),
         (["-np", "2", "--advise"], "give -np 2 or more, and --step-seconds S or --measure"),
+        (["-np", "2", "strategy=parameter_server"], "strategy=parameter_server has none; choose"),
         (
             ["-np", "2", "--calibrate", "none.json"],
             "--calibrate none.json cannot be read: No such file",
@@ -235,22 +269,30 @@ def test_wrong_words_are_one_line(arguments, message, tmp_path):
 
 def test_libraries_add_nothing_to_that_line(tmp_path):
     code, output, errors = python("-m", "hvtrain", "plan", "-np", "2", "modle=cnn", cwd=tmp_path)
-    assert (code, output) == (2, "") and "unknown setting 'modle'" in errors and len(errors.splitlines()) == 1, errors
+    assert (
+        (code, output) == (2, "")
+        and "unknown setting 'modle'" in errors
+        and len(errors.splitlines()) == 1
+    ), errors
 
 
 def test_what_does_not_fit_the_data_is_said():
-    digits = from_dict(compose(["model=mlp"])[0])
-    with pytest.raises(ConfigError, match="9999 ranks are more than the 1437 training examples of digits can feed"):
+    digits = from_dict(compose(["model=mlp"]))
+    with pytest.raises(
+        ConfigError, match="9999 ranks are more than the 1437 training examples of digits can feed"
+    ):
         forecast(digits, 9999, 4, None, 10)
-    with pytest.raises(ConfigError, match="--examples was given and digits has no setting image_shape"):
+    with pytest.raises(
+        ConfigError, match="--examples was given and digits has no setting image_shape"
+    ):
         forecast(digits, 2, 4, 5000, 10)
-    elsewhere = from_dict(compose(["dataset=image_folder", "dataset.dir=/nowhere", "model=mlp"])[0])
+    elsewhere = from_dict(compose(["dataset=image_folder", "dataset.dir=/nowhere", "model=mlp"]))
     with pytest.raises(DataError, match="for a data set on other machines give --examples N"):
         forecast(elsewhere, 2, 4, None, 10)
 
 
 def test_a_warm_up_longer_than_the_run_is_left_out():
-    short = from_dict(compose(["train.steps=5", "model=mlp"])[0])
+    short = from_dict(compose(["train.steps=5", "model=mlp"]))
     assert [step for _, step in key_steps(forecast(short, 1, 1, None, 10))] == [0, 4]
 
 

@@ -15,12 +15,16 @@ def name(case):
 
 @pytest.mark.parametrize("case", PREDICTED, ids=name)
 def test_predictions_are_within_5_points(case):
-    assert abs(case.points) <= 5, f"{case.predicted:.3f}, and {case.source} has {case.published:.3f}"
+    assert abs(case.points) <= 5, (
+        f"{case.predicted:.3f}, and {case.source} has {case.published:.3f}"
+    )
 
 
 @pytest.mark.parametrize("case", FITTED, ids=name)
 def test_what_the_constants_were_fitted_to_is_within_2_points(case):
-    assert abs(case.points) <= 2, f"{case.predicted:.3f}, and {case.source} has {case.published:.3f}"
+    assert abs(case.points) <= 2, (
+        f"{case.predicted:.3f}, and {case.source} has {case.published:.3f}"
+    )
 
 
 @pytest.mark.parametrize("case", MISSED, ids=name)
@@ -58,8 +62,12 @@ def test_the_constants_are_those_of_the_fit():
     ],
 )
 def test_networks_are_the_published_ones(network, parameters, multiplications):
-    assert sum(gradient.num_bytes for gradient in NETWORKS[network]) / 4 == pytest.approx(parameters, rel=0.002)
-    assert sum(gradient.work for gradient in NETWORKS[network]) == pytest.approx(multiplications, rel=0.02)
+    assert sum(gradient.num_bytes for gradient in NETWORKS[network]) / 4 == pytest.approx(
+        parameters, rel=0.002
+    )
+    assert sum(gradient.work for gradient in NETWORKS[network]) == pytest.approx(
+        multiplications, rel=0.02
+    )
 
 
 def test_networks_are_what_keras_builds():

@@ -7,7 +7,9 @@ from hvtrain.report import commands, page
 from hvtrain.report.run_files import read_run
 from run_folders import CONFIG, write_run
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; scripts/install-test-tools installs it")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium; scripts/install-test-tools installs it"
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +22,12 @@ def browser():
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     log = "2026-11-24 10:00:01,000 WARNING hvtrain.x: " + "the disk is slow " * 30 + "\n"
-    first = write_run(folder / "a_run_with_a_long_name_that_does_not_break_anywhere_at_all", log=log)
-    second = write_run(folder / "wide", config={**CONFIG, "seed": 2}, metrics={"test_accuracy": 0.5})
+    first = write_run(
+        folder / "a_run_with_a_long_name_that_does_not_break_anywhere_at_all", log=log
+    )
+    second = write_run(
+        folder / "wide", config={**CONFIG, "seed": 2}, metrics={"test_accuracy": 0.5}
+    )
     third = write_run(folder / "narrow", finished=False)
     page.write_report(first)
     runs = [read_run(path) for path in (first, second, third)]
@@ -30,7 +36,11 @@ def pages(tmp_path_factory):
         "<body style='margin:0'><p style='width:3000px'>wide</p><script>console.error('no')</script>"
         "<img src='http://localhost:9/x.png'>"
     )
-    return {"report": first / "report.html", "comparison": folder / "comparison.html", "bad": folder / "bad.html"}
+    return {
+        "report": first / "report.html",
+        "comparison": folder / "comparison.html",
+        "bad": folder / "bad.html",
+    }
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -42,7 +52,9 @@ def test_nothing_is_wider_than_the_page_and_the_console_is_silent(browser, pages
     assert browser.too_wide() == []
     assert browser.evaluate("innerWidth") == SIZES[size][0]
     assert browser.evaluate("document.querySelectorAll('.chart svg').length") >= 3
-    assert browser.evaluate("[...document.images].every(image => image.complete && image.naturalWidth)")
+    assert browser.evaluate(
+        "[...document.images].every(image => image.complete && image.naturalWidth)"
+    )
     assert browser.problems == []
 
 
@@ -60,7 +72,12 @@ def test_curves_follow_the_mode_of_the_reader(browser, pages):
     for dark in (False, True):
         browser.open(pages["report"], "desktop", dark)
         script = "getComputedStyle(document.querySelector('.chart svg text')).fill"
-        colors.append([browser.evaluate(script), browser.evaluate("getComputedStyle(document.body).backgroundColor")])
+        colors.append(
+            [
+                browser.evaluate(script),
+                browser.evaluate("getComputedStyle(document.body).backgroundColor"),
+            ]
+        )
     assert colors[0][0] != colors[1][0] and colors[0][1] != colors[1][1]
 
 

@@ -20,14 +20,27 @@ def listed(monkeypatch, capsys, *arguments):
 @pytest.fixture
 def folder(tmp_path):
     runs = tmp_path / "runs"
-    write_run(runs / "b_good", metrics={"test_accuracy": 0.9, "test_loss": 0.2}, examples_per_second=100.0)
-    write_run(runs / "sweep/a_better", metrics={"test_accuracy": 0.95}, num_ranks=4, examples_per_second=9000.5)
-    begun = write_run(
-        runs / "2026-11-24_10-00-00-a_name_that_is_longer_than_there_is_room", finished=False, num_epochs=2
+    write_run(
+        runs / "b_good", metrics={"test_accuracy": 0.9, "test_loss": 0.2}, examples_per_second=100.0
     )
-    (begun / "starts.json").write_text(json.dumps([{**START, "began": "2026-11-23T09:00:00+01:00"}]))
+    write_run(
+        runs / "sweep/a_better",
+        metrics={"test_accuracy": 0.95},
+        num_ranks=4,
+        examples_per_second=9000.5,
+    )
+    begun = write_run(
+        runs / "2026-11-24_10-00-00-a_name_that_is_longer_than_there_is_room",
+        finished=False,
+        num_epochs=2,
+    )
+    (begun / "starts.json").write_text(
+        json.dumps([{**START, "began": "2026-11-23T09:00:00+01:00"}])
+    )
     error = write_run(runs / "regression", metrics={"test_mean_absolute_error": 3.0})
-    (error / "starts.json").write_text(json.dumps([{**START, "best": "val_mean_absolute_error", "sign": -1}]))
+    (error / "starts.json").write_text(
+        json.dumps([{**START, "best": "val_mean_absolute_error", "sign": -1}])
+    )
     (write_run(runs / "damaged") / "result.json").write_text("{")
     (runs / "no_run").mkdir()
     return runs
@@ -61,7 +74,11 @@ def test_replicas_and_workers_count_like_ranks(tmp_path, monkeypatch, capsys):
     begun = write_run(tmp_path / "servers", finished=False)
     (begun / "starts.json").write_text(json.dumps([{**START, "num_ranks": 1, "num_replicas": 5}]))
     rows = json.loads(listed(monkeypatch, capsys, tmp_path, "--json"))
-    assert {row["run"]: row["num_ranks"] for row in rows} == {"mirrored": 8, "older": 3, "servers": 5}
+    assert {row["run"]: row["num_ranks"] for row in rows} == {
+        "mirrored": 8,
+        "older": 3,
+        "servers": 5,
+    }
 
 
 def test_private_folders_of_others_and_scores_that_are_no_number(folder, monkeypatch, capsys):
@@ -81,7 +98,10 @@ def test_private_folders_of_others_and_scores_that_are_no_number(folder, monkeyp
 
 def test_a_damaged_run_is_listed_with_its_error(folder, monkeypatch, capsys):
     rows = {row["run"]: row for row in json.loads(listed(monkeypatch, capsys, folder, "--json"))}
-    assert rows["damaged"]["state"] == "damaged" and "result.json is damaged" in rows["damaged"]["error"]
+    assert (
+        rows["damaged"]["state"] == "damaged"
+        and "result.json is damaged" in rows["damaged"]["error"]
+    )
     assert rows["b_good"]["error"] is None
 
 
@@ -117,5 +137,7 @@ def test_the_default_folder_and_a_run_itself(folder, monkeypatch, capsys):
 
 def test_a_folder_without_runs(tmp_path, monkeypatch, capsys):
     assert listed(monkeypatch, capsys, tmp_path) == f"no runs in {tmp_path}\n"
-    with pytest.raises(ConfigError, match="gone is not a folder; give the folder that holds the runs"):
+    with pytest.raises(
+        ConfigError, match="gone is not a folder; give the folder that holds the runs"
+    ):
         listed(monkeypatch, capsys, tmp_path / "gone")

@@ -31,10 +31,28 @@ def test_a_page_has_what_was_run_and_what_came_of_it(tmp_path):
             "Weights equal on 2/2 ranks (5 checks)",
             "640 of 650 samples seen once",
         ),
-        *("6.00 ms", "rank 1 on s2", "horovodrun -np 2 python -m hvtrain model=mlp", f"--config-dir {tmp_path}/run"),
+        *(
+            "6.00 ms",
+            "rank 1 on s2",
+            "horovodrun -np 2 python -m hvtrain model=mlp",
+            f"--config-dir {tmp_path}/run",
+        ),
         *("s1 (1 rank), s2 (1 rank)", "0" * 40, " M train.py", "some processor", "keras 3.15.1"),
-        *("train.epochs", "rank 0 warning: the disk is slow", "2026-11-24 10:00", "Once upon a time", "8, taken for 1"),
-        *(">loss<", ">accuracy<", ">learning rate<", ">work of a step by rank, ms<", ">validation<", ">rank 1<"),
+        *(
+            "train.epochs",
+            "rank 0 warning: the disk is slow",
+            "2026-11-24 10:00",
+            "Once upon a time",
+            "8, taken for 1",
+        ),
+        *(
+            ">loss<",
+            ">accuracy<",
+            ">learning rate<",
+            ">work of a step by rank, ms<",
+            ">validation<",
+            ">rank 1<",
+        ),
     ):
         assert expected in text, expected
 
@@ -44,8 +62,12 @@ def test_a_page_is_one_file_that_asks_for_no_other(tmp_path):
     assert not re.findall(r"(?:src|href)=[\"'](?!data:|#)", text.replace('xlink:href="#', ""))
     assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}  # Names of formats.
     charts = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    assert charts and not [color for color in (*SERIES, INK, MUTED, LINE) if any(color in chart for chart in charts)]
-    assert all("var(--series-1)" in chart and "var(--muted)" in chart for chart in charts), "they follow the page"
+    assert charts and not [
+        color for color in (*SERIES, INK, MUTED, LINE) if any(color in chart for chart in charts)
+    ]
+    assert all("var(--series-1)" in chart and "var(--muted)" in chart for chart in charts), (
+        "they follow the page"
+    )
 
 
 def test_names_and_messages_are_no_markup(tmp_path):
@@ -59,7 +81,12 @@ def test_names_and_messages_are_no_markup(tmp_path):
 def test_an_unfinished_run_has_a_page_of_what_is_there(tmp_path):
     log = "2026-11-24 10:00:01,000 ERROR hvtrain: rank 1 is gone\n"
     run = read_run(write_run(tmp_path / "run", finished=False, num_epochs=2, log=log))
-    assert (run.state, run.is_resumable, run.progress, run.score) == ("failed", True, 0.5, ("val_accuracy", 0.2))
+    assert (run.state, run.is_resumable, run.progress, run.score) == (
+        "failed",
+        True,
+        0.5,
+        ("val_accuracy", 0.2),
+    )
     text = page.html(run)
     assert "failed at 50%, resumable" in text and "rank 1 is gone" in text and ">loss<" in text
     assert "What was proved" not in text
@@ -116,13 +143,24 @@ def test_training_and_validation_are_in_one_chart(tmp_path):
 
 def test_runs_are_compared(tmp_path):
     first = write_run(tmp_path / "a" / "run", config={**CONFIG, "seed": 1})
-    second = write_run(tmp_path / "b" / "run", config={**CONFIG, "seed": 22, "augment": {"x": True}}, num_epochs=3)
+    second = write_run(
+        tmp_path / "b" / "run", config={**CONFIG, "seed": 22, "augment": {"x": True}}, num_epochs=3
+    )
     runs = [read_run(first), read_run(second)]
     text = commands.comparison_html(runs)
-    assert [name for name, _ in commands.differing([run.config for run in runs])] == ["seed", "augment.x"]
+    assert [name for name, _ in commands.differing([run.config for run in runs])] == [
+        "seed",
+        "augment.x",
+    ]
     assert "a/run" in text and "b/run" in text and "<td>22</td>" in text and "val_accuracy" in text
     charts = charts_of_several(runs, ["a", "b"])
-    assert [chart.title for chart in charts] == ["val_loss", "loss", "val_accuracy", "accuracy", "examples per second"]
+    assert [chart.title for chart in charts] == [
+        "val_loss",
+        "loss",
+        "val_accuracy",
+        "accuracy",
+        "examples per second",
+    ]
     assert [len(series.points) for series in charts[0].series] == [4, 3]
 
 
@@ -139,7 +177,9 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"is not a run folder, .*; give the run.dir of a run"):
         called(monkeypatch, tmp_path)
     folder = write_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"there is no folder .*gone; make it, or choose another file"):
+    with pytest.raises(
+        ConfigError, match=r"there is no folder .*gone; make it, or choose another file"
+    ):
         called(monkeypatch, folder, "--output", tmp_path / "gone" / "x.html")
     (folder / "history.csv").write_text("epoch,step\n1\n")
     with pytest.raises(StorageError, match="damaged"):
@@ -173,12 +213,21 @@ def test_it_needs_neither_tensorflow_nor_horovod(tmp_path):
 
 def test_restarts_stand_in_a_table(tmp_path):
     folder = write_run(tmp_path / "run")
-    (folder / "starts.json").write_text(json.dumps([START, {**START, "first_step": 17, "num_ranks": 5}]))
+    (folder / "starts.json").write_text(
+        json.dumps([START, {**START, "first_step": 17, "num_ranks": 5}])
+    )
     assert "<td>5</td><td>17</td>" in page.html(read_run(folder))
 
 
 def test_what_was_not_proved_has_no_check_mark(tmp_path):
-    proof = {"reductions": 40, "steps": 40, "ranks": 2, "weight_checks": 0, "examples_each_epoch": [], "examples": 650}
+    proof = {
+        "reductions": 40,
+        "steps": 40,
+        "ranks": 2,
+        "weight_checks": 0,
+        "examples_each_epoch": [],
+        "examples": 650,
+    }
     text = page.html(read_run(write_run(tmp_path / "run", proof=proof)))
     assert '<li>Reductions 40 of 40 steps</li><li class="none">Weights not compared</li>' in text
     for seen, mark in ((640, ' class="none"'), (645, "")):
@@ -188,5 +237,7 @@ def test_what_was_not_proved_has_no_check_mark(tmp_path):
 
 
 def test_an_efficiency_of_few_steps_says_so(tmp_path):
-    text = page.html(read_run(write_run(tmp_path / "run", split={**SPLIT, "caution": "3 steps are too few"})))
+    text = page.html(
+        read_run(write_run(tmp_path / "run", split={**SPLIT, "caution": "3 steps are too few"}))
+    )
     assert "<small>3 steps are too few</small>" in text

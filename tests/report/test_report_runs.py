@@ -13,18 +13,44 @@ pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(
 
 TEXT = "\n\n".join(f"{i}: " + " ".join(f"{i * j % 17:04b}" for j in range(40)) for i in range(24))
 REPORTED = ["run.report=true", "train.epochs=2"]
-SHAPES = ["dataset=shapes", "dataset.image_shape=[32,32,3]", "dataset.num_train=16", "dataset.num_test=6"]
+SHAPES = [
+    "dataset=shapes",
+    "dataset.image_shape=[32,32,3]",
+    "dataset.num_train=16",
+    "dataset.num_test=6",
+]
 RUNS = {
     "digits": ["dataset=digits", "model=mlp", "train.batch_size=64", "train.steps=14", *REPORTED],
-    "digits/again": ["dataset=digits", "model=mlp", "train.batch_size=64", "train.steps=22", "run.report=true"],
+    "digits/again": [
+        "dataset=digits",
+        "model=mlp",
+        "train.batch_size=64",
+        "train.steps=22",
+        "run.report=true",
+    ],
     "table": ["task=regression", "dataset=table", "model=mlp", *REPORTED],
     "off": ["train.epochs=1"],
     "shapes": [
-        *("task=segmentation", *SHAPES, "dataset.num_validation=4", "train.batch_size=4", *REPORTED),
-        *("model._target_=kinds.model", "++model.kind=segmentation"),  # It sees one pixel at a time.
+        *(
+            "task=segmentation",
+            *SHAPES,
+            "dataset.num_validation=4",
+            "train.batch_size=4",
+            *REPORTED,
+        ),
+        *(
+            "model._target_=kinds.model",
+            "++model.kind=segmentation",
+        ),  # It sees one pixel at a time.
     ],
     "text": [
-        *("task=language", "dataset=text", "dataset.file=text.txt", "dataset.vocabulary_size=280", "dataset.length=16"),
+        *(
+            "task=language",
+            "dataset=text",
+            "dataset.file=text.txt",
+            "dataset.vocabulary_size=280",
+            "dataset.length=16",
+        ),
         *("model=transformer", "model.blocks=1", "model.width=16", *REPORTED),
     ],
 }
@@ -81,9 +107,13 @@ def test_each_start_is_noted(folder):
     starts = json.loads((folder / "digits" / "starts.json").read_text())
     assert [(start["first_step"], start["num_steps"]) for start in starts] == [(0, 14), (14, 22)]
     assert starts[0]["num_ranks"] == 2 and sum(starts[0]["hosts"].values()) == 2
-    assert starts[0]["best"] == "val_accuracy" and starts[0]["described"]["dataset"].startswith("digits: ")
+    assert starts[0]["best"] == "val_accuracy" and starts[0]["described"]["dataset"].startswith(
+        "digits: "
+    )
     text = (folder / "digits" / "report.html").read_text()
-    assert "<td>2</td><td>14</td><td>22</td>" in text and "train.steps" in text, "the restart and what it changed"
+    assert "<td>2</td><td>14</td><td>22</td>" in text and "train.steps" in text, (
+        "the restart and what it changed"
+    )
 
 
 def test_a_run_may_leave_out_the_report(folder):

@@ -44,7 +44,9 @@ def test_a_site_can_choose_the_digest_of_each_base_image():
     bases = {stage.base for stage in STAGES.values()} - set(STAGES)
     assert bases == {"debian:bookworm-slim", "nvidia/cuda:12.9.1-devel-ubuntu24.04", "ubuntu:24.04"}
     pinned = dockerfile.stages(re.sub(r"^(ARG \w+=.+)$", r"\1@sha256:0", TEXT, flags=re.MULTILINE))
-    assert {stage.base for stage in pinned.values()} - set(STAGES) == {f"{base}@sha256:0" for base in bases}
+    assert {stage.base for stage in pinned.values()} - set(STAGES) == {
+        f"{base}@sha256:0" for base in bases
+    }
 
 
 def test_compilers_stay_in_the_build_stages():
@@ -59,12 +61,16 @@ def test_compilers_stay_in_the_build_stages():
 def test_two_processes_sum_with_compilers_and_once_more_without():
     for name in ("build-cpu", "build-gpu"):
         runs = STAGES[name].all("RUN")
-        assert any("./scripts/run true" in rest for rest in runs), "its last act is an allreduce of two processes"
+        assert any("./scripts/run true" in rest for rest in runs), (
+            "its last act is an allreduce of two processes"
+        )
         assert "horovodrun -np 2 python -m hvtrain" in runs[-1], "after all that was taken out"
     assert "prove-allreduce" in (ROOT / "scripts" / "make-environment").read_text()
     for name in ("cpu", "gpu"):
         arguments = [
-            argument for argument, rest in STAGES[name].instructions if argument == "USER" or "prove-allreduce" in rest
+            argument
+            for argument, rest in STAGES[name].instructions
+            if argument == "USER" or "prove-allreduce" in rest
         ]
         assert arguments == ["USER", "RUN"], "as the image's own user"
         assert {"gloo", "mpi"} <= set(STAGES[name].all("RUN")[-1].split())
@@ -83,7 +89,11 @@ def imported(path):
             )
             for name in filter(None, names):
                 here = ROOT / Path(*name.split("."))
-                new = {file for file in (here.with_suffix(".py"), here / "__init__.py") if file.exists()} - result
+                new = {
+                    file
+                    for file in (here.with_suffix(".py"), here / "__init__.py")
+                    if file.exists()
+                } - result
                 result |= new
                 waiting += new
     return result
@@ -91,12 +101,22 @@ def imported(path):
 
 def test_the_launcher_is_whole_where_the_environment_proves_itself():
     """horovodrun is hvtrain's own front, and of hvtrain only some files are there at that step."""
-    needed = {str(file.relative_to(ROOT)) for file in imported(ROOT / "hvtrain/launch/horovod_launcher.py")}
+    needed = {
+        str(file.relative_to(ROOT))
+        for file in imported(ROOT / "hvtrain/launch/horovod_launcher.py")
+    }
     assert "hvtrain/errors.py" in needed and "hvtrain/launch/remote_hosts.py" in needed
     for name in ("build-cpu", "build-gpu"):
         instructions = STAGES[name].instructions
-        proof = next(at for at, (argument, rest) in enumerate(instructions) if "./scripts/run true" in rest)
-        copied = {path for argument, rest in instructions[:proof] if argument == "COPY" for path in rest.split()[:-1]}
+        proof = next(
+            at for at, (argument, rest) in enumerate(instructions) if "./scripts/run true" in rest
+        )
+        copied = {
+            path
+            for argument, rest in instructions[:proof]
+            if argument == "COPY"
+            for path in rest.split()[:-1]
+        }
         absent = {path for path in needed if not copied & {path, *map(str, Path(path).parents)}}
         assert absent == set(), "COPY them before ./scripts/run true"
 
@@ -108,7 +128,9 @@ def test_no_key_is_baked_in():
 
 
 def test_host_keys_of_the_package_leave_in_the_layer_that_made_them():
-    installs = [rest for stage in STAGES.values() for rest in stage.all("RUN") if "openssh-server" in rest]
+    installs = [
+        rest for stage in STAGES.values() for rest in stage.all("RUN") if "openssh-server" in rest
+    ]
     assert len(installs) == 2, "one in each image"
     for rest in installs:
         assert re.search(r"rm -rf [^&]*/etc/ssh/ssh_host_\*", rest), rest
@@ -118,13 +140,17 @@ def test_the_environment_of_each_image_is_the_one_that_was_made():
     for name, variant in (("cpu", None), ("gpu", "gpu")):
         text = " ".join(STAGES[name].all("ENV"))
         chosen = re.search(r"HVTRAIN_VARIANT=(\w+)", text)
-        assert (chosen and chosen[1]) == variant, "or scripts/run would make another one in the container"
+        assert (chosen and chosen[1]) == variant, (
+            "or scripts/run would make another one in the container"
+        )
         assert "OPAL_PREFIX=/opt/hvtrain/.venv" in text, "or MPI does not start on a second host"
 
 
 def test_only_what_is_named_goes_into_the_image():
     assert RULES[0] == "*"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     sent = {path.split("/")[0] for path in listed if dockerfile.is_sent(path, RULES)}
     assert sent == {"conf", "hvtrain", "scripts", "LICENSE", "README.md", "pyproject.toml"}
     assert not dockerfile.is_sent("hvtrain/keras/__pycache__/tape.cpython-311.pyc", RULES)
@@ -133,7 +159,11 @@ def test_only_what_is_named_goes_into_the_image():
 def test_tools_of_developers_and_of_the_build_leave_the_image():
     """All of pyproject.toml's groups; what these tools brought with them is named too, and `uv pip check` agrees."""
     groups = pyproject()["dependency-groups"]
-    needless = {re.split("[<>=]", requirement)[0] for name in ("build", "dev") for requirement in groups[name]}
+    needless = {
+        re.split("[<>=]", requirement)[0]
+        for name in ("build", "dev")
+        for requirement in groups[name]
+    }
     lists = []
     for name in ("build-cpu", "build-gpu"):
         (slim,) = [rest for rest in STAGES[name].all("RUN") if "pip uninstall" in rest]
@@ -161,7 +191,9 @@ def test_a_short_word_is_the_module_of_its_name(argument):
 
 
 def test_every_command_has_a_short_word():
-    arguments = re.search(r"^  (verify \|[^)]*)\)$", (ROOT / "scripts/docker-entrypoint").read_text(), re.MULTILINE)[1]
+    arguments = re.search(
+        r"^  (verify \|[^)]*)\)$", (ROOT / "scripts/docker-entrypoint").read_text(), re.MULTILINE
+    )[1]
     assert set(re.findall(r"\w+", arguments)) == {*COMMANDS} - {"spark", "completion"}
 
 
@@ -170,13 +202,17 @@ def test_without_a_command_it_explains_itself(arguments):
     code, output, _ = entry(*arguments)
     assert code == 0
     assert output.startswith("The image takes, after its name:\n")
-    assert "worker [PORT [ADDRESS]]" in output and "train.epochs" in output, "and then what a run takes"
+    assert "worker [PORT [ADDRESS]]" in output and "train.epochs" in output, (
+        "and then what a run takes"
+    )
 
 
 def test_an_unknown_word_is_one_line():
     code, output, errors = entry("train.epochs=2")
     assert (code, output) == (127, "")
-    assert errors.startswith("hvtrain: 'train.epochs=2' is not a command of this image; give horovodrun, mpirun,")
+    assert errors.startswith(
+        "hvtrain: 'train.epochs=2' is not a command of this image; give horovodrun, mpirun,"
+    )
     assert errors.endswith("settings go after python -m hvtrain\n") and errors.count("\n") == 1
 
 

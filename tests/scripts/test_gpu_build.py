@@ -70,7 +70,9 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
     """Exit code and output of scripts/run with these words, in the GPU environment."""
     left = ("VIRTUAL_ENV", "OPAL_PREFIX", "HVTRAIN_PYTHON")
     environment = {name: value for name, value in os.environ.items() if name not in left}
-    path = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if not part.startswith(str(ROOT)))
+    path = os.pathsep.join(
+        part for part in os.environ["PATH"].split(os.pathsep) if not part.startswith(str(ROOT))
+    )
     done = subprocess.run(
         [folder / "scripts" / "run", *arguments],
         cwd=folder,
@@ -114,7 +116,15 @@ def test_the_gpu_suite_says_why_it_does_not_run(checkout, found):
         pytest.skip("there is a GPU: scripts/gpu-suite runs the suite")
     suite = str(ROOT / "tests" / "gpu")
     code, output = run(
-        checkout, "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), suite
+        checkout,
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        suite,
     )
     assert code == 0, output
     assert "no GPU: nvidia-smi lists none" in output and " passed" not in output
@@ -125,7 +135,9 @@ def test_two_ranks_train_after_the_image_has_taken_out_what_it_does_not_need(che
     steps = dockerfile.stages((ROOT / "Dockerfile").read_text())["build-gpu"].all("RUN")[-2:]
     for step in steps:
         arguments = step.replace("train.epochs=1", "train.epochs=1 strategy.share_gpus=true")
-        code, output = run(checkout, "bash", "-c", arguments.replace("/tmp/first", str(checkout / "first")))
+        code, output = run(
+            checkout, "bash", "-c", arguments.replace("/tmp/first", str(checkout / "first"))
+        )
         assert code == 0, output
     assert "weights equal on 2/2 ranks" in output
     assert not list(checkout.glob(".venv/lib/python3*/site-packages/tensorflow/include"))

@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WITHOUT = {name: value for name, value in os.environ.items() if not name.startswith(("HVTRAIN_", "PYTEST_"))}
+WITHOUT = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("HVTRAIN_", "PYTEST_"))
+}
 
 
 def run(*arguments, **extra):
-    done = subprocess.run(arguments, cwd=ROOT, env={**WITHOUT, **extra}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        arguments, cwd=ROOT, env={**WITHOUT, **extra}, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -22,9 +28,13 @@ def test_a_machine_without_a_gpu_is_one_line(tmp_path):
     for name in ("bash", "env", "dirname", "readlink", "head"):
         (tmp_path / name).symlink_to(shutil.which(name))
     suite = str(ROOT / "scripts" / "gpu-suite")
-    missing = "hvtrain: no nvidia-smi here; run this on a machine with an NVIDIA GPU and its driver\n"
+    missing = (
+        "hvtrain: no nvidia-smi here; run this on a machine with an NVIDIA GPU and its driver\n"
+    )
     assert run(suite, PATH=str(tmp_path)) == (1, "", missing)
-    (tmp_path / "nvidia-smi").write_text("#!/usr/bin/env bash\necho 'No devices were found'; exit 6\n")
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/usr/bin/env bash\necho 'No devices were found'; exit 6\n"
+    )
     (tmp_path / "nvidia-smi").chmod(0o755)
     code, output, errors = run(suite, PATH=str(tmp_path))
     assert (code, output) == (1, "") and "lists no GPU (it says: No devices were found)" in errors
@@ -40,7 +50,9 @@ def test_every_test_of_the_suite_is_in_its_table_with_the_reason_if_it_did_not_r
     code, output, _ = run(*arguments, HVTRAIN_GPU_SUITE_JSON=str(file))
     assert code == 0, output
     result = json.loads(file.read_text())
-    assert {"date", "commit", "devices", "driver", "python", "packages", "nccl"} <= result["about"].keys()
+    assert {"date", "commit", "devices", "driver", "python", "packages", "nccl"} <= result[
+        "about"
+    ].keys()
     assert any(package.startswith("horovod ") for package in result["about"]["packages"])
     assert len(result["tests"]) > 20
     assert {(row["outcome"], row["why"]) for row in result["tests"]} == {

@@ -54,8 +54,12 @@ def make_wheel(index: Path, name: str, version: str) -> str:
     path.parent.mkdir(exist_ok=True)
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(f"{package}_is_here.py", "")
-        wheel.writestr(f"{package}-{version}.dist-info/METADATA", METADATA.format(name, version, needs))
-        wheel.writestr(f"{package}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{package}-{version}.dist-info/METADATA", METADATA.format(name, version, needs)
+        )
+        wheel.writestr(
+            f"{package}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{package}-{version}.dist-info/RECORD", "")
     return locked(name, version, path)
 
@@ -72,7 +76,9 @@ def make_horovod(index: Path) -> str:
 
 
 def locked(name: str, version: str, path: Path) -> str:
-    return f"{name}=={version} \\\n    --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+    return (
+        f"{name}=={version} \\\n    --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+    )
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -83,7 +89,9 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
     """Serves the folder `index`, one folder a package, and returns its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path / "index")) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=tmp_path / "index")
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -107,16 +115,27 @@ def write_lock(clone: Path, name: str, text: str) -> None:
 
 def make(clone: Path, index: str) -> tuple[bool, str]:
     """Whether Horovod was installed, and what was said after that the environment is being made."""
-    left = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "VIRTUAL_ENV"))}
+    left = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("UV_", "PIP_", "VIRTUAL_ENV"))
+    }
     own = {"UV_DEFAULT_INDEX": index, "NO_PROXY": "127.0.0.1", "UV_CACHE_DIR": str(clone / "cache")}
     done = subprocess.run(
         [clone / "scripts" / "make-environment", "cpu"],
-        env={**left, **own, "PATH": f"{Path(sys.executable).parent}:{left['PATH']}", "HVTRAIN_PYTHON": sys.executable},
+        env={
+            **left,
+            **own,
+            "PATH": f"{Path(sys.executable).parent}:{left['PATH']}",
+            "HVTRAIN_PYTHON": sys.executable,
+        },
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode != 0, "at the latest where the checkout itself is installed, which is not here"
+    assert done.returncode != 0, (
+        "at the latest where the checkout itself is installed, which is not here"
+    )
     first, _, rest = done.stderr.partition("\n")
     assert first.startswith("hvtrain: making the cpu environment"), done.stderr
     return any((clone / ".venv").glob("lib/*/site-packages/horovod-0.28.1.dist-info")), rest
@@ -125,12 +144,19 @@ def make(clone: Path, index: str) -> tuple[bool, str]:
 def test_what_has_the_hashes_of_the_locks_is_built_and_installed(clone, index):
     is_installed, message = make(clone, index)
     assert is_installed, message
-    assert "not appear to be a Python project" in message, "the next step, for which this folder holds nothing"
+    assert "not appear to be a Python project" in message, (
+        "the next step, for which this folder holds nothing"
+    )
 
 
 @pytest.mark.parametrize(
     ("lock", "package"),
-    [("build", "cmake==3.31.6"), ("build", "setuptools==80.9.0"), ("cpu", "numpy==2.4.6"), ("cpu", "horovod==0.28.1")],
+    [
+        ("build", "cmake==3.31.6"),
+        ("build", "setuptools==80.9.0"),
+        ("cpu", "numpy==2.4.6"),
+        ("cpu", "horovod==0.28.1"),
+    ],
 )
 def test_another_file_of_the_same_name_stops_the_build_in_one_line(clone, index, lock, package):
     """A tool of the build, what TensorFlow brings to the build, and Horovod itself."""
@@ -156,7 +182,9 @@ def test_what_is_in_no_lock_is_not_built_with(clone, index, missing):
 
 @pytest.mark.parametrize("variant", ["cpu", "gpu"])
 def test_every_tool_of_the_build_has_a_version_and_a_hash(variant):
-    pins = re.findall(r'^  "(.*)",$', (ROOT / "scripts" / "horovod" / f"{variant}.toml").read_text(), re.MULTILINE)
+    pins = re.findall(
+        r'^  "(.*)",$', (ROOT / "scripts" / "horovod" / f"{variant}.toml").read_text(), re.MULTILINE
+    )
     entries = re.split(r"\n(?=\w)", (LOCKS / "build.txt").read_text())
     assert len(pins) >= 4 and pins == [entry.partition(" ")[0] for entry in entries]
     assert all("==" in entry and "--hash=sha256:" in entry for entry in entries)
@@ -166,9 +194,13 @@ def test_every_script_that_installs_asks_for_hashes():
     """Of the checkout itself, --no-deps --no-build-isolation, nothing is fetched."""
     for script in ("make-environment", "make-test-environment"):
         text = (ROOT / "scripts" / script).read_text().replace("\\\n", "")
-        commands = re.findall(r'^.*(?:"\$uv" pip|uv pip (?:install|sync)|-m pip) .*$', text, re.MULTILINE)
+        commands = re.findall(
+            r'^.*(?:"\$uv" pip|uv pip (?:install|sync)|-m pip) .*$', text, re.MULTILINE
+        )
         assert commands, script
         for command in commands:
             fetches_nothing = "--no-build-isolation --editable" in command
             assert fetches_nothing or "--require-hashes" in command, command
-            assert fetches_nothing or "-m pip" in command or "--require-build-hashes" in command, command
+            assert fetches_nothing or "-m pip" in command or "--require-build-hashes" in command, (
+                command
+            )

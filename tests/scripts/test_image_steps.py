@@ -27,10 +27,16 @@ def why_not() -> str | None:
     """What is missing for a replay; None: nothing."""
     if os.geteuid() != 0:
         return "only root can make a root folder"
-    missing = [name for name in ("debootstrap", "unshare", "chroot", "apt-get", "git") if not shutil.which(name)]
+    missing = [
+        name
+        for name in ("debootstrap", "unshare", "chroot", "apt-get", "git")
+        if not shutil.which(name)
+    ]
     if missing:
         return f"{', '.join(missing)} not installed"
-    if subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
+    ).returncode:
         return "namespaces are not allowed here"
     mirror = debian_mirror()
     if mirror is None:
@@ -58,7 +64,11 @@ class Replayed:
                 yield from (Path(path) / name for name in (*folders_here, *files))
 
     def megabytes(self, path: str = ".") -> int:
-        return int(subprocess.run(["du", "-sxm", self.root / path], capture_output=True, check=True).stdout.split()[0])
+        return int(
+            subprocess.run(
+                ["du", "-sxm", self.root / path], capture_output=True, check=True
+            ).stdout.split()[0]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +100,32 @@ def test_no_compiler_and_no_tool_of_developers(cpu):
     for name in "cc c++ gcc g++ cpp ld as make strip cmake uv ruff mypy pytest hadolint shellcheck pre-commit".split():  # noqa: SIM905
         assert cpu.run("bash", "-c", f"type -P {name}")[0] != 0, name
     names = {path.name for path in cpu.files("usr/bin", "usr/lib", "usr/libexec")}
-    assert not [name for name in names if re.fullmatch(r"cc1(plus)?|.*-g(cc|\+\+)(-\d+)?|collect2", name)]
+    assert not [
+        name for name in names if re.fullmatch(r"cc1(plus)?|.*-g(cc|\+\+)(-\d+)?|collect2", name)
+    ]
 
 
 def test_no_key_is_in_the_image(cpu):
     """A package's own test data is no key of ours, and pem files of authorities are public."""
-    ours = [path for path in cpu.files("etc", "home", "root", "var", "opt") if "site-packages" not in path.parts]
-    assert not [path for path in ours if re.match(r"ssh_host_|id_(rsa|ed25519|ecdsa)|authorized_keys", path.name)]
-    plain = [path for path in ours if path.is_file() and not path.is_symlink() and path.stat().st_size < 100_000]
+    ours = [
+        path
+        for path in cpu.files("etc", "home", "root", "var", "opt")
+        if "site-packages" not in path.parts
+    ]
+    assert not [
+        path
+        for path in ours
+        if re.match(r"ssh_host_|id_(rsa|ed25519|ecdsa)|authorized_keys", path.name)
+    ]
+    plain = [
+        path
+        for path in ours
+        if path.is_file() and not path.is_symlink() and path.stat().st_size < 100_000
+    ]
     assert len(plain) > 300
-    assert not [path for path in plain if re.search(rb"-----BEGIN [A-Z ]*PRIVATE KEY", path.read_bytes())]
+    assert not [
+        path for path in plain if re.search(rb"-----BEGIN [A-Z ]*PRIVATE KEY", path.read_bytes())
+    ]
 
 
 def test_the_user_owns_its_home_and_nothing_else(cpu):
@@ -115,7 +141,9 @@ def test_the_user_owns_its_home_and_nothing_else(cpu):
 def test_commands_are_those_of_the_environment(cpu):
     code, output = cpu.run("bash", "-c", "command -v python horovodrun mpirun pip")
     assert code == 0
-    assert output.split() == [f"/opt/hvtrain/.venv/bin/{name}" for name in ("python", "horovodrun", "mpirun", "pip")]
+    assert output.split() == [
+        f"/opt/hvtrain/.venv/bin/{name}" for name in ("python", "horovodrun", "mpirun", "pip")
+    ]
     code, output = cpu.run("/opt/hvtrain/scripts/run", "python", "-c", "print('ready')")
     assert (code, output) == (0, "ready\n"), "scripts/run takes the environment as it is"
 

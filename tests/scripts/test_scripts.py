@@ -45,7 +45,8 @@ def tool(clone, name, body):
 
 def test_each_thing_that_is_missing_is_one_line_with_the_package(clone):
     expected = (
-        "hvtrain: no Python 3.10-3.13 on PATH; install one (Debian, Ubuntu: apt-get install python3 python3-venv)\n"
+        "hvtrain: no Python 3.10-3.13 on PATH; "
+        "install one (Debian, Ubuntu: apt-get install python3 python3-venv)\n"
     )
     assert run(clone, "true") == (1, "", expected)
     tool(clone, "python3", "exit 0")
@@ -59,18 +60,28 @@ def test_each_thing_that_is_missing_is_one_line_with_the_package(clone):
     assert code == 1 and "no /nowhere/bin/nvcc, needed" in errors and errors.count("\n") == 1
 
 
-@pytest.mark.parametrize(("toolkit", "is_refused"), [("13.0", True), ("12.9", False), ("11.8", False)])
+@pytest.mark.parametrize(
+    ("toolkit", "is_refused"), [("13.0", True), ("12.9", False), ("11.8", False)]
+)
 def test_a_toolkit_newer_than_the_driver_is_refused_before_the_build(clone, toolkit, is_refused):
     for name in ("g++", "make"):
         tool(clone, name, "exit 0")
     tool(clone, "python3", '[[ "$2" != *ensurepip* ]]')  # What is asked for next, and is missing.
-    tool(clone, "nvidia-smi", "echo '| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |'")
+    tool(
+        clone,
+        "nvidia-smi",
+        "echo '| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |'",
+    )
     (clone / "cuda" / "bin").mkdir(parents=True)
     tool(clone, "nvcc", f"echo 'Cuda compilation tools, release {toolkit}, V{toolkit}.48'")
     (clone / "bin" / "nvcc").rename(clone / "cuda" / "bin" / "nvcc")
     code, _, errors = run(clone, "true", HVTRAIN_VARIANT="gpu", CUDA_HOME=str(clone / "cuda"))
     refused = f"CUDA 13.0 in {clone}/cuda is newer than this machine's driver, which runs CUDA 12.4; update the driver"
-    assert code == 1 and (refused in errors) == is_refused and ("install its venv" in errors) != is_refused, errors
+    assert (
+        code == 1
+        and (refused in errors) == is_refused
+        and ("install its venv" in errors) != is_refused
+    ), errors
     assert errors.count("\n") == 1
 
 
@@ -97,7 +108,10 @@ def test_an_active_environment_does_not_make_its_own_successor(clone):
 
 
 def test_wrong_choices_are_named(clone):
-    assert run(clone, "true", HVTRAIN_VARIANT="tpu")[2] == "hvtrain: HVTRAIN_VARIANT=tpu is neither cpu nor gpu\n"
+    assert (
+        run(clone, "true", HVTRAIN_VARIANT="tpu")[2]
+        == "hvtrain: HVTRAIN_VARIANT=tpu is neither cpu nor gpu\n"
+    )
     tool(clone, "python3.6", "exit 1")
     code, _, errors = run(clone, "true", HVTRAIN_PYTHON="python3.6")
     assert (code, errors) == (1, "hvtrain: HVTRAIN_PYTHON=python3.6 is not a Python 3.10-3.13\n")
@@ -117,7 +131,9 @@ def test_a_ready_environment_runs_the_command_and_nothing_else(clone):
     assert code == 0
     assert output == f"a b {clone}/.venv {clone}/.venv/bin:{clone}/bin\n"
     (clone / "bin" / "flock").unlink()
-    assert run(clone, "bash", "-c", "exit 7")[0] == 7, "no lock is taken, and the exit code is the command's"
+    assert run(clone, "bash", "-c", "exit 7")[0] == 7, (
+        "no lock is taken, and the exit code is the command's"
+    )
     assert (clone / "builds").read_text() == "built\n"
 
 
@@ -133,7 +149,9 @@ def test_a_build_that_failed_is_made_anew(clone):
 def test_pytest_alone_adds_what_the_tests_need_and_only_once(clone):
     stub_build(clone, MAKES_AN_ENVIRONMENT)
     tool(clone, "pytest", "echo tested")
-    (clone / "scripts" / "make-test-environment").write_text(f"#!/bin/bash\necho added >>{clone}/additions\n")
+    (clone / "scripts" / "make-test-environment").write_text(
+        f"#!/bin/bash\necho added >>{clone}/additions\n"
+    )
     assert run(clone, "bash", "-c", ":")[0] == 0
     assert not (clone / "additions").exists(), "whoever trains does not wait for it"
     for _ in range(2):
@@ -163,7 +181,9 @@ def test_a_changed_lock_makes_the_environment_anew(clone):
 
 
 def test_the_environment_that_is_there_is_the_default(clone):
-    stub_build(clone, f'echo "$1 $HVTRAIN_PYTHON" >>"$(dirname "$0")/../builds"; {MAKES_AN_ENVIRONMENT}')
+    stub_build(
+        clone, f'echo "$1 $HVTRAIN_PYTHON" >>"$(dirname "$0")/../builds"; {MAKES_AN_ENVIRONMENT}'
+    )
     gpu = {"HVTRAIN_VARIANT": "gpu", "HVTRAIN_PYTHON": "python3.12"}
     assert run(clone, "bash", "-c", ":", **gpu)[0] == 0
     assert run(clone, "bash", "-c", ":")[0] == 0, "another shell, which says nothing of GPUs"
@@ -180,7 +200,9 @@ def test_an_environment_in_use_is_not_replaced(clone):
     assert run(clone, "bash", "-c", ":")[0] == 0
     library = clone / ".venv" / "library.so"
     library.write_bytes(b"x")
-    maps_it = "import mmap, sys; f = open(sys.argv[1]); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
+    maps_it = (
+        "import mmap, sys; f = open(sys.argv[1]); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
+    )
     arguments = [sys.executable, "-c", f"{maps_it}; print(1, flush=True); input()", str(library)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as training:
         training.stdout.readline()
@@ -240,7 +262,10 @@ def test_a_worker_without_keys_says_so(tmp_path):
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr == f"no {tmp_path}/.ssh/authorized_keys, so nobody can log in; mount the folder that holds it\n"
+    assert (
+        done.stderr
+        == f"no {tmp_path}/.ssh/authorized_keys, so nobody can log in; mount the folder that holds it\n"
+    )
 
 
 def test_the_proof_of_a_build_runs_on_the_cpu(tmp_path):
@@ -255,7 +280,9 @@ tf.config.set_visible_devices = lambda devices, kind: kind == "GPU" and shown.__
 hvd.allreduce = lambda value, op: print("sums with", shown) or value
 runpy.run_path({str(ROOT / "scripts/allreduce_check.py")!r})
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert "sums with []" in done.stdout, done.stdout + done.stderr
 
 
@@ -263,5 +290,7 @@ def test_each_fault_of_find_faults_stands_in_the_code(monkeypatch):
     """Or find_faults would stop at it; the code moves on."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     faults = importlib.import_module("faults").FAULTS
-    counts = {fault.name: (ROOT / "hvtrain" / fault.file).read_text().count(fault.old) for fault in faults}
+    counts = {
+        fault.name: (ROOT / "hvtrain" / fault.file).read_text().count(fault.old) for fault in faults
+    }
     assert counts == dict.fromkeys(counts, 1)

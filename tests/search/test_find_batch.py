@@ -28,10 +28,26 @@ def content(folder):
 @pytest.mark.nightly
 def test_what_one_of_two_ranks_has_no_memory_for_ends_the_search_on_both(tmp_path):
     """A tensor of a million gigabytes on rank 1 from batches of 32 on: TensorFlow's own error, in its step alone."""
-    arguments = ("--config-dir", str(OWN / "conf"), "model=tiny", "dataset=leaves", "model.huge_on_rank=1")
+    arguments = (
+        "--config-dir",
+        str(OWN / "conf"),
+        "model=tiny",
+        "dataset=leaves",
+        "model.huge_on_rank=1",
+    )
     path = f"{ROOT}:{OWN}"
     code, output = run(
-        "gloo", 2, *MODULE, *arguments, "--first", "8", "--steps", "2", "run.dir=test", cwd=tmp_path, PYTHONPATH=path
+        "gloo",
+        2,
+        *MODULE,
+        *arguments,
+        "--first",
+        "8",
+        "--steps",
+        "2",
+        "run.dir=test",
+        cwd=tmp_path,
+        PYTHONPATH=path,
     )
     assert code == 0, output
     assert "ended: train.batch_size=32 exceeds the memory of rank 1\n" in output
@@ -40,7 +56,9 @@ def test_what_one_of_two_ranks_has_no_memory_for_ends_the_search_on_both(tmp_pat
     assert (sizes, results["largest"]) == ([8, 16], 16)
     for size in results["sizes"]:
         assert size["global_batch"] == 2 * size["batch_size"]
-        assert size["examples_per_second"] == pytest.approx(size["global_batch"] / size["step_seconds"], abs=0.1)
+        assert size["examples_per_second"] == pytest.approx(
+            size["global_batch"] / size["step_seconds"], abs=0.1
+        )
         assert len(size["memory_bytes"]) == 2 and min(size["memory_bytes"]) > 10**8
     assert (tmp_path / "test/batch.png").stat().st_size > 5000
     best = f"train.batch_size={results['fastest']}"
@@ -52,7 +70,15 @@ def test_what_one_of_two_ranks_has_no_memory_for_ends_the_search_on_both(tmp_pat
 @pytest.mark.distributed
 @pytest.mark.nightly
 def test_the_search_ends_with_the_data(tmp_path):
-    arguments = ("model=mlp", "--first", "128", "--steps", "1", "train.accumulate=2", "run.dir=test")
+    arguments = (
+        "model=mlp",
+        "--first",
+        "128",
+        "--steps",
+        "1",
+        "train.accumulate=2",
+        "run.dir=test",
+    )
     code, output = run("mpi", 2, *MODULE, *arguments, cwd=tmp_path)
     assert code == 0, output
     assert "ended: train.accumulate=2 exceeds the 1 batches of a rank in an epoch" in output
@@ -61,11 +87,19 @@ def test_the_search_ends_with_the_data(tmp_path):
 
 @pytest.mark.nightly
 def test_a_size_that_exceeds_the_memory_is_not_begun(tmp_path):
-    arguments = ("model=cnn", "dataset=synthetic", "dataset.image_shape=[64,64,3]", "dataset.num_train=200000")
-    code, output = run(None, 1, *MODULE, *arguments, "--memory", "2", "--first", "64", "--steps", "1", cwd=tmp_path)
+    arguments = (
+        "model=cnn",
+        "dataset=synthetic",
+        "dataset.image_shape=[64,64,3]",
+        "dataset.num_train=200000",
+    )
+    code, output = run(
+        None, 1, *MODULE, *arguments, "--memory", "2", "--first", "64", "--steps", "1", cwd=tmp_path
+    )
     assert code == 0, output
     assert re.search(
-        r"ended: train.batch_size=\d+ would take about \S+ GiB more on \S+, where \S+ GiB are left", output
+        r"ended: train.batch_size=\d+ would take about \S+ GiB more on \S+, where \S+ GiB are left",
+        output,
     )
     (folder,) = (tmp_path / "find_batch").iterdir()
     assert max(content(folder)[1]["sizes"][-1]["memory_bytes"]) < 2 * 2**30
@@ -86,7 +120,11 @@ def test_the_prediction_takes_the_steepest_growth_so_far():
 
 
 def test_ranks_of_a_host_share_its_memory():
-    ranks = [RankMemory("s1", 1e9, 10**10, 0), RankMemory("s2", 1e9, 2 * 10**9, 0), RankMemory("s2", 1e9, 2 * 10**9, 0)]
+    ranks = [
+        RankMemory("s1", 1e9, 10**10, 0),
+        RankMemory("s2", 1e9, 2 * 10**9, 0),
+        RankMemory("s2", 1e9, 2 * 10**9, 0),
+    ]
     assert lacking_host(ranks) == ("s2", 2e9, 2 * 10**9)
     assert lacking_host(ranks[:2]) is None
     assert lacking_host([RankMemory("s1", 0.0, 10**9, 10)], limit_bytes=5) == ("s1", 0.0, 0), (
@@ -100,19 +138,31 @@ def test_the_line_that_uses_the_result_has_no_secrets(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_search.log, "info", lambda text, *more: lines.append(text % more))
     run = SimpleNamespace(plan=SimpleNamespace(size=2), folder=tmp_path)
     batch_search._report([Trial(8, 16, 0.1, [0, 0])], run, ["model=cnn", "dataset.api_key=hunter2"])
-    assert "  horovodrun -np 2 python -m hvtrain model=cnn 'dataset.api_key=***' train.batch_size=8" in lines
+    assert (
+        "  horovodrun -np 2 python -m hvtrain model=cnn 'dataset.api_key=***' train.batch_size=8"
+        in lines
+    )
 
 
 def test_ranks_that_take_no_steps_of_their_own_are_refused():
-    with pytest.raises(ConfigError, match="this strategy has other steps; choose strategy=horovod, elastic or single"):
+    with pytest.raises(
+        ConfigError,
+        match="this strategy has other steps; choose strategy=horovod, elastic or single",
+    ):
         batch_search.try_sizes(None, MirroredStrategy(), None, None, None, ())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--first", "8", "--largest", "4"], "--first 8 exceeds --largest 4; lower it, or raise the other"),
-        (["--largest", "0"], "argument --largest: 0 came where a whole number of at least 1 was needed"),
+        (
+            ["--first", "8", "--largest", "4"],
+            "--first 8 exceeds --largest 4; lower it, or raise the other",
+        ),
+        (
+            ["--largest", "0"],
+            "argument --largest: 0 came where a whole number of at least 1 was needed",
+        ),
         (["--memory", "0"], "argument --memory: 0 came where a number above 0 was needed"),
         (["modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
     ],

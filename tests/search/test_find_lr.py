@@ -9,7 +9,7 @@ import pytest
 
 from hvtrain.errors import ConfigError
 from hvtrain.search.commands import find_lr
-from hvtrain.search.range_test import has_diverged, suggest
+from hvtrain.search.range_test import has_diverged, suggest, write
 from tests.support import launching
 
 
@@ -17,14 +17,29 @@ from tests.support import launching
 @pytest.mark.nightly  # By default the tests below hold the search on given losses.
 def test_two_ranks_find_a_rate_and_stop_where_the_loss_diverges(tmp_path):
     code, output = launching.run(
-        *("mpi", 2, "python", "-m", "hvtrain", "find_lr", "model=mlp", "optimizer=adam", "optimizer.learning_rate=0.5"),
+        *(
+            "mpi",
+            2,
+            "python",
+            "-m",
+            "hvtrain",
+            "find_lr",
+            "model=mlp",
+            "optimizer=adam",
+            "optimizer.learning_rate=0.5",
+        ),
         *("--steps", "60", "--highest", "1e6", "run.dir=test"),
         cwd=tmp_path,
     )
     assert code == 0, output
-    base, rate = map(float, re.search(r"learning_rate=(\S+) \(x 2 = (\S+) for all ranks together\)", output).groups())
+    base, rate = map(
+        float,
+        re.search(r"learning_rate=(\S+) \(x 2 = (\S+) for all ranks together\)", output).groups(),
+    )
     assert base * 2 == pytest.approx(rate, rel=0.1)
-    rows = [list(map(float, row)) for row in list(csv.reader((tmp_path / "test/range.csv").open()))[1:]]
+    rows = [
+        list(map(float, row)) for row in list(csv.reader((tmp_path / "test/range.csv").open()))[1:]
+    ]
     rates = [row[0] for row in rows]
     assert len(rows) < 60, "stopped before the end"
     assert rates[0] == pytest.approx(1e-5)
@@ -46,13 +61,28 @@ def test_it_diverges_at_a_loss_that_is_not_finite_or_has_grown():
     assert has_diverged([1.0, math.inf])
     assert not has_diverged([1.0] * 10)
     assert has_diverged([1.0] * 10 + [100.0])
+    assert not has_diverged([-1.0] * 10)
+    assert has_diverged([-1.0] * 10 + [100.0])
+
+
+@pytest.mark.parametrize("losses", [[], [2.0]])
+def test_a_test_that_ends_at_once_has_a_picture(losses, tmp_path):
+    write(tmp_path, [0.1] * len(losses), losses, None)
+    assert (tmp_path / "range.png").stat().st_size
+    assert len((tmp_path / "range.csv").read_text().splitlines()) == 1 + len(losses)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lowest", "1", "--highest", "1"], "--lowest 1 is not below --highest 1; widen the range"),
-        (["--steps", "5"], "argument --steps: 5 came where a whole number of at least 10 was needed"),
+        (
+            ["--lowest", "1", "--highest", "1"],
+            "--lowest 1 is not below --highest 1; widen the range",
+        ),
+        (
+            ["--steps", "5"],
+            "argument --steps: 5 came where a whole number of at least 10 was needed",
+        ),
         (["modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
         (["--foo"], "unknown option --foo"),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from hvtrain.errors import LostRankError
 from hvtrain.search.search_space import Goal
-from hvtrain.search.trials import train_trial
+from hvtrain.search.sweep import train_trial
 
 RUN = """
 import json, sys, time

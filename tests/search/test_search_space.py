@@ -36,7 +36,10 @@ def space(folder: Path, text: str):
         ("seed: {low: true, high: 2}", "low is True, which is not a number"),
         ("seed: {low: 0, high: 1, log: true}", "log needs a low above 0, and no step"),
         ("seed: {low: 0.0, high: 1.0, step: 0.3}", "steps of 0.3 do not lead from 0 to 1"),
-        ("seed: {low: 0, high: 1, step: 0.5}", "whole numbers take no steps of 0.5; write low as 0.0"),
+        (
+            "seed: {low: 0, high: 1, step: 0.5}",
+            "whole numbers take no steps of 0.5; write low as 0.0",
+        ),
         ("seed: {choices: []}", "seed is {'choices': []}; write"),
         ("seed: {choices: [1], log: true}", "seed is {'choices': [1], 'log': True}; write"),
         ("seed: {choices: [{a: 1}]}", "{'a': 1} is not a value, or a list of values"),
@@ -45,13 +48,26 @@ def space(folder: Path, text: str):
 def test_a_space_that_is_none_is_refused_in_one_line(text, message, tmp_path):
     with pytest.raises(ConfigError) as caught:
         space(tmp_path, text)
-    assert message in str(caught.value) and str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        message in str(caught.value)
+        and str(tmp_path) in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_examples_reach_both_ends_and_every_choice(tmp_path):
-    searched = space(tmp_path, "a.b: {low: 1e-4, high: 1e-1, log: true}\nc: {choices: [null, x, [1, 2]]}\n")
-    assert searched.settings == {"a.b": {"low": 1e-4, "high": 1e-1, "log": True}, "c": {"choices": [None, "x", [1, 2]]}}
-    assert [tuple(example.values()) for example in searched.examples()] == [(1e-4, None), (1e-1, "x"), (1e-4, [1, 2])]
+    searched = space(
+        tmp_path, "a.b: {low: 1e-4, high: 1e-1, log: true}\nc: {choices: [null, x, [1, 2]]}\n"
+    )
+    assert searched.settings == {
+        "a.b": {"low": 1e-4, "high": 1e-1, "log": True},
+        "c": {"choices": [None, "x", [1, 2]]},
+    }
+    assert [tuple(example.values()) for example in searched.examples()] == [
+        (1e-4, None),
+        (1e-1, "x"),
+        (1e-4, [1, 2]),
+    ]
 
 
 def test_the_ready_space_fits_every_optimizer(monkeypatch):
@@ -59,13 +75,14 @@ def test_the_ready_space_fits_every_optimizer(monkeypatch):
     for optimizer in ("adam", "momentum"):
         for example in read_space("optimizer", []).examples():
             arguments = [override(name, value) for name, value in example.items()]
-            config = from_dict(compose([f"optimizer={optimizer}", *arguments])[0])
+            config = from_dict(compose([f"optimizer={optimizer}", *arguments]))
             assert config.optimizer["learning_rate"] == example["optimizer.learning_rate"]
             assert config.train.batch_size == example["train.batch_size"]
 
 
 @pytest.mark.parametrize(
-    "value", [3, 2.5e-7, True, None, "adam", "it's 5 o'clock, \\ is it?", "\\' \\", ["a b", 1, [2.0]]]
+    "value",
+    [3, 2.5e-7, True, None, "adam", "it's 5 o'clock, \\ is it?", "\\' \\", ["a b", 1, [2.0]]],
 )
 def test_hydra_reads_a_word_as_the_value_it_was_made_of(value):
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -80,19 +97,27 @@ def test_hydra_reads_a_word_as_the_value_it_was_made_of(value):
         (["sweep=optimiser"], "sweep=optimiser is not a search space; did you mean 'optimizer'?"),
         (["sweep=none.yaml"], "sweep=none.yaml does not exist"),
         (["sweep=optimizer", "trials=0"], "trials=0 is not a whole number of at least 1"),
-        (["sweep=optimizer", "run.dir=a"], "run.dir=a came, and each trial has a run folder of its own"),
+        (
+            ["sweep=optimizer", "run.dir=a"],
+            "run.dir=a came, and each trial has a run folder of its own",
+        ),
         (["sweep=optimizer", "train.batch_size=8"], "train.batch_size=8 came, and"),
         (["sweep=own.yaml", DATA], "unknown setting 'train.epoch'; did you mean 'train.epochs'?"),
         (["sweep=wide.yaml", DATA], "train.batch_size=0 is out of range; it must be at least 1"),
         (["sweep=optimizer", "modle=cnn"], "unknown setting 'modle'; did you mean 'model'?"),
-        (["sweep=optimizer"], "dataset.num_validation=0 leaves no validation data, which val_accuracy needs"),
+        (
+            ["sweep=optimizer"],
+            "dataset.num_validation=0 leaves no validation data, which val_accuracy needs",
+        ),
         (["sweep=optimizer", DATA, "--output", "used"], "is not empty and holds no sweep"),
         (["sweep=optimizer", DATA, "--output", "broken"], "cannot be used as the file of a sweep"),
         (["sweep=optimizer", "-np", "0"], "0 came where a whole number of at least 1 was needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_refused_in_one_line_before_anything_starts(arguments, message, tmp_path, monkeypatch):
+def test_bad_input_is_refused_in_one_line_before_anything_starts(
+    arguments, message, tmp_path, monkeypatch
+):
     pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pytest does it")
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text("train.epoch: {low: 1, high: 3}\n")
@@ -112,19 +137,23 @@ def test_a_sweep_has_its_folder_to_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sweep", "sweep=optimizer", DATA, "--output", str(tmp_path)])
     with RunLock() as lock:
         lock.take(tmp_path)
-        with pytest.raises(BusyError, match="is in use by another sweep; wait for its end, or choose another"):
+        with pytest.raises(
+            BusyError, match="is in use by another sweep; wait for its end, or choose another"
+        ):
             main()
 
 
 def test_without_optuna_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("hvtrain.search.sweep.find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["sweep", "sweep=optimizer", DATA])
-    with pytest.raises(ConfigError, match=r"needs optuna, which is not installed; install scripts/lock/sweep\.txt"):
+    with pytest.raises(
+        ConfigError, match=r"needs optuna, which is not installed; install scripts/lock/sweep\.txt"
+    ):
         main()
 
 
 def goal(*arguments: str, **options) -> Goal:
-    return goal_of(from_dict(compose(["model=mlp", *arguments])[0]), **options)
+    return goal_of(from_dict(compose(["model=mlp", *arguments])), **options)
 
 
 def test_the_goal_is_that_of_the_task_unless_another_is_given(monkeypatch):
@@ -139,7 +168,9 @@ def test_the_goal_is_that_of_the_task_unless_another_is_given(monkeypatch):
     assert goal(metric="loss", direction="max") == Goal("loss", "max", is_explicit=True)
     with pytest.raises(ConfigError, match="validate_every_epochs=null leaves no val_accuracy"):
         goal(DATA, "train.validate_every_epochs=null")
-    with pytest.raises(ConfigError, match=r"names no best metric; give --metric NAME --direction max\|min"):
+    with pytest.raises(
+        ConfigError, match=r"names no best metric; give --metric NAME --direction max\|min"
+    ):
         goal(DATA, "task.best=null")
 
 
@@ -153,7 +184,8 @@ def test_the_values_of_a_goal_are_those_of_epochs_that_have_it():
     assert validated.values([]) == validated.values(history[:1]) == {}, "not yet"
     assert validated.values(history) == {2: 0.5}
     with pytest.raises(
-        ConfigError, match=r"has no val_accuracy in its history\.csv, which has loss; give the data set"
+        ConfigError,
+        match=r"has no val_accuracy in its history\.csv, which has loss; give the data set",
     ):
         Goal("val_accuracy", "max").values(history[:1])
 
@@ -163,7 +195,9 @@ def test_the_task_knows_better_which_values_are_good():
     Goal("val_closeness", "min").check([start])
     Goal("val_closeness", "max", is_explicit=True).check([start])
     Goal("val_loss", "max").check([start])
-    with pytest.raises(ConfigError, match="val_closeness looked like one whose max is best, and the task says min"):
+    with pytest.raises(
+        ConfigError, match="val_closeness looked like one whose max is best, and the task says min"
+    ):
         Goal("val_closeness", "max").check([start])
 
 
@@ -180,7 +214,11 @@ def test_the_table_has_the_best_first_and_failures_last():
 
 def test_the_line_that_repeats_the_best_has_no_secret():
     line = train_command(
-        ["-np", "2"], ["dataset.api_key=hunter2"], {"optimizer.learning_rate": 0.1, "model.hidden": [8]}
+        ["-np", "2"],
+        ["dataset.api_key=hunter2"],
+        {"optimizer.learning_rate": 0.1, "model.hidden": [8]},
     )
-    assert line.startswith("python -m hvtrain launch -np 2 -- 'dataset.api_key=***' optimizer.learning_rate=0.1 ")
+    assert line.startswith(
+        "python -m hvtrain launch -np 2 -- 'dataset.api_key=***' optimizer.learning_rate=0.1 "
+    )
     assert json.dumps("hunter2") not in line and line.endswith("'model.hidden=[8]'")

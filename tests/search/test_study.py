@@ -9,7 +9,11 @@ pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pyt
 from hvtrain.search.study import Study
 
 FACTS = {"direction": "max", "words": ["model=mlp"], "space": {"x": 1}}
-SETTINGS = {"x": {"low": -1.0, "high": 3.0}, "n": {"low": 1, "high": 9, "step": 2}, "c": {"choices": [[1], [2, 3]]}}
+SETTINGS = {
+    "x": {"low": -1.0, "high": 3.0},
+    "n": {"low": 1, "high": 9, "step": 2},
+    "c": {"choices": [[1], [2, 3]]},
+}
 
 
 def study(folder, seed=0, prune_after=None, **facts):
@@ -40,7 +44,9 @@ def test_it_finds_the_best_and_goes_on_after_an_end(tmp_path):
     drawn = [tuple(trial.params.values()) for trial in trials]
     assert len({values[0] for values in drawn}) == 30, "the seed does not repeat the first ones"
     shares = then.importances()
-    assert next(iter(shares)) == "x" and shares["x"] > 0.8 and sum(shares.values()) == pytest.approx(1)
+    assert (
+        next(iter(shares)) == "x" and shares["x"] > 0.8 and sum(shares.values()) == pytest.approx(1)
+    )
 
 
 def test_a_failed_trial_counts_and_an_interrupted_one_is_tried_again(tmp_path):
@@ -85,7 +91,10 @@ def test_a_trial_below_the_median_is_pruned_from_the_second_epoch_on(tmp_path):
 
 def test_a_sweep_of_other_settings_is_refused(tmp_path):
     study(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds a sweep of other settings: words was \['model=mlp'\] and is \['a'\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds a sweep of other settings: words was \['model=mlp'\] and is \['a'\]",
+    ):
         study(tmp_path, words=["a"])
     (tmp_path / "other").mkdir()
     (tmp_path / "other/sweep.db").symlink_to(tmp_path / "sweep.db")

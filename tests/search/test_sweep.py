@@ -15,11 +15,19 @@ import pytest
 from hvtrain.report.run_files import read_run
 from launching import finish, run, start
 
-optuna = pytest.importorskip("optuna", reason="optuna is not installed; ./scripts/run pytest does it")
+optuna = pytest.importorskip(
+    "optuna", reason="optuna is not installed; ./scripts/run pytest does it"
+)
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 SWEEP = ["python", "-m", "hvtrain", "sweep", "sweep=own.yaml", "-np", "2", "--output", "out"]
-RUN = ["model=mlp", "model.hidden=[16]", "dataset.num_validation=100", "schedule.warmup_epochs=0", "run.report=false"]
+RUN = [
+    "model=mlp",
+    "model.hidden=[16]",
+    "dataset.num_validation=100",
+    "schedule.warmup_epochs=0",
+    "run.report=false",
+]
 
 
 def searches(folder, name, values):
@@ -41,21 +49,53 @@ def test_a_trial_that_fails_does_not_end_the_sweep(tmp_path):
     code, output = run(None, 1, *command, cwd=tmp_path, timeout=580)
     assert code == 0, output
     out = tmp_path / "out"
-    assert {"sweep.csv", "sweep.json", "sweep.png", "trial-0.txt", "trial-1"} <= {path.name for path in out.iterdir()}
+    assert {"sweep.csv", "sweep.json", "sweep.png", "trial-0.txt", "trial-1"} <= {
+        path.name for path in out.iterdir()
+    }
     results = json.loads((out / "sweep.json").read_text())
     failed, best = results["trials"]
-    assert failed["state"] == "failed" and "train.batch_size=4096 exceeds the 668 examples of a rank" in failed["error"]
-    assert f"trial 0 failed: {failed['error']}" in output and "2 of 2: trial 1 finished, val_accuracy 0." in output
-    history = {str(row.epoch): row.metrics["val_accuracy"] for row in read_run(out / "trial-1").history}
-    assert best["epochs"] == history and len(history) == 2 and best["value"] == max(history.values())
-    assert (results["metric"], results["direction"], results["best"]["number"]) == ("val_accuracy", "max", 1)
-    line = shlex.join(["python", "-m", "hvtrain", "launch", "-np", "2", "--", *command[-6:], "train.batch_size=32"])
+    assert (
+        failed["state"] == "failed"
+        and "train.batch_size=4096 exceeds the 668 examples of a rank" in failed["error"]
+    )
+    assert (
+        f"trial 0 failed: {failed['error']}" in output
+        and "2 of 2: trial 1 finished, val_accuracy 0." in output
+    )
+    history = {
+        str(row.epoch): row.metrics["val_accuracy"] for row in read_run(out / "trial-1").history
+    }
+    assert (
+        best["epochs"] == history and len(history) == 2 and best["value"] == max(history.values())
+    )
+    assert (results["metric"], results["direction"], results["best"]["number"]) == (
+        "val_accuracy",
+        "max",
+        1,
+    )
+    line = shlex.join(
+        [
+            "python",
+            "-m",
+            "hvtrain",
+            "launch",
+            "-np",
+            "2",
+            "--",
+            *command[-6:],
+            "train.batch_size=32",
+        ]
+    )
     assert results["best"]["line"] == line and line in output
     rows = list(csv.DictReader((out / "sweep.csv").open()))
-    assert [row["state"] for row in rows] == ["failed", "finished"] and rows[1]["train.batch_size"] == "32"
+    assert [row["state"] for row in rows] == ["failed", "finished"] and rows[1][
+        "train.batch_size"
+    ] == "32"
     code, again = run(None, 1, *command, cwd=tmp_path)
     assert code == 0 and "2 trials of 2 ranks; 2 of them are there" in again, again
-    assert results["best"]["line"] in again and not (out / "trial-2").exists(), "nothing is left to do"
+    assert results["best"]["line"] in again and not (out / "trial-2").exists(), (
+        "nothing is left to do"
+    )
 
 
 @pytest.mark.nightly
@@ -73,7 +113,10 @@ def test_a_trial_that_lags_behind_is_pruned(tmp_path):
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.release), pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)],
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.release),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.nightly),
+    ],
 )
 def test_the_same_command_goes_on_after_an_end(number, tmp_path):
     seed = searches(tmp_path, "optimizer.learning_rate", [0.01, 0.02])
@@ -86,17 +129,23 @@ def test_the_same_command_goes_on_after_an_end(number, tmp_path):
     os.kill(process.pid, number)
     output = "".join([*seen, finish(process)])
     if number == signal.SIGINT:
-        assert process.returncode == 130 and "interrupted; all trials so far are kept" in output, output
+        assert process.returncode == 130 and "interrupted; all trials so far are kept" in output, (
+            output
+        )
         assert "best: trial 0 with val_accuracy" in output
     until_ended(tmp_path)
     code, output = run(None, 1, *command, cwd=tmp_path, timeout=580)
     assert code == 0, output
-    assert "2 trials of 2 ranks; 1 of them are there" in output and "2 of 2: trial 2 finished" in output
+    assert (
+        "2 trials of 2 ranks; 1 of them are there" in output
+        and "2 of 2: trial 2 finished" in output
+    )
     results = json.loads((tmp_path / "out/sweep.json").read_text())
     assert [trial["number"] for trial in results["trials"]] == [0, 2]
-    assert [trial["settings"]["optimizer.learning_rate"] for trial in results["trials"]] == [0.01, 0.02], (
-        "it is tried again"
-    )
+    assert [trial["settings"]["optimizer.learning_rate"] for trial in results["trials"]] == [
+        0.01,
+        0.02,
+    ], "it is tried again"
     with sqlite3.connect(tmp_path / "out/sweep.db") as study:
         states = study.execute("select number, state from trials order by number").fetchall()
     assert states == [(0, "COMPLETE"), (1, "FAIL"), (2, "COMPLETE")]

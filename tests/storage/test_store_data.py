@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
+import threading
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest, write_tfrecords
-from hvtrain.data.formats.tar_files import find_members
+from hvtrain.data.formats.tar_files import find_members, members_ahead
 from hvtrain.data.manifest import user_path
 from hvtrain.data.sources.image_folder import ImageFolder
 from hvtrain.data.sources.parquet import Parquet
@@ -27,6 +28,7 @@ from hvtrain.data.sources.webdataset import web_dataset
 from hvtrain.errors import ConfigError, DataError, StorageError
 from hvtrain.storage import cache, remote
 from hvtrain.storage import ranges as ranges_module
+from hvtrain.storage.remote import READ_AT_ONCE
 from shards import write_shards
 from tiny_data import SHAPE, images_of, random_images, write_folder
 
@@ -59,7 +61,9 @@ def tfrecord(folder: Path):
 def parquet(folder: Path):
     images, labels = random_images(24)
     encoded = [tf.io.encode_png(image).numpy() for image in images]
-    pq.write_table(pa.table({"image": encoded, "label": labels}), folder / "train.parquet", row_group_size=3)
+    pq.write_table(
+        pa.table({"image": encoded, "label": labels}), folder / "train.parquet", row_group_size=3
+    )
     return lambda path: Parquet(path, SHAPE, num_classes=3, shuffle_groups=2)
 
 
@@ -83,7 +87,9 @@ KINDS = [image_folder, segmentation_folder, tfrecord, parquet, table, text]
 def batches_of(source):
     request = StreamRequest(Topology(1, 2), 2, 5, 1, 3)
     training = list(source.training(request).take(4).as_numpy_iterator())
-    return tf.nest.flatten([training, list(source.evaluation("train", Topology(0, 2), 4).as_numpy_iterator())])
+    return tf.nest.flatten(
+        [training, list(source.evaluation("train", Topology(0, 2), 4).as_numpy_iterator())]
+    )
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
@@ -100,13 +106,24 @@ def test_order_bits_and_manifest_are_those_of_a_local_folder(make, store, tmp_pa
     assert far.manifest() == local.manifest()
     assert next(faults, None) is None
 
-    # Another process finds it there, and asks for the list alone.
+    # Another process finds it there, and asks for the list, and for what nobody has read, alone.
+    wait(members_ahead._parts.values())
+    here = parts_of(store)
     cache._used.clear()
     cache.forget_copies()
     store.requests.clear()
     assert all(map(np.array_equal, expected, batches_of(open_source(address))))
     assert {request.method for request in store.requests} <= {"GET", "HEAD"}
-    assert all("list-type" in request.path for request in store.requests if request.method == "GET")
+    assert not parts_of(store) & here
+
+
+def parts_of(store) -> set[tuple[str, int | None]]:
+    """The objects, or parts of them, that were read."""
+    return {
+        (request.path, request.first)
+        for request in store.requests
+        if request.method == "GET" and "list-type" not in request.path
+    }
 
 
 def put(store, name: str, **contents: bytes) -> str:
@@ -123,7 +140,11 @@ def test_a_copy_stays_as_it_is_and_another_start_takes_the_new_state(store):
     assert user_path(address) == folder and (folder / "a").read_bytes() == b"old"
     cache.forget_copies()
     newer = user_path(address)
-    assert newer != folder and (newer / "a").read_bytes() == b"newer" and (newer / "b").read_bytes() == b"same"
+    assert (
+        newer != folder
+        and (newer / "a").read_bytes() == b"newer"
+        and (newer / "b").read_bytes() == b"same"
+    )
     assert (folder / "a").read_bytes() == b"old"
 
 
@@ -141,7 +162,9 @@ def test_a_change_while_it_is_read_is_an_error(change, store):
                 store.send("DELETE", f"data/{change}-meanwhile/a")
 
     store.fault = fault
-    with pytest.raises(DataError, match=f"{address}( changed while it was read; start again|/a is not there)"):
+    with pytest.raises(
+        DataError, match=f"{address}( changed while it was read; start again|/a is not there)"
+    ):
         user_path(address)
     cache.forget_copies()
     assert user_path(address).is_dir()
@@ -149,9 +172,24 @@ def test_a_change_while_it_is_read_is_an_error(change, store):
 
 ACCESS = "check the credentials of this host, its clock, and the rights of that account"
 REFUSALS = {
-    "no bucket": ("s3://no-bucket/x", None, "", "s3://no-bucket/x is not there; check the bucket and the path"),
-    "no object": ("s3://data/none", None, "", "s3://data/none is not there; check the bucket and the path"),
-    "denied": ("s3://data/one", 403, "AccessDenied", rf"s3://data/one cannot be accessed \(ACCESS_DENIED.*{ACCESS}"),
+    "no bucket": (
+        "s3://no-bucket/x",
+        None,
+        "",
+        "s3://no-bucket/x is not there; check the bucket and the path",
+    ),
+    "no object": (
+        "s3://data/none",
+        None,
+        "",
+        "s3://data/none is not there; check the bucket and the path",
+    ),
+    "denied": (
+        "s3://data/one",
+        403,
+        "AccessDenied",
+        rf"s3://data/one cannot be accessed \(ACCESS_DENIED.*{ACCESS}",
+    ),
     "unknown key": ("s3://data/one", 403, "InvalidAccessKeyId", f"cannot be accessed .*{ACCESS}"),
     "expired": ("s3://data/one", 400, "ExpiredToken", f"cannot be accessed .*{ACCESS}"),
     "clock": ("s3://data/one", 403, "RequestTimeTooSkewed", f"cannot be accessed .*{ACCESS}"),
@@ -203,7 +241,9 @@ def test_patience_ends_in_one_line(store, monkeypatch):
 def test_addresses_without_a_store_or_with_a_password_are_refused(store):
     with pytest.raises(ConfigError, match=r"^s3://\*\*\*@data/x has a password in it"):
         user_path("s3://key:hunter2@data/x")
-    with pytest.raises(ConfigError, match=r"no store is known for warp://; use s3://, gs://, abfs:// or hdfs://"):
+    with pytest.raises(
+        ConfigError, match=r"no store is known for warp://; use s3://, gs://, abfs:// or hdfs://"
+    ):
         user_path("warp://data/x")
 
 
@@ -211,7 +251,10 @@ def test_the_cache_is_bounded_and_keeps_what_is_used(store, monkeypatch):
     monkeypatch.setenv("HVTRAIN_CACHE_GIB", str(250 / 2**30))
     addresses = [put(store, f"part{number}", a=bytes(100)) for number in range(3)]
     first, second = map(user_path, addresses[:2])
-    with pytest.raises(DataError, match=r"100 B have no room in the cache .*: others are using 200 B of 250 B; wait"):
+    with pytest.raises(
+        DataError,
+        match=r"100 B have no room in the cache .*: others are using 200 B of 250 B; wait",
+    ):
         user_path(addresses[2])
     # The first is free, as after the end of its process.
     cache._used.pop(first.parent).close()
@@ -221,7 +264,8 @@ def test_the_cache_is_bounded_and_keeps_what_is_used(store, monkeypatch):
     monkeypatch.setenv("HVTRAIN_CACHE_GIB", str(50 / 2**30))
     cache.forget_copies()
     with pytest.raises(
-        DataError, match=r"s3://data/part0 has 100 B, and the cache in .* may have 50 B; set HVTRAIN_CACHE"
+        DataError,
+        match=r"s3://data/part0 has 100 B, and the cache in .* may have 50 B; set HVTRAIN_CACHE",
     ):
         user_path(addresses[0])
     monkeypatch.setenv("HVTRAIN_CACHE_GIB", "much")
@@ -238,7 +282,11 @@ def test_ranks_of_a_host_bring_an_object_once(store):
             os._exit(0 if (user_path(address) / "b").is_file() else 1)
         pids.append(pid)
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0]
-    got = [request.path for request in store.requests if request.method == "GET" and "list-type" not in request.path]
+    got = [
+        request.path
+        for request in store.requests
+        if request.method == "GET" and "list-type" not in request.path
+    ]
     assert sorted(got) == ["/data/shared/a", "/data/shared/b"]
 
 
@@ -266,7 +314,11 @@ def open_shards(path, **options):
 
 
 def ranges(store, since: int = 0) -> list:
-    return [request for request in store.requests[since:] if request.method == "GET" and ".tar" in request.path]
+    return [
+        request
+        for request in store.requests[since:]
+        if request.method == "GET" and ".tar" in request.path
+    ]
 
 
 def test_shards_are_read_in_parts_with_the_order_and_bits_of_a_folder(shards, store, monkeypatch):
@@ -286,7 +338,9 @@ def test_shards_are_read_in_parts_with_the_order_and_bits_of_a_folder(shards, st
     again = len(store.requests)
     assert all(map(np.array_equal, expected, batches_of(far)))
     # Streams read ahead, so that the second may meet more of them.
-    assert not parts & {(request.path, request.first, request.last) for request in ranges(store, again)}
+    assert not parts & {
+        (request.path, request.first, request.last) for request in ranges(store, again)
+    }
 
     # Without room nothing is kept.
     monkeypatch.setenv("HVTRAIN_CACHE_GIB", str(100 / 2**30))
@@ -294,38 +348,106 @@ def test_shards_are_read_in_parts_with_the_order_and_bits_of_a_folder(shards, st
     unkept = open_shards(address)
     for _ in range(2):
         again = len(store.requests)
-        assert all(map(np.array_equal, expected, batches_of(unkept))) and len(ranges(store, again)) > 10
+        assert (
+            all(map(np.array_equal, expected, batches_of(unkept)))
+            and len(ranges(store, again)) > 10
+        )
 
 
-def test_a_resume_reads_no_earlier_example(shards, store):
-    _, address = shards
-    far = open_shards(address)
-    members = {path: find_members(Path(path))[0] for path in far.paths("train")}
-    order = StreamRequest(Topology(), 1, 5, 0, 30)
-    whole = images_of(far.training(order), 30)
-    cache._used.clear()
-    shutil.rmtree(cache.cache_folder())
-    cache.forget_copies()
-
-    far = open_shards(address)
-    assert far.num_examples("train") == 30
-    since = len(store.requests)
-    resumed = images_of(far.training(replace(order, start_step=27)), 3)
-    assert resumed == whole[27:]
-    read = {(Path(request.path).name, request.first, request.last + 1) for request in ranges(store, since)}
-    images = {
-        (Path(path).name, member["offset"], member["offset"] + member["size"])
-        for path, of_shard in members.items()
-        for member in of_shard
-        if member["name"].endswith(".png")
+@pytest.mark.parametrize(
+    "num_images",
+    [400, pytest.param(100_000, marks=pytest.mark.nightly)],
+)
+def test_a_resume_asks_for_no_byte_of_an_earlier_example(num_images, store, tmp_path, monkeypatch):
+    """At 90% of 100,000; what is read ahead is of the same epoch."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    pixels = np.random.default_rng(0).integers(0, 256, (num_images, *SHAPE), np.uint8)
+    paths = write_shards(tmp_path / "shards", "train", pixels, np.arange(num_images) % 3, 4)
+    address = store.put(tmp_path / "shards", f"data/resumed-{num_images}")
+    numbers = {
+        (path.name, member["offset"], member["offset"] + member["size"]): int(
+            member["name"].partition(".")[0]
+        )
+        for path in paths
+        for member in find_members(path)[0]
     }
-    # What is read ahead is of the next epoch.
-    assert read <= images and 3 <= len(read) < 20
+    batch_size = max(1, num_images // 1000)
+    num_steps = num_images // batch_size
+    order = StreamRequest(Topology(), batch_size, 5, 0, num_steps)
+    number_of = {(image / np.float32(255)).tobytes(): number for number, image in enumerate(pixels)}
+    local = open_shards(tmp_path / "shards")
+    # Of a small data set more has to be left than is read ahead.
+    resumed_at = num_steps * (9 if batch_size > 1 else 6) // 10
+    earlier = {number_of[image] for image in images_of(local.training(order), resumed_at)}
+    assert len(earlier) == resumed_at * batch_size
+
+    def read(start_step: int) -> set[int]:
+        """The numbers of the examples of which bytes were asked for until three batches are there."""
+        far = open_shards(address)
+        assert far.num_examples("train") == num_images
+        since = len(store.requests)
+        images_of(far.training(replace(order, start_step=start_step)), 3)
+        return {
+            numbers[Path(item.path).name, item.first, item.last + 1]
+            for item in ranges(store, since)
+        }
+
+    resumed = read(resumed_at)
+    assert len(resumed) >= 3 * batch_size and not resumed & earlier
+    assert len(read(0) & earlier) >= 3 * batch_size, "the control: a run from its begin reads them"
+
+
+def images(folder: Path):
+    write_folder(folder / "train", *random_images(240))
+    return lambda path: ImageFolder(path, SHAPE)
+
+
+def row_groups(folder: Path):
+    pixels, labels = random_images(240)
+    encoded = [tf.io.encode_png(image).numpy() for image in pixels]
+    for part in range(2):
+        rows = pa.table({"image": encoded[part::2], "label": labels[part::2]})
+        pq.write_table(rows, folder / f"train-{part}.parquet", row_group_size=3)
+    return lambda path: Parquet(path, SHAPE, num_classes=3, shuffle_groups=2)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize("make", [images, row_groups])
+def test_training_begins_before_all_is_here(make, on_error, store, tmp_path):
+    """And ends if the store fails then: nothing is left out as damaged."""
+    open_source = make(tmp_path)
+    address = store.put(tmp_path, f"data/late-{make.__name__}-{on_error}")
+    far = open_source(address)
+    far.on_error = on_error
+    order = StreamRequest(Topology(), 2, 5, 0, 120)
+    stream = far.training(order)
+    answered = set()
+    may_go_on = threading.Event()
+
+    def hold_all_but_some(request):
+        if request.first is not None and len(answered) >= 60:
+            may_go_on.wait(60)
+        answered.add((request.path, request.first))
+
+    store.fault = hold_all_but_some
+    first = images_of(stream, 1)
+    assert 2 <= len(answered) <= 60 + READ_AT_ONCE and not may_go_on.is_set()
+    may_go_on.set()
+    assert first == images_of(open_source(str(tmp_path)).training(order), 1)
+    store.fault = lambda request: 403 if request.first is not None else None
+    with pytest.raises(StorageError, match=rf"^{address}/\S+ cannot be accessed \(ACCESS_DENIED"):
+        try:
+            images_of(stream)
+        except tf.errors.OpError as error:
+            raise far.explain(error) from None
+    assert far.unreadable() == []
 
 
 @pytest.mark.parametrize("change", ["replaced", "deleted", "denied"])
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_shards_that_change_or_cannot_be_read_end_the_stream(change, on_error, shards, store, monkeypatch):
+def test_shards_that_change_or_cannot_be_read_end_the_stream(
+    change, on_error, shards, store, monkeypatch
+):
     """Nothing is left out as damaged because of its store."""
     folder, address = shards
     monkeypatch.setattr(ranges_module, "SECONDS_UNCHECKED", 0.0)
@@ -344,7 +466,7 @@ def test_shards_that_change_or_cannot_be_read_end_the_stream(change, on_error, s
     else:
         store.fault = lambda request: 403 if ".tar" in request.path else None
         message = rf"{address}/{name} cannot be accessed"
-    cache._ranged[str(Path(far.paths("train")[0]))]._kept = None
+    cache._far[str(Path(far.paths("train")[0]))]._kept = None
     with pytest.raises(StorageError, match=message):
         try:
             images_of(stream)

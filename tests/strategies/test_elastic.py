@@ -15,7 +15,9 @@ pytestmark = pytest.mark.distributed
 
 def left(folder):
     """Processes that were started for this folder and still run."""
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split(maxsplit=1) for line in listed.splitlines()]
     return [int(pid) for pid, args in rows if str(folder) in args and "elastic.py" in args]
 

@@ -14,7 +14,13 @@ from launching import WORKERS, finish, kill, start, train
 pytestmark = pytest.mark.distributed
 
 OWN = Path(__file__).parents[1] / "support" / "own_faults"
-WORDS = ["model=mlp", "dataset.shift_pixels=1", "train.epochs=3", "schedule=cosine"]  # 22 steps an epoch on two ranks
+# 22 steps an epoch on two ranks.
+WORDS = [
+    "model=mlp",
+    "dataset.shift_pixels=1",
+    "train.epochs=3",
+    "schedule=cosine",
+]
 # Other names of this machine are other hosts to Horovod, which leaves a host that lost a rank.
 NAMES = ["localhost", "127.0.0.1", "Localhost"]
 
@@ -34,14 +40,23 @@ def elastic(folder, num_ranks, fates, *settings, gloo_seconds=None, disks=None, 
     script = folder / "discover.sh"
     script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     script.chmod(0o755)
-    fate_options = ", ".join(f"{name}: {value}" for name, value in {"folder": folder, **fates}.items())
+    fate_options = ", ".join(
+        f"{name}: {value}" for name, value in {"folder": folder, **fates}.items()
+    )
     command = [*options, "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script)]
     command += ["--gloo-timeout-seconds", str(gloo_seconds)] if gloo_seconds else []
     command += [*([str(WORKERS / "own_disk")] if disks else [])]
     command += ["python", "-m", "hvtrain", "strategy=elastic"]
     command += [*WORDS, *settings]
-    command += [f"+callbacks.fates={{_target_: fates.Fates, {fate_options}}}", f"run.dir={folder / 'run'}"]
-    own = {"DISKS": str(disks), "RUN": str(folder / "run"), "HVTRAIN_ENV": "DISKS,RUN"} if disks else {}
+    command += [
+        f"+callbacks.fates={{_target_: fates.Fates, {fate_options}}}",
+        f"run.dir={folder / 'run'}",
+    ]
+    own = (
+        {"DISKS": str(disks), "RUN": str(folder / "run"), "HVTRAIN_ENV": "DISKS,RUN"}
+        if disks
+        else {}
+    )
     # Horovod takes new hosts in the order of a set: with one seed rank 0's is the same in each job.
     own |= {"PYTHONHASHSEED": "0"} if disks else {}
     process = start("gloo", num_ranks, *command, cwd=folder, PYTHONPATH=path_with_own(), **own)
@@ -68,14 +83,18 @@ def arrays(run):
 def distance(ours, expected):
     names = [name for name in expected if name.startswith(("model/", "optimizer/"))]
     return max(
-        np.max(np.abs(ours[n] - expected[n].astype("float64"))) / (np.max(np.abs(expected[n])) or 1) for n in names
+        np.max(np.abs(ours[n] - expected[n].astype("float64"))) / (np.max(np.abs(expected[n])) or 1)
+        for n in names
     )
+
+
+SPEEDS = ("seconds", "examples_per_second", "flops_per_second")
 
 
 def history(run):
     lines = (run / "history.csv").read_text().splitlines()
     rows = [dict(zip(lines[0].split(","), map(float, line.split(",")))) for line in lines[1:]]
-    return [{name: row[name] for name in row if name not in ("seconds", "examples_per_second")} for row in rows]
+    return [{name: row[name] for name in row if name not in SPEEDS} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +126,20 @@ def test_rank_0_is_killed_and_another_joins(uninterrupted, tmp_path):
     dead, survivor, joined = steps(tmp_path)
     assert dead == [(step, 2) for step in range(1, 29)]
     at = joined[0][0]
-    assert survivor == dead + [(step, 1) for step in range(26, at)] + [(step, 2) for step in range(at, 67)]
+    assert survivor == dead + [(step, 1) for step in range(26, at)] + [
+        (step, 2) for step in range(at, 67)
+    ]
     assert joined == survivor[-len(joined) :]
     before = (
-        "step-00000025 in memory: 25 of 66 steps were done, on 2 ranks; on 1 now: global batch 64 and learning rate"
+        "step-00000025 in memory: 25 of 66 steps were done, on 2 ranks; "
+        "on 1 now: global batch 64 and learning rate"
     )
     assert before in output
     assert f"hvtrain: starting rank 1 on {NAMES[2]}; the others wait, 120 s at most" in output
-    assert f"in memory: {at - 1} of 66 steps were done, on 1 rank; on 2 now: global batch 64 and" in output
+    assert (
+        f"in memory: {at - 1} of 66 steps were done, on 1 rank; on 2 now: global batch 64 and"
+        in output
+    )
     assert_same_end(tmp_path, uninterrupted, 2)
 
 
@@ -123,8 +148,13 @@ def test_a_third_rank_joins_and_the_first_of_three_is_killed(uninterrupted, tmp_
     fates = {"kill_rank": 0, "kill_step": 58, "host": NAMES[2], "alone": 2}
     code, output = elastic(tmp_path, 2, fates, "strategy.commit_steps=4", gloo_seconds=45)
     assert code == 0, output
-    assert "on 2 ranks; on 3 now: global batch 64 and learning rate as before (22 + 21 + 21)" in output
-    assert "step-00000056 in memory: 56 of 66 steps were done, on 3 ranks; on 2 now: global batch 64" in output
+    assert (
+        "on 2 ranks; on 3 now: global batch 64 and learning rate as before (22 + 21 + 21)" in output
+    )
+    assert (
+        "step-00000056 in memory: 56 of 66 steps were done, on 3 ranks; on 2 now: global batch 64"
+        in output
+    )
     assert_same_end(tmp_path, uninterrupted, 2)
 
 
@@ -151,8 +181,14 @@ def test_scaled_to_the_ranks_that_are_left_from_the_next_epoch_on(uninterrupted,
     fates = {"kill_rank": 1, "kill_step": 28}
     code, output = elastic(tmp_path, 2, fates, "strategy.commit_steps=5", "train.resize=scale")
     assert code == 0, output
-    assert "global batch 64 and learning rate as before up to step 44, then train.resize=scale" in output
-    assert "on 1 now: global batch 32 and learning rate 0.001 from epoch 3 on (train.resize=scale)" in output
+    assert (
+        "global batch 64 and learning rate as before up to step 44, then train.resize=scale"
+        in output
+    )
+    assert (
+        "on 1 now: global batch 32 and learning rate 0.001 from epoch 3 on (train.resize=scale)"
+        in output
+    )
     ours, expected = history(tmp_path / "run"), history(uninterrupted)
     assert ours[1] == pytest.approx(expected[1], rel=1e-5), "the epoch begun goes on as it was"
     assert (ours[2]["epoch"], ours[2]["step"], ours[2]["learning_rate"]) == (3, 44 + 44, 0)
@@ -183,7 +219,9 @@ def test_another_rank_0_on_a_disk_of_its_own(tmp_path):
     settings = ["strategy.commit_steps=1000", "train.epochs=4"]
     code, output = elastic(tmp_path, 2, {"kill_rank": 1, "kill_step": 70}, *settings, disks=disks)
     assert code == 0, output
-    assert re.search(r"step-00000066 on \S+: 66 of 88 steps were done, on 1 rank; on 2 now", output), output
+    assert re.search(
+        r"step-00000066 on \S+: 66 of 88 steps were done, on 1 rank; on 2 now", output
+    ), output
     assert "step-00000066 in memory: 66 of 88 steps were done\n" in output
     assert newest() == {stale: "step-00000088", second: "step-00000066"}
 

@@ -6,15 +6,36 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from hvtrain.errors import ConfigError
+from hvtrain.strategies.horovod import ElasticStrategy
+from hvtrain.strategies.local import LocalSGDStrategy
 from launching import many_runs
 
 pytestmark = pytest.mark.distributed
 
-WORDS = ["model=mlp", "model.dropout=0.2", "dataset=digits", "train.deterministic=true", "dataset.num_validation=100"]
-DILOCO = [*WORDS, "strategy=diloco", "strategy.every=6", "strategy.compression=int8", "strategy.warmup_steps=2"]
+WORDS = [
+    "model=mlp",
+    "model.dropout=0.2",
+    "dataset=digits",
+    "train.deterministic=true",
+    "dataset.num_validation=100",
+]
+DILOCO = [
+    *WORDS,
+    "strategy=diloco",
+    "strategy.every=6",
+    "strategy.compression=int8",
+    "strategy.warmup_steps=2",
+]
 POWER = [*WORDS, "strategy.compression=powersgd", "strategy.whole_steps=5", "strategy.rank=2"]
 RUNS = {
-    "local": [*WORDS, "train.epochs=2", "strategy=local_sgd", "strategy.every=4", "checkpoint.every_steps=8"],
+    "local": [
+        *WORDS,
+        "train.epochs=2",
+        "strategy=local_sgd",
+        "strategy.every=4",
+        "checkpoint.every_steps=8",
+    ],
     "whole": [*DILOCO, "train.epochs=2"],
     "begun": [*DILOCO, "train.epochs=1", "run.dir={folder}/resumed"],
     "resumed": [*DILOCO, "train.epochs=2", "run.dir={folder}/resumed"],
@@ -43,7 +64,10 @@ STEPS = 20
 def runs(tmp_path_factory):
     """(folder, what each rank saw of RUNS)."""
     folder = tmp_path_factory.mktemp("local")
-    settings = {name: [word.replace("{folder}", str(folder)) for word in words] for name, words in RUNS.items()}
+    settings = {
+        name: [word.replace("{folder}", str(folder)) for word in words]
+        for name, words in RUNS.items()
+    }
     results, _ = many_runs("mpirun", 2, settings, folder)
     return folder, results
 
@@ -57,10 +81,27 @@ def proof(folder):
     return json.loads((folder / "result.json").read_text())["proof"]
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "setting", "value"),
+    [
+        ("local_sgd", LocalSGDStrategy, "shard_optimizer", True),
+        ("elastic", ElasticStrategy, "shard_optimizer", True),
+        ("local_sgd", LocalSGDStrategy, "compression", "int8"),
+    ],
+)
+def test_what_the_ranks_could_not_save_or_would_ignore_is_refused(name, kind, setting, value):
+    shown = str(value).lower()
+    expected = f"strategy={name} and strategy.{setting}={shown} exclude each other"
+    with pytest.raises(ConfigError, match=expected):
+        kind(**{setting: value})
+
+
 def test_synchronizations_are_those_that_are_due(runs):
     """20 steps an epoch: after each 4th; or the first 2, then after each 6th, and at the end of an epoch."""
     folder, _ = runs
-    assert proof(folder / "local")["synchronizations"] == proof(folder / "local")["reductions"] == 10
+    assert (
+        proof(folder / "local")["synchronizations"] == proof(folder / "local")["reductions"] == 10
+    )
     counted = proof(folder / "whole")
     assert counted["reductions"] == counted["synchronizations"] == 2 + 3 + 1 + 3 + 1
     # Within the host gradients are reduced in the other steps, which settle() counts.
@@ -71,7 +112,9 @@ def test_rank_0_warns_of_a_rate_for_the_joint_batch(runs):
     folder, _ = runs
     lines = {path: path.read_text() for path in folder.glob("*/logs/rank-*.log")}
     warned = {
-        str(path.relative_to(folder)) for path, text in lines.items() if "rate is multiplied by 2, as for" in text
+        str(path.relative_to(folder))
+        for path, text in lines.items()
+        if "rate is multiplied by 2, as for" in text
     }
     assert warned == {f"{name}/logs/rank-0000.log" for name in ("local", "whole", "resumed")}
 
@@ -88,7 +131,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(runs, whole,
 
     own = [name.removeprefix("rank/0/") for name in expected if name.startswith("rank/0/memory/")]
     differ = [name for name in own if name.split("/")[1] != "same"]
-    assert differ and any(np.any(expected[f"rank/0/{name}"] != expected[f"rank/1/{name}"]) for name in differ)
+    assert differ and any(
+        np.any(expected[f"rank/0/{name}"] != expected[f"rank/1/{name}"]) for name in differ
+    )
     equal = [name for name in own if name.split("/")[1] == "same"]
     assert equal and not any(f"rank/1/{name}" in expected for name in equal), "saved once"
 
@@ -96,7 +141,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(runs, whole,
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("half precision", "strategy.compression=int8 and train.precision=mixed_float16 exclude each other"),
+        (
+            "half precision",
+            "strategy.compression=int8 and train.precision=mixed_float16 exclude each other",
+        ),
         ("accumulated", "strategy=local_sgd and train.accumulate exclude each other"),
         ("in between", "checkpoint.every_steps=6 is not a multiple of strategy.every=4"),
         ("never", "strategy.every=0 is out of range; it must be at least 1"),
@@ -114,7 +162,12 @@ def test_other_numbers_of_ranks_follow_the_rules(runs, tmp_path):
     """2 ranks, then 3, then 2: slots of new ranks are the mean, errors wait with the same weight."""
     folder, _ = runs
     before = state(folder / "resumed", 2 * STEPS)
-    settings = [*DILOCO, f"run.dir={folder / 'resumed'}", "checkpoint.every_steps=6", "checkpoint.keep=9"]
+    settings = [
+        *DILOCO,
+        f"run.dir={folder / 'resumed'}",
+        "checkpoint.every_steps=6",
+        "checkpoint.keep=9",
+    ]
     many_runs("mpirun", 3, {"three": [*settings, "train.epochs=3"]}, tmp_path)
     many_runs("mpirun", 2, {"two": [*settings, "train.epochs=4"]}, tmp_path)
     after = state(folder / "resumed", 4 * STEPS)

@@ -64,7 +64,9 @@ class UncompiledLayer(keras.layers.Layer):
 
 def made():
     keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "relu"), keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(5, "relu"), keras.layers.Dense(3)]
+    )
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], jit_compile=False)
@@ -91,11 +93,15 @@ def trained(calls, callbacks=(), start_step=0):
 def test_it_is_what_fit_does():
     """Weights with their moving average at the end, metrics of each epoch, and the number of steps, bit by bit."""
     expected = made()
-    losses = expected.fit(batches(0), steps_per_epoch=12, epochs=3, shuffle=False, verbose=0).history["loss"]
+    losses = expected.fit(
+        batches(0), steps_per_epoch=12, epochs=3, shuffle=False, verbose=0
+    ).history["loss"]
     for size in (1, 5, 50):
         notes = Notes()
         model, marks = trained(loop.CallSteps(size, [], lambda value: value), [notes])
-        assert [np.array_equal(a, b) for a, b in zip(model.get_weights(), expected.get_weights())] == [True] * 4
+        assert [
+            np.array_equal(a, b) for a, b in zip(model.get_weights(), expected.get_weights())
+        ] == [True] * 4
         assert [logs["loss"] for logs in notes.logs] == losses
         assert int(model.optimizer.iterations) == 36
         assert marks() == (36, 0, 0, 36)
@@ -117,7 +123,10 @@ def test_xla_compiles_forward_and_backward_and_changes_no_result(loss_scale):
         logs = Notes()
         single().fit(model, batches, PLAN, 0, [logs], loop.CallSteps(5, [], lambda value: value))
         assert optimizer.steps == 36
-        weights[by_xla] = [*model.get_weights(), *([row[name] for name in ("loss", "accuracy")] for row in logs.logs)]
+        weights[by_xla] = [
+            *model.get_weights(),
+            *([row[name] for name in ("loss", "accuracy")] for row in logs.logs),
+        ]
     for plain, compiled in zip(weights[False], weights[True], strict=True):
         np.testing.assert_allclose(compiled, plain, atol=1e-6)
 
@@ -138,12 +147,19 @@ def test_a_layer_that_says_so_is_refused_before_the_run(monkeypatch):
         kept_out = UncompiledLayer(name="mine")
         kept_out.supports_jit = False
         return keras.Sequential(
-            [keras.Input(image_shape), kept_out, keras.layers.Flatten(), keras.layers.Dense(num_classes)]
+            [
+                keras.Input(image_shape),
+                kept_out,
+                keras.layers.Flatten(),
+                keras.layers.Dense(num_classes),
+            ]
         )
 
     monkeypatch.setattr(models, "mlp", network)
-    config = from_dict(compose(["model=mlp", "train.jit_compile=true"])[0])
-    with pytest.raises(ConfigError, match=r"train.jit_compile=true and the layer mine, which XLA cannot compile"):
+    config = from_dict(compose(["model=mlp", "train.jit_compile=true"]))
+    with pytest.raises(
+        ConfigError, match=r"train.jit_compile=true and the layer mine, which XLA cannot compile"
+    ):
         forecast(config, 1, 1, None, None)
 
 
@@ -152,8 +168,30 @@ def test_callbacks_are_told_where_a_call_begins_and_ends():
     notes = Notes()
     trained(loop.CallSteps(5, [8], lambda value: value), [notes], start_step=10)
     first = [("epoch", 0), ("begin", 10), ("end", 11)]
-    second = [("epoch", 1), ("begin", 0), ("end", 3), ("begin", 4), ("end", 8), ("begin", 9), ("end", 11)]
+    second = [
+        ("epoch", 1),
+        ("begin", 0),
+        ("end", 3),
+        ("begin", 4),
+        ("end", 8),
+        ("begin", 9),
+        ("end", 11),
+    ]
     assert notes.told[:10] == first + second
+
+
+def test_a_call_ends_with_a_change_of_weights_if_it_has_one():
+    """Ranks stop at the end of a call, and differ in what they accumulate between two changes."""
+
+    def ends(steps, accumulate):
+        calls, step = loop.CallSteps(steps, [6], lambda value: value, accumulate), 0
+        while step < 12:
+            step += calls.next(step, 12)
+            yield step
+
+    assert list(ends(7, 4)) == [4, 6, 12]
+    assert list(ends(3, 4)) == [3, 4, 6, 8, 11, 12]
+    assert list(ends(7, 1)) == [6, 12]
 
 
 def test_a_callback_stops_it():
@@ -182,7 +220,9 @@ def test_marks_tell_data_from_compute():
         return image, label
 
     options = tf.data.Options()
-    options.autotune.enabled = False  # Its tuner may add a prefetch, and so begin a batch while a step computes.
+    options.autotune.enabled = (
+        False  # Its tuner may add a prefetch, and so begin a batch while a step computes.
+    )
     strategy = single()
     data = batches(0).map(slow).with_options(options)
     strategy.fit(made(), lambda _: data, PLAN, 16, [], loop.CallSteps(4, [], lambda value: value))

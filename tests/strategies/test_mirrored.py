@@ -10,21 +10,35 @@ from hvtrain.strategies.replica_step import ReplicaReducer
 
 
 def test_settings_are_refused_before_it_starts(monkeypatch):
-    with pytest.raises(ConfigError, match=r"strategy.num_replicas=0 is not a whole number of 1 or more, nor null"):
+    with pytest.raises(
+        ConfigError, match=r"strategy.num_replicas=0 is not a whole number of 1 or more, nor null"
+    ):
         MirroredStrategy(0)
-    with pytest.raises(ConfigError, match=r"strategy=mirrored and comm.tune=true exclude each other; leave one"):
+    with pytest.raises(
+        ConfigError, match=r"strategy=mirrored and comm.tune=true exclude each other; leave one"
+    ):
         MirroredStrategy().expect_restart()
     tf.zeros(1)
-    with pytest.raises(RankError, match=r"strategy=mirrored must start before TensorFlow has initialized its devices"):
+    with pytest.raises(
+        RankError,
+        match=r"strategy=mirrored must start before TensorFlow has initialized its devices",
+    ):
         mirrored_over.__wrapped__(2)
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [gpu])
-    with pytest.raises(ConfigError, match=r"strategy.num_replicas=3 exceeds the 1 visible GPU\(s\); lower it"):
+    with pytest.raises(
+        ConfigError, match=r"strategy.num_replicas=3 exceeds the 1 visible GPU\(s\); lower it"
+    ):
         mirrored_over.__wrapped__(3)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"strategy=mirrored is one process, and the launcher started 2; start it"):
+    with pytest.raises(
+        ConfigError, match=r"strategy=mirrored is one process, and the launcher started 2; start it"
+    ):
         MirroredStrategy(2).start()
-    with pytest.raises(ConfigError, match=r"strategy=single is one process, .* 2; start it with python -m hvtrain, or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"strategy=single is one process, .* 2; start it with python -m hvtrain, or",
+    ):
         Strategy().start_watchdog(0)
 
 
@@ -32,5 +46,7 @@ def test_what_float8_layers_exchange_is_refused():
     class Scale:
         overwrite_with_gradient = True
 
-    with pytest.raises(ConfigError, match=r"strategy=mirrored sums what float8 layers need the maximum of; choose"):
+    with pytest.raises(
+        ConfigError, match=r"strategy=mirrored sums what float8 layers need the maximum of; choose"
+    ):
         ReplicaReducer(strategy="mirrored", num_replicas=2)([tf.ones(1)], [Scale()])

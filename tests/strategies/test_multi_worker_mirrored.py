@@ -16,12 +16,18 @@ OURS = ["strategy=multi_worker_mirrored"]
 
 
 def test_settings_are_refused_before_it_starts(monkeypatch):
-    with pytest.raises(ConfigError, match=r"strategy.communication=mpi is not one of auto, ring, nccl"):
+    with pytest.raises(
+        ConfigError, match=r"strategy.communication=mpi is not one of auto, ring, nccl"
+    ):
         MultiWorkerMirroredStrategy(communication="mpi")
-    with pytest.raises(ConfigError, match=r"strategy=multi_worker_mirrored and comm.tune=true exclude each other"):
+    with pytest.raises(
+        ConfigError, match=r"strategy=multi_worker_mirrored and comm.tune=true exclude each other"
+    ):
         MultiWorkerMirroredStrategy().expect_restart()
     monkeypatch.setenv("TF_CONFIG", "{}")
-    with pytest.raises(ConfigError, match=r"TF_CONFIG is set, and .* builds its cluster from the launcher's ranks"):
+    with pytest.raises(
+        ConfigError, match=r"TF_CONFIG is set, and .* builds its cluster from the launcher's ranks"
+    ):
         join_cluster.__wrapped__(0, 2, "auto")
 
 
@@ -44,7 +50,12 @@ hvd.shutdown()
 @pytest.mark.nightly
 def test_it_must_start_before_tensorflow_has_devices(tmp_path):
     output = run("mpirun", 2, "python", "-c", LATE, cwd=tmp_path)[1]
-    assert output.count("strategy=multi_worker_mirrored must start before TensorFlow has initialized its devices") == 2
+    assert (
+        output.count(
+            "strategy=multi_worker_mirrored must start before TensorFlow has initialized its devices"
+        )
+        == 2
+    )
 
 
 @pytest.mark.distributed
@@ -54,7 +65,17 @@ def test_a_worker_is_killed_and_the_run_goes_on_from_its_checkpoint(tmp_path, vi
     """Rank 0 also holds the service that TensorFlow's workers register with."""
     line = [f"run.dir={tmp_path / 'run'}", "model=mlp", "checkpoint.every_steps=10", *OURS]
     mark = f"{tmp_path}"
-    process = start("gloo", 2, "python", "-m", "hvtrain", "train.epochs=9000", *line, cwd=tmp_path, **{MARK: mark})
+    process = start(
+        "gloo",
+        2,
+        "python",
+        "-m",
+        "hvtrain",
+        "train.epochs=9000",
+        *line,
+        cwd=tmp_path,
+        **{MARK: mark},
+    )
     deadline = time.monotonic() + 120
     while not list((tmp_path / "run/checkpoints").glob("step-*")) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -74,7 +95,18 @@ def test_a_worker_is_killed_and_the_run_goes_on_from_its_checkpoint(tmp_path, vi
 @pytest.mark.parametrize("how", ["--gloo", "--mpi"])
 def test_workers_on_two_hosts_find_each_other(how):
     with Lab(2) as lab:
-        line = ["-np", "2", "-H", "s1,s2", how, "--", "model=mlp", "train.epochs=1", f"run.dir={lab.home}/run", *OURS]
+        line = [
+            "-np",
+            "2",
+            "-H",
+            "s1,s2",
+            how,
+            "--",
+            "model=mlp",
+            "train.epochs=1",
+            f"run.dir={lab.home}/run",
+            *OURS,
+        ]
         code, output = lab.launch(*line)
     assert code == 0, output
     assert re.search(r"^devices +0 s1 CPU, 1 s2 CPU$", output, re.MULTILINE)

@@ -14,8 +14,8 @@ import yaml
 from safetensors.numpy import load_file
 
 from hvtrain.launch.cluster_files import texts
-from hvtrain.launch.cluster_kinds import JobSet
 from hvtrain.launch.job import Job
+from hvtrain.launch.kubernetes import JobSet
 from lab import Lab, needs_lab
 from launching import WORKERS, finish, kill, run, start
 from tiers import with_nightly
@@ -65,8 +65,15 @@ NIGHTLY_RUNS = {
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
-    (folder / "runs.json").write_text(json.dumps({**RUNS, **(NIGHTLY_RUNS if with_nightly(request) else {})}))
-    command = ["python", str(WORKERS / "server_runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
+    (folder / "runs.json").write_text(
+        json.dumps({**RUNS, **(NIGHTLY_RUNS if with_nightly(request) else {})})
+    )
+    command = [
+        "python",
+        str(WORKERS / "server_runs.py"),
+        str(folder / "runs.json"),
+        str(folder / "found.json"),
+    ]
     code, output = run("mpi", 4, *command, cwd=folder, timeout=900)
     assert code == 0, output
     return folder, json.loads((folder / "found.json").read_text())
@@ -80,7 +87,11 @@ def arrays(folder, step):
 def difference(folder, run_name, other_name, step=20):
     first, second = arrays(folder / run_name, step), arrays(folder / other_name, step)
     assert first.keys() == second.keys() and len(first) > 10
-    return max(np.abs(first[name].astype(float) - second[name]).max() for name in first if name.startswith("model/"))
+    return max(
+        np.abs(first[name].astype(float) - second[name]).max()
+        for name in first
+        if name.startswith("model/")
+    )
 
 
 def test_synchronous_steps_equal_one_process_on_the_joint_batch(runs):
@@ -90,7 +101,10 @@ def test_synchronous_steps_equal_one_process_on_the_joint_batch(runs):
     assert difference(folder, "exact", "joint") < 1e-5
     assert difference(folder, "half", "joint") > 1e-3
     assert results["exact"]["record"]["proof"]["steps_by_worker"] == [20, 20]
-    assert any("an embedding's row are summed" in line for line in results["exact"]["record"]["differences"])
+    assert any(
+        "an embedding's row are summed" in line
+        for line in results["exact"]["record"]["differences"]
+    )
     ours, expected = (results[name]["record"]["metrics"] for name in ("exact", "joint"))
     assert ours == pytest.approx(expected, abs=1e-5)
 
@@ -109,7 +123,9 @@ def test_asynchronous_steps_are_all_counted(runs):
     assert record["num_steps"] == 21
     by_worker = record["proof"]["steps_by_worker"]
     assert sum(by_worker) == 21 and min(by_worker) > 0, "both worked"
-    assert record["split"]["communication_seconds"] is None and record["split"]["efficiency"] is None
+    assert (
+        record["split"]["communication_seconds"] is None and record["split"]["efficiency"] is None
+    )
     assert (record["num_ranks"], record["num_replicas"]) == (1, 2)
     state = arrays(folder / "async", 21)
     (iterations,) = [array for name, array in state.items() if name.endswith("iteration")]
@@ -124,7 +140,11 @@ def test_rates_of_parts_hold_on_the_servers(runs):
     folder, _ = runs
     first = load_file(sorted((folder / "async" / "checkpoints").iterdir())[0] / "state.safetensors")
     last = arrays(folder / "async", 21)
-    moved = {name: np.abs(first[name] - last[name]).max() > 1e-6 for name in last if name.startswith("model/")}
+    moved = {
+        name: np.abs(first[name] - last[name]).max() > 1e-6
+        for name in last
+        if name.startswith("model/")
+    }
     assert {moved[name] for name in moved if "embedding" in name} == {True}
     assert {moved[name] for name in moved if "dense/" in name} == {False}
 
@@ -134,7 +154,9 @@ def test_a_run_resumes(runs):
     folder, results = runs
     record = results["exact/on"]["record"]
     assert (record["first_step"], record["num_steps"]) == (20, 30)
-    assert [int(a) for name, a in arrays(folder / "exact", 30).items() if name.endswith("iteration")] == [30]
+    assert [
+        int(a) for name, a in arrays(folder / "exact", 30).items() if name.endswith("iteration")
+    ] == [30]
 
 
 @nightly
@@ -157,17 +179,29 @@ def test_an_asynchronous_run_goes_on_from_and_to_another_strategy(runs, name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no", "strategy=parameter_server needs batches of one size in all steps; choose data.uneven=trim"),
-        ("no/mask", "strategy=parameter_server_sync averages the workers' gradients, and this loss divides by what"),
+        (
+            "no",
+            "strategy=parameter_server needs batches of one size in all steps; choose data.uneven=trim",
+        ),
+        (
+            "no/mask",
+            "strategy=parameter_server_sync averages the workers' gradients, and this loss divides by what",
+        ),
         pytest.param(
-            "no/accumulate", "strategy=parameter_server_sync and train.accumulate exclude each other", marks=nightly
+            "no/accumulate",
+            "strategy=parameter_server_sync and train.accumulate exclude each other",
+            marks=nightly,
         ),
         pytest.param(
             "no/float16",
             "strategy=parameter_server and train.precision=mixed_float16 exclude each other",
             marks=nightly,
         ),
-        pytest.param("no/xla", "strategy=parameter_server and train.jit_compile exclude each other", marks=nightly),
+        pytest.param(
+            "no/xla",
+            "strategy=parameter_server and train.jit_compile exclude each other",
+            marks=nightly,
+        ),
     ],
 )
 def test_what_servers_cannot_do_is_refused(runs, name, message):
@@ -177,16 +211,31 @@ def test_what_servers_cannot_do_is_refused(runs, name, message):
 def test_too_few_processes(tmp_path):
     code, output = run(None, 1, "python", "-m", "hvtrain", ASYNC, "run.dir=none", cwd=tmp_path)
     assert code == 2
-    assert "strategy=parameter_server needs 3 processes or more (a coordinator, 1 ps and a worker)" in output
+    assert (
+        "strategy=parameter_server needs 3 processes or more (a coordinator, 1 ps and a worker)"
+        in output
+    )
 
 
 def begin(folder, num_processes, *settings, **more):
     """A run that has written a checkpoint, and its processes' numbers by rank."""
     process = start(
-        "mpi", num_processes, "python", "-m", "hvtrain", "model=mlp", f"run.dir={folder}/run", *settings, cwd=folder
+        "mpi",
+        num_processes,
+        "python",
+        "-m",
+        "hvtrain",
+        "model=mlp",
+        f"run.dir={folder}/run",
+        *settings,
+        cwd=folder,
     )
     deadline = time.monotonic() + 240
-    while not list(folder.glob("run/checkpoints/step-*")) and time.monotonic() < deadline and process.poll() is None:
+    while (
+        not list(folder.glob("run/checkpoints/step-*"))
+        and time.monotonic() < deadline
+        and process.poll() is None
+    ):
         time.sleep(0.2)
     return process, ranks_of(folder)
 
@@ -214,8 +263,12 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
 
 
 @nightly
-@pytest.mark.parametrize(("job", "number", "code"), [("worker", signal.SIGINT, 130), ("ps", signal.SIGTERM, 75)])
-def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(tmp_path, job, number, code):
+@pytest.mark.parametrize(
+    ("job", "number", "code"), [("worker", signal.SIGINT, 130), ("ps", signal.SIGTERM, 75)]
+)
+def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(
+    tmp_path, job, number, code
+):
     with socket.create_server(("127.0.0.1", 0)) as free:
         meet = f"127.0.0.1:{free.getsockname()[1]}"
     line = [
@@ -234,7 +287,9 @@ def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(tm
     ]
     settings = ["--", ASYNC, "model=mlp", "train.epochs=5000", f"run.dir={tmp_path}/run"]
     jobs = ("coordinator", "ps", "worker")
-    processes = {name: start(None, 1, *line, "--job-name", name, *settings, cwd=tmp_path) for name in jobs}
+    processes = {
+        name: start(None, 1, *line, "--job-name", name, *settings, cwd=tmp_path) for name in jobs
+    }
     deadline = time.monotonic() + 240
     while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -259,7 +314,9 @@ def test_a_late_gradient_is_dropped(tmp_path):
         time.sleep(1)
         before = max(tmp_path.glob("run/checkpoints/step-*"))
         deadline = time.monotonic() + 60
-        while max(tmp_path.glob("run/checkpoints/step-*")) == before and time.monotonic() < deadline:
+        while (
+            max(tmp_path.glob("run/checkpoints/step-*")) == before and time.monotonic() < deadline
+        ):
             time.sleep(0.2)
         assert max(tmp_path.glob("run/checkpoints/step-*")) > before, "it did not wait"
         os.kill(ranks[4], signal.SIGCONT)
@@ -274,7 +331,9 @@ def test_a_late_gradient_is_dropped(tmp_path):
 
 @release
 def test_digits(tmp_path):
-    code, output = run("gloo", 4, "python", "-m", "hvtrain", ASYNC, f"run.dir={tmp_path}/run", cwd=tmp_path)
+    code, output = run(
+        "gloo", 4, "python", "-m", "hvtrain", ASYNC, f"run.dir={tmp_path}/run", cwd=tmp_path
+    )
     assert code == 0, output
     assert_learned(tmp_path)
 
@@ -293,7 +352,10 @@ def test_the_pods_of_a_jobset_learn_the_digits(tmp_path):
     for entry in yaml.safe_load(text)["spec"]["replicatedJobs"]:
         (container,) = entry["template"]["spec"]["template"]["spec"]["containers"]
         for index in range(entry["template"]["spec"]["completions"]):
-            line = [argument.replace("$(JOB_COMPLETION_INDEX)", str(index)) for argument in container["args"]]
+            line = [
+                argument.replace("$(JOB_COMPLETION_INDEX)", str(index))
+                for argument in container["args"]
+            ]
             processes.append(start(None, 1, *line, cwd=tmp_path))
     outputs = [finish(process) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outputs
@@ -312,8 +374,12 @@ def test_roles_on_two_hosts_find_each_other():
     line = ["-np", "2", "--num-ps", "1", "-H", "s1,s2", "--", "model=mlp", "train.epochs=1"]
     with Lab(2) as lab:
         for strategy in (SYNC, ASYNC):
-            code, output = lab.launch(*line, strategy, f"run.dir={lab.home}/{strategy.partition('=')[2]}")
+            code, output = lab.launch(
+                *line, strategy, f"run.dir={lab.home}/{strategy.partition('=')[2]}"
+            )
             assert code == 0, output
-            devices = "0 s1 CPU (coordinator), 1 s1 CPU (ps 0), 2 s1 CPU (worker 0), 3 s2 CPU (worker 1)"
+            devices = (
+                "0 s1 CPU (coordinator), 1 s1 CPU (ps 0), 2 s1 CPU (worker 0), 3 s2 CPU (worker 1)"
+            )
             assert re.search(f"^devices +{re.escape(devices)}$", output, re.MULTILINE)
             assert "1,408 of 1,437 samples seen once per epoch" in output

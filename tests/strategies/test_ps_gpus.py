@@ -32,7 +32,9 @@ def test_workers_have_a_gpu_each_and_servers_none(places):
 
 
 def test_hosts_of_servers_need_no_gpu(places):
-    assert places(roles_of(4, 1, "parameter_server"), *[("s1", "")] * 2, *[("s2", "01")] * 2)[1] == [None, None, 0, 1]
+    assert places(roles_of(4, 1, "parameter_server"), *[("s1", "")] * 2, *[("s2", "01")] * 2)[
+        1
+    ] == [None, None, 0, 1]
 
 
 def test_more_workers_than_gpus(places):

@@ -11,7 +11,13 @@ from launching import many_runs
 pytestmark = pytest.mark.distributed
 
 # Averages stay whole, and the best checkpoint is loaded from them.
-WORDS = ["model=mlp", "dataset=digits", "optimizer=adam", "train.ema=0.9", "dataset.num_validation=100"]
+WORDS = [
+    "model=mlp",
+    "dataset=digits",
+    "optimizer=adam",
+    "train.ema=0.9",
+    "dataset.num_validation=100",
+]
 PLAIN = [*WORDS, "train.deterministic=true"]
 SHARDED = [*PLAIN, "strategy.shard_optimizer=true"]
 RUNS = {
@@ -31,7 +37,10 @@ def state(folder, step):
 
 
 def run_all(num_ranks, runs, folder):
-    settings = {name: [word.replace("{folder}", str(folder)) for word in words] for name, words in runs.items()}
+    settings = {
+        name: [word.replace("{folder}", str(folder)) for word in words]
+        for name, words in runs.items()
+    }
     ranks, output = many_runs("mpirun", num_ranks, settings, folder)
     for results in ranks:
         errors = {name: result["error"] for name, result in results.items() if "error" in result}
@@ -56,7 +65,9 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("resumed", ["to_plain", "to_sharded"])
-def test_a_checkpoint_holds_whole_slots_that_a_run_with_or_without_sharding_goes_on_from(runs, resumed):
+def test_a_checkpoint_holds_whole_slots_that_a_run_with_or_without_sharding_goes_on_from(
+    runs, resumed
+):
     folder, *_ = runs
     assert_same_arrays(folder / "plain", folder / resumed, 2 * STEPS)
 
@@ -65,7 +76,9 @@ def test_the_summary_and_the_proof_say_what_is_sent(runs):
     folder, _, output = runs
     line = "sharded optimizer: a step also gathers the weights, half the bytes of whole gradients"
     assert line in " ".join(output.split())
-    results = [json.loads((folder / name / "result.json").read_text()) for name in ("plain", "to_sharded")]
+    results = [
+        json.loads((folder / name / "result.json").read_text()) for name in ("plain", "to_sharded")
+    ]
     plain, sharded = (result["proof"]["sent_bytes"] for result in results)
     assert sharded == 1.5 * plain
 
@@ -88,4 +101,6 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(tmp_path):
         }
         run_all(num_ranks, settings, tmp_path)
     (last,) = (tmp_path / "plain" / "checkpoints").glob("step-*")
-    assert_same_arrays(tmp_path / "plain", tmp_path / "sharded", int(last.name.removeprefix("step-")))
+    assert_same_arrays(
+        tmp_path / "plain", tmp_path / "sharded", int(last.name.removeprefix("step-"))
+    )

@@ -13,11 +13,32 @@ from launching import many_runs
 pytestmark = pytest.mark.distributed
 
 PLAIN = [
-    *("dataset=clicks", "dataset.num_train=600", "dataset.num_test=101", "dataset.category_sizes=[50,7]"),
-    *("model=mlp", "~model.hidden", "~model.activation", "~model.dropout", "model._target_=tables.model"),
-    *("task=binary", "optimizer=rowwise_adagrad", "optimizer.learning_rate=0.1", "train.batch_size=32"),
+    *(
+        "dataset=clicks",
+        "dataset.num_train=600",
+        "dataset.num_test=101",
+        "dataset.category_sizes=[50,7]",
+    ),
+    *(
+        "model=mlp",
+        "~model.hidden",
+        "~model.activation",
+        "~model.dropout",
+        "model._target_=tables.model",
+    ),
+    *(
+        "task=binary",
+        "optimizer=rowwise_adagrad",
+        "optimizer.learning_rate=0.1",
+        "train.batch_size=32",
+    ),
     # 51 and 50 test examples: the ranks have different numbers of batches.
-    *("train.epochs=2", "train.evaluation_batch_size=50", "checkpoint.every_steps=4", "checkpoint.keep=9"),
+    *(
+        "train.epochs=2",
+        "train.evaluation_batch_size=50",
+        "checkpoint.every_steps=4",
+        "checkpoint.keep=9",
+    ),
 ]
 SHARDED = [*PLAIN, "model.shard_embeddings=[user*]"]
 # At this rate weights stay what they begin as.
@@ -33,15 +54,19 @@ RUNS = {
     "no such layer": [*PLAIN, "model.shard_embeddings=[item*]"],
     "whole weights": [*SHARDED, "optimizer=lamb"],
     "averages": [*SHARDED, "train.ema=0.9"],
+    "best rows": [*SHARDED, "callbacks=early_stopping", "++callbacks.early_stopping.monitor=loss"],
 }
-REFUSED = {"fails", "no such layer", "whole weights", "averages"}
+REFUSED = {"fails", "no such layer", "whole weights", "averages", "best rows"}
 STEPS = 18
 """Of two epochs: 600 examples in batches of 2 x 32."""
 TABLE = "user_table/embeddings"
 
 
 def run_all(num_ranks, runs, folder):
-    settings = {name: [word.replace("{folder}", str(folder)) for word in words] for name, words in runs.items()}
+    settings = {
+        name: [word.replace("{folder}", str(folder)) for word in words]
+        for name, words in runs.items()
+    }
     ranks, output = many_runs("gloo", num_ranks, settings, folder)
     for results in ranks:
         errors = {name: result["error"] for name, result in results.items() if "error" in result}
@@ -60,7 +85,9 @@ def state(folder, step=STEPS):
 
 def gap(first, second):
     assert first.keys() == second.keys()
-    return max(float(np.max(np.abs(array - second[name]), initial=0)) for name, array in first.items())
+    return max(
+        float(np.max(np.abs(array - second[name]), initial=0)) for name, array in first.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +105,9 @@ def test_a_run_with_sharded_tables_ends_as_one_without(runs):
     assert sharded["model/0000/" + TABLE].shape == (57, 4)
     assert np.abs(sharded["model/0000/" + TABLE]).max() > 0.1, "it has learned"
     assert gap(plain, sharded) < 1e-5
-    results = [json.loads((folder / name / "result.json").read_text()) for name in ("plain", "sharded")]
+    results = [
+        json.loads((folder / name / "result.json").read_text()) for name in ("plain", "sharded")
+    ]
     assert results[0]["metrics"] == pytest.approx(results[1]["metrics"], abs=1e-5)
 
 
@@ -91,8 +120,16 @@ def test_a_run_that_failed_goes_on_to_the_same_bits(runs):
 
 def test_a_run_begins_with_the_tables_of_another(runs):
     folder, *_ = runs
-    weights = {name: array for name, array in state(folder / "sharded").items() if name.startswith("model/")}
-    taken = {name: array for name, array in state(folder / "taken", STEPS // 2).items() if name.startswith("model/")}
+    weights = {
+        name: array
+        for name, array in state(folder / "sharded").items()
+        if name.startswith("model/")
+    }
+    taken = {
+        name: array
+        for name, array in state(folder / "taken", STEPS // 2).items()
+        if name.startswith("model/")
+    }
     assert gap(weights, taken) == 0
 
 
@@ -119,6 +156,10 @@ def test_the_saved_model_is_plain_and_has_the_rows_of_all_ranks(runs):
         ),
         ("averages", "train.ema averages whole tables in each step"),
         ("whole weights", "table user_table is sharded over the ranks: Lamb needs whole weights"),
+        (
+            "best rows",
+            "callbacks.early_stopping.restore_best_weights=true and model.shard_embeddings exclude",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(runs, case, line):
@@ -130,7 +171,9 @@ def test_what_cannot_be_is_refused_in_one_line(runs, case, line):
 def test_a_run_goes_on_from_the_middle_of_an_epoch_on_one_rank(runs, tmp_path):
     folder, *_ = runs
     step = "step-00000004"
-    shutil.copytree(folder / "sharded" / "checkpoints" / step, tmp_path / "alone" / "checkpoints" / step)
+    shutil.copytree(
+        folder / "sharded" / "checkpoints" / step, tmp_path / "alone" / "checkpoints" / step
+    )
     run_all(1, {"alone": SHARDED}, tmp_path)
     assert gap(state(folder / "sharded"), state(tmp_path / "alone")) < 1e-5
 

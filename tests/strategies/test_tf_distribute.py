@@ -14,7 +14,11 @@ from launching import many_runs, without_hvtrain
 from run_results import different, history, record, state
 from tiers import mostly_nightly, with_nightly
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]  # Nightly, two starts with some thirty runs each.
+# Nightly, two starts with some thirty runs each.
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(900),
+]
 nightly = pytest.mark.nightly
 
 WORDS = {
@@ -24,10 +28,16 @@ WORDS = {
 WITHOUT_REDUCTION = {"mirrored": "ForgetfulReplicas", "multi_worker_mirrored": "ForgetfulWorkers"}
 # Each changes weights 20 times. Adam would magnify the rounding of gradients near 0, so it has no Embedding.
 JOINT = {
-    "classification": ["optimizer=adamw", "optimizer.global_clipnorm=0.5", "train.class_weights=balanced"],
+    "classification": [
+        "optimizer=adamw",
+        "optimizer.global_clipnorm=0.5",
+        "train.class_weights=balanced",
+    ],
     "regression": ["optimizer=momentum"],  # With weights of examples.
     "language": ["optimizer=momentum"],  # With an Embedding, and masked.
-    "custom": ["optimizer=momentum"],  # With inputs and outputs by name, ignored labels and an added loss.
+    "custom": [
+        "optimizer=momentum"
+    ],  # With inputs and outputs by name, ignored labels and an added loss.
 }
 CUSTOM = [
     "task.loss={size: {_target_: keras.losses.MeanSquaredError}, "
@@ -39,8 +49,20 @@ TEXT = "\n\n".join(f"{i}: " + " ".join(f"{i * j % 17:04b}" for j in range(40)) f
 # Runs of which every strategy gives the same results. What is drawn by chance is each replica's own.
 SAME = {
     "text": [
-        *["task=language", "dataset=text", "dataset.file=text.txt", "dataset.vocabulary_size=280", "dataset.length=8"],
-        *["model=transformer", "model.blocks=1", "model.width=16", "train.batch_size=16", "optimizer=adamw"],
+        *[
+            "task=language",
+            "dataset=text",
+            "dataset.file=text.txt",
+            "dataset.vocabulary_size=280",
+            "dataset.length=8",
+        ],
+        *[
+            "model=transformer",
+            "model.blocks=1",
+            "model.width=16",
+            "train.batch_size=16",
+            "optimizer=adamw",
+        ],
     ],
     "norm": ["model.norm=true", "dataset.num_validation=40"],
     "parts": ["train.rates={hidden*:0.5}", "train.ema=0.9", "dataset.num_validation=40"],
@@ -64,20 +86,32 @@ def six_steps(own):
 
 
 def words(kind, *more):
-    own = [f"task={kind}", "dataset._target_=kinds.data", "model._target_=kinds.model", "train.batch_size=8"]
+    own = [
+        f"task={kind}",
+        "dataset._target_=kinds.data",
+        "model._target_=kinds.model",
+        "train.batch_size=8",
+    ]
     own += [f"++dataset.kind={kind}", f"++model.kind={kind}", "optimizer.learning_rate=0.05"]
     return [*own, *(CUSTOM if kind == "custom" else []), *more]
 
 
 def joint_runs(strategy):
     """Against one process on the joint batches. Workers may have batches that differ in size, replicas not."""
-    more = [*WORDS[strategy], "train.steps=20", *(["data.uneven=pad"] if strategy == "multi_worker_mirrored" else [])]
+    more = [
+        *WORDS[strategy],
+        "train.steps=20",
+        *(["data.uneven=pad"] if strategy == "multi_worker_mirrored" else []),
+    ]
     runs = {f"joint {kind}": words(kind, *own, *more) for kind, own in JOINT.items()}
     runs["joint one number"] = [
         *words("multilabel", "optimizer=momentum", *more),
         "++task.loss={_target_: replicas.OneNumber}",
     ]
-    runs["joint forgetful"] = [*runs["joint regression"], f"strategy._target_=replicas.{WITHOUT_REDUCTION[strategy]}"]
+    runs["joint forgetful"] = [
+        *runs["joint regression"],
+        f"strategy._target_=replicas.{WITHOUT_REDUCTION[strategy]}",
+    ]
     return runs
 
 
@@ -93,7 +127,10 @@ def runs_of(strategy, nightly_too):
         "digits": [*DIGITS, *ours],
     }
     for name in ("text", "norm"):
-        runs |= {f"{name} in two": [*runs[name], "train.steps=5"], f"{name} in two/again": runs[name]}
+        runs |= {
+            f"{name} in two": [*runs[name], "train.steps=5"],
+            f"{name} in two/again": runs[name],
+        }
     if nightly_too:
         return runs
     by_default = {
@@ -107,12 +144,21 @@ def runs_of(strategy, nightly_too):
 REFUSED = [
     ("accumulates", r"strategy=\w+ and train.accumulate exclude each other"),
     ("by xla", r"strategy=\w+ and train.jit_compile exclude each other; leave one of them out"),
-    ("own step", r"needs Keras's own train_step and compute_loss, .* and OwnStep has its own train_step; choose"),
+    (
+        "own step",
+        r"needs Keras's own train_step and compute_loss, .* and OwnStep has its own train_step; choose",
+    ),
 ]
 REFUSED_BY_REPLICAS = [
     ("nan", r"the gradient of step \d+ is not finite on rank 0; nothing of it reached the weights"),
-    ("pads", r"strategy=mirrored splits the batch of each step into 2 equal parts, and .* choose data.uneven=trim"),
-    ("synced", r"train.sync_batch_norm=true normalizes over ranks, and this strategy has 2 replicas in one process"),
+    (
+        "pads",
+        r"strategy=mirrored splits the batch of each step into 2 equal parts, and .* choose data.uneven=trim",
+    ),
+    (
+        "synced",
+        r"train.sync_batch_norm=true normalizes over ranks, and this strategy has 2 replicas in one process",
+    ),
 ]
 
 
@@ -123,13 +169,25 @@ def workers(request, tmp_path_factory):
     (folder / "text.txt").write_text(TEXT)
     ours = WORDS["multi_worker_mirrored"]
     runs = runs_of("multi_worker_mirrored", with_nightly(request))
-    runs |= {f"horovod {name}": six_steps(own) for name, own in {**SAME, **MORE}.items() if name in runs}
+    runs |= {
+        f"horovod {name}": six_steps(own) for name, own in {**SAME, **MORE}.items() if name in runs
+    }
     if with_nightly(request):
-        runs |= {"to horovod": [*runs["norm"], "train.steps=5"], "to horovod/again": runs["horovod norm"]}
-        runs |= {"from horovod": [*runs["horovod norm"], "train.steps=5"], "from horovod/again": runs["norm"]}
+        runs |= {
+            "to horovod": [*runs["norm"], "train.steps=5"],
+            "to horovod/again": runs["horovod norm"],
+        }
+        runs |= {
+            "from horovod": [*runs["horovod norm"], "train.steps=5"],
+            "from horovod/again": runs["norm"],
+        }
         runs["horovod for replicas"] = [*runs["horovod norm"], "train.steps=5"]
     runs["nan"] = ["model.nan_on_rank=1", "checkpoint.every_steps=2", *ours]
-    runs["stops"] = ["train.epochs=3", "+callbacks.s={_target_: leaves.Stops, rank: 1, batch: 2}", *ours]
+    runs["stops"] = [
+        "train.epochs=3",
+        "+callbacks.s={_target_: leaves.Stops, rank: 1, batch: 2}",
+        *ours,
+    ]
     return many_runs("mpirun", 2, runs, folder, timeout=800)[0], folder
 
 
@@ -153,13 +211,18 @@ def replicas(request, workers, tmp_path_factory):
 @pytest.fixture
 def results(request, strategy):
     """(what each rank saw, folder) of the strategy's runs."""
-    return request.getfixturevalue({"mirrored": "replicas", "multi_worker_mirrored": "workers"}[strategy])
+    return request.getfixturevalue(
+        {"mirrored": "replicas", "multi_worker_mirrored": "workers"}[strategy]
+    )
 
 
 def largest_gap(first, second):
     """Of the weights of two checkpoints, relative to the largest value of each."""
     names = [name for name in first if name.startswith("model/")]
-    return max(float(np.max(np.abs(first[n] - second[n])) / max(np.max(np.abs(first[n])), 1e-6)) for n in names)
+    return max(
+        float(np.max(np.abs(first[n] - second[n])) / max(np.max(np.abs(first[n])), 1e-6))
+        for n in names
+    )
 
 
 @both
@@ -170,7 +233,10 @@ def test_twenty_steps_equal_one_process_on_the_joint_batches(results, strategy, 
         result = rank[f"joint {kind}"]
         assert result["exact"] < 1e-5
         assert len(result["sizes"][0]) == 20
-        if kind in ("language", "custom") or (strategy, kind) == ("multi_worker_mirrored", "regression"):
+        if kind in ("language", "custom") or (strategy, kind) == (
+            "multi_worker_mirrored",
+            "regression",
+        ):
             assert result["uncorrected"] > 1e-4, "the masks, labels or weights of the two differ"
 
 
@@ -187,13 +253,19 @@ def test_a_run_gives_what_horovod_gives(results, workers, strategy, name):
     # Replicas draw other masks of dropout and other mixtures than ranks do.
     is_loose = name == "half" or (strategy == "mirrored" and name in ("text", "mixed targets"))
     assert ours["metrics"] == pytest.approx(expected["metrics"], rel=0.2 if is_loose else 1e-3)
-    assert ours["global_batch"] == expected["global_batch"] and ours["reductions"] == expected["reductions"]
+    assert (
+        ours["global_batch"] == expected["global_batch"]
+        and ours["reductions"] == expected["reductions"]
+    )
     if strategy == "multi_worker_mirrored":
         # TensorFlow's bytes are not known, and its weights are not compared.
         unlike = {"weight_checks": 0, "sent_bytes": 0}
         assert {**ours["proof"], **unlike} == {**expected["proof"], **unlike}
     if not is_loose:
-        assert largest_gap(state(workers[1] / f"horovod {name}", 6), state(results[1] / name, 6)) < 1e-3
+        assert (
+            largest_gap(state(workers[1] / f"horovod {name}", 6), state(results[1] / name, 6))
+            < 1e-3
+        )
 
 
 @both
@@ -208,7 +280,12 @@ def test_it_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(results, strate
 @nightly
 def test_replicas_go_on_where_ranks_of_horovod_stopped(replicas, workers):
     assert record(replicas[0], "from horovod")["first_step"] == 5
-    assert largest_gap(state(workers[1] / "horovod norm", 6), state(workers[1] / "horovod for replicas", 6)) < 1e-4
+    assert (
+        largest_gap(
+            state(workers[1] / "horovod norm", 6), state(workers[1] / "horovod for replicas", 6)
+        )
+        < 1e-4
+    )
 
 
 @nightly
@@ -257,7 +334,10 @@ def test_what_it_cannot_do_is_refused_by_name(results, strategy, name, message):
 def test_ranks_of_horovod_go_on_where_replicas_stopped(replicas, workers):
     again = many_runs("mpirun", 2, {"to horovod/again": six_steps(SAME["norm"])}, replicas[1])[0]
     assert record(again, "to horovod/again")["first_step"] == 5
-    assert largest_gap(state(workers[1] / "horovod norm", 6), state(replicas[1] / "to horovod", 6)) < 1e-4
+    assert (
+        largest_gap(state(workers[1] / "horovod norm", 6), state(replicas[1] / "to horovod", 6))
+        < 1e-4
+    )
 
 
 @both

@@ -10,7 +10,12 @@ from run_folders import cut_off, distance, saved
 
 pytestmark = pytest.mark.distributed
 
-DIGITS = ["model._target_=mixed.model", "dataset=digits", "dataset.shift_pixels=1", "train.epochs=2"]
+DIGITS = [
+    "model._target_=mixed.model",
+    "dataset=digits",
+    "dataset.shift_pixels=1",
+    "train.epochs=2",
+]
 # 29 steps an epoch.
 VIRTUAL = [*DIGITS, "train.batch_size=8", "strategy=virtual_ranks", "strategy.virtual_ranks=6"]
 SAVED = ["checkpoint.every_steps=10", "checkpoint.keep=9"]
@@ -61,15 +66,23 @@ def test_any_number_of_ranks_gives_the_same_bits(two, tmp_path, launcher, size):
     for name in runs:
         assert saved(tmp_path / name)[0] == step == 58
         assert differences(saved(tmp_path / name)[1], on_two) == []
-    assert differences(saved(two[0] / "virtual", CUT)[1], on_two), "the last steps change what is compared"
-    assert results[0]["begun"]["record"]["test_accuracy"] == two[1][0]["virtual"]["record"]["test_accuracy"]
+    assert differences(saved(two[0] / "virtual", CUT)[1], on_two), (
+        "the last steps change what is compared"
+    )
+    assert (
+        results[0]["begun"]["record"]["test_accuracy"]
+        == two[1][0]["virtual"]["record"]["test_accuracy"]
+    )
 
 
 def test_parts_of_as_many_ranks_give_what_horovod_gives(two):
     folder, _ = two
     (_, parts), (_, horovod) = saved(folder / "parts"), saved(folder / "horovod")
     names = [name for name in horovod if "moving" not in name]
-    assert distance({name: parts[name] for name in names}, {name: horovod[name] for name in names}) < 1e-4
+    assert (
+        distance({name: parts[name] for name in names}, {name: horovod[name] for name in names})
+        < 1e-4
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -79,5 +92,7 @@ def test_what_excludes_it_is_refused(two, name):
 
 
 def test_tuning_is_refused():
-    with pytest.raises(ConfigError, match=r"strategy=virtual_ranks and comm.tune=true exclude each other"):
+    with pytest.raises(
+        ConfigError, match=r"strategy=virtual_ranks and comm.tune=true exclude each other"
+    ):
         VirtualRanksStrategy(6).expect_restart()

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 # Elements that reach beyond the window. What lies in a part that scrolls by itself is allowed, the part is not.
 TOO_WIDE = """
@@ -46,7 +48,13 @@ class Browser:
             os.dup2(ours[0], 3)
             os.dup2(ours[1], 4)
 
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-pipe",
+        ]
         self._process = subprocess.Popen(
             [CHROMIUM, *options, f"--user-data-dir={self._folder}", "about:blank"],
             stdin=subprocess.DEVNULL,
@@ -59,7 +67,9 @@ class Browser:
         os.close(to_write)
         self._buffer, self._number, self._session = b"", 0, None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         return self
@@ -111,7 +121,9 @@ class Browser:
 
     def too_wide(self, scrolls: str = ".scroll") -> list[str]:
         """Elements wider than the page; scrolls: a selector of the parts that scroll by themselves."""
-        return self.evaluate(TOO_WIDE.replace("WIDTH", str(self._width)).replace("SCROLLS", scrolls))
+        return self.evaluate(
+            TOO_WIDE.replace("WIDTH", str(self._width)).replace("SCROLLS", scrolls)
+        )
 
     def screenshot(self, path: Path) -> None:
         """The whole page as PNG."""
@@ -131,7 +143,11 @@ class Browser:
         params = event.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.problems.append(str(params["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.problems.append(str(params["args"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.problems.append(params["entry"]["text"])

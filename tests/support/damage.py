@@ -20,7 +20,14 @@ from hvtrain.data.sources.webdataset import web_dataset
 from shards import write_shard
 from tiny_data import SHAPE, random_images, write_folder
 
-FILE_KINDS = ["image_folder", "image_folder_cached", "parquet", "parquet_pixels", "tfrecord", "webdataset"]
+FILE_KINDS = [
+    "image_folder",
+    "image_folder_cached",
+    "parquet",
+    "parquet_pixels",
+    "tfrecord",
+    "webdataset",
+]
 
 
 def broken(kind: str, folder: Path, num_examples: int, bad: set[int], split: str = "train") -> None:
@@ -31,11 +38,17 @@ def broken(kind: str, folder: Path, num_examples: int, bad: set[int], split: str
         for number in bad:
             image_path(folder, number, split).write_bytes(b"no image")
     elif kind == "webdataset":
-        encoded = [b"no" if number in bad else tf.io.encode_png(image).numpy() for number, image in enumerate(images)]
+        encoded = [
+            b"no" if number in bad else tf.io.encode_png(image).numpy()
+            for number, image in enumerate(images)
+        ]
         for shard, numbers in enumerate(np.array_split(np.arange(num_examples), 2)):
             members = []
             for number in numbers:
-                members += [(f"{number}.png", encoded[number]), (f"{number}.cls", str(labels[number]).encode())]
+                members += [
+                    (f"{number}.png", encoded[number]),
+                    (f"{number}.cls", str(labels[number]).encode()),
+                ]
             write_shard(folder / f"{split}-{shard}.tar", members)
     elif kind == "tfrecord":
         for path in write_tfrecords(folder, split, images, labels, num_files=2):
@@ -46,9 +59,20 @@ def broken(kind: str, folder: Path, num_examples: int, bad: set[int], split: str
     else:
         pixels = [image.ravel().tolist() for image in images]
         pixels = [[1] if number in bad else image for number, image in enumerate(pixels)]
-        encoded = [b"no" if number in bad else tf.io.encode_png(image).numpy() for number, image in enumerate(images)]
-        column = pa.array(pixels, pa.list_(pa.uint8())) if kind == "parquet_pixels" else pa.array(encoded)
-        pq.write_table(pa.table({"image": column, "label": labels}), folder / f"{split}.parquet", row_group_size=4)
+        encoded = [
+            b"no" if number in bad else tf.io.encode_png(image).numpy()
+            for number, image in enumerate(images)
+        ]
+        column = (
+            pa.array(pixels, pa.list_(pa.uint8()))
+            if kind == "parquet_pixels"
+            else pa.array(encoded)
+        )
+        pq.write_table(
+            pa.table({"image": column, "label": labels}),
+            folder / f"{split}.parquet",
+            row_group_size=4,
+        )
 
 
 def image_path(folder: Path, number: int, split: str = "train") -> Path:
@@ -65,7 +89,9 @@ def flip(path: Path, at: int) -> None:
 def opened(kind: str, folder: Path, on_error: str, **options) -> Source:
     source: Source
     if kind.startswith("image_folder"):
-        source = ImageFolder(str(folder), SHAPE, cache=kind.endswith("cached"), **{"flip": False, **options})
+        source = ImageFolder(
+            str(folder), SHAPE, cache=kind.endswith("cached"), **{"flip": False, **options}
+        )
     elif kind == "webdataset":
         source = web_dataset(str(folder), SHAPE, 3, **options)
     elif kind == "tfrecord":

@@ -11,7 +11,12 @@ import pytest
 def small_disk(folder, options):
     """A tmpfs over the folder, with mount's options. Needs root; the test is skipped without."""
     folder.mkdir(parents=True, exist_ok=True)
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "none", folder], check=False
+        ).returncode
+    ):
         pytest.skip("a disk of its own needs root and mount")
     try:
         yield folder

@@ -59,7 +59,11 @@ class DoctorLab(Lab):
         """{(check, host): found} of the rows that failed. All of them name a fix."""
         report = self.report(*HOSTS, "--no-links", *options, **places)
         assert all(row["fix"] for row in report["rows"] if row["status"] == "FAIL")
-        return {(row["check"], row["host"]): row["finding"] for row in report["rows"] if row["status"] == "FAIL"}
+        return {
+            (row["check"], row["host"]): row["finding"]
+            for row in report["rows"]
+            if row["status"] == "FAIL"
+        }
 
 
 def over(host, changed, original):
@@ -79,7 +83,11 @@ def login(host, text):
 def names(host, *lines):
     """The host's own /etc/hosts, in which a later line for a name is not read."""
     text = "127.0.0.1 localhost\n" + "\n".join(lines)
-    return host, f"cp /etc/hosts /run/hosts; cat > /etc/hosts <<'END'\n{text}\nEND", "cat /run/hosts > /etc/hosts"
+    return (
+        host,
+        f"cp /etc/hosts /run/hosts; cat > /etc/hosts <<'END'\n{text}\nEND",
+        "cat /run/hosts > /etc/hosts",
+    )
 
 
 RIGHT = {f"s{number}": f"10.213.0.{number} s{number}" for number in (1, 2, 3)}

@@ -8,5 +8,9 @@ from typing import Any
 
 def save_preset(task: Any, folder: Path) -> None:
     """keras-hub 0.25, the last for Python 3.10, saves all and then fails on the preprocessor that is not there."""
-    with contextlib.suppress(AttributeError) if sys.version_info < (3, 11) else contextlib.nullcontext():
+    with (
+        contextlib.suppress(AttributeError)
+        if sys.version_info < (3, 11)
+        else contextlib.nullcontext()
+    ):
         task.save_to_preset(folder)

@@ -7,28 +7,40 @@ ONE_CLASS = f"{CLASSES}, target_class_ids: [0]"
 # By the task, each metric with its arguments.
 TAKEN = {
     "multilabel": {
-        **dict.fromkeys(("AUC", "Accuracy", "BinaryAccuracy", "BinaryCrossentropy", "BinaryIoU"), ""),
+        **dict.fromkeys(
+            ("AUC", "Accuracy", "BinaryAccuracy", "BinaryCrossentropy", "BinaryIoU"), ""
+        ),
         **dict.fromkeys(("CategoricalAccuracy", "CategoricalCrossentropy", "CategoricalHinge"), ""),
-        **dict.fromkeys(("ConcordanceCorrelation", "CosineSimilarity", "Hinge", "KLDivergence", "LogCoshError"), ""),
+        **dict.fromkeys(
+            ("ConcordanceCorrelation", "CosineSimilarity", "Hinge", "KLDivergence", "LogCoshError"),
+            "",
+        ),
         **dict.fromkeys(("F1Score", "FBetaScore"), "average: macro"),
         **dict.fromkeys(("FalseNegatives", "FalsePositives", "TrueNegatives", "TruePositives"), ""),
-        **dict.fromkeys(("MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredError"), ""),
-        **dict.fromkeys(("MeanSquaredLogarithmicError", "RootMeanSquaredError", "R2Score", "SquaredHinge"), ""),
+        **dict.fromkeys(
+            ("MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredError"), ""
+        ),
+        **dict.fromkeys(
+            ("MeanSquaredLogarithmicError", "RootMeanSquaredError", "R2Score", "SquaredHinge"), ""
+        ),
         **dict.fromkeys(("Precision", "Recall", "TopKCategoricalAccuracy"), ""),
         "IoU": ONE_CLASS,
         "OneHotIoU": ONE_CLASS,
         "OneHotMeanIoU": CLASSES,
-        "PrecisionAtRecall": "recall: 0.5",
-        "RecallAtPrecision": "precision: 0.5",
-        "SensitivityAtSpecificity": "specificity: 0.5",
-        "SpecificityAtSensitivity": "sensitivity: 0.5",
     },
     "classification": {
         "MeanIoU": f"{CLASSES}, sparse_y_pred: false",
         "SparseCategoricalAccuracy": "",
-        "SparseCategoricalCrossentropy": "from_logits: true",
+        "SparseCategoricalCrossentropy": "",
         "SparseTopKCategoricalAccuracy": "k: 2",
     },
+}
+# Refused, because they take nothing but probabilities; each with the argument that it needs.
+OF_PROBABILITIES = {
+    "PrecisionAtRecall": "recall",
+    "RecallAtPrecision": "precision",
+    "SensitivityAtSpecificity": "specificity",
+    "SpecificityAtSensitivity": "sensitivity",
 }
 # What multilabel says of the others.
 REFUSED = {

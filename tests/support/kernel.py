@@ -14,13 +14,18 @@ def notebook(sources: Sequence[str], folder: Path, **options: Any) -> Any:
     """An nbclient.NotebookClient for these cells, which run in that folder; `execute` below runs them."""
     import nbclient
     import nbformat
+    from traitlets.config import Config
 
+    # Files in place of ports: a client whose kernel was killed connects again for ever, and would disturb the next
+    # process that gets the kernel's ports, such as mpirun.
+    config = Config({"KernelManager": {"transport": "ipc", "ip": str(folder / "kernel")}})
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     return nbclient.NotebookClient(
         nbformat.v4.new_notebook(cells=cells),
         timeout=280,
         kernel_manager_class="jupyter_client.KernelManager",
         resources={"metadata": {"path": str(folder)}},
+        config=config,
         **options,
     )
 

@@ -70,7 +70,10 @@ class Countdown:
 
 
 def arrays(step):
-    return {"model/0000/kernel": np.full((40, 25), step, np.float32), "optimizer/0000/step": np.array(step)}
+    return {
+        "model/0000/kernel": np.full((40, 25), step, np.float32),
+        "optimizer/0000/step": np.array(step),
+    }
 
 
 def write_all(folder, done):
@@ -109,7 +112,9 @@ def wrong(folder, num_done):
     newest = store.read(paths[-1]) if paths else None
     if (newest.step if newest else 0) < least:
         yield f"the newest is {newest and newest.step}, though {least} was complete"
-    if newest and not np.array_equal(newest.arrays["model/0000/kernel"], arrays(newest.step)["model/0000/kernel"]):
+    if newest and not np.array_equal(
+        newest.arrays["model/0000/kernel"], arrays(newest.step)["model/0000/kernel"]
+    ):
         yield f"step {newest.step} holds something else"
     names = {path.name for path in paths}
     stray = {path.name for path in folder.iterdir()} - names - {"best.json"}

@@ -15,7 +15,8 @@ SCRIPT = ROOT / "scripts" / "lab"
 PYTHON = str(BIN / "python")
 
 needs_lab = pytest.mark.skipif(
-    os.geteuid() != 0 or not (shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin") and shutil.which("ip")),
+    os.geteuid() != 0
+    or not (shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin") and shutil.which("ip")),
     reason="the lab needs root, openssh-server and iproute2",
 )
 
@@ -58,10 +59,14 @@ class Lab:
             check=False,
         )
         if check and done.returncode:
-            raise AssertionError(f"lab {' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}")
+            raise AssertionError(
+                f"lab {' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}"
+            )
         return done
 
-    def run(self, host: str, *command: str, timeout: float = 280, cwd: Path | None = None) -> tuple[int, str]:
+    def run(
+        self, host: str, *command: str, timeout: float = 280, cwd: Path | None = None
+    ) -> tuple[int, str]:
         """Exit code and all output of a command that starts in the home there, or in cwd, with what a login has."""
         done = self("exec", host, *command, check=False, timeout=timeout, cwd=cwd or self.home)
         return done.returncode, done.stdout + done.stderr

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
 BIN = Path(sys.executable).parent
 WARM = Path(__file__).parent / "warm"
-HASTY = Path(__file__).parent / "launched" / "hasty"  # ssh and modules of hvtrain with shorter limits of time.
+# Ssh and modules of hvtrain with shorter limits of time.
+HASTY = Path(__file__).parent / "launched" / "hasty"
 
 LAUNCHERS = {
     "gloo": ["horovodrun", "--gloo"],
@@ -39,7 +40,15 @@ def environment(**extra: str) -> dict[str, str]:
             "TF_CPP_MIN_LOG_LEVEL")  # fmt: skip
     kept = {k: v for k, v in os.environ.items() if not k.startswith(left)}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**kept, **root, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONFAULTHANDLER": "1", **extra}
+    return {
+        **kept,
+        **root,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONFAULTHANDLER": "1",
+        # On a busy machine one rank may be ready half a minute before another.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
+        **extra,
+    }
 
 
 def warm(variables: dict[str, str]) -> dict[str, str]:
@@ -49,7 +58,10 @@ def warm(variables: dict[str, str]) -> dict[str, str]:
     """
     if os.environ.get("HVTRAIN_TEST_COLD"):
         return variables
-    namespaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("mnt", "net", "pid", "user", "uts")]
+    namespaces = [
+        str(Path(f"/proc/self/ns/{kind}").readlink())
+        for kind in ("mnt", "net", "pid", "user", "uts")
+    ]
     return {
         **variables,
         "PATH": f"{WARM / 'bin'}:{variables['PATH']}",
@@ -66,12 +78,17 @@ def warm_server() -> str:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = f"{folder}/socket"
     server = subprocess.Popen(
-        [BIN / "python", WARM / "server.py", path], stdin=subprocess.PIPE, cwd=folder, env=environment()
+        [BIN / "python", WARM / "server.py", path],
+        stdin=subprocess.PIPE,
+        cwd=folder,
+        env=environment(),
     )
     atexit.register(server.stdin.close)
     deadline = time.monotonic() + 280
     while not os.path.exists(path):  # noqa: PTH110
-        assert server.poll() is None and time.monotonic() < deadline, "the warm server did not start"
+        assert server.poll() is None and time.monotonic() < deadline, (
+            "the warm server did not start"
+        )
         time.sleep(0.05)
     return path
 
@@ -162,9 +179,15 @@ def run_worker(launcher: str, num_ranks: int, name: str, folder: Path) -> list[A
     return results
 
 
-def train(launcher: str | None, num_ranks: int, *settings: str, cwd: Path, **extra: Any) -> tuple[int, str]:
+def train(
+    launcher: str | None, num_ranks: int, *settings: str, cwd: Path, **extra: Any
+) -> tuple[int, str]:
     """`python -m hvtrain` with these words, without the report, which takes a second, unless they ask for it."""
-    more = () if any(setting.startswith("run.report=") for setting in settings) else ("run.report=false",)
+    more = (
+        ()
+        if any(setting.startswith("run.report=") for setting in settings)
+        else ("run.report=false",)
+    )
     return run(launcher, num_ranks, "python", "-m", "hvtrain", *settings, *more, cwd=cwd, **extra)
 
 
@@ -179,7 +202,13 @@ def many_runs(
 ) -> tuple[list[dict[str, Any]], str]:
     """Runs of the runner in one start of the ranks, see workers/runs.py: what each rank saw, and all output."""
     (folder / "runs.json").write_text(json.dumps(runs))
-    command = [*through, "python", str(WORKERS / "runs.py"), str(folder / "runs.json"), str(folder / "found.json")]
+    command = [
+        *through,
+        "python",
+        str(WORKERS / "runs.py"),
+        str(folder / "runs.json"),
+        str(folder / "found.json"),
+    ]
     code, output = run(launcher, num_ranks, *command, cwd=folder, timeout=timeout, **extra)
     assert code == 0, output
     return json.loads((folder / "found.json").read_text()), output
@@ -200,7 +229,9 @@ def without_hvtrain(script: str, cwd: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-I", "-c", BLOCK + script],
         cwd=cwd,
-        env=environment(TF_CPP_MIN_LOG_LEVEL="3", TF_ENABLE_ONEDNN_OPTS="0", CUDA_VISIBLE_DEVICES=""),
+        env=environment(
+            TF_CPP_MIN_LOG_LEVEL="3", TF_ENABLE_ONEDNN_OPTS="0", CUDA_VISIBLE_DEVICES=""
+        ),
         capture_output=True,
         text=True,
         check=False,

@@ -57,7 +57,9 @@ class Store:
     def put(self, source: Path, address: str) -> str:
         """Copies a local file or folder to BUCKET/PATH; returns its address."""
         filesystem = self.filesystem()
-        files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+        files = (
+            [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+        )
         for file in files:
             name = "" if file == source else f"/{file.relative_to(source).as_posix()}"
             with filesystem.open_output_stream(f"{address}{name}") as stream:
@@ -66,7 +68,10 @@ class Store:
 
     def filesystem(self) -> fs.FileSystem:
         return fs.S3FileSystem(
-            access_key="test", secret_key="test", endpoint_override=f"127.0.0.1:{self.port}", scheme="http"
+            access_key="test",
+            secret_key="test",
+            endpoint_override=f"127.0.0.1:{self.port}",
+            scheme="http",
         )
 
     def send(self, method: str, path: str, body: bytes = b"") -> None:
@@ -138,11 +143,17 @@ def _relay(server_port: int) -> ThreadingHTTPServer:
                 return
 
             connection = http.client.HTTPConnection("127.0.0.1", server_port)
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP}
+            headers = {
+                name: value for name, value in self.headers.items() if name.lower() not in HOP
+            }
             connection.request(self.command, self.path, body, headers)
             response = connection.getresponse()
             content = response.read()
-            headers = [pair for pair in response.getheaders() if pair[0].lower() not in {*HOP, "content-length"}]
+            headers = [
+                pair
+                for pair in response.getheaders()
+                if pair[0].lower() not in {*HOP, "content-length"}
+            ]
             num_bytes = int(response.getheader("Content-Length", len(content)))
             connection.close()
             if fault in ("cut", "stall"):

@@ -108,5 +108,9 @@ def rows(text: str) -> dict[str, list[str]]:
     >>> rows("| a | b |\\n|---|---|\\n| x | 1 |")
     {'a': ['b'], '---': ['---'], 'x': ['1']}
     """
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
     return {first: others for first, *others in cells}

@@ -59,7 +59,9 @@ def wait_until_gone(mark: str, timeout: float) -> dict[int, str]:
     lines = {}
     for process in left:
         try:
-            lines[process] = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            lines[process] = (
+                Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            )
         except OSError:
             continue
     return lines
@@ -76,7 +78,9 @@ def left_files(temporary: Path) -> set[str]:
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            used |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+            used |= {
+                line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line
+            }
         except OSError:
             continue
     # What another job has removed meanwhile is not left.

@@ -52,7 +52,9 @@ def receiving() -> Iterator[Received]:
             return "250 OK"
 
     def login(server: Any, session: Any, envelope: Any, mechanism: str, credentials: Any) -> Any:
-        return AuthResult(success=(credentials.login, credentials.password) == (USER.encode(), SECRET.encode()))
+        return AuthResult(
+            success=(credentials.login, credentials.password) == (USER.encode(), SECRET.encode())
+        )
 
     class Posts(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -67,7 +69,8 @@ def receiving() -> Iterator[Received]:
             """Says nothing."""
 
     mail_port = free_port()
-    logging.getLogger("mail.log").setLevel(logging.ERROR)  # It warns that passwords come without TLS.
+    # It warns that passwords come without TLS.
+    logging.getLogger("mail.log").setLevel(logging.ERROR)
     mails = Controller(Mails(), "127.0.0.1", mail_port, authenticator=login, auth_require_tls=False)
     posts = ThreadingHTTPServer(("127.0.0.1", 0), Posts)
     received = Received(

@@ -46,7 +46,9 @@ class Image:
 
     root: Path
     environment: dict[str, str] = field(
-        default_factory=lambda: {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+        default_factory=lambda: {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        }
     )
     user: str = "root"
     workdir: str = "/"
@@ -104,7 +106,9 @@ class Replay:
         elif instruction == "USER":
             image.user = rest
         else:
-            attribute = {"SHELL": "shell", "ENTRYPOINT": "entrypoint", "CMD": "command"}[instruction]
+            attribute = {"SHELL": "shell", "ENTRYPOINT": "entrypoint", "CMD": "command"}[
+                instruction
+            ]
             setattr(image, attribute, json.loads(rest))
 
     def _copy(self, image: Image, arguments: list[str]) -> None:
@@ -114,9 +118,13 @@ class Replay:
             assert option == "--from", f"COPY {option} is not read here"
             origin = self.build(stage).root
         *sources, target = arguments
-        goal = image.root / os.path.normpath(f"{image.workdir}/{target}" if target[0] != "/" else target).lstrip("/")
+        goal = image.root / os.path.normpath(
+            f"{image.workdir}/{target}" if target[0] != "/" else target
+        ).lstrip("/")
         for source in (origin / source_name.lstrip("/") for source_name in sources):
-            (goal if source.is_dir() or target.endswith("/") else goal.parent).mkdir(parents=True, exist_ok=True)
+            (goal if source.is_dir() or target.endswith("/") else goal.parent).mkdir(
+                parents=True, exist_ok=True
+            )
             what = f"{source}/." if source.is_dir() else str(source)
             subprocess.run(["cp", "-a", "--no-preserve=ownership", what, goal], check=True)
 
@@ -126,11 +134,36 @@ class Replay:
         """Runs the command in the image as its user. With lent variables it is a build step, whose output is shown."""
         uid, gid, home = image.account()
         variables = {**(lent or {}), "HOME": home, "HOSTNAME": HOST, **image.environment}
-        enter = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--propagation", "private"]
+        enter = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--uts",
+            "--ipc",
+            "--fork",
+            "--kill-child",
+            "--propagation",
+            "private",
+        ]
         chroot = [f"--userspec={uid}:{gid}", "--groups=", str(image.root)]
-        chroot += ["/usr/bin/env", "-i", f"--chdir={image.workdir}", *(f"{k}={v}" for k, v in variables.items())]
+        chroot += [
+            "/usr/bin/env",
+            "-i",
+            f"--chdir={image.workdir}",
+            *(f"{k}={v}" for k, v in variables.items()),
+        ]
         return subprocess.run(
-            [*enter, "bash", "-c", ENTER, "bash", str(image.root), str(self.lent), *chroot, *command],
+            [
+                *enter,
+                "bash",
+                "-c",
+                ENTER,
+                "bash",
+                str(image.root),
+                str(self.lent),
+                *chroot,
+                *command,
+            ],
             env={**os.environ, "HOST": HOST},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if lent is None else None,
@@ -163,26 +196,55 @@ class Replay:
 
     def lent_environment(self) -> dict[str, str]:
         """This machine's way to its mirrors, as variables; the files that they name are lent too."""
-        ours = ("PIP_INDEX", "PIP_EXTRA_INDEX", "PIP_TRUSTED", "PIP_DEFAULT_TIMEOUT", "UV_INDEX", "UV_DEFAULT_INDEX")
-        kept = {k: v for k, v in os.environ.items() if k.startswith(ours) or k.lower().endswith("_proxy")}
+        ours = (
+            "PIP_INDEX",
+            "PIP_EXTRA_INDEX",
+            "PIP_TRUSTED",
+            "PIP_DEFAULT_TIMEOUT",
+            "UV_INDEX",
+            "UV_DEFAULT_INDEX",
+        )
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if k.startswith(ours) or k.lower().endswith("_proxy")
+        }
         done = subprocess.run(
             [sys.executable, "-m", "pip", "config", "get", "global.index-url"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.stdout.strip():
-            kept = {"PIP_INDEX_URL": done.stdout.strip(), "UV_DEFAULT_INDEX": done.stdout.strip(), **kept}
-        certificates = dict.fromkeys(("SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE"), "/mnt/lent/certificates")
-        return {**kept, **certificates, "APT_CONFIG": "/mnt/lent/apt.conf", "DEBIAN_FRONTEND": "noninteractive"}
+            kept = {
+                "PIP_INDEX_URL": done.stdout.strip(),
+                "UV_DEFAULT_INDEX": done.stdout.strip(),
+                **kept,
+            }
+        certificates = dict.fromkeys(
+            ("SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE"), "/mnt/lent/certificates"
+        )
+        return {
+            **kept,
+            **certificates,
+            "APT_CONFIG": "/mnt/lent/apt.conf",
+            "DEBIAN_FRONTEND": "noninteractive",
+        }
 
 
 def _lend(folder: Path) -> Path:
     folder.mkdir()
     shutil.copy("/etc/resolv.conf", folder / "resolv.conf")
     (folder / "hosts").write_text(f"127.0.0.1 localhost {HOST}\n")
-    shutil.copy(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"), folder / "certificates")
-    settings = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True).stdout.splitlines()
+    shutil.copy(
+        os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"),
+        folder / "certificates",
+    )
+    settings = subprocess.run(
+        ["apt-config", "dump"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     options = ("Acquire::Check", "Acquire::http", "Acquire::Retries")
-    (folder / "apt.conf").write_text("".join(f"{line}\n" for line in settings if line.startswith(options)))
+    (folder / "apt.conf").write_text(
+        "".join(f"{line}\n" for line in settings if line.startswith(options))
+    )
     return folder
 
 
@@ -192,14 +254,18 @@ def debian_mirror() -> str | None:
         ["apt-get", "indextargets", "--format", "$(RELEASE) $(REPO_URI)", "Created-By: Packages"],
         capture_output=True, text=True, check=False,
     ).stdout.splitlines()  # fmt: skip
-    return next((line.split()[1].rstrip("/") for line in listed if line.startswith("bookworm ")), None)
+    return next(
+        (line.split()[1].rstrip("/") for line in listed if line.startswith("bookworm ")), None
+    )
 
 
 def _send(checkout: Path, context: Path) -> None:
     """What `docker build` would be sent from a clone of the checkout, changes not yet committed included."""
     rules = (checkout / ".dockerignore").read_text().splitlines()
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.split("\0")
+    listed = subprocess.run(
+        command, cwd=checkout, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     for name in listed:
         if name and (checkout / name).is_file() and is_sent(name, rules):
             (context / name).parent.mkdir(parents=True, exist_ok=True)

@@ -47,10 +47,18 @@ START: dict[str, Any] = {
     "steps_per_epoch": 10,
     "best": "val_accuracy",
     "sign": 1,
-    "described": {"ranks": "2 (Horovod on MPI)", "model": "hvtrain.models.mlp, 1,234 parameters, float32"},
+    "described": {
+        "ranks": "2 (Horovod on MPI)",
+        "model": "hvtrain.models.mlp, 1,234 parameters, float32",
+    },
     "versions": {"hvtrain": "0.1.0", "keras": "3.15.1"},
     "system": {"system": "Linux", "processor": "some processor", "cores": 2},
-    "git": {"commit": "0" * 40, "branch": "main", "changed": [" M train.py"], "diff": "-a\n+" + "b" * 300},
+    "git": {
+        "commit": "0" * 40,
+        "branch": "main",
+        "changed": [" M train.py"],
+        "diff": "-a\n+" + "b" * 300,
+    },
 }
 COUNTS = [[true * (true == predicted) for predicted in range(10)] for true in range(10)]
 FIGURES: list[Figure] = [
@@ -111,14 +119,20 @@ def record(**changes: Any) -> RunRecord:
     return RunRecord(**{**values, **changes})
 
 
-def write_run(folder: Path, *, finished: bool = True, num_epochs: int = 4, log: str = "", **changes: Any) -> Path:
+def write_run(
+    folder: Path, *, finished: bool = True, num_epochs: int = 4, log: str = "", **changes: Any
+) -> Path:
     """A run folder of four epochs on two ranks; changes are those of its record."""
     (folder / "checkpoints" / f"step-{10 * num_epochs:08d}").mkdir(parents=True)
     (folder / "logs").mkdir()
     (folder / "config.yaml").write_text("defaults: [_self_]\nseed: 1\ntrain: {epochs: 4}\n")
-    (folder / "logs/rank-0000.log").write_text(f"2026-11-24 10:00:00,123 INFO hvtrain.runner: it began\n{log}")
+    (folder / "logs/rank-0000.log").write_text(
+        f"2026-11-24 10:00:00,123 INFO hvtrain.runner: it began\n{log}"
+    )
     history_table(folder).save(history(num_epochs))
-    ranks_table(folder).save([(epoch, [0.005, 0.006 + epoch / 1000]) for epoch in range(1, num_epochs + 1)])
+    ranks_table(folder).save(
+        [(epoch, [0.005, 0.006 + epoch / 1000]) for epoch in range(1, num_epochs + 1)]
+    )
     (folder / STARTS_FILE).write_text(json.dumps([{**START, "num_ranks": 3}, START]))
     (folder / REVIEW_FILE).write_text(json.dumps([asdict(figure) for figure in FIGURES]))
     if finished:
@@ -147,4 +161,7 @@ def distance(ours, others):
     """Largest relative difference of weights, slots and iterations."""
     names = [name for name in others if name.startswith(("model/", "optimizer/"))]
     assert names == [name for name in ours if name.startswith(("model/", "optimizer/"))]
-    return max(np.max(np.abs(ours[n] - others[n].astype("float64"))) / (np.max(np.abs(others[n])) or 1) for n in names)
+    return max(
+        np.max(np.abs(ours[n] - others[n].astype("float64"))) / (np.max(np.abs(others[n])) or 1)
+        for n in names
+    )

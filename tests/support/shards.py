@@ -13,7 +13,9 @@ import tensorflow as tf
 IMAGE_KEYS = ["jpg", "png"]
 
 
-def write_shard(path: Path, members: Iterable[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT) -> Path:
+def write_shard(
+    path: Path, members: Iterable[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT
+) -> Path:
     """A tar file of members, in their order."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=format) as tar:
@@ -24,7 +26,9 @@ def write_shard(path: Path, members: Iterable[tuple[str, bytes]], format: int = 
     return path
 
 
-def members_of(images: np.ndarray, labels: Iterable[object], numbers: Iterable[int]) -> list[tuple[str, bytes]]:
+def members_of(
+    images: np.ndarray, labels: Iterable[object], numbers: Iterable[int]
+) -> list[tuple[str, bytes]]:
     """NUMBER.cls and NUMBER.png of some examples."""
     labels = list(labels)
     members = []
@@ -34,7 +38,9 @@ def members_of(images: np.ndarray, labels: Iterable[object], numbers: Iterable[i
     return members
 
 
-def write_shards(folder: Path, split: str, images: np.ndarray, labels: np.ndarray, num_shards: int) -> list[Path]:
+def write_shards(
+    folder: Path, split: str, images: np.ndarray, labels: np.ndarray, num_shards: int
+) -> list[Path]:
     """SPLIT-NUMBER.tar, in the order in which the same images are in class folders."""
     order = sorted(range(len(images)), key=lambda number: (labels[number], number))
     parts = np.array_split(order, num_shards)

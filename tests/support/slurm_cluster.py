@@ -58,7 +58,9 @@ class SlurmCluster:
 
     def ask(self, *command, check=True):
         line = self.line("s1", *command)
-        ran = subprocess.run(line, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            line, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
+        )
         assert ran.returncode == 0 or not check, f"{command}: {ran.stdout}{ran.stderr}"
         return ran.stdout + ran.stderr
 
@@ -74,20 +76,28 @@ class SlurmCluster:
 
     def field(self, job_id, name):
         shown = self.ask("scontrol", "--oneliner", "show", "job", job_id)
-        return next(entry.partition("=")[2] for entry in shown.split() if entry.startswith(f"{name}="))
+        return next(
+            entry.partition("=")[2] for entry in shown.split() if entry.startswith(f"{name}=")
+        )
 
     def wait(self, job_id, what, seconds=400):
         """Waits until what() is true; a failure shows what the job printed."""
         deadline = time.monotonic() + seconds
         while not what():
-            assert time.monotonic() < deadline, f"{self.field(job_id, 'JobState')}:\n{self.printed(job_id)}"
+            assert time.monotonic() < deadline, (
+                f"{self.field(job_id, 'JobState')}:\n{self.printed(job_id)}"
+            )
             time.sleep(0.3)
 
     def start_again_soon(self, job_id):
         """In place of Slurm's wait of some minutes; in the second in which a job ended, a host refuses its number."""
         self.wait(job_id, lambda: self.field(job_id, "JobState") == "PENDING")
         self.wait(
-            job_id, lambda: self.ask("scontrol", "update", f"JobId={job_id}", "StartTime=now+10", check=False) == ""
+            job_id,
+            lambda: (
+                self.ask("scontrol", "update", f"JobId={job_id}", "StartTime=now+10", check=False)
+                == ""
+            ),
         )
 
     def printed(self, job_id):
@@ -97,7 +107,9 @@ class SlurmCluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
+    missing = [
+        name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)
+    ]
     if missing:
         pytest.skip(f"no {missing[0]} here (apt-get install slurmctld slurmd slurm-client munge)")
     if needs_lab.args[0]:
@@ -122,12 +134,22 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-MUNGE_FILES = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+MUNGE_FILES = {
+    "key-file": "key",
+    "socket": "socket",
+    "pid-file": "pid",
+    "log-file": "log",
+    "seed-file": "seed",
+}
 
 
 def start(cluster, host, *command):
     with (cluster.folder / f"{command[0]}-{host}.out").open("ab") as log:
         subprocess.Popen(
-            cluster.line(host, *command), env=cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            cluster.line(host, *command),
+            env=cluster.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
     time.sleep(0.5)

@@ -77,7 +77,11 @@ class Screen:
 
 
 def run(
-    line: Sequence[str], cwd: Path, columns: int = 80, seen: Callable[[Screen], None] | None = None, **variables: str
+    line: Sequence[str],
+    cwd: Path,
+    columns: int = 80,
+    seen: Callable[[Screen], None] | None = None,
+    **variables: str,
 ) -> tuple[int, Screen]:
     """Runs a command on a terminal: exit code and the terminal at the end. seen: called whenever output pauses."""
     own, its = pty.openpty()

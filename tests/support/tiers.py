@@ -8,7 +8,10 @@ import pytest
 
 def mostly_nightly(names: Iterable[str], *by_default: str) -> list[Any]:
     """Parameters of a test, nightly but for those that are named."""
-    return [name if name in by_default else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+    return [
+        name if name in by_default else pytest.param(name, marks=pytest.mark.nightly)
+        for name in names
+    ]
 
 
 def with_nightly(request: pytest.FixtureRequest) -> bool:

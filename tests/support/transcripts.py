@@ -47,7 +47,9 @@ _REPLACED = {
     r"resource_tracker.py:\d+": "resource_tracker.py:50",
 }
 # Of a rank that is ended because another one failed, and of what it leaves: whether this still comes is chance.
-_CHANCE = re.compile(r"Terminated$|Process \d exit with status code (143|255)|.*resource_tracker|  warnings\.warn")
+_CHANCE = re.compile(
+    r"Terminated$|Process \d exit with status code (143|255)|.*resource_tracker|  warnings\.warn"
+)
 
 
 class Recorded(supervisor.Launch):
@@ -92,13 +94,19 @@ class Recorded(supervisor.Launch):
     def run(self, signals: supervisor.Signals) -> supervisor.Ending:
         ending = super().run(signals)
         head = f"unreachable hosts: {' '.join(self._lost) or 'none'}\nexit code: {self._child.returncode}\n\n"
-        Path(os.environ["HVTRAIN_TRANSCRIPT"]).write_text(head + "".join(f"{line}\n" for line in self._noted))
+        Path(os.environ["HVTRAIN_TRANSCRIPT"]).write_text(
+            head + "".join(f"{line}\n" for line in self._noted)
+        )
         return ending
 
 
 def without_places(text: str, folders: Iterable[str]) -> str:
     """The transcript without what differs from machine to machine and from run to run."""
-    places = {str(ROOT): "/hvtrain", sys.base_prefix: "/python", **dict.fromkeys(folders, "/folder")}
+    places = {
+        str(ROOT): "/hvtrain",
+        sys.base_prefix: "/python",
+        **dict.fromkeys(folders, "/folder"),
+    }
     for folder, name in places.items():
         text = text.replace(folder, name)
     for pattern, replacement in _REPLACED.items():
@@ -119,7 +127,9 @@ def said(transcript: str) -> set[tuple[str, str]]:
     # A process of Horovod's that is killed as it complains leaves the beginning of a line.
     texts = {source: text.replace("Exception in thread ", "") for source, text in texts.items()}
     lines = {(source, line) for source, text in texts.items() for line in text.splitlines() if line}
-    return {("", line) for line in head.splitlines()} | {entry for entry in lines if not _CHANCE.match(entry[1])}
+    return {("", line) for line in head.splitlines()} | {
+        entry for entry in lines if not _CHANCE.match(entry[1])
+    }
 
 
 def record(lab: Any, how: str, name: str) -> str:
@@ -133,9 +143,17 @@ def record(lab: Any, how: str, name: str) -> str:
         mpi = ["mpi"] if "mpi" in how and what in ("SIGKILL", "deaf") else []
         command = line(how, "s1:1,s2:1", *fate(folder, what, rank, *mpi))
         front = ["launch"] if how.startswith("launch") else ["horovodrun"]
-        own = command.index(HOW[how][-1])  # The option that chooses the launcher comes after the program's own words.
+        # The option that chooses the launcher comes after the program's own words.
+        own = command.index(HOW[how][-1])
         noted = folder / "transcript"
-        command = ["env", f"HVTRAIN_TRANSCRIPT={noted}", sys.executable, __file__, *front, *command[own:]]
+        command = [
+            "env",
+            f"HVTRAIN_TRANSCRIPT={noted}",
+            sys.executable,
+            __file__,
+            *front,
+            *command[own:],
+        ]
         if name.startswith("sigterm"):
             signalled(lab, command, folder, *(["TERM"] * (1 + name.endswith("twice"))))
         elif what == "wait":

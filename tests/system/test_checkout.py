@@ -17,7 +17,9 @@ def test_a_checkout_has_its_commit_and_what_is_changed(tmp_path, monkeypatch):
     git(tmp_path, "add", "train.py")
     git(tmp_path, "commit", "-m", "begin")
     clean = checkout(tmp_path)
-    assert (clean["branch"], clean["changed"], clean["diff"]) == ("main", [], "") and len(clean["commit"]) == 40
+    assert (clean["branch"], clean["changed"], clean["diff"]) == ("main", [], "") and len(
+        clean["commit"]
+    ) == 40
     (tmp_path / "train.py").write_text("rate = 2\n")
     (tmp_path / "password.txt").write_text("hunter2")
     result = checkout(tmp_path)

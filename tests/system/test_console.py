@@ -40,7 +40,9 @@ def test_a_ctrl_c_while_a_process_is_started_ends_that_process_and_is_not_lost(t
             pytest.fail("it went on")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not [child for child in psutil.Process().children() if _line_of(child) == ["sleep", "100"]]
+    assert not [
+        child for child in psutil.Process().children() if _line_of(child) == ["sleep", "100"]
+    ]
 
 
 def _line_of(process):

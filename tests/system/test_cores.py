@@ -23,7 +23,9 @@ for rank, size in json.loads(sys.argv[1]):
     found.append((mine and sorted(mine), [sorted(place) for place in places], resources.cores_of_each(size)))
 print(json.dumps(found))
 """
-needs_even_cores = pytest.mark.skipif(len(EVERYTHING) % 2 == 1, reason="this machine's cores cannot be halved")
+needs_even_cores = pytest.mark.skipif(
+    len(EVERYTHING) % 2 == 1, reason="this machine's cores cannot be halved"
+)
 
 
 def pinned(*calls, before=()):
@@ -40,7 +42,9 @@ def test_shares_are_disjoint_equal_and_complete(number):
 
 @pytest.mark.parametrize("number", [5, 13])
 def test_what_does_not_come_out_even_is_not_shared(number):
-    assert {resources.share_of_cores(range(12), rank, number) is None for rank in range(number)} == {True}
+    assert {
+        resources.share_of_cores(range(12), rank, number) is None for rank in range(number)
+    } == {True}
 
 
 def test_a_core_and_a_socket_stay_whole(tmp_path):
@@ -67,7 +71,11 @@ def test_ranks_that_come_and_go_change_the_shares():
     """As in an elastic job: two ranks on the host, then one, two, and more than there are cores."""
     many = 2 * len(EVERYTHING) + 1
     two, item, again, too_many = pinned((1, 2), (0, 1), (0, 2), (0, many))
-    assert len(two[0]) == len(EVERYTHING) // 2 and item == [EVERYTHING, [EVERYTHING], len(EVERYTHING)]
+    assert len(two[0]) == len(EVERYTHING) // 2 and item == [
+        EVERYTHING,
+        [EVERYTHING],
+        len(EVERYTHING),
+    ]
     assert sorted(two[0] + again[0]) == EVERYTHING
     assert too_many == [None, [EVERYTHING], 1]
 

@@ -41,7 +41,9 @@ int cuDeviceGetUuid_v2(void *uuid, int device) { memset(uuid, 0xa0 + device, 16)
 
 def compile_library(source: str, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-o", path, "-"], input=source.encode(), check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-x", "c", "-o", path, "-"], input=source.encode(), check=True
+    )
     return path
 
 
@@ -49,12 +51,17 @@ def compile_library(source: str, path: Path) -> Path:
 def driver(tmp_path, monkeypatch):
     library = compile_library(DRIVER, tmp_path / "libcuda.so.1")
     load = ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name)
+    )
     resources._explain_unused.cache_clear()
 
 
 def test_the_driver_is_asked_for_uuids(driver):
-    first, second = "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0", "GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1"
+    first, second = (
+        "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0",
+        "GPU-a1a1a1a1-a1a1-a1a1-a1a1-a1a1a1a1a1a1",
+    )
     assert resources.gpu_uuids(0) == () and resources.gpu_uuids(2) == (first, second)
     assert resources.gpu_uuids(3) == (), "TensorFlow counts more than the driver: names have to do"
 
@@ -64,7 +71,8 @@ def test_gpus_that_tensorflow_cannot_use_are_refused(driver, monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
     monkeypatch.setattr(tf.test, "is_built_with_cuda", lambda: True)
     with pytest.raises(
-        RankError, match=r"has 2 GPU\(s\), and TensorFlow .* can use none of them: .*CUDA_VISIBLE_DEVICES=-1"
+        RankError,
+        match=r"has 2 GPU\(s\), and TensorFlow .* can use none of them: .*CUDA_VISIBLE_DEVICES=-1",
     ):
         resources.physical_gpus()
 
@@ -96,7 +104,9 @@ def test_cusolver_is_loaded_where_its_package_has_it(tmp_path):
     path.parent.mkdir(parents=True)
     source = "int hvtrain_loaded(void) { return 7; }"
     subprocess.run(
-        ["cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-x", "c", "-o", path, "-"], input=source.encode(), check=True
+        ["cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-x", "c", "-o", path, "-"],
+        input=source.encode(),
+        check=True,
     )
     with pytest.raises(OSError, match="cannot open shared object file"):
         ctypes.CDLL(name)
@@ -118,7 +128,12 @@ def test_a_gpu_is_known_by_its_uuid(fresh_nvml, tmp_path, monkeypatch):
     """A library in place of the driver's, compiled here."""
     path = compile_library(NVML, tmp_path / "libnvidia-ml.so.1")
     monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL(str(path)))
-    assert [resources.busy_percent(uuid) for uuid in ("GPU-a", "GPU-b", "GPU-c", None)] == [5, 73, None, None]
+    assert [resources.busy_percent(uuid) for uuid in ("GPU-a", "GPU-b", "GPU-c", None)] == [
+        5,
+        73,
+        None,
+        None,
+    ]
 
 
 def test_without_a_driver_nothing_is_said(fresh_nvml, monkeypatch):

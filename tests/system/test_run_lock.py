@@ -28,7 +28,9 @@ time.sleep(60)
 
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -37,7 +39,8 @@ def holder(tmp_path):
 
 def test_who_holds_it_is_named(holder, tmp_path):
     expected = (
-        rf"in use by another run \(process {holder.pid} on \S+, since .*\); wait for its end, or choose another run.dir"
+        rf"in use by another run \(process {holder.pid} on \S+, since .*\); "
+        "wait for its end, or choose another run.dir"
     )
     with pytest.raises(BusyError, match=expected) as caught:
         RunLock().take(tmp_path, wait_seconds=0)
@@ -50,14 +53,18 @@ def test_a_killed_holder_leaves_none_behind(holder, tmp_path):
     with RunLock() as lock:
         lock.take(tmp_path, wait_seconds=0)
         lock.take(tmp_path, wait_seconds=0)
-        assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on "), "of this holder alone"
+        assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on "), (
+            "of this holder alone"
+        )
         with pytest.raises(BusyError):
             RunLock().take(tmp_path, wait_seconds=0)
     RunLock().take(tmp_path, wait_seconds=0)
 
 
 def test_its_end_is_waited_for(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD.replace("60", "1"), tmp_path], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD.replace("60", "1"), tmp_path], stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     RunLock().take(tmp_path)
     assert process.wait(5) == 0
@@ -79,15 +86,22 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     with RunLock() as lock:
         lock.take(tmp_path)
-        with pytest.raises(BusyError, match=rf"in use by another run .*, remove {tmp_path}/{CLAIM_FILE} if it is gone"):
+        with pytest.raises(
+            BusyError,
+            match=rf"in use by another run .*, remove {tmp_path}/{CLAIM_FILE} if it is gone",
+        ):
             RunLock().take(tmp_path, wait_seconds=0)
     with RunLock() as lock:
         lock.take(tmp_path, wait_seconds=0)
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    (tmp_path / CLAIM_FILE).write_text(f"{int(ended.stdout)} {socket.gethostname()}")
-    with RunLock() as lock:
-        lock.take(tmp_path, wait_seconds=0)  # The process that claimed it was killed.
-    (tmp_path / CLAIM_FILE).write_text("1 another-host")
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
+    for process in (int(ended.stdout), os.getpid()):
+        # The process that claimed it was killed; the second number is that of a later process.
+        (tmp_path / CLAIM_FILE).write_text(f"{process} {socket.gethostname()} 1000")
+        with RunLock() as lock:
+            lock.take(tmp_path, wait_seconds=0)
+    (tmp_path / CLAIM_FILE).write_text("1 another-host 1000")
     with pytest.raises(BusyError):
         RunLock().take(tmp_path, wait_seconds=0)
 
@@ -98,7 +112,13 @@ def test_a_second_run_is_refused_and_the_first_one_ends_well(tmp_path):
     first = start(None, 1, "python", "-m", "hvtrain", *arguments, cwd=tmp_path)
     while not list(tmp_path.glob("run/checkpoints/step-*")):
         assert first.poll() is None, finish(first)
-    hasty = ["python", str(HASTY / "module.py"), "hvtrain.system.run_lock:RunLock.take=1", "--", "hvtrain"]
+    hasty = [
+        "python",
+        str(HASTY / "module.py"),
+        "hvtrain.system.run_lock:RunLock.take=1",
+        "--",
+        "hvtrain",
+    ]
     code, output = run(None, 1, *hasty, *arguments, cwd=tmp_path)
     assert first.poll() is None, "it was there all the time"
     assert code == 75, output

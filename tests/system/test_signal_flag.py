@@ -23,5 +23,7 @@ print(flag.is_set())
 
 def test_a_handler_sets_it_whatever_it_interrupts():
     """With threading.Event this ends in a deadlock inside the handler, within the second."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.stdout, done.stderr) == ("True\n", "")

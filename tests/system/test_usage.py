@@ -32,7 +32,9 @@ def test_the_host_limits_what_is_free(tmp_path):
 def test_so_does_the_group_of_this_process_and_any_around_it(tmp_path, monkeypatch):
     read, lines = Path.read_text, "0::/job/step\n"
     monkeypatch.setattr(
-        Path, "read_text", lambda path, *a: lines if str(path) == "/proc/self/cgroup" else read(path, *a)
+        Path,
+        "read_text",
+        lambda path, *a: lines if str(path) == "/proc/self/cgroup" else read(path, *a),
     )
     group(tmp_path / "job", 5_000_000, 4_000_000, 200_000, resources._V2)
     group(tmp_path / "job/step", "max", 1, 0, resources._V2)

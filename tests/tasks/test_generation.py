@@ -20,12 +20,23 @@ class Successor(keras.Model):
 
 def test_the_likeliest_token_each_time():
     assert continuation(Successor(), [2], 5, LENGTH, temperature=0) == [3, 4, 5, 6, 7]
-    assert continuation(Successor(), [2, 5, 1], 7, LENGTH, temperature=0) == [2, 3, 4, 5, 6, 7, 8], "past its length"
+    assert continuation(Successor(), [2, 5, 1], 7, LENGTH, temperature=0) == [
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ], "past its length"
     assert continuation(Successor(), [2], 5, LENGTH, temperature=0, end=5) == [3, 4]
 
 
 def test_tokens_are_drawn_as_likely_as_the_model_says():
-    drawn = [continuation(Successor(), [2], 1, LENGTH, temperature=1, seed=seed)[0] for seed in range(400)]
+    drawn = [
+        continuation(Successor(), [2], 1, LENGTH, temperature=1, seed=seed)[0]
+        for seed in range(400)
+    ]
     expected = np.exp(3) / (np.exp(3) + SIZE - 1)
     assert abs(np.mean(np.array(drawn) == 3) - expected) < 0.07
     assert drawn[0] == continuation(Successor(), [2], 1, LENGTH, temperature=1, seed=0)[0]
@@ -36,7 +47,9 @@ def test_a_sample_needs_next_tokens_and_a_tokenizer():
     task = Language()
 
     def source(targets, with_text=True):
-        made = from_arrays(rows[:, :-1], targets, rows[:, :-1], targets, facts={"vocabulary_size": SIZE})
+        made = from_arrays(
+            rows[:, :-1], targets, rows[:, :-1], targets, facts={"vocabulary_size": SIZE}
+        )
         made.text_of = (lambda tokens: "".join(map(str, tokens))) if with_text else made.text_of
         return made
 
@@ -45,4 +58,6 @@ def test_a_sample_needs_next_tokens_and_a_tokenizer():
     assert prompt == repr("".join(map(str, rows[0, :-1]))) and len(written) == 32 + 2
     assert task.sample(Successor(), source(rows[:, :-1]), Topology()) is None, "masked"
     assert task.sample(Successor(), source(rows[:, 1:], with_text=False), Topology()) is None
-    assert task.unit(inputs_only) == ("tokens", LENGTH) and Classification().unit(inputs_only) is None
+    assert (
+        task.unit(inputs_only) == ("tokens", LENGTH) and Classification().unit(inputs_only) is None
+    )

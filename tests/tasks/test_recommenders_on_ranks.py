@@ -13,12 +13,27 @@ from finished_runs import on_two_ranks
 from hvtrain.data.sources.interactions import LOYALTY, clicks
 
 pytestmark = [pytest.mark.distributed]
-SMALL = ["train.batch_size=16", "dataset.num_train=301", "dataset.num_test=101", "train.epochs=2", "data.uneven=pad"]
+SMALL = [
+    "train.batch_size=16",
+    "dataset.num_train=301",
+    "dataset.num_test=101",
+    "train.epochs=2",
+    "data.uneven=pad",
+]
 # Adam would magnify the rounding of gradients near 0.
 MOMENTUM = ["optimizer=momentum", "optimizer.learning_rate=0.05"]
-PURCHASES = ["model=two_tower", "dataset=purchases", "task=retrieval", "dataset.num_users=60", "dataset.num_items=40"]
+PURCHASES = [
+    "model=two_tower",
+    "dataset=purchases",
+    "task=retrieval",
+    "dataset.num_users=60",
+    "dataset.num_items=40",
+]
 CLICKS = ["model=dlrm", "dataset=clicks", "task=binary", "dataset.category_sizes=[30,20,5]"]
-JOINT = {"joint purchases": [*PURCHASES, *SMALL, *MOMENTUM], "joint clicks": [*CLICKS, *SMALL, *MOMENTUM]}
+JOINT = {
+    "joint purchases": [*PURCHASES, *SMALL, *MOMENTUM],
+    "joint clicks": [*CLICKS, *SMALL, *MOMENTUM],
+}
 SIZES = "[100,50,20,5]"
 ROWS = ["dataset=table", "dataset.file=log.csv", "dataset.target=click", "dataset.log_numbers=true"]
 IDS = ["dataset.category_ids=true", "dataset.missing=indicator", "dataset.hash_buckets=64"]
@@ -70,7 +85,11 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recommenders")
     (folder / "one_score.py").write_text(ONE_SCORE)
     csv.write_csv(log_of_clicks(), folder / "log.csv")
-    new = {"visits": [1, 2, 3, 4], "city": ["Bonn", "Ulm", None, "Rome"], "user": ["u00001", "new", None, "u00002"]}
+    new = {
+        "visits": [1, 2, 3, 4],
+        "city": ["Bonn", "Ulm", None, "Rome"],
+        "user": ["u00001", "new", None, "u00002"],
+    }
     csv.write_csv(pa.table(new), folder / "new.csv")
     return folder, on_two_ranks(folder, *TASKS)
 
@@ -105,7 +124,9 @@ def test_clicks_are_predicted_nearly_as_well_as_they_can_be(finished):
 def test_items_are_found_nearly_as_often_as_they_can_be(finished):
     assert not finished[1]["purchases"]["error"]
     best_recall = LOYALTY + (1 - LOYALTY) / 20
-    assert metrics(finished, "purchases")["test_recall_at_10"] == pytest.approx(best_recall, abs=0.04)
+    assert metrics(finished, "purchases")["test_recall_at_10"] == pytest.approx(
+        best_recall, abs=0.04
+    )
 
 
 @pytest.mark.parametrize("run", ["clicks", "purchases"])
@@ -151,7 +172,10 @@ def test_a_table_of_names_is_learned_and_new_rows_are_predicted(finished):
     [
         ("no ids", "category_sizes"),
         ("no catalogue", "task=retrieval needs catalogue, which the data set digits does not give"),
-        ("no vectors", "gives (None, 1), and task=retrieval needs (None, 2, width); use model=two_tower"),
+        (
+            "no vectors",
+            "gives (None, 1), and task=retrieval needs (None, 2, width); use model=two_tower",
+        ),
         ("cold", "task.loss.temperature=0 is out of range; it must be above 0"),
     ],
 )

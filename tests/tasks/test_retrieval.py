@@ -28,7 +28,9 @@ def test_the_own_item_is_no_negative_of_a_query():
     scores = VECTORS[:, 0] @ VECTORS[:, 1].T / 0.5
     for row, loss in enumerate(losses):
         columns = [row, *np.flatnonzero(ITEMS[row] != ITEMS)]
-        assert loss == pytest.approx(np.log(np.exp(scores[row, columns]).sum()) - scores[row, row], rel=1e-5)
+        assert loss == pytest.approx(
+            np.log(np.exp(scores[row, columns]).sum()) - scores[row, row], rel=1e-5
+        )
     # A control: of rows 0 and 2, which hold the same item, each would be the other's negative.
     assert in_training(InBatchSoftmax(temperature=0.5), np.arange(6))[0] > losses[0] + 1e-3
 
@@ -48,7 +50,10 @@ def test_an_evaluation_takes_the_whole_catalogue():
 
 def test_a_model_is_bound_to_the_catalogue_it_is_compiled_with():
     """The vectors are those of the input "item" alone, whatever the query."""
-    source, task = purchases(num_train=50, num_test=5, num_users=7, num_items=6, num_clusters=2), Retrieval()
+    source, task = (
+        purchases(num_train=50, num_test=5, num_users=7, num_items=6, num_clusters=2),
+        Retrieval(),
+    )
     task.prepare(source)
     inputs = {name: keras.Input((1,), dtype="int32", name=name) for name in ("query", "item")}
     vectors = [keras.layers.Embedding(7, 3, name=f"{name}_table")(inputs[name]) for name in inputs]
@@ -62,12 +67,20 @@ def test_a_model_is_bound_to_the_catalogue_it_is_compiled_with():
 
 def test_an_item_that_is_not_in_the_catalogue_is_refused():
     ids = np.arange(4)[:, None]
-    source = from_arrays({"query": ids, "item": ids}, np.array([0, 1, 2, 3]), facts={"catalogue": ids[:3]})
-    with pytest.raises(DataError, match=r"arrays, train: example 3 names item 3 of a catalogue of 3; fix the targets"):
+    source = from_arrays(
+        {"query": ids, "item": ids}, np.array([0, 1, 2, 3]), facts={"catalogue": ids[:3]}
+    )
+    with pytest.raises(
+        DataError,
+        match=r"arrays, train: example 3 names item 3 of a catalogue of 3; fix the targets",
+    ):
         Retrieval().prepare(source)
 
 
 def test_a_strategy_without_the_joint_batch_refuses_the_loss():
-    with pytest.raises(ConfigError, match=r"^strategy=mirrored .* InBatchSoftmax compares .* choose strategy=horovod$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^strategy=mirrored .* InBatchSoftmax compares .* choose strategy=horovod$",
+    ):
         refuse_joint_batch(InBatchSoftmax(), "mirrored")
     refuse_joint_batch(SimpleNamespace(), "mirrored")

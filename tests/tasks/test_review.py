@@ -12,7 +12,15 @@ from PIL import Image
 
 from hvtrain.data import from_arrays
 from hvtrain.data.sources.table import Table
-from hvtrain.tasks import Binary, Classification, Custom, Language, Multilabel, Regression, Segmentation
+from hvtrain.tasks import (
+    Binary,
+    Classification,
+    Custom,
+    Language,
+    Multilabel,
+    Regression,
+    Segmentation,
+)
 from hvtrain.tasks.examples import ReviewedExamples, as_bytes, png
 
 
@@ -44,7 +52,10 @@ def test_a_classifier_has_its_confusions_and_worst_images():
     matrix, worst = reviewed(Classification(), images, targets, outputs)
     assert matrix.counts == [[1, 0, 0], [0, 1, 1], [1, 0, 1]]
     assert matrix.note.startswith("60.0% of all 5 test examples are correct")
-    assert [caption for _, caption in worst.pictures] == ["2, predicted 0 (100%)", "1, predicted 2 (96%)"]
+    assert [caption for _, caption in worst.pictures] == [
+        "2, predicted 0 (100%)",
+        "1, predicted 2 (96%)",
+    ]
     assert pixels(worst.pictures[0][0])[0, 0].tolist() == [255, 255, 255]
 
 
@@ -57,7 +68,9 @@ def test_many_classes_have_a_list_and_examples_that_are_no_images_a_table():
 
 
 def test_a_classifier_that_errs_nowhere_has_no_worst_examples():
-    (matrix,) = reviewed(Classification(), np.zeros((2, 5), np.float32), np.array([0, 1]), one_hot([0, 1], 2))
+    (matrix,) = reviewed(
+        Classification(), np.zeros((2, 5), np.float32), np.array([0, 1]), one_hot([0, 1], 2)
+    )
     assert matrix.counts == [[1, 0], [0, 1]]
 
 
@@ -75,14 +88,22 @@ def test_labels_have_precision_and_recall():
     assert table.rows == [[0, 2, "33.3%", "50.0%", "50.0%"], [1, 1, "66.7%", "50.0%", "100.0%"]]
 
 
-@pytest.mark.parametrize(("target", "targets"), [("back", [0, 1, 0, 1]), ("cost", [5.0, 6.0, 5.5, 6.0])])
+@pytest.mark.parametrize(
+    ("target", "targets"), [("back", [0, 1, 0, 1]), ("cost", [5.0, 6.0, 5.5, 6.0])]
+)
 def test_rows_of_a_table_stand_with_their_values_and_their_line(target, targets, tmp_path):
     path = tmp_path / "visits.csv"
     path.write_text("age,place,back,cost\n1.5,a,no,5\n2.5,b,yes,6\n3.5,a,no,5.5\n4.5,b,yes,6\n")
     table = Table(str(path), target, drop=[*{"back", "cost"} - {target}], test_file=str(path))
-    outputs = one_hot(np.array([0, 1, 1, 1]), 2) if target == "back" else np.array([[5.0], [6.0], [9.0], [6.0]])
+    outputs = (
+        one_hot(np.array([0, 1, 1, 1]), 2)
+        if target == "back"
+        else np.array([[5.0], [6.0], [9.0], [6.0]])
+    )
     task = Classification() if target == "back" else Regression()
-    examples = ReviewedExamples(np.zeros((4, 3), np.float32), np.array(targets), outputs, 4, "test", 4)
+    examples = ReviewedExamples(
+        np.zeros((4, 3), np.float32), np.array(targets), outputs, 4, "test", 4
+    )
     worst = task.review(examples, None, table)[-1]
     assert worst.columns[-3:] == ["line of visits.csv", "age", "place"]
     assert worst.rows[0][-3:] == [4, "3.5", "a"], "the third row, below the header"
@@ -110,7 +131,10 @@ def test_segmentation_has_overlaps_and_masks_over_images():
     images = np.random.default_rng(0).normal(size=(2, 4, 4, 3)).astype(np.float32)
     overlap, masks = reviewed(Segmentation(), images, targets, one_hot(predicted, 3), num_classes=3)
     assert overlap.rows == [["0", "0.696", 16], ["1", "0.533", 8], ["2", "does not occur", 0]]
-    assert [caption for _, caption in masks.pictures] == ["example 0: mean IoU 0.27", "example 1: mean IoU 1.00"]
+    assert [caption for _, caption in masks.pictures] == [
+        "example 0: mean IoU 0.27",
+        "example 1: mean IoU 1.00",
+    ]
     assert [name for name, _ in masks.legend] == ["1", "2"]
     worst = pixels(masks.pictures[0][0])
     assert worst.shape == (4, 3 * 4 + 2, 3)
@@ -136,7 +160,9 @@ def test_language_has_texts_that_go_on():
 
 def test_language_has_hidden_tokens_that_are_filled_in():
     inputs, targets = np.array([[0, 25, 2, 25]], np.int32), np.array([[0, 1, 2, 3]], np.int32)
-    examples = ReviewedExamples(inputs, targets, one_hot(np.array([[9, 1, 9, 4]]), 26), 1, "test", 1)
+    examples = ReviewedExamples(
+        inputs, targets, one_hot(np.array([[9, 1, 9, 4]]), 26), 1, "test", 1
+    )
     (texts,) = Language().review(examples, None, Words())
     assert texts.pairs == [("azcz", "abce")]
 

@@ -24,7 +24,8 @@ def test_it_resumes_with_the_same_bits(tmp_path):
     assert results[0]["parts/2"]["record"]["first_step"] == 2
     assert "test_mean_iou" in results[0]["whole"]["record"]["metrics"]
     whole, resumed = (
-        load_file(tmp_path / f"{run}/checkpoints/step-00000004/state.safetensors") for run in ("whole", "parts")
+        load_file(tmp_path / f"{run}/checkpoints/step-00000004/state.safetensors")
+        for run in ("whole", "parts")
     )
     assert whole.keys() == resumed.keys()
     for key in whole:

@@ -10,9 +10,19 @@ from hvtrain.config.instantiate import build
 from hvtrain.data.source import Source
 from hvtrain.data.sources.digits import digits
 from hvtrain.errors import ConfigError
-from hvtrain.step.joint_loss import joint_loss, weighted
-from hvtrain.tasks import Binary, Classification, Custom, Language, Multilabel, Regression, Segmentation, Task
-from keras_metrics import REFUSED, TAKEN, metric_settings
+from hvtrain.step.joint_loss import ExactLoss, joint_loss, weighted
+from hvtrain.tasks import (
+    Binary,
+    Classification,
+    Custom,
+    Language,
+    Multilabel,
+    Regression,
+    Segmentation,
+    Task,
+)
+from hvtrain.tasks.examples import draw_classes
+from keras_metrics import OF_PROBABILITIES, REFUSED, TAKEN, metric_settings
 
 
 class Largest(keras.metrics.Metric):
@@ -37,7 +47,9 @@ class Own(keras.losses.Loss):
         self.factor = factor
 
     def call(self, y_true, y_pred):
-        return self.factor * keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+        return self.factor * keras.losses.sparse_categorical_crossentropy(
+            y_true, y_pred, from_logits=True
+        )
 
 
 def test_each_metric_of_keras_is_taken_or_refused_in_one_line():
@@ -51,14 +63,63 @@ def test_each_metric_of_keras_is_taken_or_refused_in_one_line():
         task.prepare(source)
         assert {type(metric).__name__ for metric in task.metrics.values()} >= TAKEN[kind].keys()
 
-    for name, message in REFUSED.items():
-        own = ["task=multilabel", f"+task.metrics.own._target_=keras.metrics.{name}"]
+    refusals = [(name, [], message) for name, message in REFUSED.items()]
+    for name, argument in OF_PROBABILITIES.items():
+        message = f"task.metrics.own is a {name}, which needs probabilities"
+        refusals.append((name, [f"+task.metrics.own.{argument}=0.5"], message))
+    for name, arguments, message in refusals:
+        own = ["task=multilabel", f"+task.metrics.own._target_=keras.metrics.{name}", *arguments]
         with pytest.raises(ConfigError, match=message) as refused:
             build(compose(own), "task", Task).prepare(sources["multilabel"])
         assert "\n" not in str(refused.value)
 
     classes = {name for name, item in vars(keras.metrics).items() if isinstance(item, type)}
-    assert classes == set().union(REFUSED, *TAKEN.values())
+    assert classes == set().union(REFUSED, OF_PROBABILITIES, *TAKEN.values())
+
+
+def test_metrics_of_probabilities_take_a_tasks_logits():
+    options = {
+        "AUC": {},
+        "Recall": {},
+        "TruePositives": {},
+        "BinaryIoU": {},
+        "BinaryCrossentropy": {},
+        "F1Score": {"average": "macro", "threshold": 0.5},
+    }
+    plain = {name: getattr(keras.metrics, name)(**given) for name, given in options.items()}
+    task = Multilabel(metrics=plain)
+    task.prepare(Given(spec("float32", 5), spec("float32", 3)))
+    targets, logits = draw_classes((3,), 2)
+    logits = 3 * logits[..., 0]
+    for name, metric in plain.items():
+        expected = metric(targets.astype(np.float32), keras.ops.sigmoid(logits))
+        actual = task.metrics[name](targets.astype(np.float32), logits)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, err_msg=name)
+    with pytest.raises(ConfigError, match=r"task.metrics.a.thresholds=0.7 is a probability"):
+        Multilabel(metrics={"a": keras.metrics.Precision(thresholds=0.7)}).prepare(
+            Given(spec("float32", 5), spec("float32", 3))
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "direction"), [("val_mse", -1), ("val_price_error", -1), ("score", 1)]
+)
+def test_the_name_of_a_models_own_metric_tells_its_direction(name, direction):
+    assert Custom().sign(name) == direction
+
+
+def test_the_only_output_gives_its_metrics_no_prefix():
+    metrics = {"price": {"error": keras.metrics.MeanAbsoluteError()}}
+    task = Custom({"price": keras.losses.MeanSquaredError()}, metrics)
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, {"price": keras.layers.Dense(1)(inputs)})
+    source = Given(spec("float32", 5), {"price": spec("float32", 1)})
+    task.check_outputs(model.output, "model", source)
+    task.compile(model, keras.optimizers.SGD(), distribute_loss=lambda loss: loss)
+    arrays = np.ones((4, 5)), {"price": np.ones((4, 1))}
+    logs = model.evaluate(*arrays, verbose=0, return_dict=True)
+    assert set(task.metric_names) == logs.keys() == {"loss", "error"}
+    assert isinstance(model._loss_tracker, ExactLoss)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +164,9 @@ class OfLogits(Plain):
 
 
 def small(image_shape):
-    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(10)])
+    return keras.Sequential(
+        [keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(10)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,20 +201,27 @@ def test_what_is_no_loss_or_metric_is_refused(loss, metrics, message):
         Classification(loss, metrics)
 
 
-@pytest.mark.parametrize("loss", [keras.losses.SparseCategoricalCrossentropy(from_logits=True), Own(2.0)])
+@pytest.mark.parametrize(
+    "loss", [keras.losses.SparseCategoricalCrossentropy(from_logits=True), Own(2.0)]
+)
 def test_a_batch_weight_changes_the_gradient_alone(loss):
     logits, targets = tf.Variable(np.eye(3, 4, dtype=np.float32)), np.array([0, 1, 3])
     joint = joint_loss(loss, lambda number: number, lambda: 1)
     with tf.GradientTape(persistent=True) as tape:
         plain, value = loss(targets, logits), weighted(joint(targets, logits), tf.constant(1.5))
     assert float(value) == float(plain)
-    np.testing.assert_allclose(tape.gradient(value, logits), 1.5 * tape.gradient(plain, logits), rtol=1e-6)
+    np.testing.assert_allclose(
+        tape.gradient(value, logits), 1.5 * tape.gradient(plain, logits), rtol=1e-6
+    )
     assert type(joint).__name__ == type(loss).__name__, "as a saved model names it"
     assert float(joint(targets, logits)) == float(plain)
 
 
 def test_models_have_metrics_of_their_own():
-    task, models = Classification(), [keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]) for _ in range(2)]
+    task, models = (
+        Classification(),
+        [keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)]) for _ in range(2)],
+    )
     for model in models:
         task.compile(model, keras.optimizers.SGD())
     x, y = np.ones((4, 2), np.float32), np.zeros(4, np.int32)
@@ -186,22 +256,42 @@ class Given(Source):
 IMAGE = spec("float32", 8, 8, 3)
 FITTING = {
     "binary": (Binary, Given(spec("float32", 5), spec("int32")), (1,), np.array([0, 1, 2])),
-    "multilabel": (Multilabel, Given(spec("float32", 5), spec("float32", 3)), (3,), np.array([[0, 1, 1], [0.5, 0, 0]])),
-    "regression": (Regression, Given(spec("float32", 5), spec("float32")), (1,), np.array([0.0, np.nan])),
+    "multilabel": (
+        Multilabel,
+        Given(spec("float32", 5), spec("float32", 3)),
+        (3,),
+        np.array([[0, 1, 1], [0.5, 0, 0]]),
+    ),
+    "regression": (
+        Regression,
+        Given(spec("float32", 5), spec("float32")),
+        (1,),
+        np.array([0.0, np.nan]),
+    ),
     "several numbers": (
         Regression,
         Given(spec("float32", 5), spec("float32", 2)),
         (2,),
         np.array([[0, 1], [0, np.inf]]),
     ),
-    "classification": (Classification, Given(IMAGE, spec("int32"), num_classes=3), (3,), np.array([0, 2, 3])),
+    "classification": (
+        Classification,
+        Given(IMAGE, spec("int32"), num_classes=3),
+        (3,),
+        np.array([0, 2, 3]),
+    ),
     "segmentation": (
         Segmentation,
         Given(IMAGE, spec("uint8", 8, 8), num_classes=3),
         (8, 8, 3),
         np.stack([np.full((8, 8), 255), np.full((8, 8), 3)]),
     ),
-    "language": (Language, Given(spec("int32", 6), spec("int32", 6), vocabulary_size=9), (6, 9), np.array([[8], [9]])),
+    "language": (
+        Language,
+        Given(spec("int32", 6), spec("int32", 6), vocabulary_size=9),
+        (6, 9),
+        np.array([[8], [9]]),
+    ),
 }
 
 
@@ -223,19 +313,39 @@ def test_a_task_knows_its_outputs_and_names_a_wrong_target(name):
         (
             Classification,
             Given(IMAGE, spec("float32", 3), num_classes=3),
-            r"of a class, and given gives float32 \(3,\)",
+            r"of a class .*, and given gives float32 \(3,\)",
         ),
         (
             Classification,
             Given(IMAGE, spec("int32")),
             "task=classification needs num_classes, which the data",
         ),
-        (Binary, Given(IMAGE, spec("float32", 2)), r"one number, 0 or 1, and given gives float32 \(2,\)"),
-        (Multilabel, Given(IMAGE, spec("int32")), r"0 and 1, one for each label, and given gives int32 \(\)"),
+        (
+            Binary,
+            Given(IMAGE, spec("float32", 2)),
+            r"one number, 0 or 1, and given gives float32 \(2,\)",
+        ),
+        (
+            Multilabel,
+            Given(IMAGE, spec("int32")),
+            r"0 and 1, one for each label, and given gives int32 \(\)",
+        ),
         (Regression, Given(IMAGE, spec("int32")), r"as floats, and given gives int32 \(\)"),
-        (Regression, Given(IMAGE, spec("int32"), class_names=["cat", "dog"]), r"gives one of 2 classes \(cat, dog\);"),
-        (Segmentation, Given(IMAGE, spec("uint8"), num_classes=3), r"whole numbers, and given gives uint8 \(\)"),
-        (Segmentation, Given(IMAGE, spec("uint8", 4, 4), num_classes=3), r"images of \(8, 8\) and masks of \(4, 4\)"),
+        (
+            Regression,
+            Given(IMAGE, spec("int32"), class_names=["cat", "dog"]),
+            r"gives one of 2 classes \(cat, dog\);",
+        ),
+        (
+            Segmentation,
+            Given(IMAGE, spec("uint8"), num_classes=3),
+            r"whole numbers, and given gives uint8 \(\)",
+        ),
+        (
+            Segmentation,
+            Given(IMAGE, spec("uint8", 4, 4), num_classes=3),
+            r"images of \(8, 8\) and masks of \(4, 4\)",
+        ),
         (
             Language,
             Given(spec("int32", 6), spec("int32", 6)),
@@ -256,10 +366,20 @@ def test_predictions_in_the_terms_of_the_targets():
 
 
 def test_best_metrics_and_their_direction():
-    named = {task.best: task.sign(f"val_{task.best}") for task in (Classification(), Regression(), Language())}
+    named = {
+        task.best: task.sign(f"val_{task.best}")
+        for task in (Classification(), Regression(), Language())
+    }
     assert named == {"accuracy": 1, "mean_absolute_error": -1, "perplexity": -1}
-    assert Custom(keras.losses.MeanSquaredError(), {"r": keras.metrics.R2Score()}, best="r").sign("val_r") == 1
-    assert Language().results({"loss": np.log(7.0), "accuracy": 0.5})["perplexity"] == pytest.approx(7.0)
+    assert (
+        Custom(keras.losses.MeanSquaredError(), {"r": keras.metrics.R2Score()}, best="r").sign(
+            "val_r"
+        )
+        == 1
+    )
+    assert Language().results({"loss": np.log(7.0), "accuracy": 0.5})[
+        "perplexity"
+    ] == pytest.approx(7.0)
 
 
 def test_losses_and_metrics_by_output():
@@ -276,7 +396,9 @@ def test_losses_and_metrics_by_output():
     metrics = model.evaluate(x, y, verbose=0, return_dict=True)
     assert set(metrics) == set(task.metric_names)
     assert metrics["loss"] == pytest.approx(metrics["a_loss"] + 3 * metrics["b_loss"], rel=1e-5)
-    with pytest.raises(ConfigError, match=r"outputs a, b, and model._target_=m gives no outputs by name"):
+    with pytest.raises(
+        ConfigError, match=r"outputs a, b, and model._target_=m gives no outputs by name"
+    ):
         task.check_outputs(keras.layers.Dense(1)(inputs), "model._target_=m", source)
     with pytest.raises(ConfigError, match=r"task\.loss_weights names c and task.loss has a, b"):
         Custom(two, loss_weights={"c": 1.0})
@@ -286,14 +408,21 @@ def test_label_smoothing_is_that_of_keras_and_of_training_alone():
     logits = tf.Variable(np.random.default_rng(0).normal(size=(5, 3)).astype("float32"))
     classes = np.array([0, 2, 1, 1, 0])
     smoothed = Classification(label_smoothing=0.1).soft_loss()
-    expected = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)(np.eye(3)[classes], logits)
+    expected = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)(
+        np.eye(3)[classes], logits
+    )
     with tf.GradientTape():
         assert float(smoothed(classes, logits)) == pytest.approx(float(expected), rel=1e-6)
         assert smoothed(np.eye(3)[classes], logits) == smoothed(classes, logits)
     plain = float(Classification().loss(classes, logits))
     assert float(smoothed(classes, logits)) == pytest.approx(plain, rel=1e-6)
     assert abs(plain - float(expected)) > 1e-3
-    with pytest.raises(ConfigError, match=r"^task.label_smoothing=1 is out of range; it must be from 0 to below 1"):
+    with pytest.raises(
+        ConfigError, match=r"^task.label_smoothing=1 is out of range; it must be from 0 to below 1"
+    ):
         Classification(label_smoothing=1)
-    with pytest.raises(ConfigError, match=r"task.label_smoothing does, and task.loss is MeanSquaredError, which may"):
+    with pytest.raises(
+        ConfigError,
+        match=r"task.label_smoothing does, and task.loss is MeanSquaredError, which may",
+    ):
         Classification(keras.losses.MeanSquaredError(), label_smoothing=0.1).soft_loss()

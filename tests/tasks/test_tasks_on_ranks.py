@@ -25,26 +25,71 @@ CUSTOM = [
     "task.loss_weights={kind: 0.5}",
     "+task.metrics.size.mae._target_=keras.metrics.MeanAbsoluteError",
 ]
-OF_OUTPUTS = ("size_loss", "kind_loss")  # Of which Keras logs the mean over batches, whatever their size.
+# Of which Keras logs the mean over batches, whatever their size.
+OF_OUTPUTS = (
+    "size_loss",
+    "kind_loss",
+)
 # With weights of classes, labels that are masked, and tokens with weights: the ways in which a mean has a weight.
 BY_DEFAULT = ["classification", "segmentation", "language"]
-KINDS = ["classification", "binary", "multilabel", "regression", "segmentation", "language", "custom"]
-AUGMENTED = ["dataset=digits", "model=mlp", "train.batch_size=64", "augment=[random_translation,random_erasing,mix_up]"]
+KINDS = [
+    "classification",
+    "binary",
+    "multilabel",
+    "regression",
+    "segmentation",
+    "language",
+    "custom",
+]
+AUGMENTED = [
+    "dataset=digits",
+    "model=mlp",
+    "train.batch_size=64",
+    "augment=[random_translation,random_erasing,mix_up]",
+]
 TEXT = "\n\n".join(f"{i}: " + " ".join(f"{i * j % 17:04b}" for j in range(40)) for i in range(24))
 SAVED = ["checkpoint.every_steps=1", "checkpoint.keep=99", "train.validate_every_epochs=null"]
 
 
 def words(kind, *more):
-    own = [f"task={kind}", "dataset._target_=kinds.data", "model._target_=kinds.model", "train.batch_size=8"]
-    own += [f"++dataset.kind={kind}", f"++model.kind={kind}", "train.epochs=2", "optimizer.learning_rate=0.05"]
+    own = [
+        f"task={kind}",
+        "dataset._target_=kinds.data",
+        "model._target_=kinds.model",
+        "train.batch_size=8",
+    ]
+    own += [
+        f"++dataset.kind={kind}",
+        f"++model.kind={kind}",
+        "train.epochs=2",
+        "optimizer.learning_rate=0.05",
+    ]
     return [*own, *(CUSTOM if kind == "custom" else []), *more]
 
 
 def text(objective, *more):
     """A transformer with dropout, on tokens of a text that is read in each rank."""
-    own = ["task=language", "dataset=text", "dataset.file=text.txt", "dataset.vocabulary_size=280", "dataset.length=8"]
-    own += ["model=transformer", "model.blocks=1", "model.width=16", "train.batch_size=16", "train.steps=6"]
-    return [*own, f"dataset.objective={objective}", "optimizer=adamw", "optimizer.global_clipnorm=1.0", *more]
+    own = [
+        "task=language",
+        "dataset=text",
+        "dataset.file=text.txt",
+        "dataset.vocabulary_size=280",
+        "dataset.length=8",
+    ]
+    own += [
+        "model=transformer",
+        "model.blocks=1",
+        "model.width=16",
+        "train.batch_size=16",
+        "train.steps=6",
+    ]
+    return [
+        *own,
+        f"dataset.objective={objective}",
+        "optimizer=adamw",
+        "optimizer.global_clipnorm=1.0",
+        *more,
+    ]
 
 
 def joint_runs(kinds):
@@ -60,7 +105,11 @@ def joint_runs(kinds):
 
 # Name -> the run's words, the step at which it is cut in two, and its last one. 4 steps are an epoch, 12 of AUGMENTED.
 RESUMED = {
-    "dropout": ([*AUGMENTED, *SAVED, "train.steps=6", "data.augment_on=device", "model.dropout=0.2"], 3, 6),
+    "dropout": (
+        [*AUGMENTED, *SAVED, "train.steps=6", "data.augment_on=device", "model.dropout=0.2"],
+        3,
+        6,
+    ),
 }
 # Metrics of several outputs are saved like others; seeds in the input pipeline are a function of step and rank, which
 # tests/data holds by default.
@@ -85,7 +134,11 @@ def two_ranks(request, tmp_path_factory):
     runs["causal"] = text("causal", *SAVED)
     resumed = {**RESUMED, **RESUMED_NIGHTLY} if with_nightly(request) else RESUMED
     for name, (own, cut, _) in resumed.items():
-        runs |= {name: own, f"{name} in two": [*own, f"train.steps={cut}"], f"{name} in two/again": own}
+        runs |= {
+            name: own,
+            f"{name} in two": [*own, f"train.steps={cut}"],
+            f"{name} in two/again": own,
+        }
     if with_nightly(request):
         runs["halves"] = text("causal", "train.precision=mixed_bfloat16")
     folder = tmp_path_factory.mktemp("tasks")
@@ -133,7 +186,10 @@ def test_ranks_equal_keras_in_one_process_on_the_joint_batches(ranks, kind):
 def test_an_evaluation_does_not_depend_on_how_examples_are_batched(ranks, kind):
     """Ranks with batches of 4 against one process with a single batch."""
     for name, (ours, expected) in ranks[0][f"joint {kind}"]["tested"].items():
-        if name not in OF_OUTPUTS and (kind, name) != ("custom", "loss"):  # Keras weights several losses by examples.
+        if name not in OF_OUTPUTS and (kind, name) != (
+            "custom",
+            "loss",
+        ):  # Keras weights several losses by examples.
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6), name
 
 
@@ -166,7 +222,11 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(two_ranks, n
     ranks, folder = two_ranks
     _, cut, last = {**RESUMED, **RESUMED_NIGHTLY}[name]
     whole, resumed = record(ranks, name), record(ranks, f"{name} in two/again")
-    assert (record(ranks, f"{name} in two")["num_steps"], resumed["first_step"], resumed["num_steps"]) == (
+    assert (
+        record(ranks, f"{name} in two")["num_steps"],
+        resumed["first_step"],
+        resumed["num_steps"],
+    ) == (
         cut,
         cut,
         last,
@@ -178,10 +238,15 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(two_ranks, n
 def test_a_text_is_learned_and_continued(two_ranks):
     ranks, folder = two_ranks
     causal = record(ranks, "causal")
-    assert causal == ranks[1]["causal"]["record"] | {"seconds": causal["seconds"]}, "the same on every rank"
+    assert causal == ranks[1]["causal"]["record"] | {"seconds": causal["seconds"]}, (
+        "the same on every rank"
+    )
     assert causal["sample"].count("' -> ") == 1
     assert causal["per_second"]["tokens"] == pytest.approx(8 * causal["examples_per_second"])
-    assert json.loads((folder / "causal/model.json").read_text())["input"] == {"shape": [8], "dtype": "int32"}
+    assert json.loads((folder / "causal/model.json").read_text())["input"] == {
+        "shape": [8],
+        "dtype": "int32",
+    }
 
 
 @nightly
@@ -192,7 +257,9 @@ def test_a_text_is_learned_in_half_precision(two_ranks):
 @nightly
 def test_a_resumed_run_has_the_same_tokenizer(two_ranks):
     _, folder = two_ranks
-    tokenizers = {(folder / name / "tokenizer.model").read_bytes() for name in ("causal", "causal in two")}
+    tokenizers = {
+        (folder / name / "tokenizer.model").read_bytes() for name in ("causal", "causal in two")
+    }
     assert len(tokenizers) == 1
 
 

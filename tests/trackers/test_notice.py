@@ -88,7 +88,10 @@ def test_killed_by_the_launcher_it_is_reported_lost(received, tmp_path):
     assert process.wait() == -signal.SIGKILL
     kind, body = received.only_post("lost has ended, and did not say why")
     assert kind == "failure"
-    assert f"rank 0 was killed, by its launcher or otherwise; run the same command with run.dir={tmp_path}" in body
+    assert (
+        f"rank 0 was killed, by its launcher or otherwise; run the same command with run.dir={tmp_path}"
+        in body
+    )
     wait_until_ended(process.pid)
 
 
@@ -103,7 +106,9 @@ def test_the_last_words_of_a_process_that_the_watchdog_ends(received, tmp_path):
 def test_a_child_that_lives_on_does_not_hold_it_up(tmp_path):
     """It was forked, and has the pipe."""
     read_end, write_end = os.pipe()
-    script = "import os, sys, time; os.fork() or time.sleep(60); os.write(int(sys.argv[1]), b'{}\\n')"
+    script = (
+        "import os, sys, time; os.fork() or time.sleep(60); os.write(int(sys.argv[1]), b'{}\\n')"
+    )
     process = subprocess.Popen([sys.executable, "-c", script, str(write_end)], pass_fds=[write_end])
     os.close(write_end)
     messages = read_messages(read_end, process.pid)
@@ -132,7 +137,9 @@ def test_to_mail_and_a_webhook(received, tmp_path, caplog):
     notice.wait()
     kind, body = received.only_post("both has finished")
     assert kind == "success"
-    assert body == f"test_loss 0.1; 3.0 s on 2 rank(s)\n{tmp_path / 'both'} on {os.uname().nodename}"
+    assert (
+        body == f"test_loss 0.1; 3.0 s on 2 rank(s)\n{tmp_path / 'both'} on {os.uname().nodename}"
+    )
     ((subject, text),) = [mail for mail in received.mails if mail[0].startswith("both ")]
     assert subject == "both has finished" and "test_loss 0.1" in text
     assert [record for record in caplog.records if record.name.startswith("hvtrain")] == []
@@ -157,7 +164,8 @@ def test_a_server_that_never_answers_is_not_waited_for(tmp_path, caplog):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         notice = Notice()
         notice.begin(
-            [f"mailto://me:{SECRET}@127.0.0.1:{silent.getsockname()[1]}?from=me@b.org&to=a@b.org"], tmp_path / "silent"
+            [f"mailto://me:{SECRET}@127.0.0.1:{silent.getsockname()[1]}?from=me@b.org&to=a@b.org"],
+            tmp_path / "silent",
         )
         began = time.monotonic()
         notice.finished("")
@@ -169,7 +177,11 @@ def test_a_server_that_never_answers_is_not_waited_for(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("address", "shown"),
-    [(f"nosuch://{SECRET}/x", "nosuch://***"), (f"slack://{SECRET}", "slack://***"), (SECRET, "***")],
+    [
+        (f"nosuch://{SECRET}/x", "nosuch://***"),
+        (f"slack://{SECRET}", "slack://***"),
+        (SECRET, "***"),
+    ],
 )
 def test_an_address_that_apprise_does_not_take_is_named_by_its_place(address, shown, tmp_path):
     with pytest.raises(ConfigError) as caught:
@@ -183,7 +195,8 @@ def test_an_address_that_apprise_does_not_take_is_named_by_its_place(address, sh
 def test_without_apprise_the_error_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr(notices, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"^notify needs apprise, which is not installed; install: \./scripts/run uv "
+        ConfigError,
+        match=r"^notify needs apprise, which is not installed; install: \./scripts/run uv ",
     ):
         Notice().begin(["json://127.0.0.1"], tmp_path)
     Notice().begin([], tmp_path)
@@ -195,4 +208,6 @@ def test_the_cause_of_a_failure_in_words():
         raise ValueError("a bad thing")
     except ValueError as error:
         cause = cause_in_words(error)
-    assert cause.startswith(f"rank 0 on {os.uname().nodename} failed: ValueError: a bad thing ({__file__}, line ")
+    assert cause.startswith(
+        f"rank 0 on {os.uname().nodename} failed: ValueError: a bad thing ({__file__}, line "
+    )

@@ -42,7 +42,11 @@ def ran(folder, received):
 
 
 def with_secret(folder):
-    return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
 
 
 @pytest.mark.usefixtures("ran")
@@ -50,7 +54,8 @@ def test_a_finished_run_sends_its_results_by_mail_and_webhook(received, folder):
     kind, body = received.only_post("whole has finished")
     assert kind == "success"
     assert re.fullmatch(
-        rf"test_loss [\d.]+, test_accuracy [\d.]+; [\d.]+ s on 2 rank\(s\)\n{folder}/whole on {HOST}", body
+        rf"test_loss [\d.]+, test_accuracy [\d.]+; [\d.]+ s on 2 rank\(s\)\n{folder}/whole on {HOST}",
+        body,
     )
     ((subject, text),) = received.mails
     assert subject == "whole has finished" and "test_accuracy" in text
@@ -60,7 +65,9 @@ def test_a_finished_run_sends_its_results_by_mail_and_webhook(received, folder):
 def test_addresses_come_from_the_variable_too(received):
     assert received.only_post("variable has finished")[0] == "success"
     titles = [title.split()[0] for _, title, _ in received.posts]
-    assert sorted(titles) == ["limited", "variable", "whole"], "one of each, and the setting comes first"
+    assert sorted(titles) == ["limited", "variable", "whole"], (
+        "one of each, and the setting comes first"
+    )
 
 
 def test_a_run_that_reaches_its_time_limit_says_how_it_goes_on(ran, received, folder):
@@ -74,7 +81,9 @@ def test_what_cannot_be_sent_is_one_warning(ran):
     results, output = ran
     assert [seen["unsent"]["record"]["num_steps"] for seen in results] == [12, 12]
     (line,) = [line for line in output.splitlines() if "the notice could not be sent" in line]
-    assert line.endswith("could not be sent to address 1 of 1 (json://***); test it with the command apprise")
+    assert line.endswith(
+        "could not be sent to address 1 of 1 (json://***); test it with the command apprise"
+    )
 
 
 def test_an_unknown_address_ends_all_ranks_before_training(ran, folder):
@@ -88,7 +97,11 @@ def test_no_secret_is_in_a_run_folder_or_on_the_console(ran, folder):
     assert SECRET not in ran[1]
     files = {path.name for path in (folder / "whole").rglob("*")}
     assert {"config.yaml", "result.json", "starts.json", "report.html", "rank-0000.log"} <= files
-    assert [leak for name in ("whole", "variable", "unsent", "unknown") for leak in with_secret(folder / name)] == []
+    assert [
+        leak
+        for name in ("whole", "variable", "unsent", "unknown")
+        for leak in with_secret(folder / name)
+    ] == []
 
 
 FATES = {
@@ -100,24 +113,48 @@ FATES = {
                 "+callbacks.own.name=SIGSTOP", "watchdog.abort_seconds=3"],
 }  # fmt: skip
 STRUCK = [("failing", 1), ("failing", 0), ("killed", 1), ("killed", 0), ("preempted", 1)]
-CASES = [("--gloo", "hanging", 1), *(("--gloo", *case) for case in STRUCK), *(("--mpi", *case) for case in STRUCK)]
+CASES = [
+    ("--gloo", "hanging", 1),
+    *(("--gloo", *case) for case in STRUCK),
+    *(("--mpi", *case) for case in STRUCK),
+]
 """A launcher, what happens, and the rank to which it does."""
 
 
 @pytest.mark.parametrize(("how", "fate", "rank"), CASES)
 def test_a_job_that_is_struck_sends_one_notice(how, fate, rank, received, tmp_path):
     name = f"{fate}-{rank}{how}"
-    settings = ["model=mlp", *FATES[fate], f"+callbacks.own.rank={rank}", f"notify={received.webhook}"]
+    settings = [
+        "model=mlp",
+        *FATES[fate],
+        f"+callbacks.own.rank={rank}",
+        f"notify={received.webhook}",
+    ]
     code, output = run(
         None, 1, "python", "-m", "hvtrain", "launch", how, "-np", "2", "--", *settings, f"run.dir={name}", cwd=tmp_path,
         PYTHONPATH=os.pathsep.join([str(ROOT / "tests/support/own"), str(ROOT / "tests/support/launched"),
                                     os.environ.get("PYTHONPATH", "")]),
     )  # fmt: skip
     expected, title, kind, text = {
-        "failing": (1, "has failed", "failure", f"rank {rank} on {HOST} failed: RuntimeError: a leaf fell off"),
-        "preempted": (75, "was stopped", "warning", f"stopped by SIGTERM to rank 1 on {HOST} after step "),
+        "failing": (
+            1,
+            "has failed",
+            "failure",
+            f"rank {rank} on {HOST} failed: RuntimeError: a leaf fell off",
+        ),
+        "preempted": (
+            75,
+            "was stopped",
+            "warning",
+            f"stopped by SIGTERM to rank 1 on {HOST} after step ",
+        ),
         "hanging": (75, "has failed", "failure", "no progress for "),
-        "killed": (75, "has failed", "failure", f"rank 1 on {HOST} is gone (killed, or its host is lost)")
+        "killed": (
+            75,
+            "has failed",
+            "failure",
+            f"rank 1 on {HOST} is gone (killed, or its host is lost)",
+        )
         if rank
         else (
             75,

@@ -8,23 +8,25 @@ from importlib.util import find_spec
 
 import pytest
 
-from hvtrain.core.files import write_json
 from hvtrain.core.run_files import TRACKERS_FILE, read_tracked
 from hvtrain.errors import ConfigError
+from hvtrain.system.files import write_json
 from hvtrain.trackers import TrackedRun
 from hvtrain.trackers.mlflow import MLflow
+from hvtrain.trackers.tensorboard import TensorBoard
 from hvtrain.trackers.wandb import WeightsAndBiases
 from hvtrain.training.find_checkpoint import read_records, write_records
 from launching import many_runs
 
 MODULES = ("tensorboard", "mlflow", "sqlalchemy", "alembic", "sqlparse", "wandb")
 needs_trackers = pytest.mark.skipif(
-    not all(map(find_spec, MODULES)), reason="tensorboard, mlflow and wandb (scripts/lock/trackers.txt) are missing"
+    not all(map(find_spec, MODULES)),
+    reason="tensorboard, mlflow and wandb (scripts/lock/trackers.txt) are missing",
 )
 ALL = "tracker=[tensorboard,mlflow,wandb]"
 STEPS = [10, 20, 30]
 TRACKED = {"loss", "accuracy", "val_loss", "val_accuracy", "epoch", "learning_rate", "examples_per_second",
-           "step_seconds/rank_0", "step_seconds/rank_1"}  # fmt: skip
+           "gradient_norm", "flops_per_second", "step_seconds/rank_0", "step_seconds/rank_1"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,9 @@ def ran(folder):
         "missing": ["+tracker.own._target_=leaves.Needy"],
     }
     (folder / "unnoted" / TRACKERS_FILE).mkdir(parents=True)
-    return many_runs("mpi", 2, runs, folder, MLFLOW_TRACKING_URI="", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+    return many_runs(
+        "mpi", 2, runs, folder, MLFLOW_TRACKING_URI="", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"
+    )
 
 
 def history(run):
@@ -68,7 +72,10 @@ def events(run):
     accumulator.Reload()
     tags = {tag: accumulator.Tensors(tag) for tag in accumulator.Tags()["tensors"]}
     assert all(len({event.step for event in each}) == len(each) for each in tags.values())
-    return {tag: {event.step: make_ndarray(event.tensor_proto).item() for event in each} for tag, each in tags.items()}
+    return {
+        tag: {event.step: make_ndarray(event.tensor_proto).item() for event in each}
+        for tag, each in tags.items()
+    }
 
 
 def wandb_records(path):
@@ -94,9 +101,16 @@ def wandb_run(run):
         for record in wandb_records(path):
             if record.HasField("run"):
                 ids.append(record.run.run_id)
-                settings = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                settings = {
+                    item.key: json.loads(item.value_json) for item in record.run.config.update
+                }
             elif record.HasField("history"):
-                rows.append({item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+                rows.append(
+                    {
+                        item.nested_key[0]: json.loads(item.value_json)
+                        for item in record.history.item
+                    }
+                )
             files += [item.path for item in record.files.files]
     return ids, rows, files, settings
 
@@ -125,9 +139,13 @@ def test_mlflow_goes_on_in_the_same_run(ran, folder):
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED" and run.info.run_name == "all"
     assert set(run.data.metrics) == {*TRACKED, "test_loss", "test_accuracy"}
-    losses = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
+    losses = {
+        metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")
+    }
     assert losses == pytest.approx(history(folder / "all"))
-    assert run.data.params["dataset.num_validation"] == "80" and run.data.params["train.epochs"] == "1"
+    assert (
+        run.data.params["dataset.num_validation"] == "80" and run.data.params["train.epochs"] == "1"
+    )
     changes = [change["changed"]["train.epochs"] for change in json.loads(run.data.tags["changes"])]
     assert changes == [[1, 2], [2, 3]]
     files = {item.path for item in client.list_artifacts(run.info.run_id)}
@@ -154,7 +172,9 @@ def test_a_tracker_that_fails_warns_once_and_the_run_ends_well(ran, folder):
     results, output = ran
     assert {seen["broken"]["record"]["num_steps"] for seen in results} == {30}
     lines = [
-        line for line in output.splitlines() if " failed: " in line and line.endswith("; the run continues without it")
+        line
+        for line in output.splitlines()
+        if " failed: " in line and line.endswith("; the run continues without it")
     ]
     assert len(lines) == 2
     assert "tracker.tensorboard failed: " in lines[0] and "/proc/nowhere" in lines[0]
@@ -169,7 +189,9 @@ def test_a_run_that_cannot_note_its_trackers_goes_on_without_them(ran):
     results, output = ran
     assert results[0]["unnoted"]["record"]["num_steps"] == 10
     assert (
-        output.count("trackers.json was not written: ") == output.count("the run continues without its trackers") == 1
+        output.count("trackers.json was not written: ")
+        == output.count("the run continues without its trackers")
+        == 1
     )
 
 
@@ -204,7 +226,8 @@ def test_a_run_that_stops_or_fails_is_ended_as_such(tmp_path, monkeypatch):
     run = TrackedRun("some", tmp_path, {"seed": 1}, [])
     known: dict[str, str | None] = {"mlflow": None, "wandb": None}
     for state, status in [("stopped", "KILLED"), ("failed", "FAILED"), ("finished", "FINISHED")]:
-        time.sleep(1 - time.time() % 1)  # Offline, wandb names a folder by its second, and would reuse it.
+        # Offline, wandb names a folder by its second, and would reuse it.
+        time.sleep(1 - time.time() % 1)
         for name, tracker in [("mlflow", mlflow), ("wandb", wandb)]:
             tracked_id = tracker.start(run, known[name])
             assert known[name] in (None, tracked_id)
@@ -216,20 +239,42 @@ def test_a_run_that_stops_or_fails_is_ended_as_such(tmp_path, monkeypatch):
     deadline = time.monotonic() + 60
     while True:
         records = [list(wandb_records(path)) for path in paths]
-        codes = [record.exit.exit_code for each in records for record in each if record.HasField("exit")]
+        codes = [
+            record.exit.exit_code for each in records for record in each if record.HasField("exit")
+        ]
         # That process may write the last record after finish() has returned.
         if len(codes) == 3 or time.monotonic() > deadline:
             break
         time.sleep(0.2)
     assert codes == [1, 1, 0]
-    assert [any(record.HasField("preempting") for record in each) for each in records] == [True, False, False]
+    assert [any(record.HasField("preempting") for record in each) for each in records] == [
+        True,
+        False,
+        False,
+    ]
     mlflow._client.delete_run(known["mlflow"])
     assert mlflow.start(run, known["mlflow"]) != known["mlflow"]
     assert mlflow.start(run, "0" * 32) != known["mlflow"]
 
 
+def test_tensorboard_knows_a_run_whose_folder_was_moved(tmp_path):
+    pytest.importorskip("tensorboard")
+    here = tmp_path / "here"
+    there = tmp_path / "there"
+    known = None
+    for folder in (here, there):
+        tracker = TensorBoard(str(folder / "tensorboard"))
+        known = tracker.start(TrackedRun(folder.name, folder, {"seed": 1}, []), known)
+        tracker.finish("stopped", [])
+        if folder == here:
+            here.rename(there)
+    assert list(events(there)["settings"]) == [0]
+
+
 def test_a_mode_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match=r"^tracker\.wandb\.mode=disabled is not one of offline, online$"):
+    with pytest.raises(
+        ConfigError, match=r"^tracker\.wandb\.mode=disabled is not one of offline, online$"
+    ):
         WeightsAndBiases("runs", mode="disabled")
 
 

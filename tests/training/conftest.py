@@ -31,6 +31,9 @@ def two_ranks(tmp_path_factory):
     """(folder, what each rank saw of RUNS, all output)."""
     folder = tmp_path_factory.mktemp("two-ranks")
     (folder / "file").touch()
-    runs = {name: [setting.replace("{folder}", str(folder)) for setting in settings] for name, settings in RUNS.items()}
+    runs = {
+        name: [setting.replace("{folder}", str(folder)) for setting in settings]
+        for name, settings in RUNS.items()
+    }
     results, output = many_runs("mpirun", 2, runs, folder, TF_CPP_MIN_LOG_LEVEL="0")
     return folder, results, output

@@ -22,13 +22,19 @@ def said(output):
 
 
 def no_ranks_left(folder):
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    return not [line for line in listed.splitlines() if str(folder) in line and "-m hvtrain" in line]
+    listed = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
+    return not [
+        line for line in listed.splitlines() if str(folder) in line and "-m hvtrain" in line
+    ]
 
 
 @pytest.mark.nightly
 def test_more_than_the_shard_holds(tmp_path):
-    code, output = train("gloo", 2, "train.batch_size=5000", f"run.dir={tmp_path / 'run'}", cwd=tmp_path)
+    code, output = train(
+        "gloo", 2, "train.batch_size=5000", f"run.dir={tmp_path / 'run'}", cwd=tmp_path
+    )
     assert code == 2, output
     assert said(output) == [
         "hvtrain: train.batch_size=5000 exceeds the 718 examples of a rank (1437 of digits over 2 ranks); "
@@ -65,7 +71,9 @@ def test_a_strategy_that_reduces_nothing_is_stopped(two_ranks):
 
 @pytest.mark.nightly
 def test_a_job_that_is_not_elastic_is_refused(two_ranks):
-    why = "strategy=elastic needs an elastic job and this one is not; start it with horovodrun --gloo"
+    why = (
+        "strategy=elastic needs an elastic job and this one is not; start it with horovodrun --gloo"
+    )
     assert all(why in error for error in errors(two_ranks, "elastic"))
 
 
@@ -75,7 +83,10 @@ def test_a_job_that_is_not_elastic_is_refused(two_ranks):
 )
 def test_an_exception_on_one_rank_comes_first_and_ends_all(launcher, rank, where, tmp_path):
     """In the user's own code, in the middle of the training. The other rank says in a line why it stopped."""
-    error, fails = "RuntimeError: a leaf fell off", f"+callbacks.a={{_target_: leaves.Fails, rank: {rank}, batch: 4}}"
+    error, fails = (
+        "RuntimeError: a leaf fell off",
+        f"+callbacks.a={{_target_: leaves.Fails, rank: {rank}, batch: 4}}",
+    )
     if where == "graph":
         fails = f"model.fail_on_rank={rank}"
     arguments = [*OWN, fails, f"run.dir={tmp_path / 'run'}", "train.epochs=50"]
@@ -87,9 +98,13 @@ def test_an_exception_on_one_rank_comes_first_and_ends_all(launcher, rank, where
     )
     lines = said(output)
     where = r"( \(\S+leaves/__init__.py, line \d+\))"
-    assert re.match(rf"hvtrain: rank {rank} on \S+ failed: {error}{where}; see its traceback above", lines[0]), output
+    assert re.match(
+        rf"hvtrain: rank {rank} on \S+ failed: {error}{where}; see its traceback above", lines[0]
+    ), output
     others = [line for line in lines if "stopped because" in line]
-    assert all(re.search(rf"because rank {rank} on \S+ failed: {error}", line) for line in others), output
+    assert all(
+        re.search(rf"because rank {rank} on \S+ failed: {error}", line) for line in others
+    ), output
     # Gloo's launcher is ours and speaks last; bare mpirun's is not, so that the other rank may.
     assert re.search(rf"rank {rank} (host|on) \S+?(:| failed:) {error}", lines[-1]), output
     assert no_ranks_left(tmp_path)
@@ -97,21 +112,45 @@ def test_an_exception_on_one_rank_comes_first_and_ends_all(launcher, rank, where
 
 def test_settings_of_another_launcher_are_told(tmp_path):
     """A rank that mpirun started, as it sees itself."""
-    gloo = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "OMPI_COMM_WORLD_SIZE": "2"}
+    gloo = {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "OMPI_COMM_WORLD_SIZE": "2",
+    }
     code, output = train(None, 1, *OWN, cwd=tmp_path, PYTHONPATH=OWN_PATH, **gloo)
     assert code == 2, output
-    assert "the launcher started 2 ranks but this one finds itself alone with HOROVOD_CONTROLLER=gloo" in output
+    assert (
+        "the launcher started 2 ranks but this one finds itself alone with HOROVOD_CONTROLLER=gloo"
+        in output
+    )
 
 
 @pytest.mark.parametrize(
     ("launcher", "num_ranks"),
-    [(None, 1), *(pytest.param(launcher, 2, marks=pytest.mark.nightly) for launcher in ("gloo", "mpi"))],
+    [
+        (None, 1),
+        *(pytest.param(launcher, 2, marks=pytest.mark.nightly) for launcher in ("gloo", "mpi")),
+    ],
 )
 def test_interrupted_by_the_user(launcher, num_ranks, tmp_path):
     """Ctrl-C in the terminal saves on all ranks, and says so; nothing of the run stays behind but its folder."""
     checkpoints = tmp_path / "run" / "checkpoints"
-    arguments = [*OWN, f"run.dir={tmp_path / 'run'}", "train.epochs=100000", "checkpoint.every_epochs=20"]
-    process = start(launcher, num_ranks, "python", "-m", "hvtrain", *arguments, cwd=tmp_path, PYTHONPATH=OWN_PATH)
+    arguments = [
+        *OWN,
+        f"run.dir={tmp_path / 'run'}",
+        "train.epochs=100000",
+        "checkpoint.every_epochs=20",
+    ]
+    process = start(
+        launcher,
+        num_ranks,
+        "python",
+        "-m",
+        "hvtrain",
+        *arguments,
+        cwd=tmp_path,
+        PYTHONPATH=OWN_PATH,
+    )
     deadline = time.monotonic() + 90
     while not list(checkpoints.glob("step-*")):
         assert time.monotonic() < deadline and process.poll() is None, finish(process, 5)
@@ -122,8 +161,12 @@ def test_interrupted_by_the_user(launcher, num_ranks, tmp_path):
     assert output.count("hvtrain: Ctrl-C: saving and stopping; press it again to end at once") == 1
     step = re.search(r"stopped by Ctrl-C after step ([\d,]+) of", output)[1].replace(",", "")
     assert max(checkpoints.glob("step-*")).name == f"step-{int(step):08d}"
-    epoch, done, whole = map(int, re.findall(r"Epoch (\d+)/100000: (\d+)/(\d+) steps, ", output)[-1])
-    assert (epoch - 1) * whole + done == int(step), "the last line counts what was done of the epoch"
+    epoch, done, whole = map(
+        int, re.findall(r"Epoch (\d+)/100000: (\d+)/(\d+) steps, ", output)[-1]
+    )
+    assert (epoch - 1) * whole + done == int(step), (
+        "the last line counts what was done of the epoch"
+    )
     deadline = time.monotonic() + 10
     while not no_ranks_left(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -138,7 +181,14 @@ def test_interrupted_by_the_user(launcher, num_ranks, tmp_path):
     ],
 )
 def test_a_signal_before_training_says_that_nothing_was_saved(number, code, message, tmp_path):
-    arguments = ["python", "-u", "-m", "hvtrain", f"run.dir={tmp_path / 'run'}", "train.epochs=100000"]
+    arguments = [
+        "python",
+        "-u",
+        "-m",
+        "hvtrain",
+        f"run.dir={tmp_path / 'run'}",
+        "train.epochs=100000",
+    ]
     process = start(None, 1, *arguments, cwd=tmp_path)
     first = process.stdout.readline()
     assert "loading TensorFlow" in first

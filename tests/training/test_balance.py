@@ -9,7 +9,14 @@ from launching import many_runs
 from run_folders import cut_off, distance, saved
 
 SLOW = ["model._target_=unlike.model", "+model.rank=1", "+model.seconds=0.002"]
-RUN = [*SLOW, "dataset=digits", "optimizer=momentum", "train.epochs=4", "checkpoint.keep=9", "train.balance=true"]
+RUN = [
+    *SLOW,
+    "dataset=digits",
+    "optimizer=momentum",
+    "train.epochs=4",
+    "checkpoint.keep=9",
+    "train.balance=true",
+]
 
 
 def test_the_last_rank_to_end_ends_as_early_as_possible():
@@ -39,8 +46,12 @@ def balanced(tmp_path_factory):
 def test_batches_follow_the_speed_from_the_second_epoch_on(balanced):
     folder, results, output = balanced
     record = results[0]["balanced"]["record"]
-    assert "rank 1 (" in output and "times as long for an example as the other (compute)" in output, output
-    after = json.loads((folder / "balanced" / "checkpoints" / "step-00000022" / "meta.json").read_text())
+    assert (
+        "rank 1 (" in output and "times as long for an example as the other (compute)" in output
+    ), output
+    after = json.loads(
+        (folder / "balanced" / "checkpoints" / "step-00000022" / "meta.json").read_text()
+    )
     fast, slow = after["batch_sizes"]
     assert fast + slow == record["global_batch"] == 64 and fast > 40
 
@@ -58,7 +69,8 @@ def test_the_weights_are_those_of_one_process(balanced, tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "obstacle"), [("deterministic", "train.deterministic=true"), ("local", "a strategy whose ranks")]
+    ("name", "obstacle"),
+    [("deterministic", "train.deterministic=true"), ("local", "a strategy whose ranks")],
 )
 def test_what_excludes_it_is_refused(balanced, name, obstacle):
     for rank in balanced[1]:

@@ -11,7 +11,7 @@ TOP3 = "+task.metrics.top3._target_=keras.metrics.SparseTopKCategoricalAccuracy"
 
 
 def config(*overrides):
-    return from_dict(compose(list(overrides))[0])
+    return from_dict(compose(list(overrides)))
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +20,27 @@ def meta():
 
 
 def test_what_may_change(meta):
-    changed = changed_since(meta, config("optimizer.learning_rate=0.5", "task.loss.from_logits=false", "run.dir=x"))
-    assert changed == {"optimizer.learning_rate": [0.001, 0.5], "task.loss.from_logits": [True, False]}
+    changed = changed_since(
+        meta, config("optimizer.learning_rate=0.5", "task.loss.from_logits=false", "run.dir=x")
+    )
+    assert changed == {
+        "optimizer.learning_rate": [0.001, 0.5],
+        "task.loss.from_logits": [True, False],
+    }
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("seed=2", "seed=2, but the run in this folder began with 1, which cannot change"),
-        ("optimizer=sgd", "optimizer._target_=keras.optimizers.SGD, but the run in this folder began with keras.optim"),
-        (TOP3, "task.metrics.top3._target_=keras.metrics.SparseTopKCategoricalAccuracy, but the run in this folder be"),
+        (
+            "optimizer=sgd",
+            "optimizer._target_=keras.optimizers.SGD, but the run in this folder began with keras.optim",
+        ),
+        (
+            TOP3,
+            "task.metrics.top3._target_=keras.metrics.SparseTopKCategoricalAccuracy, but the run in this folder be",
+        ),
     ],
 )
 def test_what_cannot_change(meta, override, message):

@@ -7,6 +7,9 @@ import keras
 import pytest
 import tensorflow as tf
 
+from hvtrain import runner
+from hvtrain.core.step_plan import Share, StepPlan
+from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.strategies.comm import Comm
 from hvtrain.strategies.horovod import ElasticStrategy
@@ -18,7 +21,11 @@ WORDS = ["model=mlp", "train.epochs=2", "train.deterministic=true"]
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "launcher", [pytest.param("mpi", marks=pytest.mark.nightly), pytest.param("gloo", marks=pytest.mark.release)]
+    "launcher",
+    [
+        pytest.param("mpi", marks=pytest.mark.nightly),
+        pytest.param("gloo", marks=pytest.mark.release),
+    ],
 )
 def test_settings_are_tried_kept_and_used_again(launcher, tmp_path):
     plain, tuned = tmp_path / "plain", tmp_path / "tuned"
@@ -29,7 +36,9 @@ def test_settings_are_tried_kept_and_used_again(launcher, tmp_path):
     cycles = {trial["cycle_ms"] for trial in kept["tried"]}
     assert {1.0, 0.1} <= cycles and kept["comm"]["cycle_ms"] in cycles
     losses = [json.loads((run / "result.json").read_text())["test_loss"] for run in (plain, tuned)]
-    assert losses[0] == losses[1], "the same bits, with seeds and weights as if nothing had been tried"
+    assert losses[0] == losses[1], (
+        "the same bits, with seeds and weights as if nothing had been tried"
+    )
     arguments = [*WORDS, "train.epochs=3", f"run.dir={tuned}", "comm.tune=true"]
     code, output = train(launcher, 2, *arguments, cwd=tmp_path)
     assert code == 0 and f"from {tuned}/comm.json" in output, output
@@ -48,11 +57,13 @@ def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monke
 
     monkeypatch.setattr(comm_tuning, "_search", search)
     applied = []
-    strategy = SimpleNamespace(comm=Comm(), restart=lambda variables, mib: applied.append((variables, mib)))
+    strategy = SimpleNamespace(
+        comm=Comm(), restart=lambda variables, mib: applied.append((variables, mib))
+    )
 
     def searches(width):
         before = len(searched)
-        comm_tuning.tune(strategy, tmp_path, None, lambda step: None, lambda: network(width))
+        comm_tuning.tune(strategy, tmp_path, None, lambda: None, lambda: network(width))
         assert applied.pop() == ({"HOROVOD_CYCLE_TIME": "0.2"}, 4.0)
         return len(searched) - before
 
@@ -62,17 +73,49 @@ def test_what_was_found_for_another_model_or_device_is_not_taken(tmp_path, monke
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpu])
     for name in ("NVIDIA A100", "NVIDIA H100"):
         details = {"device_name": name}
-        monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu, details=details: details)
+        monkeypatch.setattr(
+            tf.config.experimental, "get_device_details", lambda gpu, details=details: details
+        )
         assert [searches(3), searches(3)] == [1, 0], "another device"
     kept = json.loads((tmp_path / "comm.json").read_text())
     assert kept["devices"] == ["NVIDIA H100"] and kept["gradient_bytes"] == [48, 12, 24, 8]
-    (tmp_path / "comm.json").write_text(json.dumps({name: kept[name] for name in ("comm", "hosts")}))
+    (tmp_path / "comm.json").write_text(
+        json.dumps({name: kept[name] for name in ("comm", "hosts")})
+    )
     assert searches(3) == 1, "a file without its devices"
 
 
+def test_steps_of_the_first_epoch_are_timed(monkeypatch):
+    """Also of a run that goes on with another plan, after train.resize=scale."""
+    plan = StepPlan((Share(4, 4),), 8, 0.1, 1.0, shift=10)
+    run = SimpleNamespace(
+        config=SimpleNamespace(comm=SimpleNamespace(tune=True), strategy={}),
+        strategy=SimpleNamespace(comm=Comm()),
+        topology=Topology(0, 2),
+        folder=None,
+        source=None,
+        task=None,
+        plan=plan,
+        batches_from=plan.position,
+    )
+    opened = []
+
+    def tune(strategy, folder, bucket_mib, first_batches, build):
+        opened.append(first_batches())
+
+    monkeypatch.setattr(comm_tuning, "tune", tune)
+    monkeypatch.setattr(runner, "build_model", lambda *_: None)
+    runner.make_model(run)
+    assert opened == [(0, 0)]
+
+
 def test_what_it_does_not_go_with(monkeypatch):
-    with pytest.raises(ConfigError, match=r"strategy=elastic and comm\.tune=true exclude each other"):
+    with pytest.raises(
+        ConfigError, match=r"strategy=elastic and comm\.tune=true exclude each other"
+    ):
         ElasticStrategy().expect_restart()
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "4194304")
-    with pytest.raises(ConfigError, match=r"comm\.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other"):
+    with pytest.raises(
+        ConfigError, match=r"comm\.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other"
+    ):
         comm_tuning.default_settings(None)

@@ -28,7 +28,7 @@ class Gathers(Comm):
 
 def test_ranks_with_other_code_are_told(tmp_path, monkeypatch):
     """Each of two ranks has its own version of the user's package."""
-    config = from_dict(compose(["+callbacks.mine._target_=petals.Mine"])[0])
+    config = from_dict(compose(["+callbacks.mine._target_=petals.Mine"]))
     digests = []
     for version in ("0", "1"):
         package = tmp_path / version / "petals"
@@ -41,5 +41,7 @@ def test_ranks_with_other_code_are_told(tmp_path, monkeypatch):
     settings = config.flat
     monkeypatch.syspath_prepend(str(tmp_path / "0"))
     check_same_run(Gathers((settings, digests[0])), config)
-    with pytest.raises(RankError, match="rank 0 on s1 and rank 1 on s2 run different programs: code of petals is "):
+    with pytest.raises(
+        RankError, match="rank 0 on s1 and rank 1 on s2 run different programs: code of petals is "
+    ):
         check_same_run(Gathers((settings, digests[1])), config)

@@ -31,7 +31,9 @@ META = {"epoch": 1, "step_in_epoch": 0, "metrics": {}}
 def write(folder, step, size=1000):
     (folder / CONFIG_FILE).write_text("settings")
     (folder / HISTORY_FILE).write_text(f"rows up to {step}")
-    return writer.write(folder / "checkpoints", step, {"model/0000/a": np.full(size, step, np.float32)}, META)
+    return writer.write(
+        folder / "checkpoints", step, {"model/0000/a": np.full(size, step, np.float32)}, META
+    )
 
 
 def names(folder):
@@ -88,15 +90,24 @@ def test_the_receiver_gets_what_it_lacks_and_keeps_as_many(hosts, pair):
         write(first, step)
         writer.prune(first / "checkpoints", 2, step)
         pair.send()
-    assert names(second) == names(first) == ["step-00000004", "step-00000012", "step-00000016"], "4 is the best"
+    assert names(second) == names(first) == ["step-00000004", "step-00000012", "step-00000016"], (
+        "4 is the best"
+    )
     assert np.all(store.read(second / "checkpoints/step-00000016").arrays["model/0000/a"] == 16)
-    assert [(second / name).read_text() for name in (CONFIG_FILE, HISTORY_FILE)] == ["settings", "rows up to 16"]
+    assert [(second / name).read_text() for name in (CONFIG_FILE, HISTORY_FILE)] == [
+        "settings",
+        "rows up to 16",
+    ]
     write(first, 16, size=10)
     pair.send()
-    assert store.read(second / "checkpoints/step-00000016").arrays["model/0000/a"].size == 10, "another of that step"
+    assert store.read(second / "checkpoints/step-00000016").arrays["model/0000/a"].size == 10, (
+        "another of that step"
+    )
 
 
-def test_what_is_damaged_on_its_way_is_not_kept_and_the_next_one_tries_again(hosts, pair, monkeypatch, caplog):
+def test_what_is_damaged_on_its_way_is_not_kept_and_the_next_one_tries_again(
+    hosts, pair, monkeypatch, caplog
+):
     write(hosts[0], 4)
     with monkeypatch.context() as patched:
         patched.setattr(store, "digest_of", lambda path: "0" * 64)
@@ -112,7 +123,10 @@ def test_what_is_damaged_on_its_way_is_not_kept_and_the_next_one_tries_again(hos
 
 
 def test_a_full_disk_on_the_other_host_is_named(hosts, tmp_path, caplog):
-    with small_disk(tmp_path / "disk", "size=1m") as disk, connected(hosts[0], disk / "run") as sender:
+    with (
+        small_disk(tmp_path / "disk", "size=1m") as disk,
+        connected(hosts[0], disk / "run") as sender,
+    ):
         (disk / "filler").write_bytes(bytes(900_000))
         write(hosts[0], 4, size=1_000_000)
         sender.send()
@@ -126,12 +140,18 @@ def test_a_full_disk_on_the_other_host_is_named(hosts, tmp_path, caplog):
         assert names(disk / "run") == ["step-00000008"]
 
 
-def test_a_new_receiver_gets_what_there_is_and_a_known_one_what_it_lacks(hosts, tmp_path, monkeypatch):
+def test_a_new_receiver_gets_what_there_is_and_a_known_one_what_it_lacks(
+    hosts, tmp_path, monkeypatch
+):
     for step in (4, 8):
         write(hosts[0], step)
     sent = []
     send_one = copies.Sender._send_one
-    monkeypatch.setattr(copies.Sender, "_send_one", lambda self, path: sent.append(path.name) or send_one(self, path))
+    monkeypatch.setattr(
+        copies.Sender,
+        "_send_one",
+        lambda self, path: sent.append(path.name) or send_one(self, path),
+    )
     with connected(*hosts) as sender:
         sender.send()
     shutil.rmtree(hosts[1] / "checkpoints/step-00000004")
@@ -148,7 +168,9 @@ def test_strangers_are_not_connected(monkeypatch):
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     ends = [socket.create_connection(address) for _ in range(5)]
-    for end, line in zip(ends, (b"", token[:31], b"\x80\x04garbage" * 9, bytes(32), token + b"more")):
+    for end, line in zip(
+        ends, (b"", token[:31], b"\x80\x04garbage" * 9, bytes(32), token + b"more")
+    ):
         end.sendall(line)
         if len(line) < 32:
             end.shutdown(socket.SHUT_WR)
@@ -209,7 +231,9 @@ def test_where_there_is_no_other_disk_a_line_says_so(other, problem, tmp_path, m
         folder=tmp_path,
     )
     assert type(copies.begin_copies(run)) is copies.Copies
-    assert caplog.messages == [f"checkpoint.copies=1 has no effect: {problem.format(folder=tmp_path)}"]
+    assert caplog.messages == [
+        f"checkpoint.copies=1 has no effect: {problem.format(folder=tmp_path)}"
+    ]
     run.config.checkpoint = replace(run.config.checkpoint, copies=0)
     assert type(copies.begin_copies(run)) is copies.Copies and len(caplog.messages) == 1
 
@@ -243,7 +267,14 @@ def on_own_disks(tmp_path, hosts, runs, timeout=90):
     variables = {"DISKS": f"{tmp_path}/disks", "RUN": f"{tmp_path}/run", "HOSTS": ",".join(hosts)}
     through = [str(WORKERS / "own_disk")]
     return many_runs(
-        "mpirun", len(hosts), runs, tmp_path, through, timeout, PYTHONPATH=f"{ROOT}:{tmp_path}", **variables
+        "mpirun",
+        len(hosts),
+        runs,
+        tmp_path,
+        through,
+        timeout,
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        **variables,
     )
 
 
@@ -261,7 +292,10 @@ def test_a_run_goes_on_where_rank_0s_disk_is_lost(tmp_path):
             f"run.dir={folder}",
         ]
         lose = ["+callbacks.lose._target_=lose_disk.LoseDisk", f"+callbacks.lose.folder={folder}"]
-        runs |= {name: [*settings, *lose, "train.epochs=3"], f"{name}/again": [*settings, "train.epochs=4"]}
+        runs |= {
+            name: [*settings, *lose, "train.epochs=3"],
+            f"{name}/again": [*settings, "train.epochs=4"],
+        }
     results, output = on_own_disks(tmp_path, ["s1", "s2"], runs)
     assert all("record" in result for rank in results for result in rank.values()), output
 
@@ -273,7 +307,9 @@ def test_a_run_goes_on_where_rank_0s_disk_is_lost(tmp_path):
     # s1 has what it was sent, and s2 what s1 wrote before and after its loss.
     assert names(of_s1 / "copied-before") == ["step-00000015", "step-00000018"]
     assert names(of_s1 / "copied") == names(of_s2 / "copied") == ["step-00000021", "step-00000024"]
-    histories = [(of_s1 / name / HISTORY_FILE).read_text().splitlines() for name in ("copied", "alone")]
+    histories = [
+        (of_s1 / name / HISTORY_FILE).read_text().splitlines() for name in ("copied", "alone")
+    ]
     rows = [[line.split(",")[:3] for line in history] for history in histories]
     assert rows[0] == rows[1] and len(rows[0]) == 5
     ends = [
@@ -294,7 +330,13 @@ def test_a_run_goes_on_where_rank_0s_host_is_lost_and_then_its_successor():
 
         def launch(hosts, run, *own):
             command = [PYTHON, "-m", "hvtrain", "launch", "--gloo", "-np", str(len(hosts)), "-H"]
-            command += [",".join(f"{host}:1" for host in hosts), "--max-restarts", "3", "--min-np", "1"]
+            command += [
+                ",".join(f"{host}:1" for host in hosts),
+                "--max-restarts",
+                "3",
+                "--min-np",
+                "1",
+            ]
             command += ["--", *settings, *own, f"run.dir={lab.home / run}"]
             return started(lab, command, "s3")
 
@@ -309,9 +351,15 @@ def test_a_run_goes_on_where_rank_0s_host_is_lost_and_then_its_successor():
             step = lost[-1] + 200
         output = finish(launched)
         assert launched.returncode == 0, output
-        resumed = [int(number) for number in re.findall(r"^resumed +step-(\d+): ", output, re.MULTILINE)]
+        resumed = [
+            int(number) for number in re.findall(r"^resumed +step-(\d+): ", output, re.MULTILINE)
+        ]
         assert len(resumed) == 2, output
-        assert all(0 <= newest - taken <= 50 for newest, taken in zip(lost, resumed)), (lost, resumed, output)
+        assert all(0 <= newest - taken <= 50 for newest, taken in zip(lost, resumed)), (
+            lost,
+            resumed,
+            output,
+        )
 
         # Resumed from the same checkpoint, without copies and losses, one rank ends with the same bits.
         reference = lab.of("s3") / "reference" / "checkpoints"
@@ -320,7 +368,12 @@ def test_a_run_goes_on_where_rank_0s_host_is_lost_and_then_its_successor():
         alone = launch(["s3"], "reference")
         output = finish(alone)
         assert alone.returncode == 0, output
-        paths = [store.list_checkpoints(lab.of("s3") / run / "checkpoints")[-1] for run in ("run", "reference")]
+        paths = [
+            store.list_checkpoints(lab.of("s3") / run / "checkpoints")[-1]
+            for run in ("run", "reference")
+        ]
         ends = [store.read(path) for path in paths]
         assert ends[0].step == ends[1].step and ends[0].arrays.keys() == ends[1].arrays.keys()
-        assert all(np.array_equal(ends[0].arrays[key], array) for key, array in ends[1].arrays.items())
+        assert all(
+            np.array_equal(ends[0].arrays[key], array) for key, array in ends[1].arrays.items()
+        )

@@ -20,7 +20,12 @@ RUNS = {
     "not learned/again": ["data.one_batch=true", "train.steps=4"],
     "inputs": ["debug=nan", "dataset.spoiled_on_rank=1"],
     "fine": ["debug=nan", "train.steps=4"],
-    "fast": ["debug=fast", "dataset.num_validation=40", "train.evaluation_batch_size=8", "run.report=true"],
+    "fast": [
+        "debug=fast",
+        "dataset.num_validation=40",
+        "train.evaluation_batch_size=8",
+        "run.report=true",
+    ],
     "learned": [
         "debug=overfit",
         "train.steps=100",
@@ -29,7 +34,12 @@ RUNS = {
         "callbacks=early_stopping",
     ],
     "output": ["debug=nan", "model.nan_on_rank=1"],
-    "uneven": ["debug=overfit", "train.steps=150", "optimizer.learning_rate=0.01", "train.batch_size=[24,8]"],
+    "uneven": [
+        "debug=overfit",
+        "train.steps=150",
+        "optimizer.learning_rate=0.01",
+        "train.batch_size=[24,8]",
+    ],
     "gradient": ["debug=nan", "model.root_on_rank=1"],
     "loss": ["debug=nan", "model.loss_on_rank=1"],
     "profile": ["debug=profile"],
@@ -51,7 +61,12 @@ def ranks(folder):
 
 def lines(folder, name):
     """What the run of that name printed."""
-    return (folder / "output.txt").read_text().partition(f"{folder / name}\n")[2].partition(f"\n{name}: ")[0]
+    return (
+        (folder / "output.txt")
+        .read_text()
+        .partition(f"{folder / name}\n")[2]
+        .partition(f"\n{name}: ")[0]
+    )
 
 
 @nightly
@@ -65,7 +80,10 @@ def test_fast_goes_through_all_parts_of_a_run(ranks, folder):
     assert (result["metrics"]["test_accuracy"] * 32) % 1 == pytest.approx(0)
     assert len((folder / "fast/history.csv").read_text().splitlines()) == 2
     assert "val_loss" in (folder / "fast/history.csv").read_text()
-    assert "at most 2 batches of a rank (train.evaluation_steps)" in (folder / "output.txt").read_text()
+    assert (
+        "at most 2 batches of a rank (train.evaluation_steps)"
+        in (folder / "output.txt").read_text()
+    )
 
 
 @nightly
@@ -83,7 +101,9 @@ def test_overfit_says_that_one_batch_is_learned(ranks, folder, name, size):
 @pytest.mark.distributed
 def test_overfit_fails_if_it_is_not(ranks):
     message = error(ranks, "not learned")
-    assert message.startswith("TrainingError: one batch of 64 examples was not memorized in 2 steps: ")
+    assert message.startswith(
+        "TrainingError: one batch of 64 examples was not memorized in 2 steps: "
+    )
     assert message.endswith("learning rate, or give more train.steps") and "\n" not in message
 
 
@@ -91,7 +111,10 @@ def test_overfit_fails_if_it_is_not(ranks):
 @pytest.mark.distributed
 def test_a_run_that_resumes_is_not_judged(ranks, folder):
     assert record(ranks, "not learned/again")["first_step"] == 2
-    assert "one batch was memorized is not judged, since the run resumed" in (folder / "output.txt").read_text()
+    assert (
+        "one batch was memorized is not judged, since the run resumed"
+        in (folder / "output.txt").read_text()
+    )
 
 
 @nightly
@@ -134,5 +157,7 @@ def test_profile_names_its_files(ranks, folder):
 
 def test_nan_needs_steps_that_a_rank_can_repeat_by_itself():
     run = SimpleNamespace(strategy=MirroredStrategy())
-    with pytest.raises(ConfigError, match=r"guard.layers=true repeats .* choose strategy=horovod, elastic or"):
+    with pytest.raises(
+        ConfigError, match=r"guard.layers=true repeats .* choose strategy=horovod, elastic or"
+    ):
         LayerSearch(RunContext(run, None, None, None, RunReport([], {})))

@@ -13,7 +13,6 @@ import pytest
 from hvtrain.checkpoint import store, writer
 from hvtrain.checkpoint.store import Checkpoint
 from hvtrain.core import checkpoint_notes as notes
-from hvtrain.core.files import write_json
 from hvtrain.core.run_files import (
     STARTS_FILE,
     EpochRecord,
@@ -26,6 +25,7 @@ from hvtrain.core.run_files import (
 from hvtrain.core.topology import Topology
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
+from hvtrain.system.files import write_json
 from hvtrain.system.run_lock import RunLock
 from hvtrain.training.find_checkpoint import find_checkpoint
 from hvtrain.training.resume import send_arrays
@@ -106,33 +106,45 @@ def find_on(tmp_path, hosts, run_states=None, resume="auto", on_all_ranks=False,
     def action(comm):
         folder = tmp_path / comm.topology.host
         folder.mkdir(exist_ok=True)
-        return find_checkpoint(folder, comm, run_states[comm.topology.rank], resume, on_all_ranks, copies)
+        return find_checkpoint(
+            folder, comm, run_states[comm.topology.rank], resume, on_all_ranks, copies
+        )
 
     return on_ranks(hosts, action)
 
 
 def in_memory(step, run_id=OURS):
     meta = {**META, "run_id": run_id, "step": step}
-    return RunState(0.0, checkpoint=Checkpoint(Path(f"step-{step:08d}"), step, meta, ARRAYS), run_id=run_id)
+    return RunState(
+        0.0, checkpoint=Checkpoint(Path(f"step-{step:08d}"), step, meta, ARRAYS), run_id=run_id
+    )
 
 
 def assert_equal(ours, expected):
     assert sorted(ours) == sorted(expected)
     for name in expected:
-        assert ours[name].dtype == expected[name].dtype and np.array_equal(ours[name], expected[name])
+        assert ours[name].dtype == expected[name].dtype and np.array_equal(
+            ours[name], expected[name]
+        )
 
 
 def the_error(errors):
     """The one error of all ranks, whose folders are called RUN here, as they are one path in a real run."""
     assert all(isinstance(error, Exception) for error in errors), errors
-    (error,) = {re.sub(r"/\S*/s\d\b", "RUN", f"{type(error).__name__}: {error}") for error in errors}
+    (error,) = {
+        re.sub(r"/\S*/s\d\b", "RUN", f"{type(error).__name__}: {error}") for error in errors
+    }
     return error.partition(": ")[2]
 
 
 def test_what_is_in_memory_is_taken_unless_the_disk_is_newer(tmp_path):
     assert find_checkpoint(tmp_path, Comm(), RunState(0.0)) is None
     assert find_checkpoint(tmp_path, Comm(), in_memory(24)).name == "step-00000024 in memory"
-    for step, name in ((20, "step-00000024 in memory"), (24, "step-00000024 in memory"), (28, "step-00000028")):
+    for step, name in (
+        (20, "step-00000024 in memory"),
+        (24, "step-00000024 in memory"),
+        (28, "step-00000028"),
+    ):
         write(tmp_path, step)
         saved = find_checkpoint(tmp_path, Comm(), in_memory(24))
         assert saved.name == name
@@ -160,22 +172,29 @@ def test_the_newest_of_all_hosts_travels_to_rank_0(tmp_path):
     run_states = [RunState(0.0) for _ in range(3)]
     first, second, third = find_on(tmp_path, ["s1", "s2", "s3"], run_states)
     assert {saved.name for saved in (first, second, third)} == {"step-00000016 on s2"}
-    assert_equal(first.checkpoint.arrays, store.read(tmp_path / "s2" / "checkpoints" / "step-00000016").arrays)
+    assert_equal(
+        first.checkpoint.arrays,
+        store.read(tmp_path / "s2" / "checkpoints" / "step-00000016").arrays,
+    )
     assert first.checkpoint.meta == first.meta == third.meta and first.checkpoint.step == 16
     assert second.checkpoint is None and third.checkpoint is None
     assert {run_state.run_id for run_state in run_states} == {OURS}
     assert [row.step for row in read_history(tmp_path / "s1")] == [10]
-    assert read_rank_seconds(tmp_path / "s1") == {1: [0.5, 0.25]} and read_starts(tmp_path / "s1") == [
-        {"first_step": 0}
-    ]
+    assert read_rank_seconds(tmp_path / "s1") == {1: [0.5, 0.25]} and read_starts(
+        tmp_path / "s1"
+    ) == [{"first_step": 0}]
     best = {"step": 16, "metric": "loss", "value": 0.5, "host": "s2"}
     assert writer.read_best(tmp_path / "s1" / "checkpoints") == best
     assert not (tmp_path / "s3" / "checkpoints").exists()
     written = [notes.read(tmp_path / host) for host in ("s1", "s2", "s3")]
     assert written == [notes.Note(16, "s2", OURS), None, notes.Note(16, "s2", OURS)]
     message = "step-00000016 of this run is on host s2, which has no rank now, and the newest on s1 is step-00000008"
-    assert message in the_error(find_on(tmp_path, ["s1"])), "killed before it has written one of its own"
-    assert resume_advice(tmp_path / "s1").endswith(" to resume from step-00000016 on s2, or a newer one")
+    assert message in the_error(find_on(tmp_path, ["s1"])), (
+        "killed before it has written one of its own"
+    )
+    assert resume_advice(tmp_path / "s1").endswith(
+        " to resume from step-00000016 on s2, or a newer one"
+    )
     assert [saved.step for saved in find_on(tmp_path, ["s1"], resume="available")] == [8]
     assert [saved.step for saved in find_on(tmp_path, ["s1"])] == [8], "that has been decided"
 
@@ -185,16 +204,24 @@ def test_a_best_checkpoint_that_comes_home(tmp_path):
     write(tmp_path / "s2", 16)
     writer.mark_best(tmp_path / "s2" / "checkpoints", 8, "loss", 0.5, host="s1")
     find_on(tmp_path, ["s1", "s2"])
-    assert writer.read_best(tmp_path / "s1" / "checkpoints") == {"step": 8, "metric": "loss", "value": 0.5}
+    assert writer.read_best(tmp_path / "s1" / "checkpoints") == {
+        "step": 8,
+        "metric": "loss",
+        "value": 0.5,
+    }
 
 
-def test_a_damaged_one_is_named_with_its_host_and_the_next_is_taken_wherever_it_lies(tmp_path, caplog):
+def test_a_damaged_one_is_named_with_its_host_and_the_next_is_taken_wherever_it_lies(
+    tmp_path, caplog
+):
     write(tmp_path / "s1", 8)
     for step in (12, 16):
         (write(tmp_path / "s2", step) / "state.safetensors").write_bytes(b"")
     saved = find_on(tmp_path, ["s1", "s2"])
     assert [item.name for item in saved] == ["step-00000008"] * 2
-    assert [re.sub("damaged: .* lists .*\\.\\.\\. ", "damaged: ... ", line) for line in caplog.messages] == [
+    assert [
+        re.sub("damaged: .* lists .*\\.\\.\\. ", "damaged: ... ", line) for line in caplog.messages
+    ] == [
         f"host s2: checkpoint step-000000{step} is damaged: ... (kept as damaged-step-000000{step}); "
         f"step-00000008 is taken, {step - 8} steps are lost"
         for step in (16, 12)
@@ -213,7 +240,10 @@ def test_all_are_damaged(tmp_path):
 def test_what_cannot_be_read_is_said_with_its_host(tmp_path):
     (tmp_path / "s2").mkdir()
     (tmp_path / "s2" / "checkpoints").symlink_to(tmp_path)
-    assert "rank 1 on s2: " in (message := the_error(find_on(tmp_path, ["s1", "s2"]))) and "symbolic link" in message
+    assert (
+        "rank 1 on s2: " in (message := the_error(find_on(tmp_path, ["s1", "s2"])))
+        and "symbolic link" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,7 +268,10 @@ def test_a_shared_disk_is_read_by_rank_0_alone(tmp_path, monkeypatch):
     run_states = [RunState(0.0), RunState(0.0)]
     with RunLock() as lock:
         lock.take(tmp_path)
-        saved = on_ranks(["s1", "s2"], lambda comm: find_checkpoint(tmp_path, comm, run_states[comm.topology.rank]))
+        saved = on_ranks(
+            ["s1", "s2"],
+            lambda comm: find_checkpoint(tmp_path, comm, run_states[comm.topology.rank]),
+        )
         assert [item.name for item in saved] == ["step-00000008"] * 2
         assert len(readers) == 1
         for run_state in run_states:
@@ -249,7 +282,9 @@ def test_a_shared_disk_is_read_by_rank_0_alone(tmp_path, monkeypatch):
 def test_a_run_begins_with_one_identifier_on_all_ranks(tmp_path):
     run_states = [RunState(0.0) for _ in range(3)]
     assert find_on(tmp_path, ["s1", "s2", "s2"], run_states) == [None] * 3
-    assert len({run_state.run_id for run_state in run_states}) == 1 and notes.checked_run_id(run_states[0].run_id)
+    assert len({run_state.run_id for run_state in run_states}) == 1 and notes.checked_run_id(
+        run_states[0].run_id
+    )
     for run_state in run_states:
         run_state.note_keeper.note(0)
     written = [notes.read(tmp_path / host) for host in ("s1", "s2")]
@@ -263,24 +298,36 @@ def note(folder, step, host, run_id=OURS):
 
 @pytest.mark.parametrize(
     ("step", "advice"),
-    [(0, "this run's first checkpoints are on host s1, "), (28, "checkpoint step-00000028 of this run is on host")],
+    [
+        (0, "this run's first checkpoints are on host s1, "),
+        (28, "checkpoint step-00000028 of this run is on host"),
+    ],
 )
 def test_nothing_is_begun_anew_where_another_host_has_checkpoints(tmp_path, step, advice):
     note(tmp_path / "s2", step, "s1")
     message = the_error(find_on(tmp_path, ["s3", "s2"]))
     assert message.startswith(advice)
-    assert "which has no rank now, and there is none on s3, s2; start with that host too, copy " in message
+    assert (
+        "which has no rank now, and there is none on s3, s2; start with that host too, copy "
+        in message
+    )
     assert message.endswith("or continue without it with resume=available")
     assert find_on(tmp_path, ["s3", "s2"], resume="available") == [None, None]
-    assert find_on(tmp_path, ["s1", "s2"]) == [None, None], "that host has lost them; there is nothing to wait for"
+    assert find_on(tmp_path, ["s1", "s2"]) == [None, None], (
+        "that host has lost them; there is nothing to wait for"
+    )
 
 
 def test_a_stale_checkpoint_is_not_gone_on_from(tmp_path):
     write(tmp_path / "s2", 8)
     note(tmp_path / "s3", 28, "s1")
-    assert "and the newest on s2, s3 is step-00000008; " in the_error(find_on(tmp_path, ["s2", "s3"]))
+    assert "and the newest on s2, s3 is step-00000008; " in the_error(
+        find_on(tmp_path, ["s2", "s3"])
+    )
     note(tmp_path / "s3", 28, "s1", OTHER)
-    assert [saved.step for saved in find_on(tmp_path, ["s2", "s3"])] == [8, 8], "that was another run's"
+    assert [saved.step for saved in find_on(tmp_path, ["s2", "s3"])] == [8, 8], (
+        "that was another run's"
+    )
     write(tmp_path / "s2", 32)
     note(tmp_path / "s3", 28, "s1")
     assert [saved.step for saved in find_on(tmp_path, ["s2", "s3"])] == [32, 32]
@@ -300,10 +347,15 @@ def test_with_copies_a_host_that_is_left_has_one_that_is_new_enough(tmp_path, mo
     assert "step-00000032 of this run is on host s1" in the_error(find_on(tmp_path, ["s2", "s3"]))
     saved = find_on(tmp_path, ["s3", "s2"], copies=1)
     assert [item.name for item in saved] == ["step-00000028 on s2"] * 2
-    sums = [(tmp_path / host / "checkpoints/step-00000028/SHA256SUMS").read_text() for host in ("s2", "s3")]
+    sums = [
+        (tmp_path / host / "checkpoints/step-00000028/SHA256SUMS").read_text()
+        for host in ("s2", "s3")
+    ]
     assert sums[0] == sums[1], "rank 0 keeps what it was sent"
     note(tmp_path / "s2", 32, "s1")
-    assert "step-00000032 of this run is on host s1" in the_error(find_on(tmp_path, ["s2"], copies=1))
+    assert "step-00000032 of this run is on host s1" in the_error(
+        find_on(tmp_path, ["s2"], copies=1)
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"step": 1}', '{"step": true, "host": "s1", "run_id": "0"}',
@@ -340,14 +392,18 @@ def test_a_new_chief_that_holds_nothing_gets_what_another_rank_holds(tmp_path):
         assert_equal(run_state.checkpoint.arrays, ARRAYS)
     write(tmp_path / "s3", 28)
     saved = find_on(tmp_path, ["s1", "s2", "s3"], run_states, on_all_ranks=True)
-    assert [item.name for item in saved] == ["step-00000024 in memory"] * 3, "99 stands before it on that disk"
+    assert [item.name for item in saved] == ["step-00000024 in memory"] * 3, (
+        "99 stands before it on that disk"
+    )
 
 
 def test_a_damaged_checkpoint_of_an_unknown_run_keeps_a_run_from_beginning_anew(tmp_path):
     """One that knows its run: its ranks have changed, and what it had saved may be what is damaged."""
     (write(tmp_path / "s1", 8) / "meta.json").write_bytes(b"")
     run_states = [RunState(0.0, run_id=OURS)]
-    assert "checkpoint step-00000008 is damaged: " in the_error(find_on(tmp_path, ["s1"], run_states))
+    assert "checkpoint step-00000008 is damaged: " in the_error(
+        find_on(tmp_path, ["s1"], run_states)
+    )
     write(tmp_path / "s1", 8)
     for _ in range(2):
         assert [saved.step for saved in find_on(tmp_path, ["s1"], run_states)] == [8]
@@ -365,7 +421,13 @@ def test_a_newer_checkpoint_on_any_disk_is_better_than_what_is_in_memory(tmp_pat
 def test_arrays_arrive_as_they_left(message_bytes):
     def action(comm):
         rank = comm.topology.rank
-        return send_arrays(ARRAYS if rank == 1 else None, 1, comm, is_receiver=rank != 2, message_bytes=message_bytes)
+        return send_arrays(
+            ARRAYS if rank == 1 else None,
+            1,
+            comm,
+            is_receiver=rank != 2,
+            message_bytes=message_bytes,
+        )
 
     first, _, third = on_ranks(["s1", "s2", "s3"], action)
     assert_equal(first, ARRAYS)

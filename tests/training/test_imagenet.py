@@ -13,9 +13,9 @@ from PIL import Image
 
 from hvtrain.config.compose import compose
 from hvtrain.config.instantiate import build
+from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import from_dict
 from hvtrain.core.schedule import Schedule
-from hvtrain.core.step_plan import make_plan
 from hvtrain.core.topology import Topology
 from hvtrain.data import StreamRequest
 from hvtrain.data.sources.image_folder import ImageFolder
@@ -76,12 +76,18 @@ PAPER = [(8, 5004, 0.1, 0.1), (64, 625, 0.1, 0.8), (256, 156, 0.1, 3.2)]
 @pytest.mark.parametrize(("ranks", "epoch", "first", "peak"), PAPER)
 @pytest.mark.parametrize("name", ["imagenet_resnet50", "imagenet_resnet50_fast"])
 def test_steps_and_rates_are_those_of_the_paper(name, ranks, epoch, first, peak):
-    config = from_dict(compose([f"experiment={name}", "dataset.dir=imagenet", "train.batch_size=32"])[0])
+    config = from_dict(
+        compose([f"experiment={name}", "dataset.dir=imagenet", "train.batch_size=32"])
+    )
     rate = config.optimizer["learning_rate"] if name == "imagenet_resnet50" else 0.0125
     shards = [len(Topology(rank, ranks).share(TRAINING_IMAGES)) for rank in range(ranks)]
     plan = make_plan(config.train, rate, shards, "imagenet")
     assert (plan.global_batch, plan.steps_per_epoch, plan.num_epochs) == (32 * ranks, epoch, 90)
-    assert plan.peak_learning_rate == pytest.approx(peak) == pytest.approx(0.1 * plan.global_batch / 256)
+    assert (
+        plan.peak_learning_rate
+        == pytest.approx(peak)
+        == pytest.approx(0.1 * plan.global_batch / 256)
+    )
     schedule = build(
         config,
         "schedule",
@@ -96,15 +102,21 @@ def test_steps_and_rates_are_those_of_the_paper(name, ranks, epoch, first, peak)
     assert schedule(1) - schedule(0) == pytest.approx((peak - first) / (5 * epoch))
     assert schedule(5 * epoch) == pytest.approx(peak)
     if name == "imagenet_resnet50":
-        at = {step: schedule(step) / peak for fall in (30, 60, 80) for step in (fall * epoch - 1, fall * epoch)}
+        at = {
+            step: schedule(step) / peak
+            for fall in (30, 60, 80)
+            for step in (fall * epoch - 1, fall * epoch)
+        }
         assert list(at.values()) == pytest.approx([1, 0.1, 0.1, 0.01, 0.01, 0.001])
         assert schedule(90 * epoch - 1) == pytest.approx(peak / 1000)
     else:
-        assert schedule(round(47.5 * epoch)) == pytest.approx(peak / 2, rel=1e-2), "half of the cosine"
+        assert schedule(round(47.5 * epoch)) == pytest.approx(peak / 2, rel=1e-2), (
+            "half of the cosine"
+        )
 
 
 def test_the_fast_recipe_has_the_same_rate_for_the_same_global_batch():
-    config = from_dict(compose(["experiment=imagenet_resnet50_fast", "dataset.dir=imagenet"])[0])
+    config = from_dict(compose(["experiment=imagenet_resnet50_fast", "dataset.dir=imagenet"]))
     assert config.optimizer["learning_rate"] / config.train.batch_size == pytest.approx(0.1 / 256)
 
 
@@ -118,9 +130,13 @@ def challenge(tmp_path_factory):
     # Of the development kit, whose numbers are not in the order of the names.
     numbers = [SYNSETS.index(synset) + 1 for synset in synsets]
     entries = {"WNID": SYNSETS, "ILSVRC2012_ID": range(1, 21), "gloss": ["some words"] * 20}
-    rows = np.array(list(zip(*entries.values())), [("WNID", "O"), ("ILSVRC2012_ID", "O"), ("gloss", "O")])
+    rows = np.array(
+        list(zip(*entries.values())), [("WNID", "O"), ("ILSVRC2012_ID", "O"), ("gloss", "O")]
+    )
     scipy.io.savemat(folder / "meta.mat", {"synsets": rows})
-    kaggle = [f"{name.removesuffix('.JPEG')},{synset} 10 20 30 40" for name, synset in zip(names, synsets)]
+    kaggle = [
+        f"{name.removesuffix('.JPEG')},{synset} 10 20 30 40" for name, synset in zip(names, synsets)
+    ]
     in_order = sorted(SYNSETS)
     texts = {
         "synset_labels.txt": synsets,
@@ -147,7 +163,10 @@ def test_a_flat_validation_gets_its_classes_from_a_file(challenge, labels, numbe
     folder, synsets = challenge
     monkeypatch.chdir(folder)
     exec(files(PAGES["imagenet"])["number_synsets.py"])  # Writes numbers.txt.
-    settings = {"labels": str(folder / labels), "class_numbers": str(folder / numbers) if numbers else None}
+    settings = {
+        "labels": str(folder / labels),
+        "class_numbers": str(folder / numbers) if numbers else None,
+    }
     source = ImageFolder(str(folder), (SIDE, SIDE, 3), **settings)
     assert source.class_names == sorted(SYNSETS)
     assert [source.class_names[label] for label in source.whole_targets()["validation"]] == synsets
@@ -162,16 +181,25 @@ def test_a_flat_validation_without_its_classes_is_refused(challenge, tmp_path):
         with pytest.raises(DataError, match=message):
             ImageFolder(str(folder), (SIDE, SIDE, 3), labels=labels)
 
-    refused(None, r"validation holds no class folders; files are needed as .*in a file, dataset.labels \(docs/imagenet")
+    refused(
+        None,
+        r"validation holds no class folders; files are needed as .*in a file, dataset.labels \(docs/imagenet",
+    )
     truth = folder / "ILSVRC2012_validation_ground_truth.txt"
     refused(
-        str(truth), r"gives 30 images no class that train/ has: ILSVRC2012_val_00000001.JPEG \(\d+\), .*class_numbers"
+        str(truth),
+        r"gives 30 images no class that train/ has: ILSVRC2012_val_00000001.JPEG \(\d+\), .*class_numbers",
     )
     short = tmp_path / "short.txt"
     short.write_text("n1\n")
-    refused(str(short), "short.txt has 1 lines for 30 images; give one each, or lines of FILE CLASS")
+    refused(
+        str(short), "short.txt has 1 lines for 30 images; give one each, or lines of FILE CLASS"
+    )
     short.write_text(f"ILSVRC2012_val_00000001.JPEG {SYNSETS[0]}\n")
-    refused(str(short), r"gives 29 images no class that train/ has: ILSVRC2012_val_00000002.JPEG \(none\)")
+    refused(
+        str(short),
+        r"gives 29 images no class that train/ has: ILSVRC2012_val_00000002.JPEG \(none\)",
+    )
 
 
 def example(image, label):
@@ -185,7 +213,9 @@ def example(image, label):
 
 
 def labels_of(source, count):
-    images, labels = next(source.training(StreamRequest(Topology(), count, 1, 0, 1)).as_numpy_iterator())
+    images, labels = next(
+        source.training(StreamRequest(Topology(), count, 1, 0, 1)).as_numpy_iterator()
+    )
     assert images.shape == (count, SIDE, SIDE, 3)
     return sorted(labels.tolist())
 
@@ -206,7 +236,10 @@ def test_records_of_tensorflow_with_labels_from_1(tmp_path):
     with pytest.raises(tf.errors.OpError) as caught:
         labels_of(source, 20)
     message = str(source.explain(caught.value))
-    assert "label 20 is outside 0 ... 19; if labels begin at 1, set dataset.first_label to that; " in message
+    assert (
+        "label 20 is outside 0 ... 19; if labels begin at 1, set dataset.first_label to that; "
+        in message
+    )
 
 
 def test_parquet_of_hugging_face(tmp_path):
@@ -224,7 +257,9 @@ def test_the_recipe_learns_a_made_imagenet_on_two_ranks(tmp_path):
     data = tmp_path / "data"
     write_split(data / "train", 1000, 0)
     write_split(data / "test", 200, 2)
-    (tmp_path / "labels.txt").write_text("\n".join(write_split(data / "validation", 100, 1, flat=True)))
+    (tmp_path / "labels.txt").write_text(
+        "\n".join(write_split(data / "validation", 100, 1, flat=True))
+    )
     # Smaller, and shorter; the crops, the decay and the kind of warm-up and steps stay the recipe's.
     settings = [
         "experiment=imagenet_resnet50",

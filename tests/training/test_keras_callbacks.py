@@ -10,7 +10,11 @@ from tiers import with_nightly
 # Settings of each.
 WORK = {
     "ModelCheckpoint": ["filepath='${run.dir}/{epoch:d}.keras'"],
-    "ModelCheckpoint steps": ["filepath='${run.dir}/{batch:d}.weights.h5'", "save_weights_only=true", "save_freq=3"],
+    "ModelCheckpoint steps": [
+        "filepath='${run.dir}/{batch:d}.weights.h5'",
+        "save_weights_only=true",
+        "save_freq=3",
+    ],
     "CSVLogger": ["filename=${run.dir}/log.csv"],
     "EarlyStopping": ["monitor=loss", "patience=0", "min_delta=100"],
     "EarlyStopping validation": ["monitor=val_loss", "patience=0", "min_delta=100"],
@@ -25,11 +29,20 @@ NIGHTLY_WORK = {
     "History": [],
 }
 REFUSED = {
-    "BackupAndRestore": (["backup_dir=${run.dir}/backup"], "leave it out, since a run saves and resumes by itself"),
-    "SwapEMAWeights": ([], "leave it out and set train.ema=0.999, whose averages are validated and saved"),
+    "BackupAndRestore": (
+        ["backup_dir=${run.dir}/backup"],
+        "leave it out, since a run saves and resumes by itself",
+    ),
+    "SwapEMAWeights": (
+        [],
+        "leave it out and set train.ema=0.999, whose averages are validated and saved",
+    ),
     "OrbaxCheckpoint": (["directory=${run.dir}/orbax"], "use keras.callbacks.ModelCheckpoint"),
     "TensorBoard": ([], "needs the package tensorboard, which is missing; pip install tensorboard"),
-    "ModelCheckpoint best": (["filepath=${run.dir}/best.keras", "save_best_only=true"], "++callbacks.own.monitor=loss"),
+    "ModelCheckpoint best": (
+        ["filepath=${run.dir}/best.keras", "save_best_only=true"],
+        "++callbacks.own.monitor=loss",
+    ),
 }
 # Whatever changes what Keras saves of a model: weights of unlike batches, a loss scale, a distributed optimizer.
 SAVED = {
@@ -65,8 +78,16 @@ def ran(request, folder):
     for name, own in settings.items():
         kind = "ModelCheckpoint" if name in SAVED else name.partition(" ")[0]
         arguments = [f"_target_=keras.callbacks.{kind}", *own]
-        runs[name] = [*(f"+callbacks.own.{setting}" for setting in arguments), "train.epochs=3", *SAVED.get(name, [])]
-    runs["EarlyStopping validation"] += ["train.epochs=9", "dataset.num_validation=16", "train.validate_every_epochs=2"]
+        runs[name] = [
+            *(f"+callbacks.own.{setting}" for setting in arguments),
+            "train.epochs=3",
+            *SAVED.get(name, []),
+        ]
+    runs["EarlyStopping validation"] += [
+        "train.epochs=9",
+        "dataset.num_validation=16",
+        "train.validate_every_epochs=2",
+    ]
     results, output = many_runs(None, 1, runs, folder)
     return results[0], output
 
@@ -85,10 +106,16 @@ def test_each_works(ran, folder):
     results, output = ran
     steps = steps_of(results, WORK)
     assert steps.pop("EarlyStopping") == 24
-    assert steps.pop("EarlyStopping validation") == 48, "after the second validation, and not after the first one again"
+    assert steps.pop("EarlyStopping validation") == 48, (
+        "after the second validation, and not after the first one again"
+    )
     assert set(steps.values()) == {36}
     assert output.count("told of batch") == 36
-    assert {path.name for path in (folder / "ModelCheckpoint").glob("?.keras")} == {"1.keras", "2.keras", "3.keras"}
+    assert {path.name for path in (folder / "ModelCheckpoint").glob("?.keras")} == {
+        "1.keras",
+        "2.keras",
+        "3.keras",
+    }
     weights = {path.name for path in (folder / "ModelCheckpoint steps").glob("*.h5")}
     assert weights == {f"{step}.weights.h5" for step in (3, 6, 9, 12)}
     assert len((folder / "CSVLogger" / "log.csv").read_text().splitlines()) == 4
@@ -99,7 +126,9 @@ def test_each_works(ran, folder):
 def test_so_do_more_of_them(ran, folder):
     assert set(steps_of(ran[0], NIGHTLY_WORK).values()) == {36}
     assert (folder / "ModelCheckpoint weights" / "newest.weights.h5").exists()
-    assert rates(folder / "LearningRateScheduler") == pytest.approx([0.001 / 2, 0.001 / 4, 0.001 / 8])
+    assert rates(folder / "LearningRateScheduler") == pytest.approx(
+        [0.001 / 2, 0.001 / 4, 0.001 / 8]
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -116,4 +145,6 @@ def test_a_model_that_a_callback_saves_trains_on_in_plain_keras(ran, folder):
     """With its slots and the rate of that moment, and without a warning."""
     output = without_hvtrain(LOAD, cwd=folder).splitlines()
     steps = {"unlike": 39}  # With the batches that are not full.
-    assert output == [f"{name} 0.001 {steps.get(name, 36)} True" for name in [*SAVED, "ModelCheckpoint"]]
+    assert output == [
+        f"{name} 0.001 {steps.get(name, 36)} True" for name in [*SAVED, "ModelCheckpoint"]
+    ]

@@ -22,8 +22,28 @@ RUN = [sys.executable, "-m", "hvtrain", *SETTINGS]
 STARTS = {
     "alone": RUN,
     "launch": [sys.executable, "-m", "hvtrain", "launch", "-np", "2", "--", *SETTINGS],
-    "launch-gloo": [sys.executable, "-m", "hvtrain", "launch", "--gloo", "-np", "2", "--", *SETTINGS],
-    "launch-mpirun": [sys.executable, "-m", "hvtrain", "launch", "--mpirun", "-np", "2", "--", *SETTINGS],
+    "launch-gloo": [
+        sys.executable,
+        "-m",
+        "hvtrain",
+        "launch",
+        "--gloo",
+        "-np",
+        "2",
+        "--",
+        *SETTINGS,
+    ],
+    "launch-mpirun": [
+        sys.executable,
+        "-m",
+        "hvtrain",
+        "launch",
+        "--mpirun",
+        "-np",
+        "2",
+        "--",
+        *SETTINGS,
+    ],
     "horovodrun": [str(BIN / "horovodrun"), "-np", "2", *RUN],
     "horovodrun-gloo": [str(BIN / "horovodrun"), "--gloo", "-np", "2", *RUN],
 }
@@ -48,24 +68,36 @@ def test_a_terminal_shows_bars_and_keeps_the_lines_of_epochs(start, columns, tmp
     seen = []
     code, screen = terminal.run(STARTS[start], tmp_path, columns, lambda now: seen.append(now.text))
     assert code == 0, screen.text
-    drawn = [bars for text in seen if (bars := re.search(rf"^Run +{BAR}.*\Z", text, re.MULTILINE | re.DOTALL))]
+    drawn = [
+        bars
+        for text in seen
+        if (bars := re.search(rf"^Run +{BAR}.*\Z", text, re.MULTILINE | re.DOTALL))
+    ]
     assert len(drawn) > 3, f"drawn again and again:\n{screen.text}"
     steps = "1,437" if start == "alone" else "718"
     shares = []
     for bars in drawn:
         run, epoch, *more = bars[0].splitlines()
-        assert re.fullmatch(rf"Epoch \d/{EPOCHS} {BAR}+ +[\d,]+/{steps} steps(, .* ms/step)?", epoch), bars[0]
+        assert re.fullmatch(
+            rf"Epoch \d/{EPOCHS} {BAR}+ +[\d,]+/{steps} steps(, .* ms/step)?", epoch
+        ), bars[0]
         shares.append(int(re.search(r"(\d+)%", run)[1]))
         text_in_one_line = " ".join(more)
-        assert re.match(r"accuracy \d.*, loss \d.*, \d.* examples/s, learning rate 0\.00", text_in_one_line), bars[0]
+        assert re.match(
+            r"accuracy \d.*, loss \d.*, \d.* examples/s, learning rate 0\.00", text_in_one_line
+        ), bars[0]
         assert len(more) <= 3
     assert shares == sorted(shares) and shares[0] < shares[-1]
     last = drawn[-1][0]
-    assert re.search(r", [\d a-z]+ left\n.* ms/step\n", last) and re.search(r"data\s\d+%,\s+compute\s\d+%", last), last
+    assert re.search(r", [\d a-z]+ left\n.* ms/step\n", last) and re.search(
+        r"data\s\d+%,\s+compute\s\d+%", last
+    ), last
     if start != "alone":
         assert re.search(r"communication\s+\d+%;\s+slowest:\s+rank\s+[01]", last), last
     for epoch in range(1, EPOCHS + 1):
-        assert f"Epoch {epoch}/{EPOCHS}: {steps}/{steps} steps" in screen.text, "what scrolls by stays"
+        assert f"Epoch {epoch}/{EPOCHS}: {steps}/{steps} steps" in screen.text, (
+            "what scrolls by stays"
+        )
     assert not re.search(BAR, screen.text)
     assert "hvtrain-" not in screen.text and "[1,0]" not in screen.text
     assert screen.shows_cursor
@@ -107,7 +139,14 @@ def test_nothing_that_ranks_print_breaks_the_bars(tmp_path):
 
 
 def test_bars_are_for_people_at_terminals(monkeypatch):
-    for name in ("CI", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", *request(True)):
+    for name in (
+        "CI",
+        "HOROVOD_RANK",
+        "OMPI_COMM_WORLD_RANK",
+        "PMI_RANK",
+        "SLURM_PROCID",
+        *request(True),
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -126,7 +165,9 @@ def test_bars_are_for_people_at_terminals(monkeypatch):
 
 def test_a_narrow_terminal_shows_all_words():
     """Long lines are wrapped between words; bars give way to their numbers."""
-    drawing = Drawing((Bar("Run", 1, 4, "25%, 1:02:05 left"),), ("loss 0.25, " * 8 + "learning rate 0.1",))
+    drawing = Drawing(
+        (Bar("Run", 1, 4, "25%, 1:02:05 left"),), ("loss 0.25, " * 8 + "learning rate 0.1",)
+    )
     for columns in (40, 80, 120):
         text = pictured(drawing, columns)
         text_in_one_line = " ".join(text.split())

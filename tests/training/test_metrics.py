@@ -1,6 +1,7 @@
 """The newest numbers of a run in Prometheus's text format: at a port, in a file, and on the dashboard."""
 
 import json
+import math
 import re
 import socket
 
@@ -45,7 +46,10 @@ def runs(tmp_path_factory):
     """(folder, what ranks saw, output, ports): one run is fetched after two epochs, and two are refused."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "fetches.py").write_text(FETCHES)
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        socket.create_server(("127.0.0.1", 0)) as free,
+    ):
         ports = [listener.getsockname()[1] for listener in (taken, free)]
         free.close()
         fetch = [
@@ -54,13 +58,20 @@ def runs(tmp_path_factory):
             f"+callbacks.fetch.page={folder}/page",
         ]
         settings = {
-            "served": ["train.epochs=3", f"metrics.port={ports[1]}", f"metrics.file={folder}/run.prom", *fetch],
+            "served": [
+                "train.epochs=3",
+                f"metrics.port={ports[1]}",
+                f"metrics.file={folder}/run.prom",
+                *fetch,
+            ],
             "served/again": ["train.epochs=4"],
             "taken": [f"metrics.port={ports[0]}"],
             "high": ["metrics.port=70000"],
             "nowhere": ["metrics.file=/no/such/folder/run.prom"],
         }
-        results, output = many_runs("mpirun", 2, settings, folder, timeout=90, PYTHONPATH=f"{ROOT}:{folder}")
+        results, output = many_runs(
+            "mpirun", 2, settings, folder, timeout=90, PYTHONPATH=f"{ROOT}:{folder}"
+        )
     return folder, results, output, ports
 
 
@@ -75,14 +86,31 @@ def test_the_numbers_are_those_of_the_run(runs):
     assert [families["hvtrain_step"][()] for families in (page, file)] == [steps * 2 / 3, steps]
     assert page["hvtrain_planned_steps"] == {(): steps} and page["hvtrain_restarts"] == {(): 0}
     assert file["hvtrain_checkpoint_step"] == {(): steps}, "the last one has been waited for"
-    assert file["hvtrain_last_step_timestamp_seconds"][()] <= file["hvtrain_checkpoint_timestamp_seconds"][()]
+    assert (
+        file["hvtrain_last_step_timestamp_seconds"][()]
+        <= file["hvtrain_checkpoint_timestamp_seconds"][()]
+    )
     history = (folder / "served" / "history.csv").read_text().splitlines()
     rows = [dict(zip(history[0].split(","), line.split(","))) for line in history[1:]]
     for families, row in ((page, rows[1]), (file, rows[2])):
         assert families["hvtrain_metric"][(("name", "loss"),)] == pytest.approx(float(row["loss"]))
-        assert families["hvtrain_examples_per_second"][()] == pytest.approx(float(row["examples_per_second"]), abs=0.1)
+        assert families["hvtrain_examples_per_second"][()] == pytest.approx(
+            float(row["examples_per_second"]), abs=0.1
+        )
+        assert families["hvtrain_gradient_norm"][()] == pytest.approx(
+            float(row["gradient_norm"]), rel=1e-5
+        )
+        flops = families["hvtrain_model_flops"][()] / families["hvtrain_examples_per_second"][()]
+        assert flops == pytest.approx(
+            float(row["flops_per_second"]) / float(row["examples_per_second"]), rel=1e-3
+        )
+        assert math.isnan(families["hvtrain_peak_share"][()]) and "share_of_peak" not in row, (
+            "of a CPU"
+        )
     assert list(file["hvtrain_rank_step_seconds"]) == [(("rank", "0"),), (("rank", "1"),)]
-    phases = {labels[0][1]: seconds for labels, seconds in file["hvtrain_phase_seconds_total"].items()}
+    phases = {
+        labels[0][1]: seconds for labels, seconds in file["hvtrain_phase_seconds_total"].items()
+    }
     assert min(phases.values()) > 0 and list(phases) == ["data", "compute", "communication"]
     assert file["hvtrain_sent_bytes_per_step"] == {(): record["proof"]["sent_bytes"]} != {(): 0}
     assert file["hvtrain_memory_bytes"][(("kind", "process"),)] > 1e8
@@ -98,6 +126,7 @@ def test_goodput_counts_the_time_of_all_starts(runs):
         assert goodput["share"] == goodput["steps"] / goodput["all"] > 0
         assert min(parts.values()) >= 0
     assert first["restarts"] == 0 < again["restarts"]
+    assert first["repeated"] == 0 <= again["repeated"] < again["restarts"]
     assert all(again[part] > first[part] for part in ("steps", "start", "checkpoints", "all"))
     assert again["all"] > first["all"] + again["restarts"]
     words = r"goodput: \d+% of [\d.]+ s went into steps; .*start \d+%"

@@ -12,11 +12,15 @@ from hvtrain.training import run_folder
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "checkout", lambda folder: {"commit": "c", "diff": "a change"})
-    monkeypatch.setattr("sys.argv", ["/x/hvtrain/__main__.py", "model=mlp", "+dataset.password=hunter2"])
+    monkeypatch.setattr(
+        "sys.argv", ["/x/hvtrain/__main__.py", "model=mlp", "+dataset.password=hunter2"]
+    )
     plan = SimpleNamespace(size=2, num_steps=40, steps_per_epoch=10)
     task, strategy = SimpleNamespace(sign=lambda name: -1), SimpleNamespace(num_computing=2)
     meta = {"versions": {"hvtrain": "0.1.0"}}
-    return SimpleNamespace(folder=tmp_path, plan=plan, best="val_loss", task=task, strategy=strategy, meta=meta)
+    return SimpleNamespace(
+        folder=tmp_path, plan=plan, best="val_loss", task=task, strategy=strategy, meta=meta
+    )
 
 
 def test_a_start_has_its_command_and_the_newest_one_the_diff(run, monkeypatch):
@@ -29,7 +33,9 @@ def test_a_start_has_its_command_and_the_newest_one_the_diff(run, monkeypatch):
     monkeypatch.setenv(console.BY_HAND, "python -m hvtrain launch --job-name worker")
     assert run_folder.command([], ["s1", "s2"]) == "python -m hvtrain launch --job-name worker"
     newest = starts[-1]
-    assert newest["command"] == "horovodrun -np 2 python -m hvtrain model=mlp '+dataset.password=***'"
+    assert (
+        newest["command"] == "horovodrun -np 2 python -m hvtrain model=mlp '+dataset.password=***'"
+    )
     assert (newest["hosts"], newest["best"], newest["sign"]) == ({"s1": 2}, "val_loss", -1)
     assert newest["described"] == {"model": "mlp"}
 

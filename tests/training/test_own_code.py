@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from launching import ROOT, many_runs, train
+from run_results import steps
 
 CODE = ROOT / "tests/support/own/careless/__init__.py"
 # What the one line says of a mistake that is found before training.
@@ -31,11 +32,15 @@ FAILED = {
     "model check": ("InvalidArgumentError: assertion failed: [too bright]", "check"),
     "model loss": ("TypeError: Only integers, slices", "loss"),
     "data trace": ("IndexError: no such pixel", "mapped"),
-    "data run": ("RuntimeError: a leaf fell off", ""),  # Converted by AutoGraph within another function.
+    "data run": (
+        "RuntimeError: a leaf fell off",
+        "",
+    ),  # Converted by AutoGraph within another function.
     "callback": ("AttributeError: no leaf", "callback"),
 }
 BROKEN = (
-    "failed: ModuleNotFoundError: No module named 'no_such_package' ({folder}/broken.py, line 3); tracebacks=true shows"
+    "failed: ModuleNotFoundError: No module named 'no_such_package' "
+    "({folder}/broken.py, line 3); tracebacks=true shows"
 )
 WORK = ["model subclassed", "model unbuilt"]
 
@@ -47,19 +52,41 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(folder):
-    runs = {"callback": ["+callbacks.own._target_=careless.Callback"], "module": ["model._target_=careless.broken.f"]}
+    runs = {
+        "callback": ["+callbacks.own._target_=careless.Callback"],
+        "module": ["model._target_=careless.broken.f"],
+        # NaN from step 6 on.
+        "not finite": [
+            "strategy=single",
+            "model.nan_on_rank=0",
+            "checkpoint.every_steps=2",
+            "train.steps=8",
+        ],
+    }
     for name in [*REFUSED, *FAILED, *WORK]:
         kind, _, how = name.partition(" ")
         group = {"model": "model", "data": "dataset"}.get(kind)
         if group:
             runs[name] = [f"{group}._target_=careless.{kind}", f"+{group}.how='{how}'"]
-    return many_runs(None, 1, {name: ["train.steps=2", *settings] for name, settings in runs.items()}, folder)[0][0]
+    return many_runs(
+        None, 1, {name: ["train.steps=2", *settings] for name, settings in runs.items()}, folder
+    )[0][0]
+
+
+def test_weights_that_are_not_finite_are_not_saved(ran, folder):
+    message = "TrainingError: weights are not finite after step 6, so no checkpoint of it is written; the last"
+    assert ran["not finite"]["error"].startswith(message)
+    assert steps(folder / "not finite") == [2, 4]
 
 
 def with_places(message):
     """The message with {mark} as the line of the user's code that ends with that comment."""
     lines = enumerate(CODE.read_text().splitlines(), start=1)
-    places = {line.rpartition("  # ")[2]: f"{CODE}, line {number}" for number, line in lines if "  # " in line}
+    places = {
+        line.rpartition("  # ")[2]: f"{CODE}, line {number}"
+        for number, line in lines
+        if "  # " in line
+    }
     return re.sub(r"\{(.*?)\}", lambda mark: places[mark[1]], message)
 
 
@@ -78,20 +105,38 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(ran):
 def test_an_exception_is_named_with_the_users_own_line(ran, name):
     message, mark = FAILED[name]
     assert ran[name]["error"].startswith(message)
-    assert ran[name]["error"].endswith(with_places(f"({{{mark}}})") if mark else "(the function turn)")
+    assert ran[name]["error"].endswith(
+        with_places(f"({{{mark}}})") if mark else "(the function turn)"
+    )
 
 
 def test_an_unbuilt_model_is_built_and_saved_as_far_as_it_can_be(ran, folder):
     assert [ran[name]["record"]["num_parameters"] for name in WORK] == [6 * 6 * 4 + 4] * 2
-    saved = {name: [path.name for path in (folder / name).glob("model.*") if path.suffix != ".json"] for name in WORK}
+    saved = {
+        name: [path.name for path in (folder / name).glob("model.*") if path.suffix != ".json"]
+        for name in WORK
+    }
     assert saved == {"model subclassed": ["model.weights.h5"], "model unbuilt": ["model.keras"]}
 
 
 def test_the_last_line_of_a_command_is_the_users_mistake(tmp_path):
     """After the whole traceback, which an exception of hvtrain itself needs too."""
-    own = ["--config-dir", str(ROOT / "tests/support/own/conf"), "dataset=leaves", "strategy=single", "train.steps=2"]
-    arguments = ["model=tiny", "model._target_=careless.model", "+model.how=run", f"run.dir={tmp_path / 'run'}"]
-    code, output = train(None, 1, *own, *arguments, cwd=tmp_path, PYTHONPATH=f"{Path(CODE).parents[1]}:{ROOT}")
+    own = [
+        "--config-dir",
+        str(ROOT / "tests/support/own/conf"),
+        "dataset=leaves",
+        "strategy=single",
+        "train.steps=2",
+    ]
+    arguments = [
+        "model=tiny",
+        "model._target_=careless.model",
+        "+model.how=run",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    code, output = train(
+        None, 1, *own, *arguments, cwd=tmp_path, PYTHONPATH=f"{Path(CODE).parents[1]}:{ROOT}"
+    )
     lines = output.splitlines()
     assert code == 1 and "Traceback (most recent call last):" in lines
     expected = with_places("RuntimeError: a leaf fell off ({run}); see its traceback above")

@@ -26,10 +26,17 @@ def train(folder, hosts, runs):
     for host in hosts:
         (folder / "disks" / host).mkdir(parents=True, exist_ok=True)
     settings = {
-        name: [*WORDS, *settings, f"run.dir={folder}/run/{name.partition('/')[0]}"] for name, settings in runs.items()
+        name: [*WORDS, *settings, f"run.dir={folder}/run/{name.partition('/')[0]}"]
+        for name, settings in runs.items()
     }
-    variables = {"DISKS": str(folder / "disks"), "RUN": str(folder / "run"), "HOSTS": ",".join(hosts)}
-    return many_runs("mpirun", len(hosts), settings, folder, through=[str(WORKERS / "own_disk")], **variables)
+    variables = {
+        "DISKS": str(folder / "disks"),
+        "RUN": str(folder / "run"),
+        "HOSTS": ",".join(hosts),
+    }
+    return many_runs(
+        "mpirun", len(hosts), settings, folder, through=[str(WORKERS / "own_disk")], **variables
+    )
 
 
 def of(folder, host, name):
@@ -50,7 +57,9 @@ def give_run_id(path, run_id):
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps({**meta, "run_id": run_id}))
     names = ("state.safetensors", "meta.json")
-    lines = [f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    lines = [
+        f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n" for name in names
+    ]
     (path / "SHA256SUMS").write_text("".join(lines))
 
 
@@ -103,7 +112,10 @@ def test_another_run_has_left_a_checkpoint_on_the_first_host(turned):
     folder, results, _ = turned
     for rank in results:
         assert "different runs" in rank["other"]["error"]
-        assert "step-00000008 of run 0123456789ab on s2, step-00000032 of run " in rank["other"]["error"]
+        assert (
+            "step-00000008 of run 0123456789ab on s2, step-00000032 of run "
+            in rank["other"]["error"]
+        )
     assert checkpoints(of(folder, "s2", "other")) == ["step-00000008"]
 
 
@@ -112,6 +124,9 @@ def test_the_host_with_the_checkpoints_is_not_there(whole, tmp_path):
     cut_off(whole, tmp_path, "absent")
     settings = ["resume=available", "train.steps=2"]
     ((rank,), output) = train(tmp_path, ["s2"], {"absent": [], "absent/again": settings})
-    assert "checkpoint step-00000040 of this run is on host s1, which has no rank now" in rank["absent"]["error"]
+    assert (
+        "checkpoint step-00000040 of this run is on host s1, which has no rank now"
+        in rank["absent"]["error"]
+    )
     assert "record" in rank["absent/again"], output
     assert checkpoints(of(tmp_path, "s2", "absent")) == ["step-00000002"]

@@ -7,7 +7,13 @@ from hvtrain.training.callbacks.recompute import judge
 from launching import many_runs
 from run_folders import saved
 
-PLAIN = ["model._target_=flawed.model", "dataset=digits", "train.epochs=2", "guard.every=0"]  # 14 steps an epoch.
+# 14 steps an epoch.
+PLAIN = [
+    "model._target_=flawed.model",
+    "dataset=digits",
+    "train.epochs=2",
+    "guard.every=0",
+]
 RUN = [*PLAIN, "guard.recompute_every=3"]
 # Steps 1, 4, 7, 10, 13, ... are computed again, and rank 13 // 3 % 3 = 1 has its turn in the check after the faults.
 # Before it a layer has been called for 13 steps and 4 checks.
@@ -15,7 +21,13 @@ RUNS = {
     "plain": PLAIN,
     "sound": RUN,
     "activation": [*RUN, "+model.rank=2", "+model.first_call=15"],
-    "sent": [*RUN, "+model.rank=1", "+model.first_call=17", "+model.last_call=17", "+model.of_gradient=true"],
+    "sent": [
+        *RUN,
+        "+model.rank=1",
+        "+model.first_call=17",
+        "+model.last_call=17",
+        "+model.of_gradient=true",
+    ],
     "weight": [*RUN, "+callbacks.flip={_target_: flawed.FlipBit, rank: 0, step: 11}"],
     "compiled": [*RUN, "train.jit_compile=true"],
 }
@@ -33,7 +45,9 @@ def runs(tmp_path_factory):
 def test_a_sound_run_has_the_weights_that_it_has_without(runs):
     folder, results, output = runs
     assert results[0]["sound"]["record"]["num_steps"] == 28
-    assert "10 gradients were computed again on all ranks, with relative differences up to" in output
+    assert (
+        "10 gradients were computed again on all ranks, with relative differences up to" in output
+    )
     plain, sound = saved(folder / "plain")[1], saved(folder / "sound")[1]
     assert all(np.array_equal(plain[name], sound[name]) for name in plain)
 
@@ -50,7 +64,10 @@ def test_the_rank_at_fault_is_named_in_the_next_check(runs, name):
 @pytest.mark.distributed
 def test_what_excludes_it_is_refused(runs):
     for rank in runs[1]:
-        assert "guard.recompute_every does not go with train.jit_compile=true" in rank["compiled"]["error"]
+        assert (
+            "guard.recompute_every does not go with train.jit_compile=true"
+            in rank["compiled"]["error"]
+        )
 
 
 def test_two_ranks_that_disagree_are_both_named():

@@ -6,7 +6,14 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from hvtrain.training.callbacks.repeated_step import BACKWARD, BATCH, FORWARD, LOSS, WEIGHTS, first_not_finite
+from hvtrain.training.callbacks.repeated_step import (
+    BACKWARD,
+    BATCH,
+    FORWARD,
+    LOSS,
+    WEIGHTS,
+    first_not_finite,
+)
 
 BATCH_OF_TWO = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([[0.5], [0.1]])
 
@@ -16,7 +23,11 @@ class Own(keras.Model):
 
     def __init__(self, function):
         super().__init__()
-        self.inner, self.outer, self.function = layers.Dense(2, name="inner"), layers.Dense(1, name="outer"), function
+        self.inner, self.outer, self.function = (
+            layers.Dense(2, name="inner"),
+            layers.Dense(1, name="outer"),
+            function,
+        )
 
     def call(self, inputs):
         return self.outer(self.function(self.inner(inputs)))
@@ -43,7 +54,9 @@ def functional(*inner):
 
 def nested():
     inputs = keras.Input([2])
-    part = keras.Sequential([layers.Dense(2, name="first"), layers.Lambda(lambda x: x / 0.0, name="divides")])
+    part = keras.Sequential(
+        [layers.Dense(2, name="first"), layers.Lambda(lambda x: x / 0.0, name="divides")]
+    )
     return keras.Model(inputs, layers.Dense(1)(part(inputs)))
 
 
@@ -57,9 +70,13 @@ def compiled(model, loss="mse", optimizer="sgd", **options):
 def origin(model, batch=BATCH_OF_TWO, **options):
     before = [weight.numpy() for weight in model.trainable_variables]
     origin = first_not_finite(model, batch, **options)
-    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.trainable_variables)), "no weight has changed"
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.trainable_variables)), (
+        "no weight has changed"
+    )
     changed = [item for layer in model._flatten_layers() for item in (layer, model.optimizer)]
-    assert not any({"call", "apply", "apply_gradients"} & set(vars(item)) for item in changed), "as before"
+    assert not any({"call", "apply", "apply_gradients"} & set(vars(item)) for item in changed), (
+        "as before"
+    )
     return origin and (origin.phase, origin.description)
 
 
@@ -85,8 +102,14 @@ def test_the_first_output(model, description):
 def test_the_batch_and_the_weights_come_before_the_layers():
     model, (inputs, targets) = compiled(functional(layers.Dense(2, name="a"))), BATCH_OF_TWO
     spoiled = tf.constant([[1.0, 2.0], [float("inf"), 0.0]])
-    assert origin(model, (spoiled, targets)) == (BATCH, "the inputs of the batch, in its example 1 of 2")
-    assert origin(model, (inputs, targets / 0.0)) == (BATCH, "the targets of the batch, in its example 0 of 2")
+    assert origin(model, (spoiled, targets)) == (
+        BATCH,
+        "the inputs of the batch, in its example 1 of 2",
+    )
+    assert origin(model, (inputs, targets / 0.0)) == (
+        BATCH,
+        "the targets of the batch, in its example 0 of 2",
+    )
     model.get_layer("a").bias.assign([0.0, float("nan")])
     before = first_not_finite(model, BATCH_OF_TWO)
     assert (before.phase, before.description) == (WEIGHTS, "the weights before the step, in a/bias")
@@ -120,13 +143,20 @@ def test_a_gradient_that_reaches_weights_alone():
 
 def test_embeddings_and_masks():
     model = keras.Sequential(
-        [keras.Input([2], dtype="int32"), layers.Embedding(9, 4, mask_zero=True), layers.LSTM(3), layers.Dense(1)]
+        [
+            keras.Input([2], dtype="int32"),
+            layers.Embedding(9, 4, mask_zero=True),
+            layers.LSTM(3),
+            layers.Dense(1),
+        ]
     )
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
     batch = tf.constant([[1, 2], [3, 0]]), BATCH_OF_TWO[1]
     assert origin(model, batch) is None
-    model.compile(model.optimizer, lambda y, outputs: keras.ops.mean(keras.ops.sqrt(outputs - outputs)))
+    model.compile(
+        model.optimizer, lambda y, outputs: keras.ops.mean(keras.ops.sqrt(outputs - outputs))
+    )
     assert origin(model, batch)[0] == BACKWARD
 
 

@@ -19,8 +19,21 @@ pytestmark = pytest.mark.distributed
 
 DIGITS = ["model=mlp", "dataset=digits", "schedule=cosine", "train.epochs=3"]
 SAVED = ["checkpoint.every_steps=7", "checkpoint.keep=50"]
-PLAIN = [*DIGITS, *SAVED, "dataset.shift_pixels=1", "dataset.num_validation=100"]  # 20 steps an epoch
-PAD = [*DIGITS, *SAVED, "data.uneven=pad", "train.batch_size=[40,24]", "optimizer=momentum"]  # 23 steps
+# 20 steps an epoch.
+PLAIN = [
+    *DIGITS,
+    *SAVED,
+    "dataset.shift_pixels=1",
+    "dataset.num_validation=100",
+]
+# 23 steps.
+PAD = [
+    *DIGITS,
+    *SAVED,
+    "data.uneven=pad",
+    "train.batch_size=[40,24]",
+    "optimizer=momentum",
+]
 SCALE = [*DIGITS, *SAVED, "train.resize=scale"]  # 22 steps an epoch on two ranks
 # Run -> its words, and the step at which it is cut off; in mid-epoch but for ends.
 RUNS = {
@@ -31,13 +44,20 @@ RUNS = {
     "other": (PLAIN, 28),
 }
 CHANGED = {"other": ["train.batch_size=16"]}
-CROPS = ["dataset=image_folder", "dataset.image_shape=[8,8,3]", "augment=random_resized_crop", "train.batch_size=4"]
+CROPS = [
+    "dataset=image_folder",
+    "dataset.image_shape=[8,8,3]",
+    "augment=random_resized_crop",
+    "train.batch_size=4",
+]
+
+SPEEDS = ("seconds", "examples_per_second", "flops_per_second")
 
 
 def history(run_dir):
     lines = (run_dir / "history.csv").read_text().splitlines()
     rows = [dict(zip(lines[0].split(","), map(float, line.split(",")))) for line in lines[1:]]
-    return [{name: row[name] for name in row if name not in ("seconds", "examples_per_second")} for row in rows]
+    return [{name: row[name] for name in row if name not in SPEEDS} for row in rows]
 
 
 def cropped(images):
@@ -93,8 +113,13 @@ def test_the_weights_are_those_of_the_run_on_two_ranks(two, others, name):
     assert our_step == their_step
     assert distance(ours, on_two) < 1e-5
     assert distance(saved(two / name, 49)[1], on_two) > 1e-3, "a few steps make a difference"
-    batches = {("plain", 3): "22 + 21 + 21 = 64 (by rank)", ("pad", 3): "22 + 21 + 21 = 64 (by rank)"}
-    assert f"global batch   {batches.get((name, num_ranks), '1 x 64 = 64 (ranks x batch)')}" in output
+    batches = {
+        ("plain", 3): "22 + 21 + 21 = 64 (by rank)",
+        ("pad", 3): "22 + 21 + 21 = 64 (by rank)",
+    }
+    assert (
+        f"global batch   {batches.get((name, num_ranks), '1 x 64 = 64 (ranks x batch)')}" in output
+    )
     parts = " (22 + 21 + 21)" if num_ranks == 3 else ""
     resumed = f"steps were done, on 2 ranks; on {num_ranks} now: global batch 64 and learning rate as before{parts}\n"
     assert f"step-00000028: 28 of {their_step} {resumed}" in output
@@ -105,7 +130,11 @@ def test_each_sample_is_seen_once_and_the_epoch_begun_has_its_metrics(two, other
     folder, num_ranks, results, _ = others
     record = results[0][name]["record"]
     assert record["proof"]["examples_each_epoch"] == [each, each]
-    assert (record["num_ranks"], record["global_batch"], record["proof"]["ranks"]) == (num_ranks, 64, num_ranks)
+    assert (record["num_ranks"], record["global_batch"], record["proof"]["ranks"]) == (
+        num_ranks,
+        64,
+        num_ranks,
+    )
     for ours, on_two in zip(history(folder / name), history(two / name), strict=True):
         assert ours == pytest.approx(on_two, rel=1e-5)
     on_two = json.loads((two / name / "result.json").read_text())
@@ -123,7 +152,9 @@ def test_the_ranks_read_the_random_crops_that_two_ranks_read(two, others):
     assert len(results) == num_ranks and len(on_two) == 2
     steps = joint(on_two, "read")
     assert [len(images) for images in steps] == [8] * 6
-    assert len({image for images in steps for image in images}) == 48, "crops differ between images and epochs"
+    assert len({image for images in steps for image in images}) == 48, (
+        "crops differ between images and epochs"
+    )
     assert joint(results, "read") == steps
     assert joint(results, "read other crops") == joint(on_two, "read other crops") != steps
 
@@ -140,11 +171,16 @@ def test_scaled_from_the_end_of_the_epoch_on(two, others, name):
     )
     begun, *_, last = history(folder / name)
     assert begun == history(two / "middle")[0]
-    assert (last["epoch"], last["step"], last["learning_rate"]) == (3, 44 + steps, 0), "the schedule's end"
+    assert (last["epoch"], last["step"], last["learning_rate"]) == (3, 44 + steps, 0), (
+        "the schedule's end"
+    )
     assert saved(folder / name)[0] == 44 + steps, "the newest checkpoint has the highest number"
     rate = f"global batch {32 * num_ranks} and learning rate {0.001 * num_ranks:g} from epoch 3 on (train.resize=scale)"
     assert output.count(rate) == 2
-    assert f"as before{' (22 + 21 + 21)' if num_ranks == 3 else ''} up to step 44, then train.resize=scale" in output
+    assert (
+        f"as before{' (22 + 21 + 21)' if num_ranks == 3 else ''} up to step 44, then train.resize=scale"
+        in output
+    )
 
 
 def test_scaled_at_once_or_after_the_rest_of_an_epoch_ends_the_same(others):
@@ -154,7 +190,10 @@ def test_scaled_at_once_or_after_the_rest_of_an_epoch_ends_the_same(others):
 
 def test_another_batch_size_on_another_number_of_ranks_is_refused(others):
     for rank in others[2]:
-        assert "the run began with train.batch_size=32 on 2 ranks, and now it is 16 on" in rank["other"]["error"]
+        assert (
+            "the run began with train.batch_size=32 on 2 ranks, and now it is 16 on"
+            in rank["other"]["error"]
+        )
 
 
 @pytest.mark.nightly
@@ -164,7 +203,10 @@ def test_there_and_back(two, others, tmp_path):
     cut_off(others[0] / "plain", tmp_path / "plain", 49)
     results, output = many_runs("mpirun", 2, {"plain": PLAIN}, tmp_path)
     assert "record" in results[0]["plain"], output
-    assert "49 of 60 steps were done, on 3 ranks; on 2 now: global batch 64 and learning rate as" in output
+    assert (
+        "49 of 60 steps were done, on 3 ranks; on 2 now: global batch 64 and learning rate as"
+        in output
+    )
     assert distance(saved(tmp_path / "plain")[1], saved(two / "plain")[1]) < 1e-5
     for ours, on_two in zip(history(tmp_path / "plain"), history(two / "plain"), strict=True):
         assert ours == pytest.approx(on_two, rel=1e-5)

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from launching import finish, many_runs, start
 from ranks import MARK, rank_processes, send
+from run_results import history
 
 # By default a checkpoint's parts are held without ranks, and a resume in mid-epoch by tests/tasks, without a kill.
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
@@ -46,7 +47,9 @@ def interrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("interrupted")
     run = folder / "run"
     mark = f"interrupted-{os.getpid()}"
-    process = start("mpirun", 2, "python", "-m", "hvtrain", *WORDS, f"run.dir={run}", cwd=folder, **{MARK: mark})
+    process = start(
+        "mpirun", 2, "python", "-m", "hvtrain", *WORDS, f"run.dir={run}", cwd=folder, **{MARK: mark}
+    )
     deadline = time.monotonic() + 120
     while not (run / "checkpoints" / "step-00000028").exists():
         assert time.monotonic() < deadline and process.poll() is None, finish(process, 5)
@@ -71,7 +74,9 @@ def runs(interrupted, tmp_path_factory):
     data = bytearray(arrays.read_bytes())
     data[len(data) // 2] ^= 1
     arrays.write_bytes(data)
-    results, output = many_runs("mpirun", 2, dict.fromkeys(("resumed", "whole", "damaged"), WORDS), folder)
+    results, output = many_runs(
+        "mpirun", 2, dict.fromkeys(("resumed", "whole", "damaged"), WORDS), folder
+    )
     assert all("record" in run for rank in results for run in rank.values()), output
     return folder, output
 
@@ -83,20 +88,26 @@ def test_resumed_in_mid_epoch_ends_with_the_same_bits(runs):
     ours, uninterrupted = state(run), state(whole)
     assert newest(run).name == newest(whole).name == "step-00000060"
     assert list(ours) == list(uninterrupted)
-    assert any(key.startswith("rank/1/seed/") for key in ours), "dropout's seeds of both ranks are compared too"
+    assert any(key.startswith("rank/1/seed/") for key in ours), (
+        "dropout's seeds of both ranks are compared too"
+    )
     different = [key for key in ours if not np.array_equal(ours[key], uninterrupted[key])]
     assert different == []
     assert (run / "history.csv").read_text().count("\n") == 4
     keep = ("test_loss", "test_accuracy", "num_steps")
     results = [json.loads((folder / "result.json").read_text()) for folder in (run, whole)]
     assert [results[0][name] for name in keep] == [results[1][name] for name in keep]
-    assert metrics(run) == metrics(whole), "the epoch that was cut in two has the same training metrics"
+    assert metrics(run) == metrics(whole), (
+        "the epoch that was cut in two has the same training metrics"
+    )
 
 
 def metrics(run):
-    """history.csv without the columns of time."""
-    rows = [line.split(",") for line in (run / "history.csv").read_text().splitlines()]
-    return [[*row[:3], *row[5:]] for row in rows]
+    """The rows of history.csv without the columns of time."""
+    measured = ("seconds", "examples_per_second", "flops_per_second", "share_of_peak")
+    return [
+        {name: cell for name, cell in row.items() if name not in measured} for row in history(run)
+    ]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(runs):

@@ -21,7 +21,7 @@ def command_line(monkeypatch):
 
 
 def opened(folder, *overrides):
-    config = from_dict(compose(list(overrides))[0])
+    config = from_dict(compose(list(overrides)))
     config.run.dir = str(folder)
     with RunLock() as lock:
         open_run_folder(config, lock)
@@ -29,9 +29,15 @@ def opened(folder, *overrides):
 
 
 def test_the_configuration_in_the_folder_repeats_the_run(tmp_path):
-    overrides = ["model=mlp", "model.hidden=[7]", "optimizer=momentum", "callbacks=early_stopping", "train.steps=70"]
+    overrides = [
+        "model=mlp",
+        "model.hidden=[7]",
+        "optimizer=momentum",
+        "callbacks=early_stopping",
+        "train.steps=70",
+    ]
     config = opened(tmp_path / "run", *overrides)
-    (again,) = compose(["--config-dir", str(tmp_path / "run"), "train.batch_size=5"])
+    again = compose(["--config-dir", str(tmp_path / "run"), "train.batch_size=5"])
     expected = config.record
     expected["run"]["dir"], expected["train"]["batch_size"] = None, 5
     assert from_dict(again).record == expected
@@ -41,14 +47,24 @@ def test_the_configuration_in_the_folder_repeats_the_run(tmp_path):
 def test_settings_may_name_the_run_folder(tmp_path, capsys):
     """Also where it is not yet known, and, repeated from its config.yaml, the new one."""
     log = "+callbacks.log={_target_: keras.callbacks.CSVLogger, filename: '${run.dir}/log.csv'}"
-    assert compose([log, "--cfg", "job"]) == []
+    with pytest.raises(SystemExit, match=r"^0$"):
+        compose([log, "--cfg", "job"])
     assert "filename: ${run.dir}/log.csv" in capsys.readouterr().out
     config = opened(tmp_path / "run", log)
-    assert build(config, "callbacks.log", keras.callbacks.Callback).filename == f"{tmp_path}/run/log.csv"
-    again = from_dict(compose(["--config-dir", str(tmp_path / "run"), f"run.dir={tmp_path}/new"])[0])
-    assert build(again, "callbacks.log", keras.callbacks.Callback).filename == f"{tmp_path}/new/log.csv"
+    assert (
+        build(config, "callbacks.log", keras.callbacks.Callback).filename
+        == f"{tmp_path}/run/log.csv"
+    )
+    again = from_dict(compose(["--config-dir", str(tmp_path / "run"), f"run.dir={tmp_path}/new"]))
+    assert (
+        build(again, "callbacks.log", keras.callbacks.Callback).filename
+        == f"{tmp_path}/new/log.csv"
+    )
     again.run.dir = None
-    with pytest.raises(ConfigError, match=r"callbacks\.log names \$\{run\.dir\} but is built before the run folder is"):
+    with pytest.raises(
+        ConfigError,
+        match=r"callbacks\.log names \$\{run\.dir\} but is built before the run folder is",
+    ):
         build(again, "callbacks.log", keras.callbacks.Callback)
 
 
@@ -57,7 +73,7 @@ def test_the_default_name_is_what_was_chosen():
         (["model=resnet50", "dataset=image_folder", "dataset.dir=data"], "-resnet50-image_folder"),
         (["run.name=baseline"], "-baseline"),
     ):
-        assert default_run_dir(from_dict(compose(overrides)[0])).endswith(name)
+        assert default_run_dir(from_dict(compose(overrides))).endswith(name)
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -66,19 +82,25 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, 
     folders = []
     for _ in range(3):
         with RunLock() as lock:
-            folders.append(open_run_folder(from_dict(compose([])[0]), lock).name)
+            folders.append(open_run_folder(from_dict(compose([])), lock).name)
     assert folders == ["now", "now-2", "now-3"]
 
 
 @pytest.mark.parametrize("name", ["README.md", "config.yaml", "history.csv", "model.keras"])
 def test_files_of_others_are_not_replaced(tmp_path, name):
     (tmp_path / name).write_text("mine")
-    with pytest.raises(ConfigError, match=f"is not the folder of a run, which would replace its {name}; choose"):
+    with pytest.raises(
+        ConfigError, match=f"is not the folder of a run, which would replace its {name}; choose"
+    ):
         opened(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (
+        tmp_path / name
+    ).read_text() == "mine"
 
 
-def test_a_folder_with_other_files_may_become_that_of_a_run_and_a_run_may_begin_there_again(tmp_path):
+def test_a_folder_with_other_files_may_become_that_of_a_run_and_a_run_may_begin_there_again(
+    tmp_path,
+):
     (tmp_path / "slurm-12.out").touch()
     for _ in range(2):
         opened(tmp_path)
@@ -90,7 +112,7 @@ def test_a_configuration_that_is_not_a_runs_is_not_passed_over(tmp_path):
     (tmp_path / "alone").mkdir()
     text = (tmp_path / "run/config.yaml").read_text()
     (tmp_path / "alone/config.yaml").write_text(text)
-    (again,) = compose(["--config-dir", str(tmp_path / "alone")])
+    again = compose(["--config-dir", str(tmp_path / "alone")])
     assert again["train"]["steps"] == 70 and again["model"] == config.model
     for content, message in (
         (text + "{", "cannot be read"),
@@ -100,7 +122,9 @@ def test_a_configuration_that_is_not_a_runs_is_not_passed_over(tmp_path):
         with pytest.raises(ConfigError, match=message):
             compose(["--config-dir", str(tmp_path / "alone")])
     (tmp_path / "run/config.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"is the folder of a run without its config\.yaml; give another folder"):
+    with pytest.raises(
+        ConfigError, match=r"is the folder of a run without its config\.yaml; give another folder"
+    ):
         compose(["--config-dir", str(tmp_path / "run")])
 
 

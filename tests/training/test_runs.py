@@ -37,8 +37,15 @@ def default_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     (folder / "sitecustomize.py").write_text(WATCH)
     run = folder / "run"
-    arguments = [f"run.dir={run}", "profile.timeline=true", "profile.noise_scale_every=2", "run.report=true"]
-    code, output = train("mpi", 2, *arguments, cwd=folder, cold=True, WATCHED=str(run), PYTHONPATH=str(folder))
+    arguments = [
+        f"run.dir={run}",
+        "profile.timeline=true",
+        "profile.noise_scale_every=2",
+        "run.report=true",
+    ]
+    code, output = train(
+        "mpi", 2, *arguments, cwd=folder, cold=True, WATCHED=str(run), PYTHONPATH=str(folder)
+    )
     assert code == 0, output
     return run, output
 
@@ -73,7 +80,10 @@ def test_the_gradient_noise_scale_is_in_history_report_and_the_last_lines(defaul
     share = (scales[-1] + 32) / (scales[-1] + 64)
     said = f"gradient noise scale: {scales[-1]:,.0f} examples; an example in the joint batch of 64 makes {share:.0%} of"
     assert said in output, output
-    assert f"{scales[-1]:,.0f}" in (folder / "report.html").read_text().partition("gradient noise scale")[2]
+    assert (
+        f"{scales[-1]:,.0f}"
+        in (folder / "report.html").read_text().partition("gradient noise scale")[2]
+    )
 
 
 def test_rank_0_alone_speaks_and_says_all_that_matters(default_run):
@@ -107,7 +117,8 @@ def test_a_run_says_where_its_time_goes(default_run):
     assert split["efficiency"] == pytest.approx(own, abs=1e-3)
     assert split["slowest_rank"] in (0, 1) and split["slowest_seconds"] >= split["median_seconds"]
     assert re.search(
-        r"a step: [\d.]+ ms = data [\d.]+, compute [\d.]+, communication [\d.]+ \(efficiency \d+%\)", output
+        r"a step: [\d.]+ ms = data [\d.]+, compute [\d.]+, communication [\d.]+ \(efficiency \d+%\)",
+        output,
     )
 
 
@@ -122,7 +133,9 @@ def test_work_of_a_single_thread_is_not_taken_for_a_wait_for_data(tmp_path):
         "train.batch_size=16",
     ]
     threads = {"TF_NUM_INTEROP_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
-    code, output = train("mpirun", 2, *arguments, f"run.dir={tmp_path / 'run'}", cwd=tmp_path, **threads)
+    code, output = train(
+        "mpirun", 2, *arguments, f"run.dir={tmp_path / 'run'}", cwd=tmp_path, **threads
+    )
     assert code == 0, output
     split = json.loads((tmp_path / "run/result.json").read_text())["split"]
     assert split["data_seconds"] < split["compute_seconds"] / 2
@@ -132,7 +145,11 @@ def test_the_timeline_is_told_in_words(default_run):
     run, output = default_run
     steps = re.search(r"(\d+) steps are traced in \S+/profile;", output)
     assert steps and 20 <= int(steps[1]) < 40, "profile.steps, or a few more"
-    for activity in (r"waiting until all ranks have their gradients", r"transfer and sum", r"Conv2DBackpropFilter"):
+    for activity in (
+        r"waiting until all ranks have their gradients",
+        r"transfer and sum",
+        r"Conv2DBackpropFilter",
+    ):
         assert re.search(rf"[\d.]+ ms +{activity}", output), activity
     assert (run / "profile/horovod.json").stat().st_size > 1000
     assert list((run / "profile").rglob("*.xplane.pb"))
@@ -143,7 +160,9 @@ def test_rank_0_alone_writes(default_run):
     written = [sorted(set(run.with_name(f"run.rank{rank}").read_text().split())) for rank in (0, 1)]
     own = {str(run / "logs"), str(run / "logs" / "rank-0001.log")}
     assert set(written[1]) <= own, "rank 1 writes its own log and nothing else"
-    assert str(run / "history.csv") in " ".join(written[0]).replace(".tmp-history.csv", "history.csv")
+    assert str(run / "history.csv") in " ".join(written[0]).replace(
+        ".tmp-history.csv", "history.csv"
+    )
     assert any("checkpoints" in path for path in written[0])
     assert (run / "logs" / "rank-0000.log").exists()
 
@@ -164,7 +183,10 @@ def test_the_trained_model_loads_in_plain_keras(default_run):
     result = json.loads((default_run[0] / "result.json").read_text())
     assert correct == pytest.approx(result["test_accuracy"] * 360, abs=1e-3), "to the last example"
     description = json.loads((default_run[0] / "model.json").read_text())
-    assert description["class_names"] == list("0123456789") and description["input"]["range"] == [0, 16]
+    assert description["class_names"] == list("0123456789") and description["input"]["range"] == [
+        0,
+        16,
+    ]
     with zipfile.ZipFile(default_run[0] / "model.keras") as archive:
         assert b"hvtrain" not in archive.read("config.json")
         assert b"adam" not in archive.read("model.weights.h5")
@@ -187,22 +209,42 @@ def rows_of(run):
 
 
 def weights_of(run):
-    return np.concatenate([array.ravel() for array in keras.models.load_model(run / "model.keras").get_weights()])
+    return np.concatenate(
+        [array.ravel() for array in keras.models.load_model(run / "model.keras").get_weights()]
+    )
 
 
 @pytest.mark.nightly
 def test_uneven_shards_give_the_single_process_metrics(two_ranks, tmp_path):
     """A user's own model and data set; 51 test and 51 validation examples over 2 ranks and over 1."""
-    arguments = [*OWN, "train.steps=1", "optimizer.learning_rate=1e-12", "dataset.num_validation=51", *MORE_METRICS]
+    arguments = [
+        *OWN,
+        "train.steps=1",
+        "optimizer.learning_rate=1e-12",
+        "dataset.num_validation=51",
+        *MORE_METRICS,
+    ]
     code, output = train(None, 1, *arguments, "run.dir=run", cwd=tmp_path, PYTHONPATH=OWN_PATH)
     assert code == 0, output
     alone = json.loads((tmp_path / "run" / "result.json").read_text())
     together = record_of(two_ranks, "uneven")
     assert together["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
     assert {"test_top2", "test_iou"} <= together["metrics"].keys()
-    for ours, expected in ((together, alone), (rows_of(two_ranks[0] / "uneven")[0], rows_of(tmp_path / "run")[0])):
-        for name in ("test_loss", "test_accuracy", "val_loss", "val_accuracy", "val_top2", "val_iou"):
-            assert name not in expected or float(ours[name]) == pytest.approx(float(expected[name]), rel=1e-6)
+    for ours, expected in (
+        (together, alone),
+        (rows_of(two_ranks[0] / "uneven")[0], rows_of(tmp_path / "run")[0]),
+    ):
+        for name in (
+            "test_loss",
+            "test_accuracy",
+            "val_loss",
+            "val_accuracy",
+            "val_top2",
+            "val_iou",
+        ):
+            assert name not in expected or float(ours[name]) == pytest.approx(
+                float(expected[name]), rel=1e-6
+            )
 
 
 @pytest.mark.nightly
@@ -210,7 +252,9 @@ def test_accumulated_batches_are_one_batch(two_ranks):
     """2 ranks x 2 batches of 16 are 2 ranks x 32: half as many reductions as batches, the same weights."""
     for name, times in (("one batch", 1), ("two batches", 2)):
         record = record_of(two_ranks, name)
-        assert (record["reductions"], record["num_steps"]) == (44, 44 * times), "of those that change weights"
+        assert (record["reductions"], record["num_steps"]) == (44, 44 * times), (
+            "of those that change weights"
+        )
     ours, expected = (weights_of(two_ranks[0] / name) for name in ("two batches", "one batch"))
     assert ours == pytest.approx(expected, abs=1e-5)
 
@@ -219,7 +263,11 @@ def test_accumulated_batches_are_one_batch(two_ranks):
 def test_xla_compiles_all_but_the_reduction(two_ranks):
     """The same training on two ranks with XLA and without, to rounding, with all reductions and the loss scale."""
     folder, _, output = two_ranks
-    assert record_of(two_ranks, "plain")["reductions"] == record_of(two_ranks, "xla")["reductions"] == 44
+    assert (
+        record_of(two_ranks, "plain")["reductions"]
+        == record_of(two_ranks, "xla")["reductions"]
+        == 44
+    )
     assert "Compiled cluster using XLA" in output
     assert weights_of(folder / "xla") == pytest.approx(weights_of(folder / "plain"), abs=5e-3)
 

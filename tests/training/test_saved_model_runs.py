@@ -29,13 +29,17 @@ def write_pictures(folder, rng, count):
         name = ("bright", "dark", "red")[number % 3]
         mean = {"bright": [150, 150, 150], "dark": [110, 110, 110], "red": [150, 110, 110]}[name]
         height, width = rng.integers(5, 40, 2)
-        pixels = np.clip(rng.normal(np.add(mean, rng.normal(0, 30, 3)), 60, (height, width, 3)), 0, 255)
+        pixels = np.clip(
+            rng.normal(np.add(mean, rng.normal(0, 30, 3)), 60, (height, width, 3)), 0, 255
+        )
         path = folder / name / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(tf.io.encode_png(pixels.astype("uint8")).numpy())
 
 
-HALVES = [pytest.param(f"mixed_{kind}", marks=pytest.mark.release) for kind in ("bfloat16", "float16")]
+HALVES = [
+    pytest.param(f"mixed_{kind}", marks=pytest.mark.release) for kind in ("bfloat16", "float16")
+]
 
 
 @pytest.mark.nightly
@@ -44,8 +48,18 @@ def test_image_files_of_different_sizes(tmp_path, precision):
     rng = np.random.default_rng(0)
     write_pictures(tmp_path / "data/train", rng, 90)
     write_pictures(tmp_path / "data/test", rng, 60)
-    arguments = ["dataset=image_folder", "dataset.dir=data", "dataset.image_shape=[12,12,3]", "model=mlp"]
-    arguments += ["train.epochs=3", "train.batch_size=16", f"train.precision={precision}", "run.dir=run"]
+    arguments = [
+        "dataset=image_folder",
+        "dataset.dir=data",
+        "dataset.image_shape=[12,12,3]",
+        "model=mlp",
+    ]
+    arguments += [
+        "train.epochs=3",
+        "train.batch_size=16",
+        f"train.precision={precision}",
+        "run.dir=run",
+    ]
     code, output = train(None, 1, *arguments, "strategy=single", cwd=tmp_path)
     assert code == 0, output
     assert "may predict wrongly" not in output
@@ -54,4 +68,6 @@ def test_image_files_of_different_sizes(tmp_path, precision):
     assert 25 < correct < 60, "one that learns, and errs"
     assert int(without_hvtrain(COUNT_CORRECT, cwd=tmp_path)) == pytest.approx(correct, abs=1e-3)
     description = json.loads((tmp_path / "run/model.json").read_text())
-    assert description["class_names"] == ["bright", "dark", "red"] and description["input"]["shape"] == [None, None, 3]
+    assert description["class_names"] == ["bright", "dark", "red"] and description["input"][
+        "shape"
+    ] == [None, None, 3]

@@ -10,7 +10,7 @@ from hvtrain.training.setup import seed_everything
 
 def dropped(rank):
     """The units that a new layer drops on that rank, in its first two steps."""
-    seed_everything(from_dict(compose([])[0]), rank)
+    seed_everything(from_dict(compose([])), rank)
     layer = keras.layers.Dropout(0.5)
     return np.stack([layer(np.ones(64, "float32"), training=True) == 0 for _ in range(2)])
 

@@ -32,7 +32,16 @@ class Run:
         self.lab, self.name, self.lines = lab, name, []
         line = [PYTHON, "-m", "hvtrain", "launch", "-np", "2", "-H", "s1,s2", f"--{how}", "--"]
         self.process = subprocess.Popen(
-            [SCRIPT, "exec", "s1", "env", f"PYTHONPATH={ROOT}", *line, f"run.dir={lab.home}/{name}", *overrides],
+            [
+                SCRIPT,
+                "exec",
+                "s1",
+                "env",
+                f"PYTHONPATH={ROOT}",
+                *line,
+                f"run.dir={lab.home}/{name}",
+                *overrides,
+            ],
             env={**os.environ, "HVTRAIN_LAB": lab.name},
             cwd=lab.home,
             stdin=subprocess.DEVNULL,
@@ -40,7 +49,9 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True)
+        self.reader = threading.Thread(
+            target=lambda: self.lines.extend(self.process.stdout), daemon=True
+        )
         self.reader.start()
 
     @property
@@ -69,7 +80,9 @@ def left(lab):
     for host in ("s1", "s2"):
         listed = lab("exec", host, "ps", "-eo", "args=").stdout.splitlines()
         remaining += [
-            f"{host}: {line}" for line in listed if any(name in line for name in ("-m hvtrain", "orted", "mpirun"))
+            f"{host}: {line}"
+            for line in listed
+            if any(name in line for name in ("-m hvtrain", "orted", "mpirun"))
         ]
     return [line for line in remaining if " ps " not in line]
 
@@ -90,7 +103,9 @@ def on_a_bad_link(lab, how):
 @nightly
 def test_a_bad_link_is_survived(lab):
     run = on_a_bad_link(lab, "gloo")
-    assert run.state()[0] == "step-00000330" and "weights equal on 2/2 ranks" in run.output, run.output
+    assert run.state()[0] == "step-00000330" and "weights equal on 2/2 ranks" in run.output, (
+        run.output
+    )
 
 
 @release
@@ -107,7 +122,11 @@ def test_a_bad_link_is_survived_with_the_same_result(lab, how):
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("gloo", marks=nightly), *(pytest.param(how, marks=release) for how in ("mpi", "mpirun"))]
+    "how",
+    [
+        pytest.param("gloo", marks=nightly),
+        *(pytest.param(how, marks=release) for how in ("mpi", "mpirun")),
+    ],
 )
 def test_a_network_that_is_cut_for_good(lab, how):
     """Rank and host are named, and both sides end."""
@@ -119,7 +138,9 @@ def test_a_network_that_is_cut_for_good(lab, how):
     print(f"{how}: the launcher ended {time.monotonic() - began:.0f} s after the cut, with {code}")
     reason = "stopped because rank 1 on s2 cannot be reached any more (its host is down, or the network is cut)"
     assert reason in run.output
-    assert f"run the same command with run.dir={lab.home}/run to resume from step-000000" in run.output
+    assert (
+        f"run the same command with run.dir={lab.home}/run to resume from step-000000" in run.output
+    )
     assert "Traceback" not in run.output
     assert code == 75 or how == "mpirun", run.output
     deadline = began + 400

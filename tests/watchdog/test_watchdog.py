@@ -60,7 +60,11 @@ class Ranks:
 
     def said(self):
         """The lines of errors."""
-        return [line for line in (self.folder / "console").read_text().splitlines() if line.startswith("hvtrain: ")]
+        return [
+            line
+            for line in (self.folder / "console").read_text().splitlines()
+            if line.startswith("hvtrain: ")
+        ]
 
     def out(self, rank):
         return (self.folder / f"out-{rank}").read_text()
@@ -71,9 +75,9 @@ class Ranks:
     def wait_for(self, rank, text):
         deadline = time.monotonic() + 20
         while text not in self.out(rank):
-            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.out(rank) + str(
-                self.said()
-            )
+            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.out(
+                rank
+            ) + str(self.said())
             time.sleep(0.02)
 
 
@@ -93,9 +97,13 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path, event, phase):
     pattern = r"hvtrain: no progress for [23] s \(watchdog.abort_seconds=2\): "
     pattern += rf"rank {event[0]} on h{event[0]} hangs in {phase} \(\d\d:\d\d:\d\d\); "
     assert re.match(pattern, line), line
-    assert line.endswith(f"Python stacks are in {tmp_path}/stacks; {GOES_ON.format(folder=tmp_path)}")
+    assert line.endswith(
+        f"Python stacks are in {tmp_path}/stacks; {GOES_ON.format(folder=tmp_path)}"
+    )
     assert len(ranks.said()) == 1
-    assert f"no progress for 0 s: rank {event[0]} on h{event[0]} hangs in {phase}" in ranks.out(0), "a warning before"
+    assert f"no progress for 0 s: rank {event[0]} on h{event[0]} hangs in {phase}" in ranks.out(
+        0
+    ), "a warning before"
     for rank in range(3):
         assert "watched.py" in ranks.stacks(rank)
         assert ("in act" in ranks.stacks(rank)) == (rank == event[0])
@@ -106,7 +114,9 @@ def test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks(tmp_path, rank
     with Ranks(tmp_path, 3, 2, [rank, 30, "stop"]) as ranks:
         codes = ranks.codes()
     line = ranks.said()[0]
-    assert re.search(rf"rank {rank}( on h1)? has not answered since \d\d:\d\d:\d\d", line), ranks.said()
+    assert re.search(rf"rank {rank}( on h1)? has not answered since \d\d:\d\d:\d\d", line), (
+        ranks.said()
+    )
     assert ", it is stopped by a signal (SIGSTOP, Ctrl-Z); " in line
     assert f"{tmp_path}/stacks; {GOES_ON.format(folder=tmp_path)}" in line
     assert "in act" in ranks.stacks(rank), "where it was stopped"
@@ -125,7 +135,9 @@ def test_a_rank_that_holds_pythons_lock(tmp_path):
 def test_a_rank_that_was_killed(tmp_path):
     with Ranks(tmp_path, 3, 60, [1, 30, "die"]) as ranks:
         assert ranks.codes() == [75, -9, 75]
-    expected = f"hvtrain: stopped because rank 1 on h1 is gone (killed, or its host is lost); {GOES_ON}"
+    expected = (
+        f"hvtrain: stopped because rank 1 on h1 is gone (killed, or its host is lost); {GOES_ON}"
+    )
     assert ranks.said()[0] == expected.format(folder=tmp_path)
 
 
@@ -133,7 +145,10 @@ def test_a_rank_that_was_killed(tmp_path):
 def test_rank_0_that_was_killed(tmp_path):
     with Ranks(tmp_path, 3, 60, [0, 30, "die"]) as ranks:
         assert ranks.codes() == [-9, 75, 75]
-    assert "hvtrain: rank 1: stopped because rank 0 is gone (killed, or its host is lost)" in ranks.said()[0]
+    assert (
+        "hvtrain: rank 1: stopped because rank 0 is gone (killed, or its host is lost)"
+        in ranks.said()[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +189,9 @@ def test_ranks_that_wait_for_each_other_at_different_places(tmp_path):
     with Ranks(tmp_path, 2, 2, [1, 30, "data: exchange"]) as ranks:
         assert ranks.codes() == [75, 75]
     pattern = r"ranks wait for each other at different places: rank 1 on h1 hangs in exchange since step 30 \(.*\), "
-    pattern += r"rank 0 on h0 hangs in reduction since step 31 \(.*\); do all run the same program\?"
+    pattern += (
+        r"rank 0 on h0 hangs in reduction since step 31 \(.*\); do all run the same program\?"
+    )
     assert re.search(pattern, ranks.said()[-1]), ranks.said()
 
 
@@ -182,11 +199,19 @@ def test_ranks_that_wait_for_each_other_at_different_places(tmp_path):
 def test_work_that_takes_long_is_no_hang(tmp_path):
     """Longer than the limit: validation by its batches, a checkpoint by what it writes, and the start; others wait."""
     with Ranks(
-        tmp_path, 2, 1, [-1, 0, "forward: hang 2"], [0, 20, "write 3"], [1, 30, "validate 3"], steps=40
+        tmp_path,
+        2,
+        1,
+        [-1, 0, "forward: hang 2"],
+        [0, 20, "write 3"],
+        [1, 30, "validate 3"],
+        steps=40,
     ) as ranks:
         assert ranks.codes() == [0, 0], ranks.said()
     assert ranks.said() == []
-    assert "done 40, threads left: []" in ranks.out(0) and "done 40, threads left: []" in ranks.out(1)
+    assert "done 40, threads left: []" in ranks.out(0) and "done 40, threads left: []" in ranks.out(
+        1
+    )
 
 
 @pytest.mark.nightly
@@ -221,7 +246,11 @@ def test_all_ranks_stopped_and_continued_go_on(tmp_path):
 @pytest.mark.nightly
 def test_the_launcher_is_killed(tmp_path):
     """Its ranks change their parent, and go."""
-    through = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"]
+    through = [
+        sys.executable,
+        "-c",
+        "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))",
+    ]
     with Ranks(tmp_path, 2, 60, through=through) as ranks:
         deadline = time.monotonic() + 20
         while len(list(tmp_path.glob("meeting-50-*"))) < 2:
@@ -234,7 +263,10 @@ def test_the_launcher_is_killed(tmp_path):
             assert time.monotonic() < deadline + 40
             time.sleep(0.05)
     assert (
-        f"hvtrain: stopped because the launcher of the ranks is gone; {GOES_ON}".format(folder=tmp_path) in ranks.said()
+        f"hvtrain: stopped because the launcher of the ranks is gone; {GOES_ON}".format(
+            folder=tmp_path
+        )
+        in ranks.said()
     )
 
 
@@ -257,7 +289,12 @@ def test_strangers_at_the_port(tmp_path):
         assert [address for address, _ in addresses] == ["127.0.0.1"]
         held = [socket.create_connection(addresses[0]) for _ in range(200)]
         before = memory(ranks.processes[0].pid)
-        for payload in (pickle, os.urandom(5000), *(line.encode() for line in FORGED), b"x" * 30_000_000):
+        for payload in (
+            pickle,
+            os.urandom(5000),
+            *(line.encode() for line in FORGED),
+            b"x" * 30_000_000,
+        ):
             assert closed_after(addresses[0], payload)
         assert memory(ranks.processes[0].pid) - before < 8 << 20
         assert ranks.codes() == [0, 0], ranks.said()
@@ -292,7 +329,9 @@ def listening(pid):
         inodes |= {match[1]} if match else set()
     rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     local = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
-    return [(socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in local]
+    return [
+        (socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)) for address, port in local
+    ]
 
 
 def memory(pid):
@@ -345,10 +384,14 @@ print(high.fileno(), before, Member._is_readable(member, 10))
 """
 
 
-@pytest.mark.skipif(0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2000, reason="ulimit -Hn is below 2,000")
+@pytest.mark.skipif(
+    0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2000, reason="ulimit -Hn is below 2,000"
+)
 def test_rank_0_of_more_than_a_thousand_may_open_a_file_for_each():
     """It could open 1,024, and listen on file numbers below that alone."""
-    done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_FILES], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "1500 False True\n"
 
 
@@ -356,7 +399,10 @@ def test_rank_0_serves_512_ranks_and_names_the_one_that_dies():
     """The hub and rank 0's own member are real; the other ranks are sockets that speak their protocol."""
     rules = Rules(limit=60.0, beat_seconds=0.5)
     progress = Progress()
-    status, process = vars(progress.look()), vars(Member(0, "h0", rules, progress, False).stacks.process)
+    status, process = (
+        vars(progress.look()),
+        vars(Member(0, "h0", rules, progress, False).stacks.process),
+    )
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     member = Member(0, "h0", rules, progress, False)
     hub = Hub(listener, "token", 512, member)

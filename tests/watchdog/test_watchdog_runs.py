@@ -34,7 +34,9 @@ def begin(launcher, tmp_path, *overrides, size=2, options=(), **extra):
         *overrides,
     ]
     # Fresh processes: ranks are found by their command lines, and signals go to single ones.
-    return start(launcher, size, *line, cwd=tmp_path, cold=True, PYTHONPATH=f"{ROOT}:{OWN}", **extra)
+    return start(
+        launcher, size, *line, cwd=tmp_path, cold=True, PYTHONPATH=f"{ROOT}:{OWN}", **extra
+    )
 
 
 def done(process, timeout=150):
@@ -69,14 +71,21 @@ def stacks(tmp_path, rank):
 def test_a_rank_that_hangs_in_its_data(tmp_path):
     """Open MPI's ranks would wait forever."""
     process = begin(
-        "mpirun", tmp_path, "dataset=stuck", "dataset.rank=1", "dataset.batch=26", "watchdog.abort_seconds=5"
+        "mpirun",
+        tmp_path,
+        "dataset=stuck",
+        "dataset.rank=1",
+        "dataset.batch=26",
+        "watchdog.abort_seconds=5",
     )
     code, output, lines = done(process)
     assert code == 75, output
     pattern = r"hvtrain: no progress for [567] s \(watchdog.abort_seconds=5\): "
     pattern += r"rank 1 on \S+ hangs in data since step 27 \(\d\d:\d\d:\d\d\); "
     assert re.match(pattern, lines[-1]), output
-    assert lines[-1].endswith(f"Python stacks are in {tmp_path}/run/stacks; {GOES_ON.format(run=tmp_path / 'run')}")
+    assert lines[-1].endswith(
+        f"Python stacks are in {tmp_path}/run/stacks; {GOES_ON.format(run=tmp_path / 'run')}"
+    )
     assert len(lines) == 1 and "Traceback" not in output
     assert "in wait" in stacks(tmp_path, 1) and "hvtrain/strategies/loop.py" in stacks(tmp_path, 0)
     assert none_left(tmp_path)
@@ -85,10 +94,14 @@ def test_a_rank_that_hangs_in_its_data(tmp_path):
 @pytest.mark.release
 def test_gloo_gives_up_before_the_watchdog(tmp_path):
     """Gloo waits 30 s for a message; then the watchdog is asked, and knows who is stopped."""
-    process = begin("gloo", tmp_path, HANGS % (1, "stop"))
+    process = begin("gloo", tmp_path, HANGS % (1, "stop"), HOROVOD_GLOO_TIMEOUT_SECONDS="30")
     code, output, lines = done(process)
     assert code == 75, output
-    naming = [line for line in lines if re.search(r"rank 1 on \S+ has not answered since .* it is stopped by a", line)]
+    naming = [
+        line
+        for line in lines
+        if re.search(r"rank 1 on \S+ has not answered since .* it is stopped by a", line)
+    ]
     assert naming and GOES_ON.format(run=tmp_path / "run") in naming[0], output
     assert "on_train_batch_end" in stacks(tmp_path, 1)
     assert none_left(tmp_path)
@@ -109,7 +122,9 @@ def test_an_error_of_nccl_is_a_lost_connection(tmp_path):
     """All ranks are there: a restart may help."""
     code, output, lines = done(begin("gloo", tmp_path, HANGS % (1, "nccl")))
     assert code == 75, output
-    cause = r"NCCL lost the connection between ranks \(ncclAllReduce failed: unhandled system error\); "
+    cause = (
+        r"NCCL lost the connection between ranks \(ncclAllReduce failed: unhandled system error\); "
+    )
     assert re.search(cause + GOES_ON.format(run=tmp_path / "run"), lines[0]), output
     assert "Traceback" not in output
     assert none_left(tmp_path)
@@ -118,7 +133,12 @@ def test_an_error_of_nccl_is_a_lost_connection(tmp_path):
 @pytest.mark.release
 def test_what_takes_longer_than_the_limit_is_no_hang(tmp_path):
     """A validation of 9 batches of a second each on a rank, and the start of it all."""
-    overrides = ["dataset=stuck", "dataset.evaluation_seconds=1", "train.evaluation_batch_size=20", "train.epochs=1"]
+    overrides = [
+        "dataset=stuck",
+        "dataset.evaluation_seconds=1",
+        "train.evaluation_batch_size=20",
+        "train.epochs=1",
+    ]
     code, output, lines = done(begin("mpirun", tmp_path, *overrides, "watchdog.abort_seconds=5"))
     assert code == 0, output
     assert lines == []

@@ -7,10 +7,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 UNITS = ("%", "$", "€", "£", "¥")
+# The unit of times of day and durations, such as 12:34 or 1:02:03.5, which are read as seconds.
+CLOCK = "hours:minutes"
+CLOCK_TIME = r"^(?P<hours>\d{1,3}):(?P<minutes>[0-5]\d)(?::(?P<seconds>[0-5]\d(?:\.\d+)?))?$"
 SPACES = "\N{NO-BREAK SPACE}|\N{NARROW NO-BREAK SPACE}|\N{THIN SPACE}"
-# Decimal sign and separator of thousands, the more usual ones first.
+# Decimal sign and thousands separator, the more usual pairs first.
 NUMBER_FORMATS = ((".", ""), (".", ","), (",", ""), (",", "."), (",", " "), (".", " "), (".", "'"))
-# 01/02/2024 is in January if all cells can be read so, as pandas has it.
+# 01/02/2024 is in January, as in pandas, unless more cells can be read with the day first.
 DAY_FORMATS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d", "%d-%m-%Y", "%d %b %Y", "%b %d, %Y")
 TIME_FORMATS = ("", " %H:%M", " %H:%M:%S")
 ISO_8601 = ""
@@ -18,7 +21,7 @@ DATE_FORMATS = (ISO_8601, *(day + time for day in DAY_FORMATS for time in TIME_F
 
 ISO_TIME = r"[T ]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?"
 ISO_ZONE = r"(Z|[+-]\d\d:?\d\d)"
-# 3,14 and 1.234,50, but not 1,234, which may be a thousand.
+# Matches 3,14 and 1.234,50, but not 1,234, whose comma may separate thousands.
 DECIMAL_COMMA = r"^[+-]?(\d{1,3}(\.\d{3})*|\d+),(\d{1,2}|\d{4,})$"
 
 
@@ -28,31 +31,38 @@ def only(text: pa.Array, mask: pa.Array) -> pa.Array:
 
 
 def share(mask: pa.Array) -> float:
-    """Returns the share of true values, 0 for none."""
+    """Returns the share of true values; 0 for an empty mask."""
     return pc.mean(mask.cast(pa.float64())).as_py() or 0.0
 
 
 def unit_in(text: pa.Array, least_share: float) -> str:
-    """Returns the unit of at least this share of the cells; empty for none."""
+    """Returns the unit of at least this share of the cells, or a word that ends all cells; empty if neither."""
     for unit in UNITS:
         if share(pc.match_substring(text, unit)) >= least_share:
             return unit
-    return ""
+    if share(pc.match_substring_regex(text, CLOCK_TIME)) >= least_share:
+        return CLOCK
+    suffix = re.search(r"\d ?([^\W\d_]+)$", text[0].as_py()) if len(text) else None
+    return suffix[1] if suffix and pc.all(pc.ends_with(text, suffix[1])).as_py() else ""
 
 
 def number_formats(
     columns: Sequence[pa.Array], decimal: str | None, thousands: str | None, num_rows: int
 ) -> list[tuple[str, str]]:
-    """Returns decimal signs with separators of thousands, in the order in which the numbers of a file try them.
+    """Returns pairs of decimal sign and thousands separator, in the order to try on the numbers of a file.
 
     Args:
-        columns: of text.
-        decimal, thousands: set by the user; None: as the cells show them.
-        num_rows: to look at.
+        columns: the file's columns of text.
+        decimal, thousands: set by the user; None: inferred from the cells.
+        num_rows: number of rows to look at.
     """
-    formats = [pair for pair in NUMBER_FORMATS if decimal in (None, pair[0]) and thousands in (None, pair[1])]
-    # 1,234 is ambiguous, and is read as the columns are that can only be read with commas. Half of
-    # their cells, since whole numbers have no sign.
+    formats = [
+        pair
+        for pair in NUMBER_FORMATS
+        if decimal in (None, pair[0]) and thousands in (None, pair[1])
+    ]
+    # 1,234 is ambiguous: its comma is decimal if some column can only be read with decimal commas. Half
+    # of that column's cells suffice, since whole numbers have no decimal sign.
     samples = [text.drop_null()[:num_rows] for text in columns]
     if any(share(pc.match_substring_regex(sample, DECIMAL_COMMA)) >= 0.5 for sample in samples):
         formats.sort(key=lambda pair: pair[0] != ",")
@@ -60,11 +70,13 @@ def number_formats(
 
 
 def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: str = "") -> pa.Array:
-    """Returns numbers in a format, float64; null for other texts.
+    """Reads texts as numbers of one format, float64; texts that do not fit it become null.
 
-    >>> numbers_in(pa.array(["$1,234.50", "$?", "7"]), thousands=",", unit="$").to_pylist()
-    [1234.5, None, None]
+    >>> numbers_in(pa.array(["$1,234.50", "\N{MINUS SIGN}$2", "($3)", "$?", "7"]), thousands=",", unit="$").to_pylist()
+    [1234.5, -2.0, -3.0, None, None]
     """
+    if unit == CLOCK:
+        return _seconds_in(text)
     if (decimal, thousands, unit) == (".", "", ""):
         try:
             return text.cast(pa.float64())
@@ -78,6 +90,9 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
     pattern = rf"^[+-]?(?:(?:{digits})(?:{sign}\d*)?|{sign}\d+)(?:[eE][+-]?\d+)?$"
 
     text = pc.replace_substring_regex(text, SPACES, " ")
+    text = pc.replace_substring(text, "\N{MINUS SIGN}", "-")
+    # For -12.50, accountants write (12.50), and SAP 12.50-.
+    text = pc.replace_substring_regex(text, r"^\(([^-]+)\)$|^([^-]+)-$", r"-\1\2")
     if unit:
         text = only(text, pc.match_substring(text, unit))
         text = pc.replace_substring(text, unit, "")
@@ -87,28 +102,62 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
         text = pc.replace_substring(text, thousands, "")
 
     text = pc.replace_substring(text, decimal, ".")
-    # Arrow reads no plus sign.
+    # Arrow does not read a plus sign.
     return pc.utf8_ltrim(text, "+").cast(pa.float64())
 
 
+def by_value(
+    texts: Sequence[str], decimal: str = ".", thousands: str = "", unit: str = ""
+) -> list[str]:
+    """Sorts texts by their numbers in a format; texts that are not numbers come last.
+
+    >>> by_value(["10", "?", "9"])
+    ['9', '10', '?']
+    """
+    ordered = sorted(texts)
+    numbers = numbers_in(pa.array(ordered, pa.string()), decimal, thousands, unit).to_pylist()
+    value_of = dict(zip(ordered, numbers))
+    return sorted(ordered, key=lambda text: (value_of[text] is None, value_of[text]))
+
+
+def _seconds_in(text: pa.Array) -> pa.Array:
+    """Returns the seconds of times such as 12:34, float64; null for other texts.
+
+    >>> _seconds_in(pa.array(["0:01:02.5", "12:30", "12:60"])).to_pylist()
+    [62.5, 45000.0, None]
+    """
+    parts = pc.extract_regex(text, CLOCK_TIME)
+    hours, minutes, seconds = (pc.struct_field(parts, [index]) for index in range(3))
+    seconds = pc.if_else(pc.equal(seconds, ""), "0", seconds).cast(pa.float64())
+    minutes = pc.add(pc.multiply(hours.cast(pa.float64()), 60.0), minutes.cast(pa.float64()))
+    return pc.add(pc.multiply(minutes, 60.0), seconds)
+
+
 def times_in(text: pa.Array, date_format: str = ISO_8601) -> pa.Array:
-    """Returns timestamps in a format of strptime, in UTC; null for other texts.
+    """Reads texts in a format of strptime as timestamps in UTC; texts that do not fit it become null.
 
     >>> times_in(pa.array(["2024-02-28T12:00:00Z", "2024-02-30"])).is_null().to_pylist()
     [False, True]
+    >>> times_in(pa.array(["1.3.2024 12:00", "30.02.2024 12:00"]), "%d.%m.%Y %H:%M").is_null().to_pylist()
+    [False, True]
     """
     if date_format != ISO_8601:
-        return pc.strptime(text, format=date_format, unit="us", error_is_null=True)
+        parsed = pc.strptime(text, format=date_format, unit="us", error_is_null=True)
+        # strptime makes the thirtieth of February a day in March.
+        pattern = date_format.replace(".", r"\.").replace("%d", r"(?P<day>\d{1,2})")
+        parts = pc.extract_regex(text, re.sub("%[a-zA-Z]", r"\\w+", pattern))
+        is_real = pc.equal(pc.struct_field(parts, [0]).cast(pa.int64()), pc.day(parsed))
+        return pc.if_else(is_real, parsed, pa.scalar(None, parsed.type))
 
-    # Arrow reads all cells or none, so what is no date goes first.
+    # Arrow reads all cells or none, so texts that are not dates are removed first.
     is_date = pc.match_substring_regex(text, rf"^\d{{4}}-\d\d-\d\d({ISO_TIME}{ISO_ZONE}?)?$")
     day = pc.utf8_slice_codeunits(text, 0, 10)
     parsed = pc.strptime(day, format="%Y-%m-%d", unit="s", error_is_null=True)
-    # Written again, the thirtieth of February is the first of March.
+    # Arrow reads February 30 as March 1 or 2, so the date changes when it is written again.
     is_real = pc.equal(day, pc.strftime(parsed, format="%Y-%m-%d"))
     text = only(text, pc.and_(is_date, is_real))
 
-    # Times with and without a zone are of two types.
+    # Times with and without a zone have different types.
     has_zone = pc.match_substring_regex(text, rf":.*{ISO_ZONE}$")
     zoned = only(text, has_zone).cast(pa.timestamp("us", "UTC"))
     local = only(text, pc.invert(has_zone)).cast(pa.timestamp("us"))

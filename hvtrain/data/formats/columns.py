@@ -1,4 +1,4 @@
-"""What each column of a table is, told by all its cells, and kept for the tables that come later.
+"""The kind of each column of a table, inferred from all its cells, and kept for later tables.
 
 A column is a number, a name (a category), a date, or a vector of numbers. infer() decides once, on
 the training table. read() then reads that column of any table in the same way, or refuses it.
@@ -21,22 +21,34 @@ from hvtrain.errors import DataError
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-# Those of pandas.read_csv.
+# Texts that are read as gaps, the same as in pandas.read_csv.
 GAPS = pa.array(
     [
-        *("", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
+        *(
+            "",
+            "#N/A",
+            "#N/A N/A",
+            "#NA",
+            "-1.#IND",
+            "-1.#QNAN",
+            "-NaN",
+            "-nan",
+            "1.#IND",
+            "1.#QNAN",
+        ),
         *("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
     ]
 )
+# The share of cells that have to be numbers or dates, for the others to count as gaps.
 MOSTLY = 0.9
-"""The share of cells that have to be numbers or dates, for the others to count as gaps."""
 SAMPLE_ROWS = 1000
+# Rows of the sample that already rule out most formats of numbers and dates.
 TRIAL_ROWS = 100
-"""Rows of the sample on which most formats of numbers and dates fail already."""
+# In a file with types, up to this many distinct texts, or one per ten rows, are names even if they look like numbers.
 FEW_TEXTS = 20
-"""So many different texts in a file with types are names, also if they look like numbers."""
+# Above this, whole numbers are not exact in float64, and are taken as names.
 MAX_EXACT = 2**53
-"""Above it, whole numbers are not exact in float64: they name something."""
+LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 DATE_PARTS = ("year", "month", "day", "weekday", "hour")
 DAY_MICROSECONDS = 86_400e6
 SECONDS_BETWEEN = 5.0
@@ -44,18 +56,18 @@ SECONDS_BETWEEN = 5.0
 
 @dataclass(frozen=True)
 class Column:
-    """How a column is read, and what was fitted to its training rows. Everything in it is JSON."""
+    """How a column is read, and what was fitted to its training rows. All values can be written as JSON."""
 
     name: str
-    """The name of the feature: the column's, or with the part of a date after it."""
+    """The name of the feature: the column's, followed by the part of a date, if any."""
     source: str
     """The name of the column in the file."""
     kind: str
     """number, integer, name, date or vector."""
     feature: str = ""
-    """The term of FeatureSpace for what the model takes."""
+    """FeatureSpace's term for the feature, such as float_normalized."""
     missing: str = "refuse"
-    """What happens to gaps."""
+    """The treatment of gaps."""
     decimal: str = "."
     thousands: str = ""
     unit: str = ""
@@ -64,17 +76,17 @@ class Column:
     part: str = ""
     """One of DATE_PARTS; empty: the days since 1970-01-01."""
     length: int = 1
-    """Numbers in a cell."""
+    """The number of values in a cell."""
 
     fill: Sequence[Any] = ()
-    """In place of a gap: a name, or numbers [length]."""
+    """What replaces a gap: a name, or numbers [length]."""
     mean: Sequence[float] = ()
     variance: Sequence[float] = ()
     bins: Sequence[float] = ()
     names: Sequence[Any] = ()
     """All categories, in the order of their numbers in the model."""
     is_wide: bool = False
-    """True if float32 would make values equal that differ."""
+    """True if float32 might make different values equal."""
 
     @property
     def is_category(self) -> bool:
@@ -82,7 +94,7 @@ class Column:
 
     @property
     def is_looked_up(self) -> bool:
-        """True if the feature is the number of a category or of a bin, one-hot."""
+        """True if the feature is the number of a category or of a bin."""
         return self.is_category or bool(self.bins)
 
 
@@ -103,22 +115,26 @@ class Cells(NamedTuple):
         return is_nan[:, 0] if is_nan.shape[1] == 1 else is_nan.any(axis=1)
 
 
-def with_progress(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """Yields the items, and logs every few seconds how many are done; nothing for short work."""
+def with_progress(items: Sequence[Item], label: str, unit: str = "columns") -> Iterator[Item]:
+    """Yields the items, and logs every few seconds how many are done; short work logs nothing."""
     logged_at = time.monotonic()
     for num_done, item in enumerate(items):
         if time.monotonic() - logged_at >= SECONDS_BETWEEN:
             logged_at = time.monotonic()
-            log.info("%s, %s of %s columns", label, f"{num_done:,}", f"{len(items):,}")
+            log.info("%s, %s of %s %s", label, f"{num_done:,}", f"{len(items):,}", unit)
         yield item
 
 
-def plain(values: pa.ChunkedArray) -> pa.Array:
-    """Returns one array of a plain type: text without gaps' spellings, numbers, dates or lists."""
+def one_array(values: pa.ChunkedArray) -> pa.Array:
+    """Returns a column's values without chunks or an extension type."""
     # One chunk needs no copy.
     array = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def plain(values: pa.ChunkedArray) -> pa.Array:
+    """Returns one array of numbers, dates, lists, or text with gaps as null. Times and durations become seconds."""
+    array = one_array(values)
     types = pa.types
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -130,7 +146,9 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
         array = array.cast(pa.float64())
     elif types.is_time(kind) or types.is_duration(kind):
         microseconds = pa.time64("us") if types.is_time(kind) else pa.duration("us")
-        array = pc.divide(array.cast(microseconds, safe=False).cast(pa.int64()).cast(pa.float64()), 1e6)
+        array = pc.divide(
+            array.cast(microseconds, safe=False).cast(pa.int64()).cast(pa.float64()), 1e6
+        )
     if not types.is_string(array.type):
         return array
 
@@ -138,13 +156,15 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
     return only(array, pc.invert(pc.is_in(array, GAPS)))
 
 
-def infer(name: str, values: pa.Array, number_formats: Sequence[tuple[str, str]], is_typed: bool) -> Column | str:
-    """Returns what a column is, by all its cells; or, in words, why it cannot be used.
+def infer(
+    name: str, values: pa.Array, number_formats: Sequence[tuple[str, str]], is_typed: bool
+) -> Column | str:
+    """Infers a column from all its cells; for a column that cannot be used, returns the reason instead.
 
     Args:
-        name: of the column.
-        values: as plain() gives them.
-        number_formats: as cell_texts.number_formats() gives them for the file.
+        name: name of the column.
+        values: its cells, from plain().
+        number_formats: those of the file, from cell_texts.number_formats().
         is_typed: True for a file whose columns have types, where text is meant to be text.
     """
     column = Column(name, name, "name")
@@ -167,24 +187,39 @@ def infer(name: str, values: pa.Array, number_formats: Sequence[tuple[str, str]]
         return "empty" if is_empty else replace(column, kind="number")
     if types.is_temporal(kind):
         return replace(column, kind="date")
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        lengths = pc.unique(pc.list_value_length(values).drop_null()).to_pylist()
-        if len(lengths) != 1:
-            return f"lists of {min(lengths)} to {max(lengths)} numbers"
-        if types.is_integer(kind.value_type) or types.is_floating(kind.value_type):
-            return replace(column, kind="vector", length=lengths[0])
-    return f"of the type {kind}"
+    if not _is_vector(kind):
+        return f"of the type {kind}"
+    lengths = pc.unique(pc.list_value_length(values).drop_null()).to_pylist()
+    if len(lengths) != 1:
+        return f"lists of {min(lengths)} to {max(lengths)} numbers"
+    return replace(column, kind="vector", length=lengths[0])
 
 
-def _infer_text(column: Column, text: pa.Array, number_formats: Sequence[tuple[str, str]]) -> Column:
-    # 007 is a code, and as a number it would be 7.
+def _is_vector(kind: pa.DataType) -> bool:
+    """True for lists of numbers."""
+    return isinstance(kind, LISTS) and (
+        pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
+    )
+
+
+def _infer_text(
+    column: Column, text: pa.Array, number_formats: Sequence[tuple[str, str]]
+) -> Column:
+    # 007 is a code; as a number it would become 7.
     from_zero = text.filter(pc.starts_with(text, "0"))
     if pc.any(pc.match_substring_regex(from_zero, r"^0\d+$")).as_py():
         return column
 
     sample = text[:: max(1, len(text) // SAMPLE_ROWS)]
-    number = replace(column, kind="number", unit=unit_in(sample, MOSTLY))
-    numbers = [replace(number, decimal=decimal, thousands=thousands) for decimal, thousands in number_formats]
+    unit = unit_in(sample, MOSTLY)
+    if unit.isalpha() and pc.count_distinct(text).as_py() <= FEW_TEXTS:
+        # "4 doors" and "1 star" are names.
+        unit = ""
+    number = replace(column, kind="number", unit=unit)
+    numbers = [
+        replace(number, decimal=decimal, thousands=thousands)
+        for decimal, thousands in number_formats
+    ]
     dates = [replace(column, kind="date", date_format=date_format) for date_format in DATE_FORMATS]
     for candidates in (numbers, dates):
         best = _best_format(candidates, sample, text)
@@ -194,12 +229,12 @@ def _infer_text(column: Column, text: pa.Array, number_formats: Sequence[tuple[s
 
 
 def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array) -> Column | None:
-    """Returns the first of the formats that read most cells; None if none reads MOSTLY all."""
+    """Returns the format that reads the most cells, on a tie the first; None if none reads at least MOSTLY."""
     best = None
     best_share = 0.0
     trial = sample[:: max(1, len(sample) // TRIAL_ROWS)]
     for candidate in candidates:
-        # Text is read whole in the few formats that may be the one.
+        # The whole text is read only in the few formats that may fit.
         if min(_share_read(cells, candidate) for cells in (trial, sample)) < MOSTLY / 2:
             continue
         share_read = _share_read(text, candidate)
@@ -223,15 +258,15 @@ def _parsed(text: pa.Array, column: Column) -> pa.Array:
 
 
 def read(column: Column, values: pa.Array, where: str) -> Cells:
-    """Reads the cells of a column as the training table's were.
+    """Reads the cells of a column in the same way as those of the training table.
 
     Args:
-        column: as infer() has described it.
-        values: as plain() gives them.
-        where: the file, which begins the message.
+        column: the column, from infer().
+        values: its cells, from plain().
+        where: the file, for messages.
 
     Raises:
-        DataError: The column holds something else.
+        DataError: The cells are of another kind than the column.
     """
     types = pa.types
     if column.kind == "vector":
@@ -247,7 +282,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
         parsed = _parsed(values, column)
         odd = pc.unique(values.filter(parsed.is_null())).drop_null().to_pylist()
     is_time = types.is_temporal(parsed.type)
-    # A column without any cell has no type of its own; one with odd cells alone is something else.
+    # A column without any cells has no type of its own; one with only odd cells is of another kind.
     is_empty = values.null_count == len(values)
     if not is_empty and (parsed.null_count == len(parsed) or is_time != (column.kind == "date")):
         raise _other_kind(column, values, where)
@@ -261,7 +296,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     numbers = parsed.to_numpy(zero_copy_only=False)
     if column.kind == "integer":
         return Cells(_integers_in(numbers, column, where), odd)
-    # Infinite numbers have no mean either.
+    # Infinite numbers have no mean, so they are gaps too.
     is_infinite = np.isinf(numbers)
     if is_infinite.any():
         odd += map(str, np.unique(numbers[is_infinite]))
@@ -278,17 +313,16 @@ def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
 
 
 def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
-    """Returns text, spelled as the known names where it is the same number or truth value."""
-    if pa.types.is_boolean(values.type):
-        values = pc.utf8_capitalize(values.cast(pa.string()))
-    elif pa.types.is_floating(values.type):
+    """Returns the cells as text; a number or truth value is spelled like the known name that equals it."""
+    is_truth = pa.types.is_boolean(values.type)
+    if pa.types.is_floating(values.type):
         values = pc.if_else(pc.is_finite(values), values, None)
-        # Whole numbers become floats where a column has gaps.
+        # pandas, for one, turns whole numbers into floats in a column with gaps.
         if pc.all(pc.equal(values, pc.floor(values))).as_py():
             values = values.cast(pa.int64())
-        values = values.cast(pa.string())
-    else:
-        values = values.cast(pa.string())
+    values = values.cast(pa.string())
+    if is_truth:
+        values = pc.utf8_capitalize(values)
     if not known or not len(values):
         return values
 
@@ -301,7 +335,7 @@ def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
 
 
 def _key(name: str) -> str:
-    """Returns what names have in common that another program has written anew.
+    """Returns a key that is equal for different programs' spellings of a name.
 
     >>> _key("7.0") == _key("7"), _key("TRUE") == _key("True"), _key("Yes") == _key("yes")
     (True, True, False)
@@ -316,11 +350,15 @@ def _vectors_in(values: pa.Array, column: Column, where: str) -> np.ndarray:
     lists = values.drop_null()
     if not len(lists):
         return numbers
-    if not hasattr(lists, "flatten") or not pa.types.is_nested(lists.type):
-        raise DataError(f"{where}: the column {column.source} holds {lists.type}, and lists of numbers are needed")
+    if not _is_vector(lists.type):
+        raise DataError(
+            f"{where}: the column {column.source} holds {lists.type}, and lists of numbers are needed"
+        )
     lengths = pc.unique(pc.list_value_length(lists)).to_pylist()
     if lengths != [column.length]:
-        raise DataError(f"{where}: the column {column.source} holds lists of {lengths} numbers, not {column.length}")
+        raise DataError(
+            f"{where}: the column {column.source} holds lists of {lengths} numbers, not {column.length}"
+        )
     flat = lists.flatten().cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     numbers[values.is_valid().to_numpy(zero_copy_only=False)] = flat.reshape(-1, column.length)
     numbers[np.isinf(numbers)] = np.nan
@@ -336,7 +374,7 @@ def _date_part(times: pa.Array, part: str) -> pa.Array:
 
 
 def _integers_in(numbers: np.ndarray, column: Column, where: str) -> pa.Array:
-    """Categories are looked up by number, so 1.5 would become 1."""
+    """Returns integers, null in gaps. Raises DataError for other numbers: as a category, 1.5 would become 1."""
     is_gap = ~np.isfinite(numbers)
     whole = np.where(is_gap, 0, np.round(numbers))
     wrong = ~is_gap & ((whole != numbers) | (np.abs(whole) > MAX_EXACT))

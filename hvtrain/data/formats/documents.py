@@ -1,27 +1,40 @@
-"""Documents of text, from files, from a column of a table, or from Python's own documentation."""
+"""Documents of text, from files, from a column of a table, or from Python's own documentation, and their splits."""
 
+import itertools
 import pydoc_data.topics
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from hvtrain.data.formats.folders import is_junk
+from hvtrain.data.formats.cell_texts import by_value, numbers_in
+from hvtrain.data.formats.columns import Column, plain, read
+from hvtrain.data.formats.folders import is_junk, read_text
+from hvtrain.data.formats.row_groups import is_text
+from hvtrain.data.formats.schema import FEW_NAMES
 from hvtrain.data.formats.tables import is_table, read_table
 from hvtrain.data.manifest import user_path
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import ConfigError, DataError, first_line
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 
+# Fixed, so that every run holds out the same documents, whatever its own seed.
+SPLIT_SEED = 0
+
+# Fewer documents than this are cut as if they were one text, whose last parts are for validation and test.
+WHOLE_DOCUMENTS = 20
+
 
 def embedded() -> list[str]:
-    """Python's reference by topic, as help() shows it; some 400,000 characters.
+    """Python's reference by topic, as help() shows it; about 400,000 characters.
 
-    In the order of the topics' names. Each paragraph stays only where it comes first.
+    Sorted by topic. Each paragraph is kept only where it first occurs.
     """
-    # Many topics repeat parts of others. Otherwise the test split would share paragraphs with the
-    # training split.
+    # Many topics repeat paragraphs of others, and repeated ones could be in both the training split and
+    # the test split.
     seen: set[str] = set()
     documents = []
     for _, text in sorted(pydoc_data.topics.topics.items()):
@@ -45,8 +58,8 @@ def read_documents(file: str, column: str | None) -> list[str]:
         ConfigError: The table has no such column.
     """
     path = user_path(file)
-    if path.is_file() and (is_table(path) or path.suffix.lower() in JSON_LINES):
-        documents = read_column(path, column)
+    if has_columns(path):
+        documents = [text for text in read_texts(path, column) if text]
     elif path.is_dir():
         documents = [read_text(text_file) for text_file in text_files(path)[0]]
     else:
@@ -54,7 +67,9 @@ def read_documents(file: str, column: str | None) -> list[str]:
 
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise DataError(f"dataset.file={file} holds no text; give a text file, a folder of .txt files or a table")
+        raise DataError(
+            f"dataset.file={file} holds no text; give a text file, a folder of .txt files or a table"
+        )
     return documents
 
 
@@ -73,17 +88,75 @@ def text_files(folder: Path) -> tuple[list[Path], Counter[str]]:
     return texts, others
 
 
-def read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start}); convert it, or leave it out") from error
-    except OSError as error:
-        raise DataError(f"dataset.file={path} cannot be read ({error.strerror}); fix the path or the file") from error
+def is_web_page(document: str) -> bool:
+    """True for text that begins as HTML does."""
+    return document[:200].lstrip().lower().startswith(("<!doctype html", "<html"))
 
 
-def read_column(path: Path, column: str | None) -> list[str]:
-    """Reads the texts in a column of a table, without gaps."""
+def read_labelled(
+    file: str, column: str | None, label: str
+) -> tuple[list[str], list[int], list[str]]:
+    """Reads documents with their labels, from two columns of a table or two keys of a .jsonl file.
+
+    Returns:
+        The documents, the class of each, and the sorted names of the classes; if all are numbers, by value.
+
+    Raises:
+        ConfigError: The file is not a table, lacks a column, or has too many labels for classes.
+        DataError: A text has no label, or all have the same.
+    """
+    path = user_path(file)
+    if not has_columns(path):
+        raise ConfigError(
+            f"dataset.label={label} needs a table or a .jsonl file, and dataset.file={file} is none"
+        )
+    cells = plain(read_column(path, "dataset.label", label))
+    labels = read(Column(label, label, "name"), cells, str(path)).values.to_pylist()
+    rows = [
+        (text, value)
+        for text, value in zip(read_texts(path, column), labels)
+        if text and text.strip()
+    ]
+    num_gaps = sum(value is None for _, value in rows)
+    if num_gaps:
+        raise DataError(
+            f"{path}: {num_gaps:,} of {len(rows):,} texts have no {label}; fill the column, or leave those rows out"
+        )
+    names = sorted({value for _, value in rows})
+    if len(names) == 1:
+        raise DataError(
+            f"{path}: {label} is {names[0]!r} for every text, and nothing can be learned from it; "
+            "choose another column"
+        )
+    # Few texts of many classes are usual; a label for nearly every text is none.
+    if len(names) > max(FEW_NAMES, len(rows) // 2):
+        raise ConfigError(
+            f"dataset.label={label} has {len(names):,} values for {len(rows):,} texts, too many for classes; "
+            "choose another column"
+        )
+    if not numbers_in(pa.array(names)).null_count:
+        names = by_value(names)
+    numbers = {name: number for number, name in enumerate(names)}
+    return [text for text, _ in rows], [numbers[value] for _, value in rows], names
+
+
+def has_columns(path: Path) -> bool:
+    return path.is_file() and (is_table(path) or path.suffix.lower() in JSON_LINES)
+
+
+def read_texts(path: Path, column: str | None) -> list[str | None]:
+    """Reads a column of text; None for a gap."""
+    texts = read_column(path, "dataset.column", column)
+    if not is_text(texts.type):
+        raise DataError(
+            f"{path}: the column {column} holds {texts.type}; a column of text is needed"
+        )
+    values: list[str | None] = texts.to_pylist()
+    return values
+
+
+def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray:
+    """Reads a column of a table, or a key of a .jsonl file; `setting` is the setting that names it, for messages."""
     if path.suffix.lower() in JSON_LINES:
         table = read_json_lines(path)
     else:
@@ -91,25 +164,92 @@ def read_column(path: Path, column: str | None) -> list[str]:
     names = table.column_names
     if column is None or column not in names:
         problem = " is not set" if column is None else f"={column} is not a column of {path.name}"
-        raise ConfigError(f"dataset.column{problem}; it names the column of text, one of {', '.join(names)}")
-    texts = table[column]
-    if pa.types.is_dictionary(texts.type):
-        texts = texts.cast(texts.type.value_type)
-    if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)):
-        raise DataError(f"{path}: the column {column} holds {texts.type}; a column of text is needed")
-    return [text for text in texts.to_pylist() if text]
+        purpose = "labels" if setting == "dataset.label" else "text"
+        raise ConfigError(
+            f"{setting}{problem}; it names the column of {purpose}, one of {', '.join(names)}"
+        )
+    return table[column]
 
 
 def read_json_lines(path: Path) -> pa.Table:
     """Reads a file with a JSON object in each line, whose keys are columns.
 
     Raises:
-        DataError: It is none.
+        DataError: The file cannot be read as JSON objects in lines.
     """
     try:
         # A line has to fit into a block, and may be as long as the file.
         options = pa.json.ReadOptions(block_size=max(path.stat().st_size, 1), use_threads=False)
         return pa.json.read_json(path, read_options=options)
     except (OSError, pa.ArrowException) as error:
-        problem = str(error).splitlines()[0]
-        raise DataError(f"{path} cannot be read: {problem}; an object in each line is needed") from error
+        raise DataError(
+            f"{path} cannot be read: {first_line(error)}; an object in each line is needed"
+        ) from error
+
+
+def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
+    """Returns the texts of each split: whole documents at random, or parts of them if there are few.
+
+    Args:
+        documents: all texts of the data set.
+        validation, test: shares of the characters.
+
+    Example:
+        >>> parts = cut(["abcdefgh", "ij"], validation=0.1, test=0.2)
+        >>> {split: "".join(texts) for split, texts in parts.items()}
+        {'train': 'abcdefg', 'validation': 'h', 'test': 'ij'}
+    """
+    lengths = [len(text) for text in documents]
+    if len(documents) < WHOLE_DOCUMENTS:
+        return _cut_characters(documents, _ranges(sum(lengths), validation, test))
+    parts = deal(lengths, validation, test)
+    return {split: [documents[number] for number in numbers] for split, numbers in parts.items()}
+
+
+def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
+    """Deals documents to splits at random, by length in characters; returns the indices of each split's documents."""
+    parts = _deal_documents(lengths, validation, test)
+    # One long document may cover a whole split and leave it empty. Then documents are counted, not characters.
+    if not all(parts.values()):
+        parts = _deal_documents([1] * len(lengths), validation, test)
+    return parts
+
+
+def _ranges(total: int, validation: float, test: float) -> dict[str, range]:
+    """Returns the range of characters, or documents, of each split, without empty splits."""
+    train_end = round(total * (1 - validation - test))
+    test_start = round(total * (1 - test))
+    ranges = {
+        "train": range(train_end),
+        "validation": range(train_end, test_start),
+        "test": range(test_start, total),
+    }
+    return {split: span for split, span in ranges.items() if span}
+
+
+def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> dict[str, list[str]]:
+    """Cuts the documents as if they were one text; a document may go to several splits."""
+    starts = [0, *itertools.accumulate(map(len, documents))]
+    parts = {}
+    for split, span in ranges.items():
+        pieces = [
+            text[max(span.start - start, 0) : max(span.stop - start, 0)]
+            for start, text in zip(starts, documents)
+        ]
+        parts[split] = [piece for piece in pieces if piece]
+    return parts
+
+
+def _deal_documents(sizes: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
+    """Lays the documents end to end in random order; the split in which a document's middle lies gets its index."""
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(sizes))
+    in_row = np.take(sizes, order)
+    middles = np.empty(len(sizes), np.int64)
+    middles[order] = np.cumsum(in_row) - in_row + in_row // 2
+    # Documents of a split keep their order.
+    parts = {}
+    for split, span in _ranges(sum(sizes), validation, test).items():
+        parts[split] = [
+            number for number, middle in enumerate(middles) if span.start <= middle < span.stop
+        ]
+    return parts

@@ -1,26 +1,26 @@
-"""Folders as people have them: the names of splits, files that systems leave there, and what nobody reads.
+"""Folders of data: the names of splits, files that operating systems leave in folders, and unused entries.
 
-Also the classes of a folder's files, where a file of labels has them instead of folders.
+Also the classes of a folder's files, if a file of labels names them instead of class folders.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from hvtrain.data.description import listed
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError
 
+# Names of each split. If a folder has several of one split, the first in this order is read.
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
     "test": ("test", "testing"),
 }
-"""Names of each split. If there are several of one split, the first in this order is read."""
+# What Windows and macOS leave beside files, in lower case.
 JUNK = {"thumbs.db", "desktop.ini", "__macosx"}
-"""What Windows and macOS leave beside files, in lower case."""
 
-# A file's name begins with its split. The short names need an end: value.parquet is not val.
+# A file's name begins with its split. No letter may follow a short name: value.parquet is not val.
 _BEGIN = re.compile(r"train|validation|test|(?:valid|val|dev)(?![a-z])")
 
 
@@ -28,9 +28,19 @@ def visible(folder: Path) -> list[Path]:
     """The sorted entries of a folder, without hidden ones and JUNK; none if there is no such folder."""
     if not folder.is_dir():
         return []
-    # Hidden are .ipynb_checkpoints and the ._NAME that macOS writes beside each file. Sorted, since
-    # file systems list a folder in any order, and all ranks need the same one.
+    # Hidden entries are, for example, .ipynb_checkpoints, and ._NAME, which macOS writes beside each file.
+    # Sorted, since file systems list a folder in any order, and all ranks need the same one.
     return [path for path in sorted(folder.iterdir()) if not is_junk(path.name)]
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The sorted files in a folder and in those within it, without logs and unfinished files, as Spark leaves them."""
+    # Such as _SUCCESS, and .part.crc.
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not any(part[0] in "._" for part in path.relative_to(folder).parts)
+    ]
 
 
 def is_junk(name: str) -> bool:
@@ -38,12 +48,12 @@ def is_junk(name: str) -> bool:
 
 
 def split_entries(names: Iterable[str]) -> dict[str, str]:
-    """Chooses, among names of folders or of a library's splits, that of each split.
+    """Chooses the name of each split among names of folders or of a library's splits.
 
     >>> split_entries(["Train", "val", "valid", "unlabelled"])
     {'train': 'Train', 'validation': 'val'}
     """
-    # Exact names come before those in other cases.
+    # Names in lower case come before others.
     ordered = sorted(names, key=lambda name: (not name.islower(), name))
     entries = {}
     for split, aliases in SPLIT_NAMES.items():
@@ -59,26 +69,43 @@ def split_folders(folder: Path) -> dict[str, Path]:
     return {split: folder / name for split, name in entries.items()}
 
 
-def split_files(paths: Iterable[Path]) -> dict[str, list[Path]]:
-    """Deals files, or folders of files, to the splits that their names begin with, sorted."""
+def find_split_files(
+    folder: Path,
+    files_of: Callable[[Path], list[Path]],
+) -> tuple[dict[str, list[Path]], list[str]]:
+    """Finds the files of each split: files named FOLDER/SPLIT*, and those in folders named so.
+
+    Args:
+        files_of: Lists the data files in a folder, sorted; for a data file, only the file itself.
+
+    Returns:
+        The files by split, and the warning of left_out() about entries of no split.
+    """
+    files = {path: files_of(path) for path in visible(folder)}
+    entries = [path for path in files if files[path]]
     by_name: dict[str, list[Path]] = {}
-    for path in sorted(paths):
+    for path in entries:
         match = _BEGIN.match(path.name.lower())
         if match:
             by_name.setdefault(match[0], []).append(path)
 
-    splits: dict[str, list[Path]] = {}
+    splits = {}
+    used: list[Path] = []
     for split, aliases in SPLIT_NAMES.items():
-        splits[split] = next((by_name[alias] for alias in aliases if alias in by_name), [])
-    return splits
+        paths = next((by_name[alias] for alias in aliases if alias in by_name), [])
+        splits[split] = [file for path in paths for file in files[path]]
+        used += paths
+    return splits, left_out(entries, used)
 
 
 def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
-    """A warning that names the files and folders that are in no split, if there are any."""
+    """A list with one warning that names the files and folders in no split; empty if all are used."""
     names = [path.name for path in sorted(set(paths) - set(used))]
     if not names:
         return []
-    aliases = ", ".join(alias for names_of_split in SPLIT_NAMES.values() for alias in names_of_split)
+    aliases = ", ".join(
+        alias for names_of_split in SPLIT_NAMES.values() for alias in names_of_split
+    )
     return [f"left out, because no split has such a name: {listed(names)} (splits are {aliases})"]
 
 
@@ -88,27 +115,31 @@ def with_labels(
     class_file: str,
     number_file: str | None,
 ) -> list[tuple[str, int]]:
-    """Finds the labels of files in a folder without class folders, as ImageNet's validation comes.
+    """Finds the labels of files in a folder without class folders, such as ImageNet's validation part.
 
     Args:
-        paths: of the files, sorted.
-        labels: of the classes.
+        paths: paths of the files, sorted.
+        labels: the label of each class.
         class_file: a text or CSV file. It has lines of `FILE CLASS`, or a class for each of the
-            files in the order of their names. What else is on a line is left out.
-        number_file: such a file with lines of `NUMBER CLASS`, if class_file has numbers instead of
-            classes.
+            files in the order of their names. Anything else on a line is ignored.
+        number_file: such a file with lines of `NUMBER CLASS`, if class_file has numbers instead of classes.
 
     Returns:
         The paths with their labels.
 
     Raises:
-        DataError: a file has no class that is known.
+        DataError: a file has no known class.
     """
     rows = _rows(class_file)
     texts = [row[0] for row in rows]
     if rows and len(rows[-1]) > 1:
-        # Some lists have folders before the names, others names without their endings.
-        by_name = {PurePath(row[0]).name: row[1] for row in rows}
+        # Some lists have folders before the names, others names without suffixes.
+        # ImageNet's own CSV has bounding boxes after the class.
+        by_name = {
+            PurePath(row[0]).name: row[1] if row[1] in labels else row[1].partition(" ")[0]
+            for row in rows
+            if len(row) > 1
+        }
         texts = [by_name.get(path.name, by_name.get(path.stem, "none")) for path in paths]
     if len(texts) != len(paths):
         raise DataError(
@@ -126,7 +157,24 @@ def with_labels(
     return [(str(path), labels[text]) for path, text in zip(paths, texts)]
 
 
+def read_text(path: Path) -> str:
+    """Reads a text file. Raises DataError if it cannot be read, or is not UTF-8."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {error.start}); convert it, or leave it out"
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}; fix the path or the file"
+        ) from error
+
+
 def _rows(path: str) -> list[list[str]]:
-    """The first two fields of each line, between which are commas or blanks."""
-    lines = user_path(path).read_text().splitlines()
-    return [re.split(r"[,\s]+", line.strip())[:2] for line in lines if line.strip()]
+    """The first two fields of each line, separated by commas if all lines have some, else by white space."""
+    text = read_text(user_path(path)).removeprefix("\N{BYTE ORDER MARK}")
+    lines = [line for line in text.splitlines() if line.strip()]
+    has_commas = all("," in line for line in lines)
+    rows = [line.split(",") if has_commas else line.replace(",", " ").split() for line in lines]
+    return [[field.strip() for field in row[:2]] for row in rows]

@@ -1,37 +1,57 @@
-"""A look at some images of a data set before it is used: kinds, sizes, and what would be read wrongly."""
+"""Reads images with Pillow: those that TensorFlow cannot decode, and a sample of a data set.
+
+The sample is taken before the data set is used. It shows formats and sizes, and what would be misread.
+"""
 
 import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from hvtrain.data.formats.tar_files import member_bytes
-from hvtrain.errors import DataError
+from hvtrain.data.formats.tar_files import members_ahead
+from hvtrain.errors import DataError, StorageError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff")
 
+# The largest number of pixels of an image, as in TensorFlow.
 MAX_PIXELS = 2**29
-"""The most pixels of an image, as in TensorFlow."""
-# Pillow refuses images of twice this limit. Its default is meant for photographs.
+# Pillow refuses images of more than twice this limit. The default limit is meant for photographs.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 
+# Images in the sample of a data set; few, since a network file system may be slow.
 MAX_SAMPLE = 16
-"""Images of a data set that are looked at, since a network file system may be slow."""
+# The byte of a PNG's header for 16 bits a channel.
 DEEP_PNG = b"\x10"
-"""The byte of a PNG's header for 16 bits a channel."""
+# 16-bit images whose values are all below this are taken to have 14, 12 or 10 bits.
 LEAST_DEEP_VALUE = 2**14
-"""Values of 16 bits that stay below this are taken for 14, 12 or 10 bits."""
+
+# Pillow's modes, by number of channels.
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+# Pillow's modes of more than 8 bits, whose values convert() would clip to 255.
+DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
+# First bytes of files that are named like images but are not.
+NO_IMAGES = {
+    b"<svg": "SVG, which has to be converted",
+    b"<": "a web page",
+    b"%PDF": "a PDF",
+    b"version https://git-lfs": "a Git LFS pointer; `git lfs pull` gets the image itself",
+}
 
 Item = TypeVar("Item")
 
 
+def is_image(path: Path) -> bool:
+    """True for a name that ends as those of images do."""
+    return path.suffix.lower() in SUFFIXES
+
+
 def sample(items: Sequence[Item], number: int = MAX_SAMPLE) -> list[Item]:
-    """Evenly spaced items, the first among them.
+    """Evenly spaced items, starting with the first.
 
     >>> sample(range(10), 4)
     [0, 3, 6, 9]
@@ -39,41 +59,37 @@ def sample(items: Sequence[Item], number: int = MAX_SAMPLE) -> list[Item]:
     return list(items[:: -(-len(items) // number) or 1])
 
 
-def describe_images(
-    images: Iterable[tuple[str, str | bytes]],
-    sizing: str,
-    exif: bool,
-) -> list[str]:
-    """Describes some images by their headers: formats, sizes, orientation.
+def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> list[str]:
+    """Describes some images: formats, sizes, orientation.
 
     Args:
-        images: The location of each, for messages, and its path or its bytes. What cannot be read
-            is left to the streams, which name it.
-        sizing: How they become one size, in words.
-        exif: EXIF orientations are applied.
+        images: The location of each, for messages, and its path or its bytes. Unreadable ones are
+            skipped here: the streams that read the data set report them.
+        sizing: The Sizing of the data set.
 
     Raises:
-        DataError: Images of 16 bits use so few of them that they would be read as black.
+        DataError: The 16-bit images use so few of their bits that they would be read as almost black.
     """
     formats: Counter[str] = Counter()
     sizes = set()
     num_turned = 0
     deep: dict[str, int] = {}  # The largest value of each image of 16 bits, by location.
     for location, content in images:
-        # Pillow raises errors of many types, SyntaxError among them, for damaged files.
-        with suppress(Exception):
-            data = content
+        try:
             if isinstance(content, str):
-                data = member_bytes(content) or content
-            if isinstance(data, str) and _may_be_deep(data):
-                data = Path(data).read_bytes()
-            with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
+                content = members_ahead.take(content) or Path(content).read_bytes()
+            with Image.open(io.BytesIO(content)) as image:
                 formats[image.format or "?"] += 1
                 sizes.add(image.size)
                 num_turned += image.getexif().get(ExifTags.Base.Orientation, 1) > 1
-                is_deep = image.format == "PNG" and isinstance(data, bytes) and data[24:25] == DEEP_PNG
+                is_deep = image.format == "PNG" and content[24:25] == DEEP_PNG
             if is_deep:
-                deep[location] = int(tf.reduce_max(tf.io.decode_png(data, dtype=tf.uint16)))
+                deep[location] = int(tf.reduce_max(tf.io.decode_png(content, dtype=tf.uint16)))
+        except StorageError:
+            raise
+        except Exception:
+            # Pillow raises errors of many types, SyntaxError among them, for damaged files.
+            continue
 
     if not formats:
         return []
@@ -86,17 +102,11 @@ def describe_images(
 
     kinds = " and ".join(name for name, _ in formats.most_common())
     scope = f"{sum(formats.values())} looked at"
-    phrases = [f"{kinds} of {_size_phrase(sizes)} ({scope}), {sizing}"]
+    phrases = [f"{kinds} of {_size_phrase(sizes)} ({scope}), {sizing.phrase()}"]
     if num_turned:
-        state = "turned upright" if exif else "left as they are stored (dataset.exif=false)"
+        state = "turned upright" if sizing.exif else "left as they are stored (dataset.exif=false)"
         phrases.append(f"{num_turned} with an EXIF orientation, {state}")
     return phrases
-
-
-def _may_be_deep(path: str) -> bool:
-    """True for the path of a PNG of 16 bits a channel."""
-    with Path(path).open("rb") as file:
-        return file.read(25)[24:] == DEEP_PNG
 
 
 def _size_phrase(sizes: set[tuple[int, int]]) -> str:
@@ -108,3 +118,35 @@ def _size_phrase(sizes: set[tuple[int, int]]) -> str:
     ordered = sorted(sizes, key=lambda size: size[0] * size[1])
     names = dict.fromkeys(f"{width}x{height}" for width, height in (ordered[0], ordered[-1]))
     return f"{' to '.join(names)} pixels"
+
+
+@tf.autograph.experimental.do_not_convert
+def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
+    """Decodes an image to uint8 [h, w, channels].
+
+    Args:
+        data: The bytes of the image, followed by one more, since NumPy strips zero bytes at the end.
+
+    Raises:
+        tf.errors.InvalidArgumentError: It cannot be decoded.
+    """
+    content = np.asarray(data).item()[:-1]
+    kind = next((NO_IMAGES[mark] for mark in NO_IMAGES if content.startswith(mark)), "damaged")
+    if content[4:8] == b"ftyp":
+        kind = "HEIC or a film, which has to be converted"
+    problem = f"Image cannot be decoded: it is {kind}"
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            if image.mode not in DEEP_MODES:
+                picture = ImageOps.exif_transpose(image) if exif else image
+                pixels = np.asarray(picture.convert(MODES[channels]))
+                return pixels.reshape(*pixels.shape[:2], channels)
+            problem = f"Image has more than 8 bits a channel ({image.format}, mode {image.mode}); write it with 8 bits"
+    except Image.DecompressionBombError:
+        problem = f"Image has more than {MAX_PIXELS:,} pixels"
+    except Exception as error:  # Pillow raises errors of many types, SyntaxError among them.
+        # Pillow's text for an unknown format is left out: it contains a memory address.
+        if not isinstance(error, UnidentifiedImageError):
+            problem = f"Image cannot be decoded: {str(error).partition(chr(10))[0]}"
+    # The same kind of error as TensorFlow's own decoder raises.
+    raise tf.errors.InvalidArgumentError(None, None, problem)

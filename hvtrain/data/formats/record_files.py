@@ -1,7 +1,7 @@
 """TFRecord files: names, counts and offsets of records, damaged records, and writing.
 
 Framing (tensorflow/core/lib/io/record_writer.h): length uint64, its CRC uint32, data, their CRC
-uint32. A file may be gzipped as a whole; its offsets are then those of the unpacked data.
+uint32. A file may be gzipped as a whole; offsets are then those in the unpacked data.
 """
 
 import gzip
@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.lib.io.tf_record import tf_record_random_reader
 
-from hvtrain.data.formats.folders import left_out, split_files, visible
+from hvtrain.data.description import listed
+from hvtrain.data.formats.folders import visible
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
@@ -25,46 +26,36 @@ CORRUPTED = "corrupted record"
 EMPTY = "is empty"
 GZIP_BEGIN = b"\x1f\x8b\x08"
 
-# As tf.data, tensorflow_datasets and Kaggle name such files; TensorFlow's ImageNet has no suffix.
+# Names as in tf.data, tensorflow_datasets and on Kaggle; files of TensorFlow's ImageNet have no suffix.
 _NAME = re.compile(r"\.(tfrecords?|tfrec)(-\d+-of-\d+)?(\.gz)?$|-\d+-of-\d+(\.gz)?$", re.IGNORECASE)
 
 
-def find_files(folder: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """Finds the TFRecord files of each split, in FOLDER/SPLIT* or in FOLDER/SPLIT/, sorted.
-
-    Returns:
-        The paths by split, and a warning about files of no split, if there are any.
-    """
-    entries = [path for path in visible(folder) if _record_files(path)]
-    splits = split_files(entries)
-    paths = {split: [file for path in parts for file in _record_files(path)] for split, parts in splits.items()}
-    return paths, left_out(entries, [path for parts in splits.values() for path in parts])
+def files_of(path: Path) -> list[Path]:
+    """Lists the TFRecord files in a folder, sorted; for a TFRecord file, only the file itself."""
+    paths = visible(path) if path.is_dir() else [path]
+    return [file for file in paths if file.is_file() and _NAME.search(file.name)]
 
 
-def _record_files(path: Path) -> list[str]:
-    """A TFRecord file itself, or those in a folder."""
-    if path.is_dir():
-        return [str(file) for file in visible(path) if file.is_file() and _NAME.search(file.name)]
-    return [str(path)] if _NAME.search(path.name) else []
-
-
-def is_gzipped(path: str | Path) -> bool:
-    """True if a file is packed as a whole."""
+def packing(path: str | Path) -> str:
+    """tf.data's name for the compression of a file as a whole: GZIP, or empty for none."""
     with Path(path).open("rb") as file:
         header = file.read(HEADER_BYTES)
-    # A record of 559,903 bytes begins alike; then the CRC of its length is right.
-    return header.startswith(GZIP_BEGIN) and header[8:] != masked_crc(header[:8])
+    # A record of 559,903 bytes begins with the same bytes as gzip, but is followed by the right CRC of its length.
+    is_packed = header.startswith(GZIP_BEGIN) and header[8:] != masked_crc(header[:8])
+    return "GZIP" if is_packed else ""
 
 
-def scan_records(path: Path, check_lengths: bool = False, limit: float = math.inf) -> tuple["array[int]", str | None]:
+def scan_records(
+    path: Path, check_lengths: bool = False, limit: float = math.inf
+) -> tuple["array[int]", str | None]:
     """Finds the records of a file by their lengths, without reading the data.
 
     The CRCs of the data are not checked. A gzipped file is unpacked as a whole.
 
     Args:
         check_lengths: Stop at a length whose CRC is wrong, since the bytes after it would be taken
-            for records. Always in a gzipped file, where a huge length costs more than its CRC.
-        limit: Stop after so many records.
+            for records. Gzipped files are always checked: skipping a huge wrong length costs more than the CRCs.
+        limit: Stop after this many records.
 
     Returns:
         The offset of each record, and the defect that hides the rest of the file, if there is one.
@@ -72,7 +63,7 @@ def scan_records(path: Path, check_lengths: bool = False, limit: float = math.in
     offsets = array("Q")
     offset = 0
     try:
-        is_packed = is_gzipped(path)
+        is_packed = bool(packing(path))
         file_bytes = path.stat().st_size
         # Unbuffered: of a large record only the header is read.
         with gzip.open(path) if is_packed else path.open("rb", buffering=0) as file:
@@ -80,7 +71,10 @@ def scan_records(path: Path, check_lengths: bool = False, limit: float = math.in
             while header and len(offsets) < limit:
                 record = f"record {len(offsets)} at byte {offset}"
                 if (check_lengths or is_packed) and header[8:] != masked_crc(header[:8]):
-                    return offsets, f"{record} has a length whose CRC is wrong: it is truncated or damaged"
+                    return (
+                        offsets,
+                        f"{record} has a length whose CRC is wrong: it is truncated or damaged",
+                    )
 
                 length = 0
                 if len(header) == HEADER_BYTES:
@@ -124,34 +118,68 @@ def masked_crc(data: bytes) -> bytes:
 
 def first_records(path: str, number: int) -> list[bytes]:
     """The data of a file's first records, as far as they can be read."""
-    packing = "GZIP" if is_gzipped(path) else ""
     records: list[bytes] = []
-    # TensorFlow crashes at a length of 2^60.
+    # Only records whose lengths are intact are read, since TensorFlow crashes at a length of 2^60.
     number = len(scan_records(Path(path), check_lengths=True, limit=number)[0])
     with suppress(tf.errors.OpError):
-        for record in tf.data.TFRecordDataset(path, packing).take(number).as_numpy_iterator():
+        for record in tf.data.TFRecordDataset(path, packing(path)).take(number).as_numpy_iterator():
             records.append(record)
     return records
 
 
+def feature_of(record: bytes, key: str) -> tf.train.Feature:
+    """A feature of a tf.train.Example; empty if the record has no such feature or is no Example."""
+    return _features_of(record).get(key, tf.train.Feature())
+
+
+def _features_of(record: bytes) -> dict[str, tf.train.Feature]:
+    example = tf.train.Example()
+    with suppress(Exception):  # protobuf's errors are of several types.
+        example.ParseFromString(record)
+    return dict(example.features.feature)
+
+
+def example_problem(record: bytes, image_key: str, label_key: str) -> str:
+    """Returns why a tf.train.Example lacks an encoded image or a label; empty if it has both, or for other records."""
+    features = _features_of(record)
+    if not features:
+        return ""
+    kinds = {name: feature.WhichOneof("kind") for name, feature in sorted(features.items())}
+    for setting, key in (("image_key", image_key), ("label_key", label_key)):
+        if not kinds.get(key):
+            shown = [f"{name} ({str(kind).removesuffix('_list')})" for name, kind in kinds.items()]
+            return (
+                f"has no feature {key}, but {listed(shown)}; set dataset.{setting} to the right one"
+            )
+    if kinds[image_key] != "bytes_list":
+        return (
+            f"has numbers in {image_key}, and an encoded image is needed; "
+            "write the images with tf.io.encode_png"
+        )
+    num_labels = len(getattr(features[label_key], kinds[label_key]).value)
+    if num_labels != 1:
+        return f"has {num_labels} values in {label_key}, and one is needed; of a one-hot label write the index"
+    return ""
+
+
 def stream_records(
     path: tf.Tensor,
+    compression: tf.Tensor,
     num_records: tf.Tensor,
     first_code: tf.Tensor,
-    packing: str,
 ) -> tf.data.Dataset:
-    """Reads the records of a file as ((data, _), code), as many as it is known to hold.
+    """Reads the records of a file as ((data, _), code), up to num_records, the number that was counted.
 
-    A damaged record, and all after it in its file, come empty: the reader knows them by their codes.
-    So damage has a location, and no error ends the stream before it is told.
+    The data of a damaged record, and of all after it in the file, are empty; codes still identify them.
+    So damage can be located, and no error ends the stream before it is reported.
 
     Args:
-        first_code: The code of the file's first record. Those of the others follow.
-        packing: tf.data's name for the file's compression.
+        compression: See packing().
+        first_code: The code of the file's first record; the others count up from it.
     """
-    # Not one more, at which TensorFlow might crash: a length of 2^60.
-    records = tf.data.TFRecordDataset(path, compression_type=packing).take(num_records)
-    # The range bounds the attempts: TensorFlow would try to open a missing file for ever.
+    # Records beyond that number are not read: TensorFlow might crash at a damaged length, such as 2^60.
+    records = tf.data.TFRecordDataset(path, compression_type=compression).take(num_records)
+    # The range bounds the attempts: TensorFlow would try forever to open a missing file.
     readable = tf.data.Dataset.zip(records, tf.data.Dataset.range(num_records)).ignore_errors()
     blank = tf.data.Dataset.from_tensors((b"", tf.constant(-1, tf.int64))).repeat()
     codes = tf.data.Dataset.range(first_code, first_code + num_records)
@@ -159,7 +187,7 @@ def stream_records(
 
 
 def read_record(path: str, offset: int) -> bytes:
-    """Reads the data of a record in a file that is not gzipped; empty if they are damaged."""
+    """Reads the data of a record in a file that is not gzipped; empty if the record is damaged."""
     # TensorFlow raises IndexError at and beyond the end of a file.
     with suppress(tf.errors.OpError, IndexError):
         return tf_record_random_reader(path).read(offset)[0]
@@ -178,7 +206,7 @@ def write_tfrecords(
     Example i goes to file i % num_files. A file gets its name when it is complete.
 
     Args:
-        dir: The folder, which is made if need be.
+        dir: The folder, which is created if it does not exist.
         split: "train", "validation" or "test".
         images: uint8 [n, h, w, c], stored as PNG.
         labels: Whole numbers [n].
@@ -202,6 +230,6 @@ def write_tfrecords(
                 }
                 example = tf.train.Example(features=tf.train.Features(feature=features))
                 writer.write(example.SerializeToString())
-        # A run that is killed while it writes leaves no file that looks whole.
+        # A process that is killed while it writes leaves no file that looks complete.
         paths.append(partial.rename(path))
     return paths

@@ -1,6 +1,6 @@
 """Parquet files: their paths on disk, the rows of each row group, and one row group as arrays."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,13 +11,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hvtrain.data.description import listed
-from hvtrain.data.formats.folders import SPLIT_NAMES, left_out, split_files, visible
+from hvtrain.data.formats.folders import files_below
 from hvtrain.data.source import LEAVE_OUT
-from hvtrain.errors import DataError
+from hvtrain.errors import DataError, first_line
+from hvtrain.storage.cache import far_file
 
 SUFFIXES = (".parquet", ".pq")
+# Pixels above this number, while another file's reach at most 1, show that ranges differ.
 RANGE_FACTOR = 30
-"""Pixels up to 1 in one file and above this in another are of two ranges."""
 
 
 @dataclass(frozen=True, order=True)
@@ -41,7 +42,7 @@ class Columns:
     image_shape: tuple[int, int, int]
     num_classes: int
     class_names: tuple[str, ...] = ()
-    """By class, if labels are text."""
+    """The name of each class, if labels are text."""
 
 
 class Rows(NamedTuple):
@@ -52,41 +53,20 @@ class Rows(NamedTuple):
     labels: np.ndarray
     """int32 [n]; -1 in unusable rows."""
     problems: dict[int, str]
-    """The problem of each unusable row."""
+    """The problem of each unusable row, by its index in the row group."""
 
 
-def find_files(folder: Path) -> tuple[dict[str, list[Path]], list[str]]:
-    """Finds the Parquet files of each split by name.
-
-    They are FOLDER/SPLIT*.parquet, and all in the folder FOLDER/SPLIT. If `folder` is a file, it is
-    the training split.
-
-    Returns:
-        The files by split, and a warning about those of no split, if there are any.
-    """
-    if folder.is_file():
-        return {"train": [folder]}, []
-
-    entries = [path for path in visible(folder) if path.suffix.lower() in SUFFIXES]
-    names = {name for aliases in SPLIT_NAMES.values() for name in aliases}
-    entries += [path for path in folder.glob("*") if path.name.lower() in names]
-    splits = split_files(entries)
-    used = [path for paths in splits.values() for path in paths]
-    return {split: _parts(folder, paths) for split, paths in splits.items()}, left_out(entries, used)
+def files_of(path: Path) -> list[Path]:
+    """Lists the Parquet files in a folder, sorted; for a Parquet file, only the file itself."""
+    # Spark and others write a folder named like a file, such as train.parquet.
+    paths = [path] if path.is_file() else files_below(path)
+    return [file for file in paths if file.suffix.lower() in SUFFIXES]
 
 
-def _parts(folder: Path, paths: Iterable[Path]) -> list[Path]:
-    files = []
-    for path in paths:
-        # Spark and others write a folder of that name instead of a file.
-        parts = [path] if path.is_file() else sorted(path.rglob("*"))
-        for part in parts:
-            # Names that begin with _ or . are those of logs and unfinished files.
-            names = part.relative_to(folder).parts
-            is_data = part == path or part.suffix.lower() in SUFFIXES
-            if is_data and part.is_file() and not any(name.startswith(("_", ".")) for name in names):
-                files.append(part)
-    return files
+def opened(path: str | Path) -> pq.ParquetFile:
+    """Opens a file on this host or in object storage."""
+    far = far_file(path)
+    return pq.ParquetFile(far.opened() if far else path)
 
 
 def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
@@ -96,14 +76,14 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
         DataError: The file is damaged.
     """
     try:
-        with pq.ParquetFile(path) as file:
+        with opened(path) as file:
             metadata = file.metadata
             schema = file.schema_arrow
             indices = range(metadata.num_row_groups)
             counts = [metadata.row_group(index).num_rows for index in indices]
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            f"{path} is not a Parquet file, or is damaged: {_first_line(error)}; write it again, {LEAVE_OUT}"
+            f"{path} is not a Parquet file, or is damaged: {first_line(error)}; write it again, {LEAVE_OUT}"
         ) from error
     # Groups without rows are legal, and there is nothing to read in them.
     groups = [RowGroup(str(path), index, count) for index, count in enumerate(counts) if count]
@@ -114,13 +94,15 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
     """The type of the pixels, or of the bytes that encode them.
 
     Raises:
-        DataError: A column is missing or has a type that does not fit.
+        DataError: A column is missing or has an unsuitable type.
     """
     # The footer holds the types, so a wrong column is refused before any row is read.
     image = _type_of(path, schema, columns.image)
     label = _type_of(path, schema, columns.label)
     if not pa.types.is_integer(label) and not is_text(label):
-        raise DataError(f"{path}: column {columns.label} is {label}; labels must be whole numbers or text")
+        raise DataError(
+            f"{path}: column {columns.label} is {label}; labels must be whole numbers or text"
+        )
 
     pixel = image if is_encoded(image) else getattr(image, "value_type", pa.null())
     if not (is_encoded(pixel) or pa.types.is_integer(pixel) or pa.types.is_floating(pixel)):
@@ -138,7 +120,7 @@ def is_text(data_type: pa.DataType) -> bool:
 
 
 def label_type(path: Path, columns: Columns) -> pa.DataType:
-    return _type_of(path, pq.read_schema(path), columns.label)
+    return _type_of(path, opened(path).schema_arrow, columns.label)
 
 
 def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
@@ -150,9 +132,11 @@ def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
     chunks: list[pa.Array] = []
     for path in paths:
         try:
-            table = pq.ParquetFile(path).read(columns=[columns.label], use_threads=False)
+            table = opened(path).read(columns=[columns.label], use_threads=False)
         except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path} cannot be read: {_first_line(error)}; write it again, {LEAVE_OUT}") from error
+            raise DataError(
+                f"{path} cannot be read: {first_line(error)}; write it again, {LEAVE_OUT}"
+            ) from error
         chunks += _plain(_column(table, columns.label)).chunks
     return pa.chunked_array(chunks)
 
@@ -161,7 +145,7 @@ def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
     """The smallest and the largest pixel of a file by the statistics in its footer, if it has any."""
     lows = []
     highs = []
-    metadata = pq.read_metadata(path)
+    metadata = opened(path).metadata
     for group in range(metadata.num_row_groups):
         for index in range(metadata.num_columns):
             column = metadata.row_group(group).column(index)
@@ -173,7 +157,7 @@ def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
 
 
 def check_ranges(ranges: Mapping[Path, tuple[float, float]]) -> None:
-    """Raises DataError if files hold pixels of 0 ... 1 and of 0 ... 255, by their value_range()."""
+    """Raises DataError if, by value_range(), some files hold pixels of 0 ... 1 and others of 0 ... 255."""
     small = [path for path, (_, high) in ranges.items() if 0 < high <= 1]
     large = [path for path, (_, high) in ranges.items() if high > RANGE_FACTOR]
     if small and large:
@@ -194,46 +178,52 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
         DataError: It cannot be read at all.
     """
     try:
-        with pq.ParquetFile(group.path) as file:
-            # One thread: the cores are shared out among the ranks of a host, and pyarrow would take
-            # them all.
+        with opened(group.path) as file:
+            # One thread: the cores are divided among the ranks of a host, and pyarrow would take them all.
             names = [columns.image, columns.label]
             table = file.read_row_group(group.number, columns=names, use_threads=False)
     except (OSError, IndexError, pa.ArrowException) as error:
-        raise DataError(f"{group} cannot be read: {_first_line(error)}") from error
+        raise DataError(f"{group} cannot be read: {first_line(error)}") from error
     # Batches were planned with the footer's counts, when the data set was opened.
     if table.num_rows != group.num_rows:
-        raise DataError(f"{group} has {table.num_rows} rows and had {group.num_rows} before; it changed during the run")
+        raise DataError(
+            f"{group} has {table.num_rows} rows and had {group.num_rows} before; it changed during the run"
+        )
 
-    # A row that cannot be used keeps its place, with the label -1. Batches are then cut as planned,
-    # and the source replaces or leaves out such rows. Of several problems the first is kept.
+    # An unusable row keeps its place, with the label -1. So batches are cut as planned, and the source
+    # replaces or leaves out such rows. Of several problems in a row, the first is kept.
     problems: dict[int, str] = {}
     images = _column(table, columns.image)
     labels = _plain(_column(table, columns.label))
 
-    _note(problems, pc.is_null(labels), f"{columns.label} is null")
     if columns.class_names:
-        values = pc.index_in(labels, pa.array(columns.class_names, labels.type)).fill_null(-1).to_numpy()
-        for row in np.flatnonzero(values < 0):
-            problems.setdefault(int(row), f"label {labels[row]} is none of {listed(columns.class_names)}")
+        classes = pa.array(columns.class_names, labels.type)
+        scope = f"is none of {listed(columns.class_names)}"
     else:
-        values = labels.fill_null(0).to_numpy()
-        for row in np.flatnonzero((values < 0) | (values >= columns.num_classes)):
-            problems[int(row)] = f"label {values[row]} is outside 0 ... {columns.num_classes - 1}"
+        # The cast turns large uint64 labels into negative ones, never into a class.
+        labels = labels.cast(pa.int64(), safe=False)
+        classes = pa.array(range(columns.num_classes))
+        scope = f"is outside 0 ... {columns.num_classes - 1}"
+    values = pc.index_in(labels, classes).fill_null(-1).to_numpy().astype(np.int32)
+    for row in np.flatnonzero(values < 0):
+        label = labels[row].as_py()
+        problems[int(row)] = (
+            f"{columns.label} is null" if label is None else f"label {label} {scope}"
+        )
 
-    _note(problems, pc.is_null(images), f"{columns.image} is null")
+    for row in np.flatnonzero(pc.is_null(images)):
+        problems.setdefault(int(row), f"{columns.image} is null")
     if hasattr(images.type, "value_type"):
         pixels = _pixels(images, columns, problems)
     else:
         pixels = images.fill_null(b"").to_numpy()
 
-    values = values.astype(np.int32)
     values[list(problems)] = -1
     return Rows(pixels, values, problems)
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
-    """Turns lists of numbers into pixels [n, h, w, c], with zeros in rows of another length."""
+    """Turns lists of numbers into pixels [n, h, w, c], zeros in rows of another length; adds to `problems`."""
     num_pixels = int(np.prod(columns.image_shape))
     lengths = pc.list_value_length(images).fill_null(0).to_numpy()
     shape = " x ".join(map(str, columns.image_shape))
@@ -244,60 +234,45 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
         )
 
     # list_flatten() leaves out null rows, and rows of another length would shift all after them.
-    whole_rows = np.flatnonzero((lengths == num_pixels) & ~pc.is_null(images).to_numpy())
-    if len(whole_rows) < len(images):  # take() copies.
-        images = images.take(pa.array(whole_rows))
+    is_whole = lengths == num_pixels
+    if not is_whole.all():  # filter() copies.
+        images = images.filter(pa.array(is_whole))
     flat = pc.list_flatten(images)
-    is_missing = pc.is_null(flat, nan_is_null=True).to_numpy()
-    for index in np.unique(np.flatnonzero(is_missing) // num_pixels):
-        problems.setdefault(int(whole_rows[index]), "a pixel is null or NaN")
+    is_missing = pc.is_null(flat, nan_is_null=True).to_numpy().reshape(-1, num_pixels)
+    for row in np.flatnonzero(is_whole)[is_missing.any(axis=1)]:
+        problems.setdefault(int(row), "a pixel is null or NaN")
 
     values = flat.fill_null(0).to_numpy().reshape(-1, *columns.image_shape)
-    if len(whole_rows) == len(lengths):
+    if is_whole.all():
         return values
     pixels = np.zeros([len(lengths), *columns.image_shape], values.dtype)
-    pixels[whole_rows] = values
+    pixels[is_whole] = values
     return pixels
 
 
-def _note(problems: dict[int, str], rows: pa.ChunkedArray, problem: str) -> None:
-    """Notes the problem of rows, unless they have one already."""
-    for row in np.flatnonzero(rows.to_numpy()):
-        problems.setdefault(int(row), problem)
-
-
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Returns the texts of a column that pandas wrote as categories; other columns as they are."""
+    """Returns the texts of a column that pandas wrote as categories; other columns unchanged."""
     is_categories = pa.types.is_dictionary(column.type)
     return column.cast(column.type.value_type) if is_categories else column
 
 
 def _column(table: pa.Table, column: str) -> pa.ChunkedArray:
-    """A column, or the field of a struct; its parents' nulls count as its own."""
-    if column in table.column_names:
-        return table[column]
-    name, *fields = column.split(".")
-    return pc.struct_field(table[name], fields)
+    """A column, or the field of a struct; the field is null wherever a struct around it is null."""
+    # A column whose own name has dots takes precedence over a field.
+    return table[column] if column in table.column_names else _flat(table)[column]
+
+
+def _flat(table: pa.Table) -> pa.Table:
+    """The table with the fields of structs, as `record.field`, instead of the structs."""
+    while any(map(pa.types.is_struct, table.schema.types)):
+        table = table.flatten()
+    return table
 
 
 def _type_of(path: Path, schema: pa.Schema, column: str) -> pa.DataType:
-    """The type of a column, or of the field of a struct. Raises DataError if there is none."""
-    fields = dict(_fields(schema))
-    # A column whose own name has dots comes before a field.
-    types = {**fields, **{field.name: field.type for field in schema}}
-    if column not in types:
-        raise DataError(f"{path} has no column {column}; it has {', '.join(fields)}")
-    return types[column]
-
-
-def _fields(parent: Iterable[pa.Field], prefix: str = "") -> Iterator[tuple[str, pa.DataType]]:
-    """Names and types of all columns; instead of a struct, those of its fields."""
-    for field in parent:
-        if pa.types.is_struct(field.type):
-            yield from _fields(field.type, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", field.type
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
+    """The type of a column, or of the field of a struct. Raises DataError if it is missing."""
+    table = schema.empty_table()
+    names = _flat(table).column_names
+    if column not in (*names, *schema.names):
+        raise DataError(f"{path} has no column {column}; it has {', '.join(names)}")
+    return _column(table, column).type

@@ -1,9 +1,8 @@
-"""The schema of a table: which columns are features and what they are, the target, and what is left out.
+"""The schema of a table: its feature columns and their kinds, the target, and the columns left out.
 
-It is inferred from the training table, kept in the run folder, and holds for every later table.
+It is inferred from the training table, kept in the run folder, and applied to every later table.
 """
 
-import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -14,10 +13,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hvtrain.data.formats.cell_texts import number_formats
-from hvtrain.data.formats.columns import DATE_PARTS, SAMPLE_ROWS, Cells, Column, infer, plain, read, with_progress
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.config.validate import check_choice, check_least
+from hvtrain.data.formats.cell_texts import by_value, number_formats
+from hvtrain.data.formats.columns import (
+    DATE_PARTS,
+    SAMPLE_ROWS,
+    Cells,
+    Column,
+    infer,
+    plain,
+    read,
+    with_progress,
+)
+from hvtrain.errors import ConfigError, DataError, first_line
 
+# The kind of column that each feature takes. Dates and vectors are numbers too.
 KINDS = {
     "float": "number",
     "float_normalized": "number",
@@ -27,32 +37,54 @@ KINDS = {
     "string_categorical": "name",
     "string_hashed": "name",
 }
-"""Features, and the kind of column that each takes. Dates and vectors are numbers too."""
 MISSING = ("refuse", "drop", "median", "most_frequent", "indicator")
 DATES = ("number", "parts", "drop")
 
 INDEX_NAME = re.compile(r"Unnamed: \d+|__index_level_\d+__|")
 ID_NAME = re.compile(r"(.*[_. -])?(id|uuid|guid|index|row_?number)", re.IGNORECASE)
+# A column with at most this many distinct names is a feature, however few rows there are.
 FEW_NAMES = 20
-"""So many names are features, however few rows there are."""
+# A column with more distinct names is hashed.
 MAX_NAMES = 1000
-"""More names of a column share as many features, by a hash."""
+# If at least this share of the filled rows have distinct names, nothing can be learned from the column.
 NEARLY_UNIQUE = 0.9
-"""The share of rows with a name of their own from which a column teaches nothing."""
+# More distinct whole numbers than this are hardly classes.
 MAX_WHOLE_CLASSES = 100
-"""More whole numbers than that are hardly classes."""
+# With fewer rows per class than this, the target is hardly a class.
 ROWS_PER_CLASS = 10
-"""With fewer rows for each class, the target is hardly a class."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user has set about columns; see Table."""
+    """The user's settings for columns.
+
+    Attributes:
+        target: the column to predict. Names, and whole numbers, are classes; other numbers stay
+            numbers.
+        features: columns to use, and how: {age: float_normalized, city: string_categorical}, in
+            the terms of FeatureSpace; null: all but the target, numbers normalized and names as
+            categories.
+        target_is: "class" or "number"; null: by the column's type.
+        missing: one of MISSING for all gaps, or by column: {age: median, city: indicator}. All but
+            "refuse" leave out rows without a target.
+        drop: columns to leave out.
+        id: a column that is not a feature, and is shown beside each prediction.
+        dates: one of DATES: days since 1970-01-01; year, month, day, weekday and hour; or left out.
+        decimal, thousands: the separators in numbers written as text; null: inferred from the cells.
+        log_numbers: without `features`, numbers become float_log, which is log(1 + x), or 0 below 0,
+            instead of float_normalized.
+        category_ids: categories are ids for embedding tables instead of one-hot. The inputs are
+            then {"numbers": float32 [n], "categories": int32 [m]}, with the ids of all columns in
+            one range; the fact category_sizes has the number of ids of each column.
+        hash_buckets: number of buckets to which a column of more than MAX_NAMES names is hashed.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
 
     target: str
-    target_is: str | None = None
     features: Mapping[str, str] | None = None
-    crosses: Sequence[tuple[str, ...]] = ()
+    target_is: str | None = None
     missing: str | Mapping[str, str] = "refuse"
     drop: Sequence[str] = ()
     id: str | None = None
@@ -65,22 +97,21 @@ class Settings:
 
     def __post_init__(self) -> None:
         by_column = self.missing if isinstance(self.missing, Mapping) else {"": self.missing}
-        choices: list[tuple[str, Any, Sequence[str]]] = [
-            ("target_is", self.target_is or "null", ("class", "number", "null")),
-            ("dates", self.dates, DATES),
-            *(("missing", action, MISSING) for action in by_column.values()),
-            *((f"features.{column}", feature, list(KINDS)) for column, feature in (self.features or {}).items()),
-        ]
-        for name, value, allowed in choices:
-            if value not in allowed:
-                raise ConfigError(f"dataset.{name}={value} is not one of {', '.join(allowed)}")
-        if self.hash_buckets < 1:
-            raise ConfigError(f"dataset.hash_buckets={self.hash_buckets} is out of range; it must be at least 1")
-        if self.crosses and self.category_ids:
-            raise ConfigError("dataset.crosses and dataset.category_ids exclude each other; leave one of them out")
-        for name, value, signs in (("decimal", self.decimal, ".,"), ("thousands", self.thousands, ",. '")):
+        for action in by_column.values():
+            check_choice("dataset.missing", action, MISSING)
+        for column, feature in (self.features or {}).items():
+            check_choice(f"dataset.features.{column}", feature, KINDS)
+        check_choice("dataset.target_is", self.target_is or "null", ("class", "number", "null"))
+        check_choice("dataset.dates", self.dates, DATES)
+        check_least("dataset.hash_buckets", self.hash_buckets, 1)
+        for name, value, signs in (
+            ("decimal", self.decimal, ".,"),
+            ("thousands", self.thousands, ",. '"),
+        ):
             if value is not None and value not in signs:
-                raise ConfigError(f"dataset.{name}={value!r} is not one of {' '.join(map(repr, signs))}")
+                raise ConfigError(
+                    f"dataset.{name}={value!r} is not one of {' '.join(map(repr, signs))}"
+                )
 
     def uses(self, name: str) -> bool:
         """True for a column that is a feature or the target, if its cells allow it."""
@@ -98,16 +129,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Schema:
-    """Columns of a table, by what they are to a model."""
+    """The columns of a table and their roles for a model."""
 
     columns: Sequence[Column]
     target: Column
     classes: Sequence[str] = ()
-    """Names of the target's classes; none: it is a number."""
-    crosses: Sequence[Sequence[str]] = ()
+    """Names of the target's classes; empty if it is a number."""
     id: str | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Columns that are no features, and why."""
+    """Columns that are not features, with the reason."""
     has_ids: bool = False
     """True if categories are ids, beside the numbers; otherwise they are one-hot."""
     hash_buckets: int = 1000
@@ -123,17 +153,17 @@ class Schema:
 
 
 def plain_columns(table: pa.Table) -> dict[str, pa.Array]:
-    """Returns the columns by name, as plain() gives them."""
+    """Returns the columns by name, converted by plain()."""
     return {name: plain(table[name]) for name in table.column_names}
 
 
 def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) -> Schema:
-    """Returns what the columns of a training table are, without statistics.
+    """Infers the schema of a training table, without statistics.
 
     Args:
-        arrays: as plain_columns() gives them.
-        settings: of the user, which go before what the cells show.
-        name: of the table, for messages.
+        arrays: the columns, from plain_columns().
+        settings: the user's, which take precedence over what the cells show.
+        name: name of the table, for messages.
 
     Raises:
         ConfigError: A setting does not fit the table.
@@ -143,14 +173,17 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
     used = {column: array for column, array in arrays.items() if settings.uses(column)}
 
     texts = [array for array in used.values() if pa.types.is_string(array.type)]
-    # A file with types means its text to be text.
+    # In a file that has types, text columns are meant to be text.
     is_typed = len(texts) < len(used)
     formats = number_formats(texts, settings.decimal, settings.thousands, SAMPLE_ROWS)
     inferred = {
-        column: infer(column, used[column], formats, is_typed) for column in with_progress(list(used), f"{name}: kinds")
+        column: infer(column, used[column], formats, is_typed)
+        for column in with_progress(list(used), f"{name}: kinds")
     }
 
-    target, classes = _infer_target(inferred.pop(settings.target), used.pop(settings.target), settings)
+    target, classes = _infer_target(
+        inferred.pop(settings.target), used.pop(settings.target), settings
+    )
     columns: list[Column] = []
     left_out: dict[str, str] = {}
     for column, array in used.items():
@@ -163,19 +196,23 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
         left_out[settings.id] = "dataset.id"
     if not columns:
         reasons = ", ".join(f"{column} ({reason})" for column, reason in left_out.items())
-        raise DataError(f"{name} has no column to learn from but {settings.target}; left out: {reasons or 'none'}")
+        raise DataError(
+            f"{name} has no column to learn from but {settings.target}; left out: {reasons or 'none'}"
+        )
 
-    categories = {column.name for column in columns if column.is_category}
-    for column in itertools.chain(*settings.crosses):
-        if column not in categories:
-            raise ConfigError(f"dataset.crosses names {column}, which is no categorical feature; make it one")
-    crosses = [list(pair) for pair in settings.crosses]
-    ids = (settings.category_ids, settings.hash_buckets)
-    return Schema(columns, target, classes, crosses, settings.id, left_out, *ids)
+    return Schema(
+        columns,
+        target,
+        classes,
+        settings.id,
+        left_out,
+        settings.category_ids,
+        settings.hash_buckets,
+    )
 
 
 def _check_names(names: Collection[str], settings: Settings, table: str) -> None:
-    """Raises ConfigError for settings that name columns which the table does not have."""
+    """Raises ConfigError for settings that name columns missing from the table."""
     needed = [("target=", settings.target), *(("drop=", column) for column in settings.drop)]
     needed += [("features.", column) for column in settings.features or ()]
     if settings.id is not None:
@@ -184,28 +221,40 @@ def _check_names(names: Collection[str], settings: Settings, table: str) -> None
         needed += [("missing.", column) for column in settings.missing]
     for setting, column in needed:
         if column not in names:
-            raise ConfigError(f"dataset.{setting}{column} is no column of {table}; it has {', '.join(names)}")
+            raise ConfigError(
+                f"dataset.{setting}{column} is no column of {table}; it has {', '.join(names)}"
+            )
 
 
-def _as_set(inferred: Column | str, name: str, values: pa.Array, settings: Settings, table: str) -> Column | str:
-    """Returns a column as the user has set it, or by default; or why it is no feature by default."""
+def _as_set(
+    inferred: Column | str, name: str, values: pa.Array, settings: Settings, table: str
+) -> Column | str:
+    """Returns a column with the user's or the default feature, or the reason why the default leaves it out."""
     if settings.features is None:
         return _by_default(inferred, name, values, settings)
 
     feature = settings.features[name]
     if isinstance(inferred, str):
-        raise DataError(f"{table}: the column {name} is {inferred}; leave it out of dataset.features")
+        raise DataError(
+            f"{table}: the column {name} is {inferred}; leave it out of dataset.features"
+        )
     if inferred.kind == "vector" and feature not in ("float", "float_normalized"):
-        raise ConfigError(f"dataset.features.{name}={feature} takes no vectors; choose float or float_normalized")
+        raise ConfigError(
+            f"dataset.features.{name}={feature} takes no vectors; choose float or float_normalized"
+        )
     if feature == "integer_categorical" and settings.missing_of(name) == "indicator":
-        raise ConfigError(f"dataset.missing.{name}=indicator needs names; make it string_categorical")
+        raise ConfigError(
+            f"dataset.missing.{name}=indicator needs names; make it string_categorical"
+        )
     kind = KINDS[feature]
     if kind == "number" and inferred.kind in ("date", "vector"):
         kind = inferred.kind
     return replace(inferred, kind=kind, feature=feature)
 
 
-def _by_default(inferred: Column | str, name: str, values: pa.Array, settings: Settings) -> Column | str:
+def _by_default(
+    inferred: Column | str, name: str, values: pa.Array, settings: Settings
+) -> Column | str:
     if INDEX_NAME.fullmatch(name):
         return "an index"
     if isinstance(inferred, str):
@@ -232,7 +281,7 @@ def _by_default(inferred: Column | str, name: str, values: pa.Array, settings: S
 
 
 def _parts(column: Column, values: pa.Array, settings: Settings) -> list[Column]:
-    """Returns the column with its treatment of gaps; or, of a date, a column for each part of it."""
+    """Returns the column with its treatment of gaps; with dates=parts, a column for each part of a date."""
     column = replace(column, missing=settings.missing_of(column.name))
     if column.kind != "date" or settings.dates != "parts":
         return [column]
@@ -244,16 +293,25 @@ def _parts(column: Column, values: pa.Array, settings: Settings) -> list[Column]
     return parts
 
 
-def _infer_target(inferred: Column | str, values: pa.Array, settings: Settings) -> tuple[Column, list[str]]:
-    """Returns the target, and the names of its classes; none if it is a number."""
+def _infer_target(
+    inferred: Column | str, values: pa.Array, settings: Settings
+) -> tuple[Column, list[str]]:
+    """Returns the target, and the names of its classes; no names if it is a number."""
     name = settings.target
-    # Nobody learns from a row without a target.
+    # A row without a target is useless for training.
     missing = "refuse" if settings.missing_of(name) == "refuse" else "drop"
-    if isinstance(inferred, str):
-        raise ConfigError(f"dataset.target={name} is {inferred}; a column of names or numbers is needed")
-    if inferred.kind == "vector":
-        raise ConfigError(f"dataset.target={name} is a vector; a column of names or numbers is needed")
+    if isinstance(inferred, str) or inferred.kind == "vector":
+        kind = inferred if isinstance(inferred, str) else "a vector"
+        raise ConfigError(
+            f"dataset.target={name} is {kind}; a column of names or numbers is needed"
+        )
 
+    if pc.count_distinct(values).as_py() == 1:
+        example = values.drop_null()[0].as_py()
+        raise DataError(
+            f"dataset.target={name} is {example!r} in every row, and nothing can be learned from it; "
+            "choose another column"
+        )
     is_whole = inferred.kind == "number" and _is_whole(inferred, values)
     # Fractions are numbers; names and whole numbers are classes.
     is_class = inferred.kind == "name" or is_whole
@@ -267,8 +325,9 @@ def _infer_target(inferred: Column | str, values: pa.Array, settings: Settings) 
 
     column = replace(inferred, kind="name", feature="string_categorical", missing=missing)
     classes = pc.unique(read(column, values, name).values.drop_null()).to_pylist()
-    # 10 comes after 9.
-    classes.sort(key=float if inferred.kind == "number" else None)
+    classes.sort()
+    if inferred.kind == "number":
+        classes = by_value(classes, inferred.decimal, inferred.thousands, inferred.unit)
     num_rows = len(values) - values.null_count
     limit = max(FEW_NAMES, num_rows // ROWS_PER_CLASS)
     if is_whole:
@@ -288,32 +347,37 @@ def _is_whole(column: Column, values: pa.Array) -> bool:
     return not column.unit and not pc.any(fractions).as_py()
 
 
-def read_cells(columns: Sequence[Column], arrays: Mapping[str, pa.Array], where: str) -> dict[str, Cells]:
-    """Reads columns of a table as the schema has them, by name.
+def read_cells(
+    columns: Sequence[Column], arrays: Mapping[str, pa.Array], where: str
+) -> dict[str, Cells]:
+    """Reads columns of a table as the kinds that the schema gives them; returns their cells by name.
 
     Args:
-        columns: of the schema.
-        arrays: as plain_columns() gives them.
-        where: the file, which begins the message.
+        columns: columns of the schema.
+        arrays: those of the table, from plain_columns().
+        where: the file, for messages.
 
     Raises:
         DataError: A column is missing, or holds something else than in training.
     """
     missing = sorted({column.source for column in columns} - arrays.keys())
     if missing:
-        raise DataError(f"{where} lacks the column {', '.join(missing)}; it has {', '.join(arrays)}")
+        raise DataError(
+            f"{where} lacks the column {', '.join(missing)}; it has {', '.join(arrays)}"
+        )
     cells = {}
     for column in with_progress(columns, f"{where}: cells"):
         try:
             cells[column.name] = read(column, arrays[column.source], where)
         except pa.ArrowException as error:
-            problem = str(error).splitlines()[0]
-            raise DataError(f"{where}: the column {column.source} cannot be read: {problem}; fix the file") from error
+            raise DataError(
+                f"{where}: the column {column.source} cannot be read: {first_line(error)}; fix the file"
+            ) from error
     return cells
 
 
 def unknown_share(column: Column, values: Any) -> float:
-    """Returns the share of cells whose name the training table did not have."""
+    """Returns the share of cells with names that were not in the training table."""
     if not column.is_category or column.feature == "string_hashed" or not len(values):
         return 0.0
     known = pc.is_in(values, pa.array(column.names, values.type))

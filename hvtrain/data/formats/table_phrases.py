@@ -1,31 +1,37 @@
-"""What the columns of a table became, in words, for the description of a data set."""
+"""Phrases about what the columns of a table became, for the description of a data set."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
+from hvtrain.data.formats.cell_texts import CLOCK, numbers_in, share
 from hvtrain.data.formats.columns import Cells, Column
 from hvtrain.data.formats.schema import Schema
 
+# More columns than this are counted by kind, and only the odd ones are described.
 MAX_PHRASES = 20
-"""More columns are counted by kind, and only the odd ones described."""
 MAX_CLASS_PHRASES = 5
+# At most this many odd cells of a column are shown.
 MAX_ODD = 3
-"""Odd cells of a column that are shown."""
+# At most this many distinct names of a column are searched for odd ones.
+MAX_LOOKED_AT = 10_000
+# Numbers that people write in place of a missing one.
+PLACEHOLDERS = (-99, -999, -9999, -99999, 99, 999, 9999, 99999)
 
 
 def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
-    """Phrases of what each column became and what is odd in it, then what is left out.
+    """Phrases about what each column became and what is odd in it, then about what is left out.
 
     Args:
-        schema: fitted.
-        cells: of the columns, by name.
+        schema: the fitted schema.
+        cells: cells of the columns, by name.
     """
     phrases = {column.name: _phrase(column, cells[column.name]) for column in schema.columns}
     if len(phrases) > MAX_PHRASES:
-        # What is ordinary is counted, so that what is odd can be seen.
+        # Ordinary columns are counted, so that odd ones stand out.
         ordinary = [column for column in schema.columns if "(" not in phrases[column.name]]
         counts = Counter(column.kind for column in ordinary)
         phrases = {name: phrase for name, phrase in phrases.items() if "(" in phrase}
@@ -35,12 +41,15 @@ def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
     if hidden > 0:
         result = [*result[: 2 * MAX_PHRASES], f"and {hidden:,} more"]
     if schema.left_out:
-        result.append("left out: " + ", ".join(f"{name} ({reason})" for name, reason in schema.left_out.items()))
+        result.append(
+            "left out: "
+            + ", ".join(f"{name} ({reason})" for name, reason in schema.left_out.items())
+        )
     return result
 
 
 def _phrase(column: Column, cells: Cells) -> str:
-    """Describes a column, with what is odd in parentheses.
+    """Describes a column, with particulars in parentheses.
 
     >>> _phrase(Column("age", "age", "number"), Cells(np.ones((2, 1))))
     'age: number'
@@ -50,7 +59,7 @@ def _phrase(column: Column, cells: Cells) -> str:
     if column.feature == "string_hashed":
         details.append("hashed")
     if column.unit:
-        details.append(f"in {column.unit}")
+        details.append("seconds" if column.unit == CLOCK else f"in {column.unit}")
     if column.decimal == "," or column.thousands:
         details.append(f"written as 1{column.thousands}234{column.decimal}5")
     if column.kind == "date":
@@ -65,7 +74,63 @@ def _phrase(column: Column, cells: Cells) -> str:
         noun = "gap" if num_gaps == 1 else "gaps"
         among_them = f", among them {' and '.join(odd_texts(cells))}" if cells.odd else ""
         details.append(f"{num_gaps:,} {noun}{among_them}, {_treatment(column)}")
+    details += _odd_names(cells.values) if column.is_category else _odd_numbers(cells.values)
     return f"{text} ({', '.join(details)})" if details else text
+
+
+def _odd_names(values: pa.Array) -> list[str]:
+    """What is odd in a column of names: most are numbers, or two differ only in case or spaces.
+
+    >>> _odd_names(pa.array(["1", "2", "3.5", "none yet", "None yet"]))
+    ["numbers but for 'none yet' and 'None yet'", "'none yet' beside 'None yet'"]
+    """
+    if not pa.types.is_string(values.type):
+        return []
+    names = pc.unique(values).drop_null()[:MAX_LOOKED_AT]
+    is_number = numbers_in(names).is_valid()
+    details = []
+    if 0.5 <= share(is_number) < 1:
+        others = names.filter(pc.invert(is_number))[:MAX_ODD].to_pylist()
+        details.append(f"numbers but for {' and '.join(map(repr, others))}")
+    if pair := spelled_alike(names.to_pylist()):
+        details.append(pair)
+    return details
+
+
+def spelled_alike(names: Sequence[str]) -> str:
+    """A phrase about the first two names that differ only in case or spaces; empty if there are none.
+
+    >>> spelled_alike(["no", "yes", "No "])
+    "'no' beside 'No '"
+    """
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault("".join(name.casefold().split()), name)
+        if other != name:
+            return f"{other!r} beside {name!r}"
+    return ""
+
+
+def _odd_numbers(values: np.ndarray) -> list[str]:
+    """A phrase about a number that may stand for a gap: one of PLACEHOLDERS, in several rows, far from all others.
+
+    >>> _odd_numbers(np.array([[20.0], [35.0], [-999.0], [50.0], [-999.0]]))
+    ['-999 in 2 rows, perhaps a gap: leave those cells empty']
+    """
+    finite = values[np.isfinite(values)]
+    # np.unique sorts, which would take long for thousands of columns, so the extremes are checked first.
+    if values.shape[1] > 1 or not len(finite) or not {finite.min(), finite.max()} & {*PLACEHOLDERS}:
+        return []
+    numbers, counts = np.unique(finite, return_counts=True)
+    for end, others in ((0, numbers[1:]), (-1, numbers[:-1])):
+        if len(others) < 2 or numbers[end] not in PLACEHOLDERS or counts[end] < 2:
+            continue
+        distance = np.abs(others - numbers[end]).min()
+        if distance > np.ptp(others) / 2:
+            return [
+                f"{numbers[end]:g} in {counts[end]:,} rows, perhaps a gap: leave those cells empty"
+            ]
+    return []
 
 
 def _noun(column: Column, cells: Cells) -> str:
@@ -96,8 +161,8 @@ def describe_target(schema: Schema, targets: np.ndarray) -> str:
     """What the target became: its classes with their shares, or the range of its numbers.
 
     Args:
-        schema: inferred.
-        targets: of the training rows, as the model takes them.
+        schema: the inferred schema.
+        targets: targets of the training rows, as the model takes them.
     """
     name = schema.target.name
     if not schema.classes:
@@ -107,4 +172,6 @@ def describe_target(schema: Schema, targets: np.ndarray) -> str:
     shares = [f"{schema.classes[index]} {counts[index] / len(targets):.0%}" for index in order]
     if len(schema.classes) > len(shares):
         shares.append("...")
+    if pair := spelled_alike(schema.classes):
+        shares.append(pair)
     return f"{name}: {len(schema.classes):,} classes ({', '.join(shares)})"

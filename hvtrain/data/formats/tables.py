@@ -1,6 +1,6 @@
 """The one reader of CSV and Parquet tables: for dataset=table, for columns of text, and for predict input=.
 
-A file is what its first bytes say, whatever its name. The cells of a CSV file stay text, since only
+The first bytes of a file decide its format, not its name. The cells of a CSV file stay text, since only
 all cells of a column together tell numbers from names; see columns.py.
 """
 
@@ -10,7 +10,6 @@ import gzip
 import io
 import lzma
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from hvtrain.data.formats.folders import files_below
 from hvtrain.data.manifest import user_path
-from hvtrain.errors import DataError
+from hvtrain.errors import DataError, UserError, first_line
 
 SUFFIXES = (".csv", ".tsv", ".tab", ".parquet", ".pq")
 COMPRESSIONS: dict[bytes, Callable[[bytes], bytes]] = {
@@ -33,8 +33,24 @@ COMPRESSIONS: dict[bytes, Callable[[bytes], bytes]] = {
     b"\xfd7zXZ\0": lzma.decompress,
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
+# The first bytes of files that people mistake for tables.
+OTHER_FORMATS = {
+    b"ARROW1\0": "a Feather file",
+    b"FEA1\0": "a Feather file",
+    b"ORC\n\x06": "an ORC file",
+    b"ORC\x11\0": "an ORC file",
+    b"\xd0\xcf\x11\xe0": "an old Excel file",
+    b"\x89HDF": "an HDF5 file",
+    b"SQLite format 3\0": "a database",
+    b'{"': "JSON",
+    b'[{"': "JSON",
+    b"<!DOCTYPE": "a web page",
+    b"<!doctype": "a web page",
+    b"<html": "a web page",
+    b"<?xml": "XML",
+}
 DELIMITERS = ",;\t|"
-# UTF-32 before UTF-16, whose mark begins like it.
+# UTF-32 comes before UTF-16, whose mark is the start of UTF-32's.
 MARKS = {
     b"\xef\xbb\xbf": "utf-8",
     b"\xff\xfe\0\0": "utf-32",
@@ -42,36 +58,24 @@ MARKS = {
     b"\xff\xfe": "utf-16",
     b"\xfe\xff": "utf-16",
 }
-# What a damaged file, or an encoding that is none, raises in Arrow and in Python's own modules.
-UNREADABLE = (
-    pa.ArrowException,
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    csv.Error,
-    lzma.LZMAError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
-# A row that is too long is an error of the file, and not of its delimiter.
+# The share of rows that need the same width: a few of other widths do not mean that the delimiter is wrong.
 MOSTLY = 0.9
-# A row has to fit into a block; a text of a whole book is a row too.
+# A row has to fit into a block, and may hold the text of a whole book.
 BLOCK_BYTES = 2**26
 READ_BYTES = 2**18
+# Parquet columns in a block. Reading 5,000 columns at once takes 6.2 GB of memory in Arrow for a table
+# of 1.9 GB, and 3.3 GB in blocks (pyarrow 26).
 COLUMNS_AT_ONCE = 100
-"""Of Parquet. Arrow keeps what it needs to read 5,000 columns at once: 6.2 GB for a table of 1.9 GB, and
-3.3 GB in blocks (pyarrow 26)."""
 
-# The csv module refuses cells of more than 131,072 characters, which texts may have.
+# By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
 csv.field_size_limit(2**30)
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How a CSV file is written; None: as the file shows it."""
+    """The format of a CSV file; None: detected from the file."""
 
     delimiter: str | None = None
     encoding: str | None = None
@@ -86,33 +90,35 @@ def is_table(path: Path) -> bool:
 
 
 def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str, str]]]:
-    """The files of a table, with what their folders' names say: year=2024/a.parquet is of the year 2024.
+    """The files of a table, with the values in their folders' names, such as year=2024/a.parquet.
 
     Args:
         location: a file, a folder with tables in it, or a pattern with * and ?.
-        setting: which names it, for messages.
+        setting: the setting that names it, for messages.
 
     Raises:
-        DataError: There is none.
+        DataError: There is no such file.
     """
     path = user_path(location)
     if path.is_file():
         return [(path, {})]
 
+    # Folders above the table say nothing of its rows, whatever their names.
+    base = path
+    while {*str(base)} & {*"*?["}:
+        base = base.parent
     if path.is_dir():
-        files = [file for file in path.rglob("*") if _is_part(file, path)]
-    elif {*str(path)} & {*"*?["}:
-        files = [file for file in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if file.is_file()]
+        base = path
+        files = [file for file in files_below(path) if is_table(file)]
+    elif base != path:
+        files = [file for file in base.glob(str(path.relative_to(base))) if file.is_file()]
     else:
         files = []
     if not files:
-        raise DataError(f"{setting}={location} is no file; give a .csv or .parquet file, or a folder of them")
-    return [(file, dict(_partitions(file))) for file in sorted(files)]
-
-
-def _is_part(file: Path, folder: Path) -> bool:
-    # Spark and others leave _SUCCESS and .part.crc files among the tables.
-    return file.is_file() and is_table(file) and not any(part[0] in "._" for part in file.relative_to(folder).parts)
+        raise DataError(
+            f"{setting}={location} is no file; give a .csv or .parquet file, or a folder of them"
+        )
+    return [(file, dict(_partitions(file.relative_to(base)))) for file in sorted(files)]
 
 
 def _partitions(file: Path) -> Iterator[tuple[str, str]]:
@@ -128,13 +134,13 @@ def read_table(
     text_format: TextFormat = TextFormat(),
     column: str | None = None,
 ) -> pa.Table:
-    """Reads one table from one file or several, whose rows follow one another.
+    """Reads one table from one or several files, and concatenates their rows.
 
     Args:
         locations: as in table_files(), one or several.
-        setting: which names them, for messages.
-        text_format: of CSV files.
-        column: the only column that is needed, which a Parquet file then reads alone, if it has it.
+        setting: the setting that names them, for messages.
+        text_format: format of CSV files.
+        column: the only column that is needed; of a Parquet file that has it, no other is read.
 
     Raises:
         DataError: A file is missing, cannot be read, or has other columns than the first one.
@@ -147,8 +153,10 @@ def read_table(
     for path, partitions in files:
         try:
             table = _read(path, text_format, column)
-        except UNREADABLE as error:
-            raise DataError(f"{path} cannot be read: {_first_line(error)}; fix the file") from error
+        except UserError:
+            raise
+        except Exception as error:  # Arrow, csv and the modules that decompress raise many types.
+            raise DataError(f"{path} cannot be read: {first_line(error)}; fix the file") from error
         for name, value in partitions.items():
             if name not in table.column_names:
                 table = table.append_column(name, pa.array([value] * table.num_rows, pa.string()))
@@ -156,19 +164,19 @@ def read_table(
             if count > 1:
                 raise DataError(f"{path} has {count} columns of the name {name}; rename them")
         tables.append(table)
-        # In whatever order.
+        # The order of columns may differ between files.
         for name in sorted({*table.column_names} ^ {*tables[0].column_names}):
             lacking = files[0][0] if name in table.column_names else path
-            raise DataError(f"{lacking} lacks the column {name}, which another file of the table has; add it")
+            raise DataError(
+                f"{lacking} lacks the column {name}, which another file of the table has; add it"
+            )
 
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
-        raise DataError(f"the files of {setting} have unlike columns: {_first_line(error)}; convert them") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"the files of {setting} have unlike columns: {first_line(error)}; convert them"
+        ) from error
 
 
 def _read(path: Path, text_format: TextFormat, column: str | None) -> pa.Table:
@@ -176,28 +184,32 @@ def _read(path: Path, text_format: TextFormat, column: str | None) -> pa.Table:
         raise ValueError("it is empty")
     stored = pa.memory_map(str(path)).read_buffer()
     data = _decompressed(stored)
-    if data[:4].to_pybytes() != b"PAR1":
+    start = data[:16].to_pybytes()
+    for mark, kind in OTHER_FORMATS.items():
+        if start.startswith(mark):
+            raise DataError(f"{path} is {kind}, and CSV or Parquet is needed; convert it")
+    if not start.startswith(b"PAR1"):
         return _read_csv(data, text_format)
 
-    # Pages of a mapped file that were read would count as memory of this process.
+    # Not from the memory map, whose pages would count as memory of this process once read.
     source = str(path) if data is stored else pa.BufferReader(data)
     file = pa.parquet.ParquetFile(source, buffer_size=READ_BYTES)
     names = file.schema_arrow.names
     if (column is not None and column not in names) or len({*names}) < len(names):
-        # Its names say which columns there are.
+        # The names suffice for the error message.
         return file.schema_arrow.empty_table()
     columns: dict[str, pa.ChunkedArray] = {}
     needed = names if column is None else [column]
     for start in range(0, len(needed), COLUMNS_AT_ONCE):
         some = needed[start : start + COLUMNS_AT_ONCE]
         block = file.read(some)
-        # Asked for a, pyarrow also gives a column a.b.
+        # If asked for a, pyarrow also returns a column a.b.
         columns |= {name: block[name] for name in some}
     return pa.table(columns)
 
 
 def _decompressed(data: pa.Buffer) -> pa.Buffer:
-    """The bytes of a compressed file; those of other files as they are."""
+    """Decompresses a file's bytes; returns them unchanged if they are not compressed."""
     start = data[:6].to_pybytes()
     for mark, decompress in COMPRESSIONS.items():
         if start.startswith(mark):
@@ -206,7 +218,13 @@ def _decompressed(data: pa.Buffer) -> pa.Buffer:
         return data
 
     with zipfile.ZipFile(pa.BufferReader(data)) as archive:
-        names = [name for name in archive.namelist() if is_table(Path(name)) and not name.startswith("__MACOSX")]
+        names = [
+            name
+            for name in archive.namelist()
+            if is_table(Path(name)) and not name.startswith("__MACOSX")
+        ]
+        if "xl/workbook.xml" in archive.namelist():
+            raise ValueError("it is an Excel file; save it as CSV")
         if len(names) != 1:
             raise ValueError(f"it is a zip file with {len(names)} tables instead of one")
         return _decompressed(pa.py_buffer(archive.read(names[0])))
@@ -215,22 +233,24 @@ def _decompressed(data: pa.Buffer) -> pa.Buffer:
 def _read_csv(data: pa.Buffer, text_format: TextFormat) -> pa.Table:
     data = _as_utf8(data, text_format.encoding)
     sample = data[: 4 * SAMPLE_CHARACTERS].to_pybytes().decode(errors="ignore")[:SAMPLE_CHARACTERS]
-    names, num_lines, delimiter = _header(sample, len(sample.encode()) < len(data), text_format.delimiter)
+    names, num_lines, delimiter = _header(
+        sample, len(sample.encode()) < len(data), text_format.delimiter
+    )
 
-    # Numbers instead of names: two columns may have the same name, or none.
+    # Numbers take the place of names, since two columns may have the same name, or none.
     numbers = [str(number) for number in range(len(names))]
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(data),
             pa.csv.ReadOptions(column_names=numbers, skip_rows=num_lines, block_size=BLOCK_BYTES),
-            # Texts in quotes may have several lines.
+            # Quoted texts may have several lines.
             pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             pa.csv.ConvertOptions(column_types=dict.fromkeys(numbers, pa.string())),
         )
     except pa.ArrowInvalid as error:
         if "Empty CSV file" not in str(error):
             raise
-        # Names, and no rows.
+        # There are names, but no rows.
         table = pa.table({number: pa.array([], pa.string()) for number in numbers})
     return table.rename_columns(names)
 
@@ -263,7 +283,7 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
 
 
 def _from_windows(text: bytes) -> str:
-    """Decodes text that is not UTF-8. Raises ValueError if it is UTF-8 but for a few bytes."""
+    """Decodes text that is not UTF-8. Raises ValueError if it is UTF-8 except for a few bytes."""
     num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
     num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
     if num_right > num_wrong:
@@ -271,7 +291,7 @@ def _from_windows(text: bytes) -> str:
     try:
         return text.decode("cp1252")
     except UnicodeDecodeError:
-        # Windows-1252 has five bytes that are no characters.
+        # Five bytes are undefined in Windows-1252.
         return text.decode("latin-1")
 
 
@@ -285,17 +305,28 @@ def _header(sample: str, is_cut: bool, delimiter: str | None) -> tuple[list[str]
         sample = rest
         num_before = 1
 
-    layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
-    best = max(layouts, key=lambda layout: layout[0])
-    _, names, num_lines, delimiter = best
+    # Where rows begin so too, it is no sign of a comment.
+    has_comments = sample.startswith("#") and not sample.splitlines()[-1].startswith("#")
+    while True:
+        layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
+        (_, is_header, *_), names, num_lines, used = max(layouts, key=lambda layout: layout[0])
+        rest = sample.partition("\n")[2]
+        # Comments are skipped, except for the last one if it names the columns, as NumPy writes it.
+        if not has_comments or not sample.startswith("#"):
+            break
+        if is_header and not rest.startswith("#"):
+            break
+        sample = rest
+        num_before += 1
     if not names:
         raise ValueError("its first lines are empty")
+    names[0] = names[0].removeprefix("# ")
     names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(names)]
-    return names, num_before + num_lines, delimiter
+    return names, num_before + num_lines, used
 
 
 def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], int, str]:
-    """Returns how well a delimiter fits, and the names and lines of the header."""
+    """Returns how well a delimiter fits, the header's names and its number of lines, and the delimiter."""
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
     names: list[str] = []
     while not names:
@@ -307,19 +338,21 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], 
 
     rows = [row for row in islice(reader, SAMPLE_ROWS) if row]
     if is_cut and len(rows) < SAMPLE_ROWS:
-        # The last row ends with the sample.
+        # The end of the sample may cut off the last row.
         rows = rows[:-1]
-    # A header alone fits itself.
+    # A header without rows fits itself.
     width, count = Counter(map(len, rows or [names])).most_common(1)[0]
-    # 1,5;2,5 under a;b has as many commas in each row, but not in the header.
+    # 1,5;2,5 under a;b has the same number of commas in each row, but not in the header.
     share = count / max(len(rows), 1)
-    fit = (width > 1 and share >= MOSTLY, width == len(names), share, width)
+    ends_with_delimiter = width == len(names) + 1 and all(not row[-1].strip() for row in rows)
+    is_header = width == len(names) or ends_with_delimiter
+    fit = (width > 1 and share >= MOSTLY, is_header, share, width)
 
-    if width == len(names) + 1 and all(not row[-1].strip() for row in rows):
-        # A comma ends each row.
+    if ends_with_delimiter:
+        # Each row ends with a delimiter.
         names = [*names, ""]
     elif width == len(names) + 1:
-        # The rows have names, as R writes them.
+        # Each row begins with its name, as R writes it.
         names = ["", *names]
     elif width == len(names) - 1 and not names[-1].strip():
         names = names[:-1]

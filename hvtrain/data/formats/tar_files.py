@@ -1,8 +1,8 @@
-"""Tar files as shards of a data set: where each member lies, so that it is one ranged read.
+"""Tar files as shards of a data set: the position of each member, so that one ranged read gets it.
 
-The members of a shard are found once, by reading its headers, and kept in .SHARD.index beside it; in
-the user's cache if that folder is read-only. An index is of a shard's size and time of change, and is
-made anew for another. WebDataset reads shards from begin to end instead, and so knows no counts.
+The members of a shard are found once, by reading its headers, and kept in .SHARD.index beside it, or
+in the user's cache if that folder is read-only. An index holds the shard's size and modification time,
+and is rebuilt if they change. WebDataset reads shards from beginning to end, and so knows no counts.
 """
 
 import fcntl
@@ -11,8 +11,6 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -21,23 +19,22 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hvtrain.core.files import read_bytes, write_atomic
-from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError, StorageError
-from hvtrain.storage.cache import ranged_file
+from hvtrain.storage.cache import far_file, user_cache
+from hvtrain.storage.ranges import ReadAhead
+from hvtrain.system.files import read_bytes, write_atomic
 
+# Members up to this size, such as labels, are kept in the index.
 MAX_TEXT_BYTES = 4096
-"""Members up to this size, such as labels, are kept in the index."""
 BLOCK_BYTES = 512
-READ_AT_ONCE = 16
 
 _NUMBERS = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _ADDRESS = re.compile(r"(.+?)@(\d+)\+(\d+)/.*", re.DOTALL)
-# The begins of gzip, bzip2, xz and zstd.
+# The first bytes of gzip, bzip2, xz and zstd files.
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
+# A regular file in a tar file: its name, offset and size, and its bytes as text if it is small.
 Member = dict[str, Any]
-"""A regular file in a tar file: its name, offset and size, and its bytes as text if it is small."""
 
 
 def expand_numbers(pattern: str) -> list[str]:
@@ -51,87 +48,94 @@ def expand_numbers(pattern: str) -> list[str]:
         return [pattern]
     first, last = match.groups()
     numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return [name for number in numbers for name in expand_numbers(pattern.replace(match[0], number, 1))]
+    return [
+        name for number in numbers for name in expand_numbers(pattern.replace(match[0], number, 1))
+    ]
 
 
 def address(shard: Path, member: Member) -> str:
-    """Returns the address of a member, which stands for a path."""
+    """Returns the address of a member, a text that is used like a path."""
     return f"{shard}@{member['offset']}+{member['size']}/{member['name']}"
 
 
 def member_bytes(path: str) -> bytes | None:
-    """Reads a member by its address; None for the path of a file.
+    """Reads a member by its address, or a file in object storage; None for any other path.
 
     Raises:
-        DataError: The shard cannot be read, or ends before.
+        DataError: The shard cannot be read, or ends before the member does.
     """
     match = _ADDRESS.fullmatch(path)
     if not match:
-        return None
+        far = far_file(path)
+        return far.whole() if far else None
     shard = match[1]
     offset, size = int(match[2]), int(match[3])
-    far = ranged_file(shard)
+    far = far_file(shard)
     if far:
         return far.part(size, offset)
     try:
-        # Needs no position of its own, so threads share the file.
-        data = os.pread(_opened(shard).fileno(), size, offset)
+        # A reference is held during the read: without one, a file that leaves the cache is closed, and its
+        # descriptor's number used again.
+        file = _opened(shard)
+        # pread() uses no file position, so threads share the file.
+        data = os.pread(file.fileno(), size, offset)
     except OSError as error:
         raise DataError(f"{shard} cannot be read: {error.strerror}") from error
     if len(data) < size:
-        raise DataError(f"{shard} ends before byte {offset + size:,}: it has changed since it was opened")
+        raise DataError(
+            f"{shard} ends before byte {offset + size:,}: it has changed since it was opened"
+        )
     return data
 
 
-def members_bytes(paths: Sequence[str]) -> list[bytes | None]:
-    """Reads members as member_bytes does; several at a time if they are in object storage, where each waits."""
-    match = _ADDRESS.fullmatch(paths[0]) if len(paths) else None
-    if not match or not ranged_file(match[1]):
-        return [member_bytes(path) for path in paths]
-    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
-        return list(pool.map(member_bytes, paths))
+def is_far(path: str) -> bool:
+    """True if a file, or the shard of a member, is in object storage."""
+    return far_file(_ADDRESS.sub(r"\1", path)) is not None
+
+
+# Reads members in object storage ahead of their use.
+members_ahead = ReadAhead(member_bytes)
 
 
 @lru_cache(maxsize=256)
 def _opened(shard: str) -> IO[bytes]:
-    """Opens a shard; it is closed when others have taken its room here, and no thread reads it."""
+    """Opens a shard. The file is closed when it has left this cache and no thread reads it."""
     return Path(shard).open("rb")
 
 
 def find_members(shard: Path) -> tuple[list[Member], str | None]:
     """Finds the members of a shard in its index or, where that is missing, in the shard.
 
-    Of several processes on a host that begin together one reads the shard, and the others wait for
-    its index.
+    Of several processes that begin together on a host, one reads the shard, and the others wait for its index.
 
     Returns:
         The members in their order, and the defect that hides the rest, if there is one.
     """
-    # The shard may be another one than when it was opened last.
+    # The shard may have been replaced since it was last opened.
     _opened.cache_clear()
     members = _read_index(shard)
     if members is not None:
         return members, None
     try:
         with shard.open("rb") as file:
-            # Some network file systems lock no file that is only read. Then each process reads it.
+            # Some network file systems cannot lock a file opened for reading. Then each process reads the shard.
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             members = _read_index(shard)
             if members is not None:
                 return members, None
-            far = ranged_file(shard)
-            members, problem = _scan(shard, far.buffered() if far else file)
+            far = far_file(shard)
+            members, problem = _scan(shard, far.read_ahead() if far else file)
     except OSError as error:
         return [], f"cannot be read ({error.strerror})"
-    # A damaged shard will be replaced.
+    # A damaged shard gets no index, since it will be replaced.
     if not problem:
         _write_index(shard, members)
     return members, problem
 
 
 def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
-    """Finds the members of a shard by reading its headers; returns what find_members does."""
+    """Finds the members of a shard by reading its headers; returns the same as find_members()."""
     members: list[Member] = []
     file_bytes = shard.stat().st_size
     try:
@@ -140,8 +144,11 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
                 offset, size = header.offset_data, header.size
                 end = offset + size
                 if end > file_bytes:
-                    return members, f"has {file_bytes:,} bytes, and {header.name} ends at {end:,}: it is truncated"
-                # The parts of a sparse file lie apart.
+                    return (
+                        members,
+                        f"has {file_bytes:,} bytes, and {header.name} ends at {end:,}: it is truncated",
+                    )
+                # A sparse file is not contiguous.
                 if not header.isreg() or header.issparse():
                     continue
                 name = header.name.encode(errors="backslashreplace").decode()
@@ -156,35 +163,36 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
     # tarfile takes a damaged header, or the end of the file, for the end of the members.
     mark = _read_at(file, BLOCK_BYTES, end)
     is_whole = len(mark) == BLOCK_BYTES and not mark.strip(b"\0")
-    return members, None if is_whole else f"has no header at byte {end:,}: it is truncated or damaged"
+    return (
+        members,
+        None if is_whole else f"has no header at byte {end:,}: it is truncated or damaged",
+    )
 
 
 def _read_at(file: Any, num_bytes: int, offset: int) -> bytes:
     file.seek(offset)
-    data: bytes = file.read(num_bytes)
-    return data
+    return bytes(file.read(num_bytes))
 
 
 def _index_paths(shard: Path) -> list[Path]:
-    """The index of a shard: beside it, or in the user's cache."""
+    """The possible paths of a shard's index: beside it, and in the user's cache."""
     paths = [shard.with_name(f".{shard.name}.index")]
-    cache = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    # A user of a container may have no home.
-    if cache.is_absolute():
-        paths.append(cache / "hvtrain" / hashlib.sha256(os.fsencode(shard.resolve())).hexdigest())
+    cache = user_cache()
+    if cache:
+        paths.append(cache / hashlib.sha256(os.fsencode(shard.resolve())).hexdigest())
     return paths
 
 
 def _state(shard: Path) -> dict[bytes, bytes]:
-    """The size of a shard and the time of its last change, as Parquet keeps them."""
+    """The size and modification time of a shard, as Parquet metadata."""
     stat = shard.stat()
     return {b"shard": f"{stat.st_size} {stat.st_mtime_ns}".encode()}
 
 
 def _read_index(shard: Path) -> list[Member] | None:
-    """Returns the members of a shard from its index; None if there is none, or if it is of another file."""
+    """Returns the members of a shard from its index; None if it is missing, or does not match the shard."""
     for path in _index_paths(shard):
-        # What cannot be read as an index is written anew.
+        # An unreadable index counts as missing.
         with suppress(OSError, ValueError, pa.ArrowException):
             table = pq.read_table(pa.BufferReader(read_bytes(path)))
             if table.schema.metadata == _state(shard):
@@ -193,7 +201,7 @@ def _read_index(shard: Path) -> list[Member] | None:
 
 
 def _write_index(shard: Path, members: list[Member]) -> None:
-    """Writes the index of a shard where that is allowed; nowhere is no error."""
+    """Writes the index of a shard to the first path that is writable; without a writable one, there is no index."""
     types = {"name": pa.string(), "offset": pa.int64(), "size": pa.int64(), "text": pa.binary()}
     content = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(members, pa.schema(types, _state(shard))), content)

@@ -11,8 +11,8 @@ import sentencepiece
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import ConfigError, DataError
 
+# Training uses about this many characters; of longer texts, it takes evenly spaced lines.
 TRAINED_CHARACTERS = 20_000_000
-"""Of a longer text only evenly spaced lines are used for training."""
 
 
 class Tokenizer:
@@ -22,15 +22,15 @@ class Tokenizer:
         model: Content of a sentencepiece model file.
 
     Raises:
-        RuntimeError: It is not a model.
-        ValueError: It is empty.
+        RuntimeError: The content is not a model.
+        ValueError: The content is empty.
     """
 
     def __init__(self, model: bytes) -> None:
         self.model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.size: int = self._processor.get_piece_size()
-        if not self.size:  # sentencepiece takes an empty file.
+        if not self.size:  # sentencepiece accepts an empty file.
             raise ValueError("no tokens")
         self.end: int = self._processor.eos_id()
 
@@ -43,24 +43,24 @@ class Tokenizer:
         return self._processor.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turns tokens into text. Unknown ones, such as a masked model's mask, give none."""
+        """Turns tokens into text, ignoring unknown ones such as a masked model's mask."""
         return self._processor.decode([int(token) for token in tokens if 0 <= token < self.size])
 
     def join(self, documents: Iterable[str]) -> np.ndarray:
-        """Joins the tokens of all documents, int32, each document with its end."""
+        """Concatenates the tokens of all documents, int32, with the end token after each."""
         tokens = [[*self.encode(document), self.end] for document in documents]
         parts = [np.asarray(part, np.int32) for part in tokens]
-        # The empty part is for no documents at all.
+        # The empty part allows for no documents at all.
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
 def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
-    """Trains byte-pair encoding of `size` tokens. The same documents give the same bytes.
+    """Trains a byte-pair encoding of `size` tokens. The same documents give the same model, to the byte.
 
     Every text can be encoded, and decodes to itself.
 
     Raises:
-        ConfigError: The documents do not have so many tokens, or need more.
+        ConfigError: The documents yield fewer tokens than `size`, or need more.
     """
     model = io.BytesIO()
     try:
@@ -71,7 +71,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             model_type="bpe",
             # Rare characters become bytes, so that every text can be encoded.
             byte_fallback=True,
-            # White space counts: source code decodes to itself.
+            # White space is kept, so that source code decodes to itself.
             user_defined_symbols=["\n"],
             allow_whitespace_only_pieces=True,
             normalization_rule_name="identity",
@@ -81,7 +81,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             eos_id=1,
             bos_id=-1,
             pad_id=-1,
-            # Longer lines are left out, by default those of more than 4192 bytes.
+            # Longer lines would be left out; the default is 4192 bytes.
             max_sentence_length=2**30,
             num_threads=1,
             minloglevel=3,
@@ -95,26 +95,32 @@ def load_tokenizer(file: str) -> Tokenizer:
     """Reads a .model file of sentencepiece.
 
     Raises:
-        DataError: It is not one, or has no token for the end of a text.
+        DataError: The file cannot be read, is not a sentencepiece model, or has no token for the end of a text.
     """
     try:
         tokenizer = Tokenizer(user_path(file).read_bytes())
     except OSError as error:
-        raise DataError(f"dataset.tokenizer={file} cannot be read ({error.strerror}); fix the path") from error
+        raise DataError(
+            f"dataset.tokenizer={file} cannot be read ({error.strerror}); fix the path"
+        ) from error
     except (RuntimeError, ValueError) as error:
-        raise DataError(f"dataset.tokenizer={file} is not a sentencepiece model; give a .model file") from error
+        raise DataError(
+            f"dataset.tokenizer={file} is not a sentencepiece model; give a .model file"
+        ) from error
     if tokenizer.end < 0:
-        raise DataError(f"dataset.tokenizer={file} has no token for the end of a text; train it with an eos_id")
+        raise DataError(
+            f"dataset.tokenizer={file} has no token for the end of a text; train it with an eos_id"
+        )
     return tokenizer
 
 
 def lines_of(documents: Sequence[str], max_characters: int) -> list[str]:
-    """The lines of all documents; of longer ones, evenly spaced lines of about max_characters.
+    """The lines of all documents; evenly spaced ones of about max_characters in all if together they are longer.
 
     >>> lines_of(["one\\ntwo\\n", "six\\n\\nten"], max_characters=6)
     ['one', 'six']
     """
-    # From all parts of the text, since its first part may be about one topic.
+    # Lines come from all parts of the text, since its first part may be about one topic.
     lines = [line for document in documents for line in document.splitlines() if line]
     step = -(-sum(map(len, lines)) // max_characters)
     return lines[:: step or 1]

@@ -1,12 +1,12 @@
 """Augments training images, and their targets with them, by Keras layers made pure.
 
-Keras's layers draw random numbers from generators with state, in variables: the output of a layer
-depends on how often it was called before. Here a layer is traced once, with generators that make
-each number from a seed. Its graph is then searched for any other state, so that a layer is not
-trusted but checked.
+Keras's layers draw random numbers from generators whose state is in variables, so the output of a
+layer depends on how often it was called before. Here a layer is traced once, with generators that
+derive each number from a seed. Its graph is then searched for any other state, so that a layer is
+not trusted but checked.
 
-So a stream stays a function of (seed, rank, size, step), and resuming and regrouping need no state
-of it. Layers get raw images, in the range of the data set, before they are normalized.
+So a stream stays a function of (seed, rank, size, step), and can be resumed and regrouped without
+saved state. Layers get raw images, in the range of the data set, before they are normalized.
 """
 
 import itertools
@@ -22,8 +22,9 @@ from keras.src.random import seed_generator
 from tensorflow.python.framework import op_def_registry
 
 from hvtrain.data.pipeline.streams import FOREVER, LAYERS, derive_seed, finish, unconverted
-from hvtrain.data.source import StreamRequest
-from hvtrain.errors import ConfigError, in_one_line, place_of
+from hvtrain.data.pipeline.transform import fold_in
+from hvtrain.data.source import ImageShape, Parts, StreamRequest
+from hvtrain.errors import ConfigError, cause_of
 
 # Parts of a batch, as Keras's augmentation layers name them.
 IMAGES = "images"
@@ -31,8 +32,6 @@ LABELS = "labels"
 MASKS = "segmentation_masks"
 
 Batch = Mapping[str, Any]
-
-fold_in = tf.random.experimental.stateless_fold_in
 
 # TensorFlow marks these operations as stateful, but they keep no state of their own. The functions
 # that some of them call are searched too.
@@ -50,12 +49,12 @@ _HARMLESS = {
 class PureLayer:
     """A layer as a pure function of a batch and a seed int64 [2].
 
-    A layer in the manner of Keras's, with a method transform_labels or
-    transform_segmentation_masks, gets the batch as a dict; any other one gets the images alone.
+    A layer that, like Keras's, has a method transform_labels or transform_segmentation_masks gets
+    the batch as a dict; any other gets the images alone.
 
     Args:
         setting: The layer's name in the configuration, for messages.
-        spec: float32 tensors by part, of batches of any size.
+        spec: Specs of the float32 tensors by part, for batches of any size.
 
     Raises:
         ConfigError: The layer fails, has weights, or is not pure.
@@ -70,7 +69,7 @@ class PureLayer:
         self.name = f"{setting} ({type(layer).__name__})"
         self.input_spec = spec
         self.unchanged: set[str] = set()
-        """Parts that are returned as they came, whatever the seed."""
+        """Parts that are returned unchanged, whatever the seed."""
 
         takes_dict = takes_batches(layer)
         if MASKS in spec and not (takes_dict or isinstance(layer, keras.layers.RandomGrayscale)):
@@ -96,18 +95,22 @@ class PureLayer:
                 if name == MASKS:
                     # CutMix gives masks as many channels as images have.
                     output = output[..., :1]
-                # Seen in the graph: values could be equal by chance.
+                # Decided from the graph, since values could be equal by chance.
                 if _origin(output) is _origin(part):
                     self.unchanged.add(name)
                 outputs[name] = output
             return outputs
 
         self._traced = self._trace(apply)
-        # Weights, and other variables, are made by the first call.
+        # The first call makes weights and other variables.
         if layer.trainable_variables:
-            raise ConfigError(f"{self.name} has weights, which nothing here would train; make it a part of the model")
+            raise ConfigError(
+                f"{self.name} has weights, which nothing here would train; make it a part of the model"
+            )
         outputs = self._traced.structured_outputs
-        self.output_spec = {name: tf.TensorSpec(part.shape, part.dtype) for name, part in outputs.items()}
+        self.output_spec = {
+            name: tf.TensorSpec(part.shape, part.dtype) for name, part in outputs.items()
+        }
 
     def __call__(self, batch: Batch, seed: tf.Tensor) -> dict[str, tf.Tensor]:
         return self._traced(dict(batch), seed)
@@ -124,12 +127,8 @@ class PureLayer:
             images = f"images of shape {tuple(self.input_spec[IMAGES].shape[1:])}"
             if MASKS in self.input_spec:
                 images += " with masks"
-            message = in_one_line(error).rstrip(".")
-            line = place_of(error)
-            if line:
-                message += f" ({line})"
             raise ConfigError(
-                f"{self.name} fails on {images}: {message}; change its settings, or leave it out"
+                f"{self.name} fails on {images}: {cause_of(error)}; change its settings, or leave it out"
             ) from error
 
         # A number that Python or NumPy draws becomes a constant of the graph.
@@ -164,7 +163,7 @@ def drawing_from(seed: tf.Tensor) -> Iterator[None]:
     original_default = seed_generator.make_default_seed
 
     def next_seed(_: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
-        return fold_in(seed, tf.constant(next(draws), tf.int64))
+        return fold_in(seed, next(draws))
 
     generator.next = next_seed
     # A generator that the layer makes while it is traced would draw its seed from Python's random.
@@ -188,7 +187,7 @@ def _stateful_operations(traced: Any) -> list[str]:
     graph = traced.graph.as_graph_def()
     types = {node.op for node in graph.node}
     types |= {node.op for function in graph.library.function for node in function.node_def}
-    # Names that are not registered are those of functions in the library.
+    # Names that are not registered belong to functions in the library.
     definitions = [op_def_registry.get(name) for name in types - _HARMLESS]
     return sorted(op.name for op in definitions if op is not None and op.is_stateful)
 
@@ -197,7 +196,7 @@ class Labels:
     """Targets that stay with their image, and are mixed where a layer mixes images, as MixUp does.
 
     Args:
-        soften: Turns targets into floats that may be mixed. None if they may not.
+        soften: Turns targets into floats that may be mixed. None if the targets cannot be mixed.
         width: Numbers per example of the softened targets.
     """
 
@@ -210,14 +209,14 @@ class Labels:
     ) -> None:
         self.width = width
         self._soften = soften
-        # The same function once a layer mixes targets; until then targets bypass all layers.
+        # Set to _soften once a layer mixes targets; until then targets bypass all layers.
         self._soften_mixed: Callable[[Any], tf.Tensor] | None = None
 
     @property
     def are_mixed(self) -> bool:
         return self._soften_mixed is not None
 
-    def spec(self, image_shape: tuple[int, int, int]) -> tf.TensorSpec:
+    def spec(self, image_shape: ImageShape) -> tf.TensorSpec:
         return tf.TensorSpec([None, self.width], tf.float32)
 
     def check(self, layer: PureLayer) -> None:
@@ -246,10 +245,10 @@ class Labels:
 
 
 class Masks:
-    """Targets with a class for each pixel, which move with their image.
+    """Targets that hold a class for each pixel, and move with their image.
 
     Args:
-        fill_label: The label of pixels that come in at a border.
+        fill_label: The label of pixels that a layer fills in at a border.
     """
 
     part = MASKS
@@ -261,7 +260,7 @@ class Masks:
     def __init__(self, fill_label: int) -> None:
         self.fill_label = fill_label
 
-    def spec(self, image_shape: tuple[int, int, int]) -> tf.TensorSpec:
+    def spec(self, image_shape: ImageShape) -> tf.TensorSpec:
         return tf.TensorSpec([None, *image_shape[:2], 1], tf.float32)
 
     def check(self, layer: PureLayer) -> None:
@@ -273,7 +272,7 @@ class Masks:
             IMAGES: tf.zeros(shapes[IMAGES]),
             MASKS: tf.constant(labels + self.OFFSET, tf.float32),
         }
-        # A random layer may leave a batch as it is, so it gets four seeds.
+        # A random layer may leave a batch unchanged, so it gets four seeds.
         for number in range(4):
             masks = layer(batch, tf.constant([0, number], tf.int64))[MASKS].numpy()
             remaining = masks - self.OFFSET
@@ -298,9 +297,8 @@ class Augmentation:
     Args:
         layers: By their names in the configuration.
         image_shape: Shape of the data set's images, which the last layer has to give as well.
-        keeps_integers: Images of whole numbers come back as such. Otherwise images are float32.
-        in_step: Batches get a seed, with which the step calls this. Otherwise the input pipeline
-            does.
+        keeps_integers: If True, integer images keep their type; else all images become float32.
+        in_step: If True, the step augments, with a seed from the batch; else the input pipeline does.
 
     Raises:
         ConfigError: A layer is not pure, or does not fit the images or the targets.
@@ -309,7 +307,7 @@ class Augmentation:
     def __init__(
         self,
         layers: Mapping[str, keras.Layer],
-        image_shape: tuple[int, int, int],
+        image_shape: ImageShape,
         targets: Labels | Masks,
         keeps_integers: bool = True,
         in_step: bool = False,
@@ -353,9 +351,9 @@ class Augmentation:
             IMAGES: tf.cast(images, tf.float32),
             self._targets.part: self._targets.encode(targets, images),
         }
-        # Each layer draws its own numbers, so that two equal layers do not do the same.
+        # Each layer draws its own numbers, so that two equal layers act differently.
         for index, layer in enumerate(self._layers):
-            batch = layer(batch, fold_in(seed, tf.constant(index, tf.int64)))
+            batch = layer(batch, fold_in(seed, index))
 
         augmented = tf.ensure_shape(batch[IMAGES], images.shape)
         # Rounded, since a cast alone would cut 254.9 to 254.
@@ -367,11 +365,11 @@ class Augmentation:
         """Augments a source's training stream, or adds seeds for the step to do it.
 
         Returns:
-            Batches as they came, or with in_step ((images, seed), targets, ...).
+            Augmented batches; with in_step, unchanged ones as ((images, seed), targets, ...).
         """
 
         @unconverted
-        def augment(step: tf.Tensor, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        def augment(step: tf.Tensor, batch: Parts) -> Parts:
             images, targets, *weights = batch
             seed = derive_seed(request.seed, LAYERS, request.topology.rank, step)
             if self.in_step:

@@ -3,7 +3,7 @@
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,27 +18,38 @@ from hvtrain.data.pipeline.streams import FOREVER, ORDER, end_with_python, step_
 _seeding = threading.RLock()
 
 
-def join_epochs(
-    open_epoch: Callable[[int], tf.data.Dataset],
-    first: int,
-    spec: Any,
-) -> tf.data.Dataset:
+def call_python(
+    function: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[tf.TensorSpec]
+) -> list[Any]:
+    """Calls a Python function on arrays within a stream; returns its results, arrays of these specs, as tensors."""
+    end_with_python()
+    # In eager mode, a single tensor is returned without its list.
+    tensors = tf.nest.flatten(
+        tf.numpy_function(function, arguments, [spec.dtype for spec in specs])
+    )
+    # A Python function hides the shapes from the graph.
+    return [tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, specs)]
+
+
+def join_epochs(open_epoch: Callable[[int], tf.data.Dataset], first: int) -> tf.data.Dataset:
     """Joins the data sets of all epochs from `first` on, each opened when the one before has ended.
 
     Args:
-        open_epoch: Runs in Python. Its data set is handed to TensorFlow, which then reads it.
-        spec: The element_spec of these data sets.
+        open_epoch: Called in Python, with the epoch. TensorFlow then reads the data set that it returns.
     """
     end_with_python()
+    # Opened here, so that its errors are raised unchanged, not wrapped by TensorFlow.
+    ready = [open_epoch(first)]
+    spec = ready[0].element_spec
     # A data set's functions die with its Python object, so the newest two are kept alive.
     kept: deque[tf.data.Dataset] = deque(maxlen=2)
 
     def open_as_variant(epoch: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU:0"):
-            kept.append(open_epoch(int(epoch)))
+            kept.append(ready.pop() if ready else open_epoch(int(epoch)))
             return tf.data.experimental.to_variant(kept[-1])
 
-    # TensorFlow reads the data set itself. Python is called once an epoch.
+    # TensorFlow reads the data set itself. Python is called once per epoch.
     @unconverted
     def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
         variant = tf.py_function(open_as_variant, [epoch], tf.variant)
@@ -49,15 +60,15 @@ def join_epochs(
 
 @contextmanager
 def seeded(seed: int, epoch: int) -> Iterator[None]:
-    """Sets TensorFlow's seed to a function of both, then sets it back.
+    """Sets TensorFlow's seed to a function of seed and epoch, and restores it at the end.
 
-    A shuffle that is made meanwhile has another order in each epoch, and the same one again when
+    A shuffle that is created within has another order in each epoch, and the same order again when
     the run is resumed, whether it has a seed of its own or not. The seed is equal on all ranks: their
     shards differ already, and ranks that read the same data by mistake then read it in the same
-    order, which is noticed.
+    order, so their equal batches are noticed.
     """
     order_seed = int(np.random.default_rng((seed, ORDER, epoch)).integers(2**31))
-    # Not tf.random.set_seed, which would also reset the random operations of others.
+    # Not tf.random.set_seed, which would also reset random operations elsewhere.
     eager: Any = context.context()
     with _seeding:
         before = (eager._seed, getattr(eager, "_rng", None))
@@ -81,9 +92,9 @@ def cut_epoch(
     The stream fails if the examples end before the share does.
 
     Args:
-        batches: Of up to share.batch_size examples.
-        wrong_number: Makes the error, by the number of examples that were read.
-        ends: The stream fails as well if the examples do not end with the share.
+        batches: Batches of up to share.batch_size examples.
+        wrong_number: Makes the error from the number of examples that were read.
+        ends: If True, the stream also fails if examples follow after the share.
     """
     end_with_python()
 
@@ -95,7 +106,7 @@ def cut_epoch(
         # A run that is resumed at the end of an epoch has no step left in it.
         batches = batches.rebatch(sizes) if sizes else batches
 
-    # Empty batches follow, so that a stream that is too short gets as far as the check.
+    # Empty batches are appended, so that a stream that is too short still reaches the check.
     empty = tf.nest.map_structure(
         lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype),
         batches.element_spec,
@@ -106,7 +117,7 @@ def cut_epoch(
     def check(step: tf.Tensor, batch: Any) -> Any:
         size = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
         begin = share.begin(step)
-        # With `ends`, one more step follows the share, in which nothing may come.
+        # With `ends`, one more step follows the share, and has to be empty.
         is_in_share = step < share.steps
         needed_size = tf.where(is_in_share, share.begin(step + 1) - begin, 0)
 
@@ -124,7 +135,7 @@ def cut_epoch(
     if ends:
         return checked.filter(lambda *batch: tf.size(tf.nest.flatten(batch)[0], tf.int64) > 0)
 
-    # The empty batches have hidden the size from the graph's static shapes.
+    # Because of the empty batches, the static shapes no longer have the batch size.
     static_size = share.batch_size if share.is_full else None
 
     def ensure_size(*batch: Any) -> Any:

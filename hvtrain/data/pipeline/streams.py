@@ -1,4 +1,4 @@
-"""Makes streams: seeds, the order of an epoch, batches, augmentation, options of tf.data.
+"""Makes streams: seeds, the order of an epoch, batches, augmentation, tf.data options.
 
 A resumed stream skips rows of indices, before any pixel is read. So resuming costs nothing, even at
 step 100,000.
@@ -18,16 +18,15 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvtrain.core.step_plan import Share, StepPlan
 from hvtrain.core.topology import Topology
-from hvtrain.data.pipeline.transform import Transform, Unchanged
-from hvtrain.data.source import Preprocessing, Source, StreamRequest
+from hvtrain.data.pipeline.transform import Transform, Unchanged, fold_in
+from hvtrain.data.source import Parts, Preprocessing, Source, StreamRequest
 from hvtrain.system import resources
 
-Read = Callable[..., tuple[Any, ...]]
-"""Turns a batch as the source has it into raw inputs, targets and, if it has them, weights.
-
-File sources mark an unusable example by the label -1."""
-Postprocess = Callable[..., tuple[Any, ...]]
-"""Turns a step (or the number of a batch) and the outputs of Read into the model's inputs, targets and weights."""
+# Turns a batch of the source, such as indices, into raw inputs, targets and, if any, weights.
+# File sources mark an unusable example with the label -1.
+Read = Callable[..., Parts]
+# Turns a step (or the number of a batch) and the outputs of Read into the model's inputs, targets and weights.
+Postprocess = Callable[..., Parts]
 
 # Purposes of random numbers. No two purposes share a sequence.
 ORDER = 0
@@ -35,6 +34,7 @@ AUGMENT = 1
 BLOCK = 2
 LAYERS = 3
 CROP = 4
+BUCKETS = 5
 
 # An end that no stream reaches.
 FOREVER = 2**62
@@ -45,21 +45,21 @@ unconverted = tf.autograph.experimental.do_not_convert
 
 def derive_seed(seed: int, purpose: int, *parts: int | tf.Tensor) -> tf.Tensor:
     """Seed int64 [2] for TensorFlow's stateless random ops, a function of all arguments."""
-    # Each part is folded in on its own, so that (1, 23) and (12, 3) give unlike seeds.
+    # Each part is folded in on its own, so that (1, 23) and (12, 3) give different seeds.
     derived = tf.constant([seed, purpose], tf.int64)
     for part in parts:
-        derived = tf.random.experimental.stateless_fold_in(derived, tf.cast(part, tf.int64))
+        derived = fold_in(derived, part)
     return derived
 
 
 def step_sizes(share: Share, first_step: int = 0) -> list[int]:
-    """The examples of each step of an epoch from first_step on."""
+    """The number of examples in each step of an epoch, from first_step on."""
     begins = [share.begin(step) for step in range(first_step, share.steps + 1)]
     return [end - begin for begin, end in pairwise(begins)]
 
 
 def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
-    """Adds prefetching and the options of a stream: deterministic, unsharded, on its share of cores."""
+    """Adds prefetching and options: deterministic, not sharded by tf.data, on the rank's share of the cores."""
     options = tf.data.Options()
     options.deterministic = True
     # The source has sharded the data already, by rank.
@@ -67,14 +67,14 @@ def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
     # All ranks of a host read at the same time, and tf.data would take every core for each.
     options.threading.private_threadpool_size = resources.cores_of_each(topology.local_size)
     options.threading.max_intra_op_parallelism = 1
-    # Autotuning adds nothing with fixed threads, and it can delay shutdown by 10 s: a race in
-    # TensorFlow, which one shutdown of five met.
+    # With fixed threads autotuning gains nothing, and it can delay shutdown by 10 s: a race in
+    # TensorFlow, seen in one of five shutdowns.
     options.autotune.enabled = False
     return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
 def end_with_python() -> None:
-    """Ends open streams before Python ends. Call it before a stream gets a Python function."""
+    """Makes the interpreter end open streams when it exits. Call it before a stream gets a Python function."""
     atexit.unregister(_end_streams)
     atexit.register(_end_streams)
 
@@ -82,7 +82,7 @@ def end_with_python() -> None:
 def _end_streams() -> None:
     """Drops all iterators.
 
-    Otherwise TensorFlow's threads wait forever for a Python call that the exit has cut off.
+    Otherwise TensorFlow's threads wait forever for a Python call that the exit has prevented.
     """
     for candidate in gc.get_objects():
         if isinstance(candidate, OwnedIterator):
@@ -95,15 +95,15 @@ def regrouped(
     topology: Topology,
     start_step: int,
 ) -> tf.data.Dataset:
-    """Cuts the joint batches of a plan for another number of ranks into this rank's parts.
+    """Returns this rank's parts of the global batches of a plan that was made for another number of ranks.
 
-    The streams of all shares that a part overlaps are joined and cut. So each example comes as the
-    plan's own ranks would have read it, order and augmentation included. Two ranks that need parts
-    of one stream both read and decode it.
+    The streams of all shares that a part overlaps are joined and cut. So each example is the one
+    that the plan's own ranks would have read, order and augmentation included. Two ranks that need
+    parts of one stream both read and decode it.
 
     Args:
         stream_of: Opens the stream of a share, from start_step of the plan on.
-        topology: This rank among the ranks of now.
+        topology: This rank among the current ranks.
     """
     shares = plan.shares_of(topology.rank)
     # Only the step within the epoch decides how a batch is cut.
@@ -111,7 +111,7 @@ def regrouped(
 
     def part_of(step: tf.Tensor, batches: tuple[Any, ...]) -> Any:
         if plan.is_full:
-            # All steps are alike, and plain numbers keep the batch's static shape.
+            # All steps are equal, and plain integers keep the batch's static shape.
             parts = plan.parts(0)
             offsets = plan.share_offsets(0)
         else:
@@ -146,8 +146,10 @@ class StreamedSource(Source):
         """Endless stream of (step, batch) from request.start_step on."""
 
     @abstractmethod
-    def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        """(number, batch) for all examples of the shard, in order."""
+    def evaluation_batches(
+        self, split: str, topology: Topology, batch_size: int
+    ) -> tf.data.Dataset:
+        """Finite stream of (batch number, batch) of all examples of the shard, in order."""
 
     def load(
         self,
@@ -165,7 +167,7 @@ class StreamedSource(Source):
         # The reader comes first, since it may fit the transform that postprocess uses.
         read = self.reader(split, topology)
 
-        def load_batch(step: tf.Tensor, batch: Any) -> tuple[Any, ...]:
+        def load_batch(step: tf.Tensor, batch: Any) -> Parts:
             parts = batch if isinstance(batch, tuple) else (batch,)
             return postprocess(step, *read(*parts))
 
@@ -175,10 +177,10 @@ class StreamedSource(Source):
         topology = request.topology
 
         @unconverted
-        def augment(step: tf.Tensor, *elements: Any) -> tuple[Any, ...]:
+        def augment(step: tf.Tensor, *elements: Any) -> Parts:
             seed = derive_seed(request.seed, AUGMENT, topology.rank, step)
             inputs, *others = self.augment(elements, seed)
-            # Raw batches are bytes: a quarter of the traffic to a GPU.
+            # Raw batches stay bytes, for a quarter of the traffic to a GPU.
             if not self.raw_batches:
                 inputs = self.transform.normalize(inputs)
             return inputs, *others
@@ -189,13 +191,13 @@ class StreamedSource(Source):
         return finish(self.load(batches, "train", topology, augment), topology)
 
     @unconverted
-    def _with_crops(self, request: StreamRequest, step: tf.Tensor, batch: Any) -> tuple[Any, ...]:
-        """Draws a batch's random crops, as its last part: examples that are read alone keep theirs."""
+    def _with_crops(self, request: StreamRequest, step: tf.Tensor, batch: Any) -> Parts:
+        """Appends a batch's random crops as its last part, so that examples that are read singly keep theirs."""
         parts = batch if isinstance(batch, tuple) else (batch,)
         seed = derive_seed(request.seed, CROP, request.topology.rank, step)
         return step, (*parts, self.sizing.crop.draw(tf.shape(parts[0])[0], seed))
 
-    def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
+    def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
         """Augments the raw elements of a training batch. Pure function of them and seed int64 [2]."""
         inputs, *others = elements
         return self.transform.augment(inputs, seed), *others
@@ -205,21 +207,23 @@ class StreamedSource(Source):
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         @unconverted
-        def normalize(_: tf.Tensor, inputs: Any, *others: Any) -> tuple[Any, ...]:
+        def normalize(_: tf.Tensor, inputs: Any, *others: Any) -> Parts:
             return self.transform.normalize(inputs), *others
 
         batches = self.evaluation_batches(split, topology, batch_size)
         return finish(self.load(batches, split, topology, normalize, batch_size), topology)
 
-    def numbered_evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        """Adds to evaluation() the examples' indices in the shard: (int64 [batch], inputs, ...).
+    def numbered_evaluation(
+        self, split: str, topology: Topology, batch_size: int
+    ) -> tf.data.Dataset:
+        """Like evaluation(), with the examples' indices in the shard as first part: (int64 [batch], inputs, ...).
 
-        Examples that on_error="skip" leaves out have no row, and the others keep their indices. So
-        examples are read one by one.
+        Examples that on_error="skip" leaves out have no row, and the others keep their indices. For
+        that, examples are read one by one.
         """
 
         @unconverted
-        def normalize(index: tf.Tensor, inputs: Any, *others: Any) -> tuple[Any, ...]:
+        def normalize(index: tf.Tensor, inputs: Any, *others: Any) -> Parts:
             count = tf.shape(tf.nest.flatten(inputs)[0])[:1]  # 1, or 0 if it was left out.
             return tf.fill(count, index), self.transform.normalize(inputs), *others
 
@@ -229,12 +233,25 @@ class StreamedSource(Source):
 
 
 class IndexedSource(StreamedSource):
-    """A source whose batches are indices [batch] within this rank's shard."""
+    """A source whose batches are indices [batch] within this rank's shard.
+
+    With buckets, training batches are (indices, length to which the reader pads the batch).
+    """
+
+    @property
+    def buckets(self) -> Any:
+        """The LengthBuckets of the training examples; None if batches do not depend on lengths."""
+        return None
+
+    def shard_rows(self, split: str, topology: Topology) -> np.ndarray:
+        """The numbers of this rank's examples in the split, int64."""
+        return np.asarray(topology.share(self.num_examples(split)), np.int64)
 
     def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
         num_local = request.topology.share_size(self.num_examples("train"))
         share = request.share_of(num_local)
         first_epoch, steps_done = request.position
+        buckets = self.buckets
 
         @unconverted
         def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
@@ -242,6 +259,8 @@ class IndexedSource(StreamedSource):
                 tf.range(num_local, dtype=tf.int64),
                 seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch),
             )
+            if buckets:
+                return buckets.epoch_batches(order[: share.num_examples], epoch, request, share)
             if share.is_full:
                 # As rows of one shape, so that batches have a static size.
                 rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
@@ -257,7 +276,9 @@ class IndexedSource(StreamedSource):
         batches = epochs.flat_map(epoch_batches).skip(steps_done)
         return batches.enumerate(start=request.start_step)
 
-    def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+    def evaluation_batches(
+        self, split: str, topology: Topology, batch_size: int
+    ) -> tf.data.Dataset:
         indices = tf.data.Dataset.range(topology.share_size(self.num_examples(split)))
         return indices.batch(batch_size).enumerate()
 

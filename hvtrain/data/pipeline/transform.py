@@ -1,7 +1,6 @@
-"""Augments and normalizes pixels.
+"""Augments and normalizes pixels inside the input pipeline.
 
-It happens inside the input pipeline. Transform.preprocessing() does the same by Keras layers, for the
-saved model.
+Transform.preprocessing() gives the Keras layers that normalize in the same way, for the saved model.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,16 +11,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.data.source import Preprocessing
+from hvtrain.config.validate import check_least
+from hvtrain.data.source import ImageShape, Preprocessing
 from hvtrain.errors import ConfigError
 
 STANDARDIZE = ("per_pixel", "per_channel", "scale", "none")
+# The label of mask pixels that are ignored, as in PASCAL VOC.
 IGNORED = 255
-"""The label of a mask's pixels that do not count, as in PASCAL VOC."""
+# Images that are passed to the scaler at a time.
 FIT_ROWS = 4096
-"""Images that the scaler gets at a time."""
 # Keras's Normalization replaces scales below 1e-7; scales above this are safe from that.
 _EPSILON = 1e-6
+
+
+def fold_in(seed: tf.Tensor, number: Any) -> tf.Tensor:
+    """Another seed int64 [2], a function of a seed and a whole number."""
+    return tf.random.experimental.stateless_fold_in(seed, tf.cast(number, tf.int64))
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,12 @@ class Transform:
     """Broadcasts over an image: a number, [channels] or [h, w, channels]."""
     scale: np.ndarray | float = 1.0
     shift_pixels: int = 0
-    """Each image moves by up to this many pixels each way; zeros fill the border."""
+    """Each image is shifted by up to this many pixels in each direction; zeros fill the border."""
     flip: bool = False
     """Mirrors half of the images left to right."""
 
     def __post_init__(self) -> None:
-        if self.shift_pixels < 0:
-            raise ConfigError(f"dataset.shift_pixels={self.shift_pixels} is negative; 0 turns shifting off")
+        check_least("dataset.shift_pixels", self.shift_pixels, 0)
         if not np.all(np.asarray(self.scale) > 0):
             raise ConfigError(f"scale={self.scale} cannot divide pixels; give numbers above 0")
 
@@ -55,8 +59,7 @@ class Transform:
             images = _shift(images, self.shift_pixels, seed)
         if self.flip:
             # Not the seed of the shift, with which flips and shifts would depend on each other.
-            flip_seed = tf.random.experimental.stateless_fold_in(seed, tf.constant(1, tf.int64))
-            draws = tf.random.stateless_uniform([tf.shape(images)[0], 1, 1, 1], flip_seed)
+            draws = tf.random.stateless_uniform([tf.shape(images)[0], 1, 1, 1], fold_in(seed, 1))
             images = tf.where(draws < 0.5, tf.reverse(images, axis=[2]), images)
         return images
 
@@ -66,9 +69,9 @@ class Transform:
         masks: tf.Tensor,
         seed: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Augments raw images and their masks uint8 [batch, h, w] alike.
+        """Augments raw images and their masks uint8 [batch, h, w] in the same way.
 
-        Pixels that come in at a border get the label IGNORED.
+        Pixels that a shift brings in at a border get the label IGNORED.
         """
         # As one more channel, masks move with their images. Labels are stored plus one: borders
         # come in as 0, and 0 - 1 is 255 in uint8.
@@ -90,19 +93,19 @@ class Transform:
     def preprocessing(
         self,
         shape: tuple[int | None, ...],
-        image_shape: tuple[int, int, int],
+        image_shape: ImageShape,
         values: str,
         limits: tuple[float, float] | None = None,
         resizing: Sequence[Callable[[Any], Any]] = (),
     ) -> Preprocessing:
-        """Layers from a raw example to what evaluation streams give, equal to the last bit.
+        """Layers that turn a raw example into what evaluation streams give, to the last bit.
 
         Args:
             shape: Shape of a raw example; None for a side of any size.
             image_shape: Shape of the streams' images.
             values: Description of the values in a raw example.
             limits: Their smallest and largest value, if known.
-            resizing: Layers from images of any size to image_shape.
+            resizing: Layers that resize images of any size to image_shape.
         """
         layers = list(resizing)
         if not layers and shape != image_shape:
@@ -129,9 +132,9 @@ class Unchanged(Transform):
 def _normalization_layers(
     mean: np.ndarray,
     scale: np.ndarray,
-    image_shape: tuple[int, int, int],
+    image_shape: ImageShape,
 ) -> list[keras.Layer]:
-    """Layers that give the bits of (x - mean) / scale, for mean and scale of one shape."""
+    """Layers that compute (x - mean) / scale to the last bit, for mean and scale of the same shape."""
     axis = {0: None, 1: -1}.get(mean.ndim, (1, 2, 3))
     if mean.ndim > 1:
         mean = np.broadcast_to(mean, image_shape)
@@ -139,15 +142,16 @@ def _normalization_layers(
 
     layers = []
     if scale.min() < _EPSILON:
-        # A power of two rounds nothing.
+        # Multiplying by a power of two is exact.
         factor = np.float32(2.0 ** np.ceil(np.log2(_EPSILON / scale.min())))
         layers.append(keras.layers.Rescaling(float(factor), dtype="float32"))
         mean = mean * factor
         scale = scale * factor
-    # Keras takes the variance, and the root of a square is exact. Rescaling by 1 / scale, instead,
-    # would round.
+    # Keras takes the variance, and the root of a square is exact. Rescaling by 1 / scale, instead, would round.
     variance = np.square(scale)
-    layers.append(keras.layers.Normalization(axis, mean.tolist(), variance.tolist(), dtype="float32"))
+    layers.append(
+        keras.layers.Normalization(axis, mean.tolist(), variance.tolist(), dtype="float32")
+    )
     return layers
 
 
@@ -173,8 +177,7 @@ def fit(
 
     Args:
         images: [n, h, w, c], of which only `rows` are read.
-        standardize: "per_pixel" or "per_channel" fit; "scale" divides by max_value; "none" keeps
-            the values.
+        standardize: "per_pixel" or "per_channel" fit; "scale" divides by max_value; "none" keeps the values.
 
     Returns:
         Mean and scale, of shape [h, w, c] or [c], or numbers if nothing is fitted.
@@ -195,7 +198,7 @@ def fit(
     return scaler.mean_.reshape(feature_shape), scaler.scale_.reshape(feature_shape)
 
 
-def check_image_shape(image_shape: object) -> tuple[int, int, int]:
+def check_image_shape(image_shape: object) -> ImageShape:
     """Checks a configuration's list of height, width and channels, and returns it as a tuple.
 
     Raises:
@@ -204,7 +207,9 @@ def check_image_shape(image_shape: object) -> tuple[int, int, int]:
     try:
         height, width, channels = (int(side) for side in image_shape)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"dataset.image_shape={image_shape} is not [height, width, channels]") from error
+        raise ConfigError(
+            f"dataset.image_shape={image_shape} is not [height, width, channels]"
+        ) from error
     if height < 1 or width < 1 or channels not in (1, 3, 4):
         raise ConfigError(
             f"dataset.image_shape={image_shape}: height and width of at least 1 and 1, 3 or 4 channels are needed"

@@ -1,6 +1,6 @@
 """Images that fit in memory as NumPy arrays.
 
-They stay in their original type, mostly bytes, and are normalized batch by batch.
+They keep their original type, mostly bytes, and are normalized batch by batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,20 +11,19 @@ import numpy as np
 import tensorflow as tf
 from safetensors import numpy as safetensors
 
+from hvtrain.config.validate import check_choice
 from hvtrain.data.pipeline.transform import IGNORED, STANDARDIZE, Transform, fit
-from hvtrain.data.source import Preprocessing, check_class_names
+from hvtrain.data.source import ImageShape, Parts, Phrases, Preprocessing, check_class_names
 from hvtrain.data.sources.memory import Elements, MemorySource, Part
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import DataError
 
+# Split name -> images [n, h, w] or [n, h, w, c], and labels, integers [n] or [n, 1].
+# "train" is required.
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
-"""Split name -> images [n, h, w] or [n, h, w, c], and labels, integers [n] or [n, 1].
-
-"train" is required.
-"""
 
 CHANNELS = (1, 3, 4)
+# Pixels above this number, while another split's reach at most 1, show ranges of 0 ... 255 and 0 ... 1.
 RANGE_FACTOR = 30
-"""Pixels up to 1 in one split and above this in another are of two ranges, 0 ... 1 and 0 ... 255."""
 
 FITTED_FILE = "normalization.safetensors"
 
@@ -38,7 +37,7 @@ class ArraySource(MemorySource):
         source = ArraySource("cats", load_cats, image_shape=(64, 64, 3), num_classes=2)
 
     Args:
-        name: of the data set, for messages and the manifest.
+        name: name of the data set, for messages and the manifest.
         load: returns {"train": (images, targets), "test": ..., "validation": ...}; the last two
             are optional.
         image_shape: (height, width, channels).
@@ -50,12 +49,12 @@ class ArraySource(MemorySource):
         num_validation: number of examples taken out of the training part at random, with a fixed
             seed.
         shift_pixels, flip: augmentation of training batches; see Transform.
-        class_names: by label, for users of the saved model.
-        example_shape: of an example before load() reshaped it; the saved model takes that shape.
-        more_facts: for the model's builder and the task.
+        class_names: the name of each class, for users of the saved model.
+        example_shape: shape of an example before load() reshaped it; the saved model takes that shape.
+        more_facts: facts for the model's builder and the task.
 
     Raises:
-        ConfigError: for unknown names of options, and other numbers of class names than of classes.
+        ConfigError: for an unknown standardize, or if the number of class_names is not num_classes.
         DataError: once loaded, for arrays of wrong shapes, labels or values.
     """
 
@@ -63,7 +62,7 @@ class ArraySource(MemorySource):
         self,
         name: str,
         load: Callable[[], Elements],
-        image_shape: tuple[int, int, int],
+        image_shape: ImageShape,
         num_classes: int | None,
         origin: str = "arrays in memory",
         standardize: str = "per_channel",
@@ -75,9 +74,7 @@ class ArraySource(MemorySource):
         example_shape: tuple[int, ...] | None = None,
         more_facts: Mapping[str, Any] | None = None,
     ) -> None:
-        if standardize not in STANDARDIZE:
-            raise ConfigError(f"dataset.standardize={standardize} is unknown; choose {', '.join(STANDARDIZE)}")
-
+        check_choice("dataset.standardize", standardize, STANDARDIZE)
         super().__init__(name, load, origin, num_validation, more_facts)
 
         if image_shape[0] in CHANNELS and image_shape[2] not in CHANNELS:
@@ -100,7 +97,7 @@ class ArraySource(MemorySource):
         self._dtype = np.dtype(np.float32)
 
     @property
-    def element_spec(self) -> tuple[Any, ...]:
+    def element_spec(self) -> Parts:
         _, targets, *weights = super().element_spec
         if self._has_labels:
             targets = tf.TensorSpec((), tf.int32)
@@ -112,7 +109,7 @@ class ArraySource(MemorySource):
         return hasattr(self, "num_classes")
 
     def fit(self, train: Part) -> None:
-        if self._range:  # Fitted already, or taken from the run's folder by fit_as().
+        if self._range:  # Already fitted, or restored by fit_as().
             return
 
         images = train.elements[0]
@@ -127,7 +124,7 @@ class ArraySource(MemorySource):
             "mean": np.asarray(self.transform.mean),
             "scale": np.asarray(self.transform.scale),
             "range": np.asarray(self._range),
-            # An empty array, since the file keeps the type of an array.
+            # An empty array, whose type the file stores.
             "dtype": np.zeros(0, self._dtype),
         }
         return {FITTED_FILE: safetensors.save(arrays)}
@@ -146,7 +143,7 @@ class ArraySource(MemorySource):
             self.fit(self.parts()["train"])
 
     def preprocessing(self) -> Preprocessing:
-        # A run that had nothing left to do has opened no stream, which would have fitted it.
+        # The first stream fits the normalization, but a run with nothing left to do opens no stream.
         self._fit_once()
         return self.transform.preprocessing(
             self._example_shape or self.image_shape,
@@ -155,36 +152,31 @@ class ArraySource(MemorySource):
             self._range,
         )
 
-    def description(self) -> dict[str, list[str]]:
-        ranges = {}
+    def description(self) -> Phrases:
+        texts = []
+        largest = []
         for split, part in self.parts().items():
             images = part.elements[0]
             if len(images):
-                ranges[split] = float(images.min()), float(images.max())
-        texts = [f"{split} {low:g} to {high:g}" for split, (low, high) in ranges.items()]
-        description = {**super().description(), "images": [f"values of {', '.join(texts)} ({images.dtype})"]}
-
-        largest = [high for _, high in ranges.values()]
+                texts.append(f"{split} {images.min():g} to {images.max():g}")
+                largest.append(images.max())
+        shown = ", ".join(texts)
+        description = {**super().description(), "images": [f"values of {shown} ({images.dtype})"]}
         if 0 < min(largest) <= 1 and max(largest) > RANGE_FACTOR:
-            warnings = description.get("warnings", [])
-            description["warnings"] = [*warnings, f"the splits hold values of unlike ranges: {', '.join(texts)}"]
+            description["warnings"] = [f"the splits hold values of unlike ranges: {shown}"]
         return description
 
     def value_range(self) -> tuple[float, float] | None:
-        """Returns 0 ... max_value for integers, 0 ... 1 for fractions.
+        """Returns 0 ... max_value for integers, 0 ... 1 for floats.
 
-        If training images go beyond that, it is their own range.
+        If training images exceed that, returns their own range.
         """
         low, high = self.preprocessing().range or (0.0, 0.0)
-        top = 1.0
-        if np.issubdtype(self._dtype, np.integer):
-            top = float(self._max_value)
-        if low >= 0 and high <= top:
-            return 0.0, top
-        return low, high
+        top = float(self._max_value) if np.issubdtype(self._dtype, np.integer) else 1.0
+        return (0.0, top) if 0 <= low <= high <= top else (low, high)
 
-    def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
-        """Returns a split in its final shapes.
+    def check(self, split: str, *elements: Any) -> Parts:
+        """Checks a split; returns it with images [n, h, w, c] and labels [n].
 
         Raises:
             DataError: for wrong shapes, labels or values.
@@ -192,32 +184,29 @@ class ArraySource(MemorySource):
         images, *targets = elements
         where = f"{self.name}, {split} ({self.origin})"
 
-        # The shape that users have, before an axis of channels is added.
+        # The shape of the user's examples, before a channel axis is added.
         if split == "train":
             self._example_shape = self._example_shape or np.shape(images)[1:]
         if images.ndim == 3:  # Without channels.
             images = images[..., np.newaxis]
         if images.shape[1:] != self.image_shape:
-            raise DataError(f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape")
-
-        if self._has_labels:
-            targets[0] = self._checked_labels(targets[0], where)
-        return super().check(split, images, *targets)
-
-    def _checked_labels(self, targets: np.ndarray, where: str) -> np.ndarray:
-        """Returns class indices [n]. Raises DataError for labels that are none."""
-        labels = class_indices(targets, where)
-        outside = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
-        if outside.size:
             raise DataError(
-                f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside 0 ... "
-                f"{self.num_classes - 1}; fix the labels or set num_classes"
+                f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape"
             )
 
-        return labels
+        if self._has_labels:
+            labels = class_indices(targets[0], where)
+            outside = np.flatnonzero((labels < 0) | (labels >= self.num_classes))
+            if outside.size:
+                raise DataError(
+                    f"{where}: label {labels[outside[0]]} at index {outside[0]} is outside 0 ... "
+                    f"{self.num_classes - 1}; fix the labels or set num_classes"
+                )
+            targets[0] = labels
+        return super().check(split, images, *targets)
 
     def in_model_type(self, elements: Any) -> Any:
-        # Images keep their type: as bytes they take a quarter of the memory of float32.
+        # Images keep their type: bytes take a quarter of the memory of float32.
         images, *others = elements
         if self._has_labels:
             others[0] = others[0].astype(np.int32)
@@ -227,14 +216,14 @@ class ArraySource(MemorySource):
 class ImagesWithMasks(ArraySource):
     """Images whose targets are masks [n, h, w] of class indices; 255 is ignored.
 
-    Augmentation moves images and masks together.
+    Augmentation transforms images and masks together.
     """
 
     _has_labels = False
     _is_binary = False
     """True if 255 is class 1, not ignored."""
 
-    def check(self, split: str, *elements: Any) -> tuple[Any, ...]:
+    def check(self, split: str, *elements: Any) -> Parts:
         images, masks, *weights = elements
         where = f"{self.name}, {split} ({self.origin})"
         height, width, _ = self.image_shape
@@ -252,21 +241,23 @@ class ImagesWithMasks(ArraySource):
                 f"from 0, and {IGNORED} where a pixel does not count"
             )
 
-        # Many tools paint the foreground white. As an ignored label it would leave one class alone.
+        # Many tools paint the foreground white, 255. If 255 were ignored, a single class would be left.
         if split == "train" and self.num_classes == 2:
             self._is_binary = {IGNORED} <= set(np.unique(masks).tolist()) <= {0, IGNORED}
         if self._is_binary:
             if not np.isin(masks, (0, IGNORED)).all():
-                raise DataError(f"{where}: masks hold other values than 0 and 255, which those of train have; fix them")
+                raise DataError(
+                    f"{where}: masks hold other values than 0 and 255, which those of train have; fix them"
+                )
             masks = masks == IGNORED
 
         return super().check(split, images, masks.astype(np.uint8), *weights)
 
-    def description(self) -> dict[str, list[str]]:
+    def description(self) -> Phrases:
         masks = ["0 and 255, read as the classes 0 and 1"] if self._is_binary else []
         return {**super().description(), "masks": masks}
 
-    def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
+    def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
         images, masks, *weights = elements
         return *self.transform.augment_with_masks(images, masks, seed), *weights
 

@@ -1,9 +1,8 @@
 """scikit-learn's 1,797 handwritten digits of 8x8 pixels: real data that needs no download."""
 
-from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,8 +11,8 @@ from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 
 NUM_DIGITS = 1797
-MAX_VALUE = 16.0  # Of a pixel, in this data set.
-# The digits that have each trait.
+MAX_VALUE = 16.0  # Largest value of a pixel.
+# The digits with each trait.
 TRAITS = {
     "even": (0, 2, 4, 6, 8),
     "prime": (2, 3, 5, 7),
@@ -22,77 +21,36 @@ TRAITS = {
 }
 
 
-def digits(
+def _digits(
+    name: str,
+    has_traits: bool,
+    /,
     num_test: int = 360,
     num_validation: int = 0,
     standardize: str = "scale",
     shift_pixels: int = 0,
 ) -> ArraySource:
-    """Makes a source of images with pixels 0 ... 16, in 10 classes.
+    """Makes a source of images with pixels 0 ... 16.
+
+    The targets are 10 classes; or, with traits, float32 [traits], 1 for each of TRAITS that the
+    image has, else 0.
 
     Args:
-        num_test: images of the test part, which is stratified and the same in every run.
+        num_test: number of images of the test part, which is stratified and the same in every run.
         num_validation, standardize, shift_pixels: see ArraySource.
 
     Raises:
         ConfigError: if num_test leaves too few images for testing or training.
-    """
-    return _source(
-        "digits",
-        lambda labels: labels,
-        num_test,
-        num_classes=10,
-        class_names=tuple("0123456789"),
-        num_validation=num_validation,
-        standardize=standardize,
-        shift_pixels=shift_pixels,
-    )
-
-
-def digits_traits(
-    num_test: int = 360,
-    num_validation: int = 0,
-    standardize: str = "scale",
-    shift_pixels: int = 0,
-) -> ArraySource:
-    """Makes a source of the same images with TRAITS of the digit as targets.
-
-    A target is float32 [traits], 0 or 1 for each; an image may have several.
-    """
-
-    def traits(labels: np.ndarray) -> np.ndarray:
-        columns = [np.isin(labels, members) for members in TRAITS.values()]
-        return np.stack(columns, axis=1).astype(np.float32)
-
-    return _source(
-        "digits_traits",
-        traits,
-        num_test,
-        num_classes=None,
-        more_facts={"label_names": tuple(TRAITS)},
-        num_validation=num_validation,
-        standardize=standardize,
-        shift_pixels=shift_pixels,
-    )
-
-
-def _source(
-    name: str,
-    targets_of: Callable[[np.ndarray], np.ndarray],
-    num_test: int,
-    **options: Any,
-) -> ArraySource:
-    """Makes a source of the images, with targets made from the labels.
-
-    Raises:
-        ConfigError: if num_test is out of range.
     """
     if not 10 <= num_test <= NUM_DIGITS - 10:
         raise ConfigError(f"dataset.num_test={num_test} is outside 10 ... {NUM_DIGITS - 10}")
 
     def load() -> Arrays:
         images, labels = read()
-        targets = targets_of(labels)
+        targets = labels
+        if has_traits:
+            columns = [np.isin(labels, members) for members in TRAITS.values()]
+            targets = np.stack(columns, axis=1).astype(np.float32)
         # Stratified by class for both sources, so that their test parts are the same.
         is_test = stratified(labels, num_test)
         return {
@@ -104,10 +62,19 @@ def _source(
         name,
         load,
         image_shape=(8, 8, 1),
+        num_classes=None if has_traits else 10,
         origin="inside scikit-learn",
+        standardize=standardize,
         max_value=MAX_VALUE,
-        **options,
+        num_validation=num_validation,
+        shift_pixels=shift_pixels,
+        class_names=None if has_traits else tuple("0123456789"),
+        more_facts={"label_names": tuple(TRAITS)} if has_traits else None,
     )
+
+
+digits = partial(_digits, "digits", False)
+digits_traits = partial(_digits, "digits_traits", True)
 
 
 def read() -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +82,9 @@ def read() -> tuple[np.ndarray, np.ndarray]:
     # Importing the package would take longer than training on this data.
     package = find_spec("sklearn")
     if package is None or package.origin is None:
-        raise DataError("dataset=digits is part of scikit-learn, which is not installed; run pip install scikit-learn")
+        raise DataError(
+            "dataset=digits is part of scikit-learn, which is not installed; run pip install scikit-learn"
+        )
 
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     rows = np.loadtxt(file, np.uint8, delimiter=",")
@@ -123,7 +92,7 @@ def read() -> tuple[np.ndarray, np.ndarray]:
 
 
 def stratified(labels: np.ndarray, number: int) -> np.ndarray:
-    """Returns a mask that selects `number` labels at random, from each class its share."""
+    """Returns a mask that selects `number` labels at random, in proportion from each class."""
     # Shuffled, then sorted by class: evenly spaced members take from each class in proportion.
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]

@@ -1,12 +1,12 @@
-"""Base of the sources that read files: names an example that cannot be read, or leaves it out.
+"""Base class of sources that read files: names an unreadable example, or leaves it out.
 
-TensorFlow does not say which file its input pipeline could not read, and searching all files
-afterwards takes hours on a large data set. So a batch that fails is read again at once, each
-example alone.
+TensorFlow does not say which file its pipeline could not read, and a search of all files takes hours
+on a large data set. So a batch that fails is read again at once, example by example.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
@@ -15,33 +15,40 @@ import tensorflow as tf
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
+from hvtrain.data.formats.image_files import describe_images
 from hvtrain.data.manifest import data_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing
+from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import (
     Postprocess,
     Read,
     StreamedSource,
-    end_with_python,
 )
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
-from hvtrain.data.source import LEAVE_OUT, Preprocessing, Unreadable, reason
+from hvtrain.data.source import (
+    LEAVE_OUT,
+    Phrases,
+    Preprocessing,
+    Unreadable,
+    check_class_names,
+    reason,
+)
 from hvtrain.errors import DataError, StorageError, UserError
 from hvtrain.system import resources
 
 Piece = TypeVar("Piece")
+# A batch of one example, as arrays of one element.
 Example = Sequence[np.ndarray]
-"""One example's part of a batch, as arrays of one element."""
 
 
 class NotesFailure:
-    """Keeps the error that Python code of a stream raised: TensorFlow passes on only its text."""
+    """Keeps errors that a stream's Python code raises, since TensorFlow passes on only their text."""
 
     _failures: Sequence[UserError] = ()
 
     def note(self, error: UserError) -> UserError:
         """Returns the error, and keeps it for explain()."""
-        # tf.data reads ahead, and meets more errors behind the first.
-        self._failures = [*self._failures[-9:], error]
+        self._failures = [*self._failures[-9:], error]  # tf.data reads on after the first error.
         return error
 
     def fail(self, message: str) -> UserError:
@@ -50,8 +57,10 @@ class NotesFailure:
 
     def explain(self, error: Exception) -> Exception:
         # TensorFlow quotes the error that its Python call raised.
-        quoted = (failure for failure in self._failures if f"{type(failure).__name__}: {failure}" in str(error))
-        return next(quoted, error)
+        for failure in self._failures:
+            if f"{type(failure).__name__}: {failure}" in str(error):
+                return failure
+        return error
 
 
 class FileSource(NotesFailure, StreamedSource):
@@ -59,31 +68,41 @@ class FileSource(NotesFailure, StreamedSource):
 
     A subclass whose files hold pixels overrides preprocessing() and no_random_crop.
 
-    on_error="stop": an example that cannot be read ends the stream with an error that explain()
-        understands.
-    on_error="skip": it is noted. In training a good example of its batch takes its place, so that
-        all batches stay full and a stream stays a function of what the files hold. In evaluation
+    on_error="stop": an unreadable example ends the stream; explain() returns the error.
+    on_error="skip": the example is noted. In training a good example of its batch replaces it, so
+        that batches stay full and a stream stays a function of the files' content. In evaluation
         it is left out.
     """
 
     ADVICE: ClassVar[str] = "fix or remove it"
     """What to do about an example that cannot be read, for the message."""
 
+    FAR: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of files that are read in parts if they are in object storage."""
+
     no_random_crop = ""
+    _warnings: Sequence[str] = ()
+    """What a user should know about the files, for the description."""
 
     def __init__(
         self,
         dir: str,
         image_shape: Sequence[int],
-        transform: Transform,
+        num_classes: int = 0,
+        class_names: Sequence[str] | None = None,
+        shift_pixels: int = 0,
+        flip: bool = False,
+        scale: float = 255.0,
         **sizing: Any,
     ) -> None:
-        self.folder = data_path(dir)
+        self.folder = data_path(dir, self.FAR)
         self.origin = str(self.folder)
         self.image_shape = check_image_shape(image_shape)
-        self.transform = transform
+        self.num_classes = num_classes
+        self.class_names = check_class_names(class_names, num_classes)
+        self.transform = Transform(scale=scale, shift_pixels=shift_pixels, flip=flip)
         self.sizing = Sizing(self.image_shape, **sizing)
-        # By location, in order: every epoch meets such an example again, but it counts once.
+        # Items left out, by location, in order: one that is met again in each epoch counts once.
         self._left_out: dict[str, Unreadable] = {}
         self._num_reported = 0
 
@@ -100,8 +119,19 @@ class FileSource(NotesFailure, StreamedSource):
             problem: TensorFlow's error; empty for a label of -1.
         """
 
+    @abstractmethod
+    def looked_at(self) -> Iterable[tuple[str, str | bytes]]:
+        """Returns a sample of training images: the location of each, and its path or bytes."""
+
+    @cached_property
+    def _look(self) -> list[str]:
+        return describe_images(self.looked_at(), self.sizing)
+
+    def description(self) -> Phrases:
+        return {**super().description(), "images": self._look, "warnings": list(self._warnings)}
+
     def sure_reader(self, split: str, topology: Topology) -> Read:
-        """Opens a reader for single examples of a batch that `reader` failed on."""
+        """Opens a reader for single examples of a batch on which `reader` failed."""
         return self.reader(split, topology)
 
     @property
@@ -131,69 +161,82 @@ class FileSource(NotesFailure, StreamedSource):
         postprocess: Postprocess,
         batch_size: int | None = None,
     ) -> tf.data.Dataset:
-        end_with_python()
-        repair = _BatchRepair(self, split, topology, is_training=batch_size is None)
         read = self.reader(split, topology)
-        stream = read_batches(batches, read, repair, postprocess, topology)
+        repair = _BatchRepair(self, split, topology, is_training=batch_size is None)
 
+        def whole_or_repaired(step, batch):
+            single = tf.data.Dataset.from_tensors(batch)
+            whole = single.map(read)
+            specs = whole.element_spec
+            blanks = [np.zeros([0, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in specs]
+
+            def repaired(*batch):
+                return tuple(call_python(partial(repair, blanks), batch, specs))
+
+            whole = whole.filter(lambda _, targets: tf.reduce_all(targets >= 0)).ignore_errors()
+            # The second part is read only if the first is empty.
+            either = whole.concatenate(single.map(repaired)).take(1)
+            return either.map(lambda *pair: postprocess(step, *pair))
+
+        # Several batches are read at a time, and still arrive in order.
+        stream = batches.interleave(
+            whole_or_repaired,
+            resources.cores_of_each(topology.local_size),
+            num_parallel_calls=tf.data.AUTOTUNE,
+            deterministic=True,
+        )
         # Batches that lost examples are cut again, since only the last one may be short.
         if batch_size and self.skips:
             stream = stream.unbatch().batch(batch_size)
         return stream
 
 
+@dataclass
 class _BatchRepair:
-    """Reads the good examples of a stream's failed batches, each alone, in plain Python.
+    """Reads the good examples of a stream's failed batches, one by one, in plain Python."""
 
-    Args:
-        source: locates the examples that fail, and notes them.
-        is_training: True if good examples take the places of those that fail.
-    """
+    source: FileSource
+    """Locates the examples that fail, and notes them."""
+    split: str
+    topology: Topology
+    is_training: bool
+    """True if good examples replace those that fail."""
+    skipped: dict[str, Unreadable] = field(default_factory=dict)
+    """The skipped examples, by location."""
 
-    def __init__(
-        self,
-        source: FileSource,
-        split: str,
-        topology: Topology,
-        is_training: bool,
-    ) -> None:
-        self._source = source
-        self._split = split
-        self._topology = topology
-        self._is_training = is_training
-        self._num_local = source.shard_sizes(split, topology.size, topology.weights)[topology.rank]
-        self._skipped: dict[str, Unreadable] = {}  # By location.
-
+    def __post_init__(self) -> None:
+        sizes = self.source.shard_sizes(self.split, self.topology.size, self.topology.weights)
+        self._num_local = sizes[self.topology.rank]
         # The compiled reader is tried first, since most examples of a failed batch are good. Its
-        # errors quote the graph, so the plain one gives the reason.
-        read = source.sure_reader(split, topology)
+        # errors quote the graph, so the eager one gives the reason.
+        read = self.source.sure_reader(self.split, self.topology)
         self._readers = tf.function(read), read
 
     def __call__(self, blanks: Example, *batch: np.ndarray) -> Example:
-        """Returns the images and targets that can be read of a batch.
+        """Returns the readable images and targets of a batch.
 
         Args:
-            blanks: images and targets of a batch of no examples.
+            blanks: images and targets of an empty batch.
             batch: the failed batch, as its reader takes it.
         """
         examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
         attempts = [self._read(example) for example in examples]
         good = [pair for pair in attempts if pair]
 
-        if self._is_training:
+        if self.is_training:
             if not good:
-                raise self._nothing_left(next(reversed(self._skipped.values())), "of its batch")
+                raise self._nothing_left(next(reversed(self.skipped.values())), "of its batch")
             good = [pair or good[row % len(good)] for row, pair in enumerate(attempts)]
 
         return [np.stack(parts) for parts in zip(*good)] if good else blanks
 
     def _read(self, example: Example) -> tuple[np.ndarray, ...] | None:
-        """Returns an image and its target; None if they are skipped.
+        """Returns an image and its target; None if the example is skipped.
 
         Raises:
-            DataError: if the source does not skip, or nothing is left of the evaluation.
+            DataError: if the source does not skip, or has skipped all of the rank's evaluation examples.
         """
-        source = self._source
+        source = self.source
         for read in self._readers:
             problem = ""
             try:
@@ -203,82 +246,37 @@ class _BatchRepair:
                     return images[0].numpy(), targets[0].numpy()
             except tf.errors.OpError as error:
                 problem = reason(error)
-            except DataError as error:  # As Python code of a reader raises it outside of a graph.
+            except DataError as error:  # Raised by a reader's Python code in eager mode.
                 problem = str(error)
             except StorageError as error:  # The example may be good, so it is not left out.
                 raise source.note(error) from None
 
-        # The crop's draws, which come last, are none of the source's parts.
-        parts = example[:-1] if self._is_training and source.sizing.crop else example
-        item = source.locate(self._split, self._topology, parts, problem)
+        # With random crops, a training example ends with the crop's draws, which locate() does not take.
+        parts = example[:-1] if self.is_training and source.sizing.crop else example
+        item = source.locate(self.split, self.topology, parts, problem)
         if not source.skips:
             raise source.fail(f"{item.location}: {item.problem}; {source.ADVICE}, {LEAVE_OUT}")
 
         source.leave_out(item)
-        self._skipped[item.location] = item
+        self.skipped[item.location] = item
         # A copy, since batches are repaired in several threads.
-        skipped = list(self._skipped.values())
-        num_skipped = sum(item.num_examples or 0 for item in skipped)
-        if not self._is_training and num_skipped == self._num_local:
-            raise self._nothing_left(item, f"of the rank's part of {self._split}")
+        num_skipped = sum(item.num_examples or 0 for item in list(self.skipped.values()))
+        if not self.is_training and num_skipped == self._num_local:
+            raise self._nothing_left(item, f"of the rank's part of {self.split}")
         return None
 
     def _nothing_left(self, item: Unreadable, scope: str) -> UserError:
-        return self._source.fail(
+        return self.source.fail(
             f"{item.location}: {item.problem}; and no other example {scope} can be read, so that "
             "data.on_error=skip has nothing to go on with; check the files and the settings of "
             "dataset"
         )
 
 
-def read_batches(
-    batches: tf.data.Dataset,
-    read: Read,
-    repair: Callable,
-    postprocess: Postprocess,
-    topology: Topology,
-) -> tf.data.Dataset:
-    """Maps (step, batch) to postprocess(step, *read(batch)), in order.
-
-    Args:
-        batches: (step, batch) as the reader takes it.
-        read: the reader.
-        repair: gives images and targets, in plain Python, for a batch that read() fails on or of
-            which a label is -1; see _BatchRepair.
-        postprocess: what is done with each batch that was read.
-        topology: tells how many ranks share the cores of this host.
-    """
-
-    def whole_or_repaired(step, batch):
-        single = tf.data.Dataset.from_tensors(batch)
-        whole = single.map(read)
-        specs = whole.element_spec
-        blanks = [np.zeros([0, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in specs]
-
-        def repaired(*batch):
-            tensors = tf.numpy_function(partial(repair, blanks), batch, [spec.dtype for spec in specs])
-            # A Python function hides the shapes from the graph.
-            return tuple(tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, specs))
-
-        whole = whole.filter(lambda _, targets: tf.reduce_all(targets >= 0)).ignore_errors()
-        # The second part is made only if the first is empty.
-        either = whole.concatenate(single.map(repaired)).take(1)
-        return either.map(lambda *pair: postprocess(step, *pair))
-
-    # Several batches are read at a time, and still come in order.
-    threads = resources.cores_of_each(topology.local_size)
-    return batches.interleave(
-        whole_or_repaired,
-        threads,
-        num_parallel_calls=tf.data.AUTOTUNE,
-        deterministic=True,
-    )
-
-
 def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing:
-    """Returns the preprocessing of image files: a saved model takes decoded images of any size."""
+    """Returns the preprocessing of image files; a saved model takes decoded images, of any size unless is_fixed."""
     shape: tuple[int | None, ...] = (None, None, sizing.image_shape[2])
-    values = "pixels of a decoded image (tf.io.decode_image, keras.utils.load_img), not divided by 255"
+    values = "decoded pixels (tf.io.decode_image, keras.utils.load_img), not divided by 255"
     if sizing.is_fixed:
         shape = sizing.image_shape
         values += f", {sizing.phrase()}"
@@ -286,7 +284,7 @@ def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing
 
 
 class DealtSource(FileSource):
-    """A source whose files are dealt to the ranks in pieces: whole files, or row groups."""
+    """A source that deals pieces of its files to the ranks: whole files, or row groups."""
 
     PIECE: ClassVar[str]
     """The name of a piece, for error messages."""
@@ -296,46 +294,44 @@ class DealtSource(FileSource):
     @property
     @abstractmethod
     def counts(self) -> Mapping[str, Mapping[Any, int]]:
-        """Examples by split and piece.
+        """Number of examples by split and piece.
 
-        Counted on first use, since on_error, which is set after opening, says what damage does.
+        Counted on first use: on_error, which decides about damage, is set after opening.
         """
 
     @abstractmethod
     def locate_row(self, piece: Any, row: int, example: Example, problem: str) -> Unreadable:
-        """As locate(), by the example's piece and its row in the piece."""
+        """Like locate(), given the example's piece and its row in the piece."""
 
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         return self.locate_row(*self.piece_and_row(example[-1]), example, problem)
 
     def piece_and_row(self, codes: np.ndarray) -> tuple[Any, int]:
-        """Returns the piece and the row of the example with codes[0]."""
-        row = int(codes[0]) % (1 << self.ROW_BITS)
-        return self._pieces[int(codes[0]) - row], row
+        """Returns the piece and the row of the example whose code is codes[0]."""
+        number, row = divmod(int(codes[0]), 1 << self.ROW_BITS)
+        return self._pieces[number], row
 
     @cached_property
-    def _pieces(self) -> dict[int, Any]:
-        """All pieces by the code of their first example."""
-        pieces = [piece for pieces in self.counts.values() for piece in pieces]
-        return {number << self.ROW_BITS: piece for number, piece in enumerate(pieces)}
+    def _pieces(self) -> list[Any]:
+        return [piece for pieces in self.counts.values() for piece in pieces]
 
     @cached_property
     def first_codes(self) -> dict[Any, int]:
         """The code of each piece's first example."""
-        return {piece: code for code, piece in self._pieces.items()}
+        return {piece: number << self.ROW_BITS for number, piece in enumerate(self._pieces)}
 
     def facts(self) -> dict[str, Any]:
         self.num_examples("train")  # Counting reads the names of classes.
         return super().facts()
 
     def take_class_names(self, names: Collection[str], label: str) -> None:
-        """Takes the names of classes, sorted, from the labels of the training part.
+        """Sets the class names to the sorted labels of the training part.
 
         Args:
             label: The name of the column, for the message.
 
         Raises:
-            DataError: There are other than num_classes of them.
+            DataError: There are not num_classes names.
         """
         if len(names) != self.num_classes:
             raise DataError(
@@ -356,7 +352,7 @@ class DealtSource(FileSource):
         """Returns the pieces of each rank.
 
         Raises:
-            DataError: if a rank would have no piece to train on. For evaluation it may have none.
+            DataError: if a rank would have no piece to train on. In evaluation it may have none.
         """
         counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:
@@ -379,7 +375,7 @@ def deal(
 ) -> list[list[Piece]]:
     """Deals pieces to shards, so that each holds examples in proportion to its weight. Pure.
 
-    The largest piece comes first; each goes to the shard that has least so far for its weight.
+    The largest pieces come first; each goes to the shard whose load so far is least for its weight.
 
     >>> deal({"a": 5, "b": 3, "c": 2}, 2)
     [['a'], ['b', 'c']]
@@ -388,12 +384,9 @@ def deal(
     weights = weights or [1] * num_shards
     loads = [0.0] * num_shards
 
-    def load_of(shard):
-        # Ties are broken by number, so that all ranks deal alike.
-        return loads[shard], len(shards[shard]), shard
-
     for piece in sorted(counts, key=lambda piece: (-counts[piece], piece)):
-        lightest = min(range(num_shards), key=load_of)
+        # Ties go to the shard with fewer pieces, then to the first, so that all ranks deal equally.
+        lightest = min(range(num_shards), key=lambda shard: (loads[shard], len(shards[shard])))
         shards[lightest].append(piece)
         loads[lightest] += counts[piece] / weights[lightest]
 

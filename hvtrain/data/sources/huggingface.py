@@ -1,4 +1,4 @@
-"""Data sets that Hugging Face's library, datasets, has saved to disk.
+"""Data sets that Hugging Face's library `datasets` has saved to disk.
 
 Columns may hold images, numbers, strings, and lists of numbers. Nothing is downloaded.
 """
@@ -10,32 +10,34 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
+from hvtrain.data.formats.columns import LISTS, one_array
 from hvtrain.data.formats.folders import left_out, split_entries
 from hvtrain.data.formats.image_files import MAX_SAMPLE, describe_images
 from hvtrain.data.manifest import data_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing, decode_batch
-from hvtrain.data.pipeline.streams import IndexedSource, Read, end_with_python
+from hvtrain.data.pipeline.epochs import call_python
+from hvtrain.data.pipeline.streams import IndexedSource, Read
 from hvtrain.data.pipeline.transform import Transform, Unchanged, check_image_shape
-from hvtrain.data.source import Preprocessing, reason
+from hvtrain.data.source import Parts, Phrases, Preprocessing, reason
 from hvtrain.data.sources.file_source import (
     NotesFailure,
     decoded_preprocessing,
 )
 from hvtrain.data.sources.memory import as_models_take
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import ConfigError, DataError, first_line
 
 INSTALL = "install scripts/lock/data.txt (docs/data.md)"
-LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
 
 class HuggingFace(NotesFailure, IndexedSource):
     """A data set that save_to_disk() wrote: one Dataset, the training part, or a DatasetDict.
 
     The splits of a DatasetDict are train, validation (or val, valid, dev) and test. Rows are read by number, so a
-    resumed run reads none that it has seen.
+    resumed run does not read seen rows again.
 
     Args:
         dir: the folder that save_to_disk() wrote.
@@ -44,12 +46,12 @@ class HuggingFace(NotesFailure, IndexedSource):
         image_shape: [height, width, channels] to which encoded images are resized; their pixels
             become 0 ... 1.
         shift_pixels, flip: augmentation of training images, if the input is one column of images.
-        sizing: of images: resize, fit, crop_fraction and exif; see Sizing.
+        sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
         ConfigError: without the library, for unknown columns, and for images without an
             image_shape.
-        DataError: if the folder cannot be read, or a column holds other values.
+        DataError: if the folder cannot be read, or a column holds unsupported values.
     """
 
     name = "huggingface"
@@ -71,16 +73,16 @@ class HuggingFace(NotesFailure, IndexedSource):
         self._splits, self._warnings = load_splits(self.folder)
         train = self._splits["train"]
 
-        self._columns = [*_names(input), *_names(target)]
-        missing = [name for name in self._columns if name not in train.features]
+        columns = [*_names(input), *_names(target)]
+        missing = [name for name in columns if name not in train.features]
         if missing:
             raise ConfigError(
                 f"dataset.input and dataset.target name {', '.join(missing)}; {self.folder} has "
                 f"{', '.join(train.features)}"
             )
 
-        # By the names of types, so that the library's own need not be imported.
-        types = {name: type(train.features[name]).__name__ for name in self._columns}
+        # Compared by type name, so that the library's types need not be imported.
+        types = {name: type(train.features[name]).__name__ for name in columns}
         self._images = {name for name in types if types[name] == "Image"}
         if image_shape is not None:
             self.sizing = Sizing(check_image_shape(image_shape), **sizing)
@@ -90,7 +92,7 @@ class HuggingFace(NotesFailure, IndexedSource):
                 "dataset.image_shape=[height,width,channels]"
             )
 
-        # Inputs that are not one column of images reach the model as they are.
+        # Inputs other than one column of images reach the model unchanged.
         self.transform: Transform = Unchanged()
         if isinstance(input, str) and input in self._images:
             self.image_shape = self.sizing.image_shape
@@ -102,26 +104,28 @@ class HuggingFace(NotesFailure, IndexedSource):
             self.num_classes = len(train.features[target].names)
 
         # The first row shows types and lengths; _array() checks that all others have the same.
-        first = train.with_format("arrow")[:1]
-        self._specs = {name: self._column_spec(name, first[name]) for name in self._columns}
+        first = train[:1]
+        self._specs = {name: self._column_spec(name, first[name]) for name in columns}
 
     @property
-    def element_spec(self) -> tuple[Any, ...]:
+    def element_spec(self) -> Parts:
         specs = dict(self._specs)
-        for name in self._images:  # Bytes are scaled to float32.
+        for name in self._images:  # Pixels are scaled to float32.
             specs[name] = tf.TensorSpec(specs[name].shape, tf.float32)
         return self._arranged(specs)
 
     def num_examples(self, split: str) -> int:
         return len(self._splits.get(split, ()))
 
-    def description(self) -> dict[str, list[str]]:
+    def description(self) -> Phrases:
         description = super().description()
-        rows = self._splits["train"].with_format("arrow")[:MAX_SAMPLE]
+        rows = self._splits["train"][:MAX_SAMPLE]
         for name in sorted(self._images):
             encoded = enumerate(self._array(rows, name, "train", np.arange(rows.num_rows)))
-            images = [(f"{self.folder}, train: row {row} of {name}", image) for row, image in encoded]
-            phrases = describe_images(images, self.sizing.phrase(), self.sizing.exif)
+            images = [
+                (f"{self.folder}, train: row {row} of {name}", image) for row, image in encoded
+            ]
+            phrases = describe_images(images, self.sizing)
             description["images"] = [*description.get("images", []), *phrases]
         return {**description, "warnings": self._warnings}
 
@@ -137,55 +141,44 @@ class HuggingFace(NotesFailure, IndexedSource):
 
         targets = {}
         for split, rows in self._splits.items():
-            table = rows.select_columns([self._target]).with_format("arrow")[:]
+            table = rows.select_columns([self._target])[:]
             targets[split] = self._array(table, self._target, split, np.arange(len(rows)))
 
         return targets
 
-    def class_counts(self) -> np.ndarray | None:
-        if not hasattr(self, "num_classes"):
-            return None
-        return np.bincount(self.whole_targets()["train"].ravel(), minlength=self.num_classes)
-
     def reader(self, split: str, topology: Topology) -> Read:
         if self.on_error == "skip":
-            raise ConfigError("dataset=huggingface cannot skip what it cannot read; use data.on_error=stop")
+            raise ConfigError(
+                "dataset=huggingface cannot skip what it cannot read; use data.on_error=stop"
+            )
 
-        end_with_python()
         rows: Any = None  # A split that does not exist has no rows to read.
         if split in self._splits:
-            # As Arrow tables, in which images are still encoded: TensorFlow decodes them.
-            rows = self._splits[split].select_columns(self._columns).with_format("arrow")
-
-        local = np.asarray(topology.share(self.num_examples(split)), np.int64)
-        types = {name: spec.dtype for name, spec in self._specs.items()}
-        types.update(dict.fromkeys(self._images, tf.string))
+            rows = self._splits[split].select_columns(list(self._specs))
+        local = self.shard_rows(split, topology)
+        encoded = tf.TensorSpec([None], tf.string)
+        specs = [
+            encoded if name in self._images else tf.TensorSpec([None, *spec.shape], spec.dtype)
+            for name, spec in self._specs.items()
+        ]
 
         def read_arrays(indices):
             numbers = local[indices]
             table = rows[numbers.tolist()]
-            return [self._array(table, name, split, numbers) for name in self._columns]
+            return [self._array(table, name, split, numbers) for name in self._specs]
 
         def read(indices, *draws):
-            arrays = tf.numpy_function(read_arrays, [indices], list(types.values()))
-            tensors = {name: self._tensor(name, array, *draws) for name, array in zip(types, arrays)}
-            return self._arranged(tensors)
+            values = dict(zip(self._specs, call_python(read_arrays, [indices], specs)))
+            for name in self._images:
+                # Only the input is cropped at random, not images among the targets.
+                is_input = name == self._input
+                values[name] = decode_batch(values[name], self.sizing, *(draws if is_input else ()))
+                # If this column alone is the input, the transform scales it.
+                if not is_input:
+                    values[name] = tf.cast(values[name], tf.float32) / 255.0
+            return self._arranged(values)
 
         return read
-
-    def _tensor(self, name: str, values: tf.Tensor, *draws: tf.Tensor) -> tf.Tensor:
-        """Returns a batch of a column as streams give it, and decodes images."""
-        if name in self._images:
-            encoded = tf.ensure_shape(values, [None])
-            # Only the input is cropped at random; images among the targets are not.
-            values = decode_batch(encoded, self.sizing, *(draws if name == self._input else ()))
-            # If the input is this column alone, the transform scales it; other images are scaled
-            # here.
-            if name != self._input:
-                values = tf.cast(values, tf.float32) / 255.0
-
-        # A Python function hides the shapes from the graph.
-        return tf.ensure_shape(values, [None, *self._specs[name].shape])
 
     def preprocessing(self) -> Preprocessing:
         if isinstance(self.transform, Unchanged):
@@ -196,8 +189,8 @@ class HuggingFace(NotesFailure, IndexedSource):
         if isinstance(self.transform, Unchanged) or split not in self._splits:
             return []
 
-        numbers = np.asarray(topology.share(self.num_examples(split)), np.int64)[:number]
-        table = self._splits[split].with_format("arrow")[numbers.tolist()]
+        numbers = self.shard_rows(split, topology)[:number]
+        table = self._splits[split][numbers.tolist()]
         encoded = self._array(table, str(self._input), split, numbers)
         return [self.sizing.whole(image).numpy() for image in encoded]
 
@@ -207,7 +200,9 @@ class HuggingFace(NotesFailure, IndexedSource):
             return explained
 
         is_of_an_image = self._images and re.search("[Ii]mage", str(error))
-        if not is_of_an_image or not isinstance(error, tf.errors.InvalidArgumentError | tf.errors.UnknownError):
+        if not is_of_an_image or not isinstance(
+            error, tf.errors.InvalidArgumentError | tf.errors.UnknownError
+        ):
             return error
         # TensorFlow does not say which image it could not decode.
         return DataError(
@@ -215,8 +210,8 @@ class HuggingFace(NotesFailure, IndexedSource):
             f"{reason(error).splitlines()[0]}; fix or remove it"
         )
 
-    def _arranged(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """Returns (inputs, targets) of values by column, each a value or a dict by name."""
+    def _arranged(self, values: dict[str, Any]) -> Parts:
+        """Arranges values by column as (inputs, targets), each a value or a dict by name."""
 
         def arrange(columns):
             if isinstance(columns, str):
@@ -231,7 +226,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             return tf.TensorSpec(self.sizing.image_shape, tf.uint8)
 
         shape = []
-        values = plain_array(column)
+        values = one_array(column)
         # Lists within lists are the axes of an array.
         while isinstance(values.type, LISTS):
             shape.append(len(values[0]))
@@ -239,7 +234,9 @@ class HuggingFace(NotesFailure, IndexedSource):
 
         array = as_models_take(values.to_numpy(zero_copy_only=False))
         if array.dtype.kind not in "iufbO":
-            raise DataError(f"{self.folder}: {name} holds {values.type}; numbers, strings or images are needed")
+            raise DataError(
+                f"{self.folder}: {name} holds {values.type}; numbers, strings or images are needed"
+            )
         # An array of Python objects holds strings.
         dtype = tf.string if array.dtype.kind == "O" else tf.as_dtype(array.dtype)
         return tf.TensorSpec(shape, dtype)
@@ -255,50 +252,51 @@ class HuggingFace(NotesFailure, IndexedSource):
 
         Args:
             table: the rows.
-            name: of the column.
-            split: of the rows, for messages.
-            numbers: of the rows in the split, for messages.
+            name: name of the column.
+            split: the rows' split, for messages.
+            numbers: the rows' numbers in the split, for messages.
 
         Raises:
-            DataError: for gaps and unlike lengths, with the row's number.
+            DataError: for gaps and unequal lengths, with the row's number; and for integers beyond 32 bits.
         """
-        values = plain_array(table[name])
-        spec = self._specs[name]
+        values = one_array(table[name])
         count = len(values)
-
         if name in self._images:
-            # The library keeps the bytes of an image, or only the path of its file.
-            pairs = zip(
-                values.field("bytes").to_pylist(),
-                values.field("path").to_pylist(),
-            )
+            # The library stores the bytes of an image, or only the path of its file.
+            pairs = zip(*(values.field(key).to_pylist() for key in ("bytes", "path")))
             encoded = [Path(path).read_bytes() if data is None else data for data, path in pairs]
             return np.array(encoded, object)
 
         def wrong_row(index, content):
-            # So far each row has given as many values, since all lists of a level have one length.
+            # Up to this level each row has the same number of values, since all lists of a level have one length.
             row = numbers[index * count // len(values)]
-            return self.fail(f"{self.folder}, {split}: row {row} has {content} in {name}; fix or remove it")
+            return self.fail(
+                f"{self.folder}, {split}: row {row} has {content} in {name}; fix or remove it"
+            )
 
-        # Flattens one level of lists after another. All lists of a level need the length that they
-        # have in the first row.
-        shape = list(spec.shape)
+        # Flattens one level of lists after another. All lists of a level need the same length as in
+        # the first row.
+        shape = self._specs[name].shape
         for side in shape:
-            lengths = np.array([len(value) if value.is_valid else -1 for value in values])
+            lengths = pc.list_value_length(values).fill_null(-1).to_numpy(zero_copy_only=False)
             unlike = np.flatnonzero(lengths != side)
             if unlike.size:
                 index = unlike[0]
                 raise wrong_row(index, f"{lengths[index]} values and row 0 of train {side}")
-
             values = values.flatten()
 
         if values.null_count:
-            is_valid = values.is_valid().to_numpy(zero_copy_only=False)
-            raise wrong_row(int(np.argmin(is_valid)), "no value")
+            is_gap = values.is_null().to_numpy(zero_copy_only=False)
+            raise wrong_row(int(np.argmax(is_gap)), "no value")
 
         array = values.to_numpy(zero_copy_only=False)
-        if spec.dtype != tf.string:
-            array = array.astype(spec.dtype.as_numpy_dtype)
+        dtype = self._specs[name].dtype
+        if dtype != tf.string:
+            try:
+                # Refuses integers that do not fit.
+                array = as_models_take(array).astype(dtype.as_numpy_dtype)
+            except DataError as error:
+                raise self.fail(f"{self.folder}, {split}, {name}: {error}") from None
         return array.reshape(count, *shape)
 
 
@@ -306,17 +304,8 @@ def _names(columns: str | Sequence[str]) -> Sequence[str]:
     return [columns] if isinstance(columns, str) else columns
 
 
-def plain_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """Returns a column's values as one array, without chunks or an extension type."""
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
-    return column
-
-
 def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Opens the data sets of a folder by split, and warns of those that are none.
+    """Returns the data sets of a folder by split, and warnings about those that belong to no split.
 
     Raises:
         ConfigError: without the library.
@@ -325,19 +314,22 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"dataset=huggingface needs the package datasets ({error}); {INSTALL}") from error
+        raise ConfigError(
+            f"dataset=huggingface needs the package datasets ({error}); {INSTALL}"
+        ) from error
 
     try:
         saved = datasets.load_from_disk(str(folder))
-    except (FileNotFoundError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(
-            f"{folder} cannot be read: {str(error).splitlines()[0]}; set dataset.dir to what save_to_disk() wrote"
+            f"{folder} cannot be read: {first_line(error)}; set dataset.dir to what save_to_disk() wrote"
         ) from error
 
-    # A single Dataset has no splits: it is all for training.
+    # A single Dataset has no splits: all of it is for training.
     parts = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     names = split_entries(parts)
     if not len(parts[names["train"]] if "train" in names else []):
         raise DataError(f"{folder} has {', '.join(parts)}; a split train with rows is needed")
     unused = left_out(map(Path, parts), map(Path, names.values()))
-    return {split: parts[name] for split, name in names.items()}, unused
+    # As Arrow tables, which keep images encoded; TensorFlow decodes them.
+    return {split: parts[name].with_format("arrow") for split, name in names.items()}, unused

@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -13,29 +13,54 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.core.topology import Topology
-from hvtrain.data.description import listed
+from hvtrain.data.description import counted, listed
 from hvtrain.data.formats.folders import left_out, split_folders, visible, with_labels
-from hvtrain.data.formats.image_files import SUFFIXES, describe_images, sample
+from hvtrain.data.formats.image_files import SUFFIXES, is_image, sample
+from hvtrain.data.formats.tar_files import is_far, members_ahead
 from hvtrain.data.pipeline.decoding import decode, decode_batch
+from hvtrain.data.pipeline.epochs import call_python
 from hvtrain.data.pipeline.streams import IndexedSource, Read, finish
-from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.source import Unreadable
+from hvtrain.data.source import Phrases, Unreadable
 from hvtrain.data.sources.file_source import Example, FileSource
 from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
+from hvtrain.system.files import is_remote
 
-CACHE_BATCH = 32  # Images that are decoded at a time, when a shard is cached.
+CACHE_BATCH = 32  # Images that are decoded at a time to cache a shard.
+IS_DONE = tf.TensorSpec((), tf.bool)
+BATCHES_AHEAD = 4  # Batches whose images are read ahead from object storage, since each read waits for the network.
 
+# Paths of images, each with its class or the path of its mask.
 Files = list[tuple[str, Any]]
-"""Paths of images, each with its class or the path of its mask."""
+
+
+def read_member(path: Any) -> tf.Tensor:
+    """Like tf.io.read_file for members of shards or files in object storage; reads one path or an array of them."""
+
+    def read(encoded: Any) -> Any:
+        # Bytes in a graph, an array in eager mode.
+        addresses = np.asarray(encoded)
+        contents = np.empty(addresses.size, object)
+        contents[:] = [members_ahead.take(path.decode()) for path in addresses.ravel().tolist()]
+        return contents.reshape(addresses.shape)
+
+    return tf.ensure_shape(
+        tf.numpy_function(read, [path], tf.string), tf.convert_to_tensor(path).shape
+    )
 
 
 class ListedImages(FileSource, IndexedSource):
-    """Images by their paths. A subclass lists them in _files, by split, and reads them."""
+    """Images listed by path. A subclass lists them in _files, by split, and defines the reader."""
 
+    FAR = SUFFIXES
     _files: dict[str, Files]
     read_file: Callable[[Any], tf.Tensor] = staticmethod(tf.io.read_file)
     read_files: Callable[[Any], tf.Tensor] = staticmethod(partial(tf.map_fn, tf.io.read_file))
+
+    def __init__(self, dir: str, *settings: Any, **more: Any) -> None:
+        super().__init__(dir, *settings, **more)
+        if is_remote(dir):
+            self.read_file = self.read_files = read_member
 
     def num_examples(self, split: str) -> int:
         return len(self._files.get(split, []))
@@ -45,16 +70,47 @@ class ListedImages(FileSource, IndexedSource):
         files = self._files.get(split, [])
         local = [files[index] for index in topology.share(len(files))]
         with tf.device("CPU:0"):
-            return tf.constant([path for path, _ in local], tf.string), [target for _, target in local]
+            return tf.constant([path for path, _ in local], tf.string), [
+                target for _, target in local
+            ]
+
+    def load(
+        self,
+        batches: tf.data.Dataset,
+        split: str,
+        topology: Topology,
+        *settings: Any,
+    ) -> tf.data.Dataset:
+        files = self._files.get(split)
+        if files and is_far(files[0][0]):
+            names = [path.decode() for path in self.shard(split, topology)[0].numpy()]
+
+            def announce(indices):
+                members_ahead.announce(names[index] for index in indices)
+                return [np.True_]
+
+            def announced(step, batch):
+                indices = tf.nest.flatten(batch)[0]
+                with tf.control_dependencies(call_python(announce, [indices], [IS_DONE])):
+                    return step, tf.nest.map_structure(tf.identity, batch)
+
+            batches = batches.map(announced).prefetch(BATCHES_AHEAD)
+        return super().load(batches, split, topology, *settings)
+
+    def looked_at(self) -> list[tuple[str, str]]:
+        paths = [path for path, _ in sample(self._files["train"])]
+        if paths and is_far(paths[0]):
+            members_ahead.announce(paths)
+        return [(path, path) for path in paths]
 
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         files = self._files[split]
-        number = example[0][0]  # Within the rank's shard.
+        number = example[0][0]  # Index within the rank's shard.
         path, _ = files[topology.share(len(files))[number]]
         return Unreadable(path, problem.removeprefix(f"{path}; "))
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        # Without masks, which are not inputs of the saved model.
+        # Only images: masks are not inputs of the saved model.
         paths, _ = self.shard(split, topology)
         return [self.sizing.whole(self.read_file(path)).numpy() for path in paths[:number]]
 
@@ -71,10 +127,10 @@ class ImageFolder(ListedImages):
         dir: holds the folders train, validation (or val, valid, dev) and test; the last two are
             optional.
         image_shape: every image becomes [height, width], and is read with that many channels.
-        validation_fraction, test_fraction: taken out of train if there is no such folder, class by
-            class and the same in every run.
+        validation_fraction, test_fraction: fractions taken out of each class of train if there is no
+            such folder, the same in every run.
         shift_pixels, flip: augmentation of training images; see Transform.
-        cache: keeps this rank's decoded shard in memory (height * width * channels bytes an image)
+        cache: keeps this rank's decoded shard in memory (height * width * channels bytes per image)
             instead of reading files again.
         sizing: resize, fit, crop_fraction and exif; see Sizing.
         labels, class_numbers: files with the classes of validation and test, if those folders hold
@@ -82,8 +138,7 @@ class ImageFolder(ListedImages):
 
     Raises:
         ConfigError: if the fractions leave nothing to train on, or take nothing.
-        DataError: if a folder holds no classes, a class no training images, or a split has classes
-            of its own.
+        DataError: if a folder holds no classes, a class has no training images, or a split has other classes.
     """
 
     name = "image_folder"
@@ -101,8 +156,7 @@ class ImageFolder(ListedImages):
         class_numbers: str | None = None,
         **sizing: Any,
     ) -> None:
-        transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
-        super().__init__(dir, image_shape, transform, **sizing)
+        super().__init__(dir, image_shape, shift_pixels=shift_pixels, flip=flip, **sizing)
         self._folders = {"train": self.folder / "train", **split_folders(self.folder)}
         self.class_names: list[str] = list(class_folders(self._folders["train"]).values())
         self.num_classes = len(self.class_names)
@@ -112,7 +166,7 @@ class ImageFolder(ListedImages):
         if cache:
             self.no_random_crop = "keeps decoded images (dataset.cache=true)"
         # Pixels and labels by split, rank and number of ranks.
-        self._cached: dict[tuple[str, int, int], tuple[tf.Tensor, tf.Tensor]] = {}
+        self._cached: dict[tuple[str, Topology], tuple[tf.Tensor, tf.Tensor]] = {}
 
         fractions = {"validation": validation_fraction, "test": test_fraction}
         if min(fractions.values()) < 0 or sum(fractions.values()) >= 1:
@@ -122,30 +176,40 @@ class ImageFolder(ListedImages):
                 "than 1"
             )
 
-        # What each split's class folders hold beside images, for the description.
+        # Counts by kind of the entries in each split's class folders that are no images, for the description.
         self._others: dict[str, Counter[str]] = {}
         self._files = self._list_splits(fractions)
-        self._look = self._describe_sample()
+        # Computed here, since it refuses images that would be misread.
+        self._look  # noqa: B018
 
     def _list_splits(self, fractions: dict[str, float]) -> dict[str, Files]:
-        """Lists each split's own folder, or takes a fraction of train in its place."""
+        """Lists the files of each split, from its own folder or, without one, a fraction of train."""
         train = self._list_files("train")
         num_images = Counter(label for _, label in train)
         for label, name in enumerate(self.class_names):
             if not num_images[label]:
                 folder = self._folders["train"] / name
-                raise DataError(f"{folder} holds no images ({', '.join(SUFFIXES)}); add some or remove it")
+                advice = "add some or remove it"
+                if any(map(is_image, folder.rglob("*"))):
+                    advice = (
+                        "those of its folders have to be in it, or dataset.dir one folder deeper"
+                    )
+                raise DataError(f"{folder} holds no images ({', '.join(SUFFIXES)}); {advice}")
 
         files: dict[str, Files] = {}
         for split, fraction in fractions.items():
             if split in self._folders:
                 files[split] = self._list_files(split)
             elif fraction:
-                train, files[split] = split_off(train, fraction)
+                train, files[split] = split_off(train, fraction, num_images)
                 emptied = set(num_images) - {label for _, label in train}
                 if not files[split] or emptied:
                     names = [self.class_names[label] for label in sorted(emptied)]
-                    effect = f"leaves no training images of {listed(names)}" if emptied else "takes no image"
+                    effect = (
+                        f"leaves no training images of {listed(names)}"
+                        if emptied
+                        else "takes no image"
+                    )
                     raise ConfigError(
                         f"dataset.{split}_fraction={fraction} {effect}: the classes have "
                         f"{min(num_images.values()):,} to {max(num_images.values()):,} images; change it, or make "
@@ -155,13 +219,13 @@ class ImageFolder(ListedImages):
         return {**files, "train": train}
 
     def _list_files(self, split: str) -> Files:
-        """Lists all images of a split, sorted by class and name, and counts what else there is."""
+        """Lists all images of a split, sorted by class and name, and counts other entries."""
         folder = self._folders[split]
         entries = visible(folder)
         # Folders of other splits may write the same name in another Unicode form.
         labels = {normal_form(name): label for label, name in enumerate(self.class_names)}
         if self._labels and split != "train" and not any(path.is_dir() for path in entries):
-            images = [path for path in entries if path.suffix.lower() in SUFFIXES]
+            images = list(filter(is_image, entries))
             return with_labels(images, labels, self._labels, self._class_numbers)
 
         names = class_folders(folder)
@@ -176,7 +240,7 @@ class ImageFolder(ListedImages):
         files: Files = []
         for name in sorted(names, key=labels.__getitem__):
             for path in visible(folder / names[name]):
-                if path.suffix.lower() in SUFFIXES and not path.is_dir():
+                if is_image(path) and not path.is_dir():
                     files.append((str(path), labels[name]))
                 else:
                     others["folder" if path.is_dir() else path.suffix or path.name] += 1
@@ -184,24 +248,22 @@ class ImageFolder(ListedImages):
         self._others[split] = others
         return files
 
-    def _describe_sample(self) -> list[str]:
-        images = [(path, path) for path, _ in sample(self._files["train"])]
-        return describe_images(images, self.sizing.phrase(), self.sizing.exif)
-
-    def description(self) -> dict[str, list[str]]:
-        entries = [path for path in visible(self.folder) if path.is_dir() or path.suffix.lower() in SUFFIXES]
-        warnings = left_out(entries, self._folders.values())
+    def description(self) -> Phrases:
+        description = super().description()
+        entries = [path for path in visible(self.folder) if path.is_dir() or is_image(path)]
+        description["warnings"] += left_out(entries, self._folders.values())
         for split, others in self._others.items():
             if others:
-                kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
-                warnings.append(f"{self._folders[split]}: left out what is no image: {kinds}")
-        return {**super().description(), "images": self._look, "warnings": warnings}
+                description["warnings"].append(
+                    f"{self._folders[split]}: left out what is no image: {counted(others)}"
+                )
+        return description
 
     def whole_targets(self) -> dict[str, Any]:
-        return {split: np.array([label for _, label in files], np.int32) for split, files in self._files.items()}
-
-    def class_counts(self) -> np.ndarray | None:
-        return np.bincount(self.whole_targets()["train"], minlength=self.num_classes)
+        return {
+            split: np.array([label for _, label in files], np.int32)
+            for split, files in self._files.items()
+        }
 
     def paths(self, split: str) -> list[str]:
         return [path for path, _ in self._files.get(split, [])]
@@ -210,7 +272,7 @@ class ImageFolder(ListedImages):
         if not self._cache:
             return self.sure_reader(split, topology)
 
-        key = (split, topology.rank, topology.size)
+        key = (split, topology)
         if key not in self._cached:
             self._cached[key] = self._decode_all(split, topology)
         pixels, labels = self._cached[key]
@@ -235,13 +297,13 @@ class ImageFolder(ListedImages):
         """Decodes this rank's images, uint8 [n, h, w, c], and returns them with their labels."""
         paths, labels = self.shard(split, topology)
         pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
-        # -1 stays where an image cannot be read: then it is read again, and named, when it is used.
+        # An unreadable image keeps the label -1, and is read again, and named, when it is used.
         readable_labels = np.full([len(paths)], -1, np.int32)
 
         def read(number, path):
             return number, decode(self.read_file(path), self.sizing)
 
-        # With their numbers, since ignore_errors() leaves gaps.
+        # Enumerated, since ignore_errors() leaves gaps.
         numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
         images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
         batches = finish(images.batch(CACHE_BATCH), topology)
@@ -254,21 +316,20 @@ class ImageFolder(ListedImages):
 
 
 def class_folders(folder: Path) -> dict[str, str]:
-    """Returns the names of the class folders, by their normal form, sorted.
+    """Returns the names of the class folders by their Unicode normal form, sorted.
 
     Raises:
-        DataError: if there are none, or two differ only in their Unicode form.
+        DataError: if there are no class folders, or two differ only in their Unicode form.
     """
     names: dict[str, str] = {}
-    for path in visible(folder):
+    for path in filter(Path.is_dir, visible(folder)):
         key = normal_form(path.name)
-        if path.is_dir() and key in names:
+        if key in names:
             raise DataError(
                 f"{folder} has two folders {key} whose names differ only in their Unicode form "
                 f"({names[key].encode()!r} and {path.name.encode()!r}); join them"
             )
-        if path.is_dir():
-            names[key] = path.name
+        names[key] = path.name
     if not names:
         raise DataError(
             f"{folder} holds no class folders; files are needed as {folder}/CLASS/IMAGE.jpg, or, but for train, with "
@@ -278,12 +339,16 @@ def class_folders(folder: Path) -> dict[str, str]:
 
 
 def normal_form(name: str) -> str:
-    """A name in the Unicode form of most systems: macOS and archives write é as e and an accent."""
+    """A name in the Unicode form that most systems use: macOS and its archives write é as e and an accent."""
     return unicodedata.normalize("NFC", name)
 
 
-def split_off(files: Files, fraction: float) -> tuple[Files, Files]:
-    """Takes the same fraction, rounded, out of each class, chosen by a fixed seed.
+def split_off(files: Files, fraction: float, num_images: Mapping[int, int]) -> tuple[Files, Files]:
+    """Takes the same fraction, rounded, out of each class, at random with a fixed seed.
+
+    Args:
+        files: images with their classes, sorted by class.
+        num_images: the number of images of each class before any were taken out.
 
     Returns:
         The rest, and the part that was taken out, both in the order of files.
@@ -292,7 +357,7 @@ def split_off(files: Files, fraction: float) -> tuple[Files, Files]:
     for label, group in groupby(files, key=itemgetter(1)):
         members = list(group)
         order = np.random.default_rng([SPLIT_SEED, label]).permutation(len(members))
-        chosen.update(members[index] for index in order[: round(fraction * len(members))])
+        chosen.update(members[index] for index in order[: round(fraction * num_images[label])])
 
     rest = [file for file in files if file not in chosen]
     part = [file for file in files if file in chosen]

@@ -1,4 +1,4 @@
-"""Drawn clicks and purchases for recommenders, whose best reachable results are known."""
+"""Randomly drawn clicks and purchases for recommenders, with known best possible results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.config.validate import check_least
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import ConfigError
 
+# Exponent of the Zipf distribution of ids, which is as uneven as in logs: most ids are rare.
 ZIPF = 1.3
-"""Exponent of the frequencies of ids, which are as uneven as in logs: most ids are rare."""
+# Share of purchases that are drawn from the user's own cluster; all others are drawn from all items.
 LOYALTY = 0.8
-"""Share of purchases that are within the user's cluster for sure."""
 
 
 def clicks(
@@ -21,25 +22,28 @@ def clicks(
     category_sizes: Sequence[int] = (1000, 300, 100, 20, 5),
     seed: int = 0,
 ) -> MemorySource:
-    """Makes a source of clicks in the shape of Criteo's: numbers, categories of unlike sizes, and 0 or 1.
+    """Makes a source of clicks in the form of Criteo's: numbers, categories of different sizes, and 0 or 1.
 
-    The inputs are {"numbers": float32 [4], "categories": int32 [features]}. The ids of all features
-    are in one space: those of a feature begin where those of the one before end. A click has the
-    probability sigmoid(logit). The logit is linear in the numbers, has an effect for each id, and
-    the product of hidden vectors of the first two features' ids. The fact best_auc is the AUC of
-    these logits in the test part, which no model exceeds but by chance.
+    The inputs are {"numbers": float32 [4], "categories": int32 [features]}. All features share
+    one range of ids: those of a feature begin where those of the previous feature end. A click has the
+    probability sigmoid(logit). The logit is linear in the numbers, plus an effect of each id, plus
+    the dot product of hidden vectors of the first two features' ids. The fact best_auc is the AUC
+    of these logits in the test part; a model can exceed it only by chance.
 
     Args:
-        num_train, num_test: examples of each split.
-        category_sizes: ids of each categorical feature, two features at least.
-        seed: of the drawing, the same in every run.
+        num_train, num_test: number of examples of each split.
+        category_sizes: number of ids of each categorical feature, at least two features.
+        seed: seed of the random data, whatever the run's seed.
 
     Raises:
-        ConfigError: a number is below 1, or there are fewer features.
+        ConfigError: a number is below 1, or there are fewer than two features.
     """
     if len(category_sizes) < 2:
-        raise ConfigError(f"dataset.category_sizes={list(category_sizes)} has fewer than two features; give another")
+        raise ConfigError(
+            f"dataset.category_sizes={list(category_sizes)} has fewer than two features; give another"
+        )
     _check_counts(num_train=num_train, num_test=num_test, category_sizes=min(category_sizes))
+    check_least("dataset.seed", seed, 0)
     from sklearn.metrics import roc_auc_score
 
     random = np.random.default_rng(seed)
@@ -57,7 +61,14 @@ def clicks(
 
     inputs = {"numbers": numbers, "categories": categories}
     best_auc = roc_auc_score(is_click[num_train:], logits[num_train:])
-    return _source("clicks", inputs, is_click, num_train, category_sizes=tuple(category_sizes), best_auc=best_auc)
+    return _source(
+        "clicks",
+        inputs,
+        is_click,
+        num_train,
+        category_sizes=tuple(category_sizes),
+        best_auc=best_auc,
+    )
 
 
 def purchases(
@@ -70,22 +81,31 @@ def purchases(
 ) -> MemorySource:
     """Makes a source of purchases: which user bought which item, for retrieval.
 
-    The inputs are {"query": int32 [1], the user, "item": int32 [1], the item}; the target is the
-    item's row of the catalogue. User and item n belong to cluster n % num_clusters. A user buys any
-    item of the own cluster with the probability LOYALTY, and else any of all. So the best recall of
-    a cluster's number of items is LOYALTY + (1 - LOYALTY) / num_clusters.
+    The inputs are {"query": the user, int32 [1], "item": the item, int32 [1]}; the target is the
+    item's row in the catalogue. User and item n belong to cluster n % num_clusters. With
+    probability LOYALTY a user buys a random item of the user's cluster, otherwise of all items. So the
+    best possible recall at k, for a cluster of k items, is LOYALTY + (1 - LOYALTY) / num_clusters.
 
     Args:
-        num_train, num_test: examples of each split.
-        num_users, num_items, num_clusters: the items must be a multiple of the clusters.
-        seed: of the drawing, the same in every run.
+        num_train, num_test: number of examples of each split.
+        num_users, num_items, num_clusters: num_items has to be a multiple of num_clusters.
+        seed: seed of the random data, whatever the run's seed.
 
     Raises:
-        ConfigError: a number is below 1, or the items are no such multiple.
+        ConfigError: a number is below 1, or num_items is no multiple of num_clusters.
     """
-    _check_counts(num_train=num_train, num_test=num_test, num_users=num_users, num_clusters=num_clusters)
+    _check_counts(
+        num_train=num_train,
+        num_test=num_test,
+        num_users=num_users,
+        num_items=num_items,
+        num_clusters=num_clusters,
+    )
+    check_least("dataset.seed", seed, 0)
     if num_items % num_clusters:
-        raise ConfigError(f"dataset.num_items={num_items} is no multiple of num_clusters={num_clusters}; give one")
+        raise ConfigError(
+            f"dataset.num_items={num_items} is no multiple of num_clusters={num_clusters}; give one"
+        )
     random = np.random.default_rng(seed)
     number = num_train + num_test
     users = random.integers(num_users, size=number)
@@ -95,18 +115,25 @@ def purchases(
     items = np.where(is_loyal, own, items)
 
     inputs = {"query": users[:, None], "item": items[:, None]}
-    facts = {"query_sizes": [num_users], "item_sizes": [num_items], "catalogue": np.arange(num_items)[:, None]}
+    facts = {
+        "query_sizes": [num_users],
+        "item_sizes": [num_items],
+        "catalogue": np.arange(num_items)[:, None],
+    }
     return _source("purchases", inputs, items, num_train, **facts)
 
 
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"dataset.{name}={count} is out of range; it must be at least 1")
+        check_least(f"dataset.{name}", count, 1)
 
 
-def _source(name: str, inputs: Any, targets: np.ndarray, num_train: int, **facts: Any) -> MemorySource:
+def _source(
+    name: str, inputs: Any, targets: np.ndarray, num_train: int, **facts: Any
+) -> MemorySource:
     examples = (inputs, targets)
     train = tf.nest.map_structure(lambda array: array[:num_train], examples)
     test = tf.nest.map_structure(lambda array: array[num_train:], examples)
-    return MemorySource(name, lambda: {"train": train, "test": test}, "drawn at random", more_facts=facts)
+    return MemorySource(
+        name, lambda: {"train": train, "test": test}, "drawn at random", more_facts=facts
+    )

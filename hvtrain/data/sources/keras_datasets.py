@@ -1,7 +1,7 @@
-"""MNIST, Fashion-MNIST and CIFAR-10: from files of the user's, or through Keras's cache and download.
+"""MNIST, Fashion-MNIST and CIFAR-10: from the user's files, or from Keras's cache and download.
 
 Keras writes a download in place, without a temporary name, so another rank could read half a file.
-A file lock beside the cache makes ranks take turns: those of one host, and of several hosts if
+A file lock in the cache makes ranks take turns: those of one host, and of several hosts if
 their shared home supports locks.
 
 CIFAR-10's binary version needs no unpickling. Keras's copy is pickled, and Keras checks the
@@ -28,11 +28,12 @@ import keras
 import numpy as np
 
 from hvtrain.data.manifest import user_path
+from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import Arrays, ArraySource
 from hvtrain.errors import DataError
 
 PROBE_SECONDS = 5
-FALLBACK = Path("/tmp/.keras")  # Keras's own choice if the home folder cannot be written.
+FALLBACK = Path("/tmp/.keras")  # Keras's own choice if the home folder is not writable.
 
 IDX_FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -40,10 +41,15 @@ IDX_FILES = {
 }
 IDX_NAMES = [name for pair in IDX_FILES.values() for name in pair]
 UNSIGNED_BYTES = 8  # The code of this type in an idx file.
-# Half of this machine's memory.
+# Larger idx files are refused: half of this machine's memory.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 FETCH = "the file is damaged: fetch it again"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+
+IDX_SUFFIXES = ("", ".gz")
+_IDX_ADVICE = (
+    f"put {', '.join(IDX_NAMES)} (each plain or .gz) into a folder and set dataset.dir=FOLDER"
+)
 
 CIFAR_FILES = {
     "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
@@ -54,7 +60,6 @@ CIFAR_IMAGES = 10_000  # In each file.
 # One label, then the red, green and blue planes.
 CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 
-DIGITS = tuple("0123456789")
 FASHION_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"
 )  # fmt: skip
@@ -69,15 +74,22 @@ class KerasFiles:
 
     name: str
     """The module's name in keras.datasets."""
+    image_shape: ImageShape
+    class_names: Sequence[str]
     cached: tuple[str, ...]
-    """The files that it keeps in the cache."""
+    """The files that the module keeps in the cache."""
     host: str
-    """The host that it downloads from."""
+    """The host of the download."""
     advice: str
     """Another way to get the data, for error messages."""
+    read: Callable[[Path], Arrays]
+    """Reads the user's folder."""
+    names: Sequence[str] = tuple(IDX_NAMES)
+    """The files of such a folder, each with one of the suffixes."""
+    suffixes: Sequence[str] = IDX_SUFFIXES
 
     def fetch(self) -> str:
-        """Makes sure that the files are in the cache, and returns a description of the place.
+        """Makes sure that the files are in the cache, and describes where that is.
 
         Raises:
             DataError: within seconds if the files are missing and their host does not answer.
@@ -86,19 +98,20 @@ class KerasFiles:
         with _turn(folder):
             present = all((folder / name).exists() for name in self.cached)
         if not present:
-            # Outside the lock, so that the ranks of an offline host find out together, not one
-            # after the other.
+            # Outside the lock, so that the ranks of an offline host find out together, not one by one.
             if not answers(self.host):
-                raise DataError(f"{self.name}: not on this machine, and {self.host} does not answer; {self.advice}")
+                raise DataError(
+                    f"{self.name}: not on this machine, and {self.host} does not answer; {self.advice}"
+                )
             self.load()
 
         return f"Keras's cache ({folder})"
 
     def load(self) -> dict:
-        """Returns whole arrays by split. Keras downloads them if need be, and checks its hashes."""
+        """Returns whole arrays by split. Keras downloads them if necessary, and checks their hashes."""
         folder = cache_folder()
         with _turn(folder):
-            # Keras sets none, so a download that stalls would never end.
+            # Keras sets no timeout, so a stalled download would never end.
             timeout = socket.getdefaulttimeout()
             socket.setdefaulttimeout(PROBE_SECONDS)
             try:
@@ -126,9 +139,11 @@ def cache_folder() -> Path:
     home = user_path(os.environ.get("KERAS_HOME") or "~/.keras")
     if not os.access(home, os.W_OK):
         home = FALLBACK
-        # Anybody can make that folder first, with links in it that lead to files of this user.
+        # Anybody can create that folder first, with links to this user's files in it.
         if os.path.lexists(home) and (home.is_symlink() or home.stat().st_uid != os.geteuid()):
-            raise DataError(f"{home} is not a folder of this user; set KERAS_HOME to one that is and can be written")
+            raise DataError(
+                f"{home} is not a folder of this user; set KERAS_HOME to one that is and can be written"
+            )
 
     return home / "datasets"
 
@@ -137,9 +152,15 @@ def cache_folder() -> Path:
 def _turn(folder: Path) -> Iterator[None]:
     """Holds the lock of the cache folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    # O_NOFOLLOW: in a folder that others may write, the name may be a link to a file of this user.
-    lock = os.open(folder / ".hvtrain.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    # The lock goes with the open file, so that it is free again if this process dies.
+    # O_NOFOLLOW: in a folder that others can write to, the name may be a link to this user's file.
+    path = folder / ".hvtrain.lock"
+    flags = os.O_CREAT | os.O_NOFOLLOW
+    try:
+        lock = os.open(path, os.O_RDWR | flags, 0o644)
+    except PermissionError:
+        # Another user's. Only NFS needs a file that can be written.
+        lock = os.open(path, os.O_RDONLY | flags, 0o644)
+    # The lock belongs to the open file, so it is released if this process dies.
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -154,142 +175,25 @@ def answers(host: str) -> bool:
     def probe() -> None:
         request = urllib.request.Request(f"https://{host}/", method="HEAD")
         with suppress(OSError):
-            with suppress(urllib.request.HTTPError):  # An error status is an answer, too.
+            with suppress(urllib.request.HTTPError):  # An error status is an answer too.
                 urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
             answered.set()
 
-    # In a thread of its own, because no timeout ends a name look-up that hangs.
+    # In a thread of its own, since no timeout ends a name look-up that hangs.
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS + 1)
     return answered.is_set()
 
 
-_IDX_ADVICE = f"put {', '.join(IDX_NAMES)} (each plain or .gz) into a folder and set dataset.dir=FOLDER"
-MNIST = KerasFiles("mnist", ("mnist.npz",), "storage.googleapis.com", _IDX_ADVICE)
-FASHION_MNIST = KerasFiles(
-    "fashion_mnist",
-    tuple(f"fashion-mnist/{name}.gz" for name in IDX_NAMES),
-    "storage.googleapis.com",
-    f"{_IDX_ADVICE}, or install the Debian package dataset-fashion-mnist",
-)
-CIFAR10 = KerasFiles(
-    "cifar10",
-    ("cifar-10-batches-py-target_archive",),
-    "www.cs.toronto.edu",
-    "unpack the binary version (cifar-10-binary.tar.gz: data_batch_1.bin ... data_batch_5.bin, "
-    "test_batch.bin) into a folder and set dataset.dir=FOLDER",
-)
-
-
-def _source(
-    files: KerasFiles,
-    folder: Path | None,
-    read: Callable[[Path], Arrays],
-    **options: Any,
-) -> ArraySource:
-    """Makes a source of 10 classes from a folder of the user's; without one, from Keras's cache."""
-    load: Callable[[], Arrays] = files.load
-    origin = f"dataset.dir={folder}"
-    if folder is None:
-        origin = files.fetch()
-    else:
-        load = partial(read, folder)
-        if folder == DEBIAN_FOLDER:
-            origin = f"Debian package dataset-fashion-mnist ({folder})"
-    return ArraySource(files.name, load, num_classes=10, origin=origin, **options)
-
-
-def _idx_source(
-    files: KerasFiles,
-    class_names: Sequence[str],
-    /,
-    dir: str | None = None,
-    num_validation: int = 5000,
-    standardize: str = "per_pixel",
-    shift_pixels: int = 0,
-    flip: bool = False,
-) -> ArraySource:
-    """Makes a source of 28x28 images in 10 classes.
-
-    Args:
-        dir: the folder with the four files; None: the Debian package (of Fashion-MNIST), Keras's
-            cache, or its download, whichever is there first.
-        num_validation, standardize, shift_pixels, flip: see ArraySource.
-
-    Raises:
-        DataError: if files are missing, or the download's host does not answer.
-    """
-    folder = user_path(dir or DEBIAN_FOLDER)
-    missing = [name for name in IDX_NAMES if not _find_idx(folder, name)]
-    if missing and dir is not None:
-        raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
-    # The Debian package holds Fashion-MNIST, under the same file names as MNIST's: it must not be
-    # taken for MNIST.
-    from_keras = dir is None and (missing or files is MNIST)
-
-    return _source(
-        files,
-        None if from_keras else folder,
-        _read_idx_folder,
-        image_shape=(28, 28, 1),
-        standardize=standardize,
-        num_validation=num_validation,
-        shift_pixels=shift_pixels,
-        flip=flip,
-        class_names=class_names,
-    )
-
-
-mnist = partial(_idx_source, MNIST, DIGITS)
-fashion_mnist = partial(_idx_source, FASHION_MNIST, FASHION_CLASSES)
-
-
-def cifar10(
-    dir: str | None = None,
-    num_validation: int = 5000,
-    standardize: str = "per_channel",
-    shift_pixels: int = 4,
-    flip: bool = True,
-) -> ArraySource:
-    """Makes a source of 32x32 images in 10 classes.
-
-    Args:
-        dir: the folder with the six .bin files, or the one that holds cifar-10-batches-bin; None:
-            Keras's cache, or its download.
-        num_validation, standardize, shift_pixels, flip: see ArraySource.
-
-    Raises:
-        DataError: if files are missing, or the download's host does not answer.
-    """
-    folder = None
-    if dir is not None:
-        folder = user_path(dir)
-        if (folder / CIFAR_FOLDER).is_dir():
-            folder /= CIFAR_FOLDER
-        missing = [name for names in CIFAR_FILES.values() for name in names if not (folder / name).is_file()]
-        if missing:
-            raise DataError(f"cifar10: {folder} lacks {', '.join(missing)}; {CIFAR10.advice}")
-
-    return _source(
-        CIFAR10,
-        folder,
-        _read_cifar_folder,
-        image_shape=(32, 32, 3),
-        standardize=standardize,
-        num_validation=num_validation,
-        shift_pixels=shift_pixels,
-        flip=flip,
-        class_names=CIFAR_CLASSES,
-    )
-
-
 def _read_idx_folder(folder: Path) -> Arrays:
     """Reads images uint8 [n, 28, 28] and labels [n] of both splits."""
     arrays = {}
     for split, names in IDX_FILES.items():
-        # A file that has vanished since it was found is named when it is read.
-        images_path, labels_path = (_find_idx(folder, name) or folder / name for name in names)
+        # If a file has vanished since it was found, the error of reading it names it.
+        images_path, labels_path = (
+            _find(folder, name, IDX_SUFFIXES) or folder / name for name in names
+        )
         images = read_idx(images_path, 3)
         labels = read_idx(labels_path, 1)
         if len(images) != len(labels):
@@ -303,25 +207,24 @@ def _read_idx_folder(folder: Path) -> Arrays:
     return arrays
 
 
-def _find_idx(folder: Path, name: str) -> Path | None:
-    """Returns the file of that name, plain or .gz; None if there is neither."""
-    paths = (folder / name, folder / f"{name}.gz")
+def _find(folder: Path, name: str, suffixes: Sequence[str]) -> Path | None:
+    """Returns the first file of that name with one of the suffixes; None if there is none."""
+    paths = [folder / f"{name}{suffix}" for suffix in suffixes]
     return next((path for path in paths if path.is_file()), None)
 
 
 def read_idx(path: Path, num_dims: int) -> np.ndarray:
     """Reads the array of unsigned bytes in an idx file.
 
-    Format: two zero bytes, the type, the number of dimensions, the sizes as big-endian uint32, the
-    values (http://yann.lecun.com/exdb/mnist/).
+    Format: two zero bytes, the type, the number of dimensions, the sizes as big-endian uint32, and
+    the values (http://yann.lecun.com/exdb/mnist/).
 
     Args:
         path: the file, plain or .gz.
         num_dims: the number of dimensions that it must have.
 
     Raises:
-        DataError: if the file is damaged, of another kind, or larger than half of this machine's
-            memory.
+        DataError: if the file is damaged, of another kind, or larger than half of this machine's memory.
     """
     magic = bytes([0, 0, UNSIGNED_BYTES, num_dims])
     header_bytes = 4 + 4 * num_dims
@@ -330,7 +233,9 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
         with open_file(path, "rb") as file:
             header = file.read(header_bytes)
             if len(header) < header_bytes:
-                raise DataError(f"{path}: {header_bytes} bytes of header expected, {len(header)} found; {FETCH}")
+                raise DataError(
+                    f"{path}: {header_bytes} bytes of header expected, {len(header)} found; {FETCH}"
+                )
             if header[:4] != magic:
                 raise DataError(
                     f"{path}: starts with {header[:4].hex()}, not {magic.hex()}; an idx file of "
@@ -342,17 +247,21 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
             # Checked before the bytes are read: a header may claim anything, and a small .gz may
             # hold gigabytes.
             if expected > MAX_BYTES:
-                raise DataError(f"{path}: claims {expected:,} bytes, more than half of the memory here; {FETCH}")
-            # One byte more, to notice a file that goes on.
+                raise DataError(
+                    f"{path}: claims {expected:,} bytes, more than half of the memory here; {FETCH}"
+                )
+            # One byte more, to notice a file that is too long.
             values = np.frombuffer(file.read(expected + 1), np.uint8)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path} cannot be read ({reason}); {FETCH}") from error
 
     if len(values) != expected:
-        # Only one more byte was read, so the number of all is unknown.
+        # Only one more byte was read, so the full number is unknown.
         size = "more" if len(values) > expected else len(values)
-        raise DataError(f"{path}: {expected} bytes expected after the header, {size} found; {FETCH}")
+        raise DataError(
+            f"{path}: {expected} bytes expected after the header, {size} found; {FETCH}"
+        )
 
     return values.reshape(sizes)
 
@@ -363,10 +272,12 @@ def _read_cifar_folder(folder: Path) -> Arrays:
     arrays = {}
     for split, names in CIFAR_FILES.items():
         for name in names:
-            # Otherwise nothing would name a file that was cut.
+            # Checked file by file, since the joined records would not tell which one is truncated.
             size = (folder / name).stat().st_size
             if size != file_bytes:
-                raise DataError(f"{folder / name}: {file_bytes} bytes expected, {size} found; fetch the file again")
+                raise DataError(
+                    f"{folder / name}: {file_bytes} bytes expected, {size} found; fetch the file again"
+                )
 
         records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in names])
         records = records.reshape(-1, CIFAR_RECORD_BYTES)
@@ -375,3 +286,94 @@ def _read_cifar_folder(folder: Path) -> Arrays:
         arrays[split] = images, records[:, 0]
 
     return arrays
+
+
+MNIST = KerasFiles(
+    "mnist",
+    (28, 28, 1),
+    tuple("0123456789"),
+    ("mnist.npz",),
+    "storage.googleapis.com",
+    _IDX_ADVICE,
+    _read_idx_folder,
+)
+FASHION_MNIST = KerasFiles(
+    "fashion_mnist",
+    (28, 28, 1),
+    FASHION_CLASSES,
+    tuple(f"fashion-mnist/{name}.gz" for name in IDX_NAMES),
+    "storage.googleapis.com",
+    f"{_IDX_ADVICE}, or install the Debian package dataset-fashion-mnist",
+    _read_idx_folder,
+)
+CIFAR10 = KerasFiles(
+    "cifar10",
+    (32, 32, 3),
+    CIFAR_CLASSES,
+    ("cifar-10-batches-py-target_archive",),
+    "www.cs.toronto.edu",
+    "unpack the binary version (cifar-10-binary.tar.gz: data_batch_1.bin ... data_batch_5.bin, "
+    "test_batch.bin) into a folder and set dataset.dir=FOLDER",
+    _read_cifar_folder,
+    [name for names in CIFAR_FILES.values() for name in names],
+    suffixes=("",),
+)
+
+
+def _source(
+    files: KerasFiles,
+    /,
+    dir: str | None = None,
+    num_validation: int = 5000,
+    standardize: str = "per_pixel",
+    shift_pixels: int = 0,
+    flip: bool = False,
+) -> ArraySource:
+    """Makes a source of images in 10 classes.
+
+    Args:
+        dir: the folder with the files, for CIFAR-10 also the folder above cifar-10-batches-bin;
+            None: the first available of the Debian package (of Fashion-MNIST), Keras's cache, and
+            its download.
+        num_validation, standardize, shift_pixels, flip: see ArraySource.
+
+    Raises:
+        DataError: if files are missing, or the download's host does not answer.
+    """
+    folder = None
+    if dir is not None:
+        folder = user_path(dir)
+    elif files is FASHION_MNIST:
+        # The package's files are named like MNIST's, so only Fashion-MNIST looks in its folder.
+        folder = DEBIAN_FOLDER
+    if folder and (folder / CIFAR_FOLDER).is_dir():
+        folder /= CIFAR_FOLDER
+    missing = [name for name in files.names if folder and not _find(folder, name, files.suffixes)]
+    if missing and dir is not None:
+        raise DataError(f"{files.name}: {folder} lacks {', '.join(missing)}; {files.advice}")
+
+    load: Callable[[], Arrays] = files.load
+    if folder is None or missing:
+        origin = files.fetch()
+    else:
+        load = partial(files.read, folder)
+        origin = f"dataset.dir={folder}"
+        if folder == DEBIAN_FOLDER:
+            origin = f"Debian package dataset-fashion-mnist ({folder})"
+    return ArraySource(
+        files.name,
+        load,
+        files.image_shape,
+        num_classes=10,
+        origin=origin,
+        standardize=standardize,
+        num_validation=num_validation,
+        shift_pixels=shift_pixels,
+        flip=flip,
+        class_names=files.class_names,
+    )
+
+
+mnist = partial(_source, MNIST)
+fashion_mnist = partial(_source, FASHION_MNIST)
+cifar10 = partial(_source, CIFAR10, standardize="per_channel", shift_pixels=4, flip=True)

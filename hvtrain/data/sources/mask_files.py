@@ -1,4 +1,4 @@
-"""Masks of classes as files: which mask belongs to an image, and its pixels as class indices."""
+"""Masks as files: finds the mask of each image, and reads its pixels as class indices."""
 
 import io
 import re
@@ -10,34 +10,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageColor, ImageOps
 
 from hvtrain.data.formats.folders import visible
-from hvtrain.data.formats.image_files import MAX_PIXELS, SUFFIXES
+from hvtrain.data.formats.image_files import MAX_PIXELS, is_image
 from hvtrain.data.formats.tar_files import member_bytes
 from hvtrain.data.pipeline.decoding import Sizing
 from hvtrain.data.pipeline.transform import IGNORED
+from hvtrain.data.source import ImageShape
 from hvtrain.errors import ConfigError, DataError
 
+# Paths of an image and of its mask.
 Pairs = list[tuple[str, str]]
-"""Paths of an image and of its mask."""
-Color = tuple[int, int, int]
+Color = ImageShape
 
 # Suffixes by which people tell a mask from its image, as in 7_mask.png beside 7_sat.jpg (DeepGlobe)
 # or a_gtFine_labelIds.png beside a_leftImg8bit.png (Cityscapes).
 _MASK_SUFFIX = re.compile(
-    r"[ _.-](masks?|gt|gtFine_labelIds|labels?|labelIds|seg|segmentation|annotations?|anno|L)$", re.IGNORECASE
+    r"[ _.-](masks?|gt|gtFine_labelIds|labels?|labelIds|seg|segmentation|annotations?|anno|L)$",
+    re.IGNORECASE,
 )
 _IMAGE_SUFFIX = re.compile(r"[ _.-](images?|img|sat|rgb|leftImg8bit)$", re.IGNORECASE)
+# EXIF orientations that swap width and height.
 TURNED_BY_90_DEGREES = (5, 6, 7, 8)
-"""EXIF orientations in which width and height change places."""
 
 
 def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     """Finds the mask of each image in a folder: of the same name, or with a suffix such as _mask.
 
     Returns:
-        The pairs in the order of the images, and the masks that belong to none.
+        The pairs in the order of the images, and the masks that belong to no image.
 
     Raises:
         DataError: An image has no mask, or several.
@@ -45,7 +47,7 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     by_name: dict[str, list[Path]] = {}
     by_stem: dict[str, list[Path]] = {}
     for path in visible(masks):
-        if path.suffix.lower() in SUFFIXES:
+        if is_image(path):
             by_name.setdefault(path.stem, []).append(path)
             by_stem.setdefault(_MASK_SUFFIX.sub("", path.stem), []).append(path)
 
@@ -66,13 +68,13 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
 
 
 def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
-    """Checks dataset.colors: a color for each class, and maybe that of ignored pixels after them.
+    """Returns dataset.colors as RGB: one for each class, and at most one more for ignored pixels.
 
     >>> parse_colors([0, [255, 0, 0], "#0000ff"], 3)
     [(0, 0, 0), (255, 0, 0), (0, 0, 255)]
 
     Raises:
-        ConfigError: There are too few or too many, one is no color, or two are equal.
+        ConfigError: There are too few or too many, one is not a color, or two are equal.
     """
     parsed: list[Color] = []
     for color in colors or ():
@@ -108,10 +110,10 @@ class MaskReader:
     """Reads masks as class indices.
 
     Attributes:
-        num_classes: With the background.
-        colors: By class, of pictures in colors; empty if the values are class indices.
-        sizing: How images become one size; masks follow them.
-        is_binary: 255 is class 1, not ignored.
+        num_classes: Number of classes, including the background.
+        colors: The color of each class, if masks are pictures in colors; empty if values are class indices.
+        sizing: How images are resized; masks follow them.
+        is_binary: True if 255 is class 1, not ignored.
     """
 
     num_classes: int
@@ -120,21 +122,25 @@ class MaskReader:
     is_binary: bool = False
 
     def read(self, pair: tuple[str, str]) -> np.ndarray:
-        """Reads the mask of (image, mask) as uint8, in the size of images; padding is IGNORED.
+        """Reads the mask of (image, mask) as classes, uint8 [h, w], resized as images are; padding is IGNORED.
 
         Raises:
-            DataError: It cannot be read, differs in size from its image, or has other labels.
+            DataError: The mask cannot be read, differs in size from its image, or has other labels.
         """
         image, mask = pair
         try:
             with _opened(image) as picture, _opened(mask) as labels:
                 self._check_size(mask, picture, labels)
                 values = self._values(mask, labels, is_sized=True)
-                is_image = np.asarray(self.sizing.follow(Image.new("L", self._size(labels), 1), padding=0))
+                is_image = np.asarray(
+                    self.sizing.follow(Image.new("L", self._size(labels), 1), padding=0)
+                )
                 is_jpeg = labels.format == "JPEG"
         except Image.DecompressionBombError as error:
-            raise DataError(f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles") from error
-        except (OSError, SyntaxError, UnidentifiedImageError) as error:
+            raise DataError(
+                f"{mask} or its image has more than {MAX_PIXELS:,} pixels; cut both into tiles"
+            ) from error
+        except (OSError, SyntaxError) as error:
             raise DataError(f"{mask} cannot be read: {error}; fix or remove it") from error
 
         if self.is_binary:
@@ -144,7 +150,11 @@ class MaskReader:
             is_outside = ((values >= self.num_classes) & (values != IGNORED)) | (values < 0)
             needed = f"outside 0 ... {self.num_classes - 1}"
         if is_outside.any():
-            fix = "write masks as PNG, since JPEG changes labels" if is_jpeg else "fix it or num_classes"
+            fix = (
+                "write masks as PNG, since JPEG changes labels"
+                if is_jpeg
+                else "fix it or num_classes"
+            )
             raise DataError(f"{mask} has the label {values[is_outside][0]}, {needed}; {fix}")
         classes = values != 0 if self.is_binary else values
         return np.where(is_image, classes, IGNORED).astype(np.uint8)
@@ -160,14 +170,16 @@ class MaskReader:
         return counts
 
     def _check_size(self, mask: str, picture: Image.Image, labels: Image.Image) -> None:
-        """Raises DataError if both differ in size as people see them."""
+        """Raises DataError if the image and its mask differ in size, after EXIF orientation."""
         image_size = self._size(picture)
         mask_size = self._size(labels)
         if image_size != mask_size:
             turned = ""
             if image_size != picture.size:
                 turned = " (dataset.exif=false leaves images as they are stored, without their EXIF orientation)"
-            raise DataError(f"{mask} is {mask_size} pixels and its image {image_size}; both need one size{turned}")
+            raise DataError(
+                f"{mask} is {mask_size} pixels and its image {image_size}; both need one size{turned}"
+            )
 
     def _size(self, picture: Image.Image) -> tuple[int, int]:
         width, height = picture.size
@@ -175,13 +187,13 @@ class MaskReader:
         return (height, width) if self.sizing.exif and is_turned else (width, height)
 
     def _values(self, mask: str, labels: Image.Image, is_sized: bool = False) -> np.ndarray:
-        """Returns the values of a mask, upright; of a picture in colors, the classes of its colors."""
+        """Returns a mask's values, upright and, with is_sized, resized; for a picture in colors, its classes."""
         if self.sizing.exif:
             labels = ImageOps.exif_transpose(labels)
         if self.colors or labels.mode not in ("P", "L", "1", "I;16", "I"):
             labels = labels.convert("RGB")
         if is_sized:
-            # Padding is ignored, and needs a label of this mask so far.
+            # read() sets padding to IGNORED; until then it needs a valid value of this mask.
             labels = self.sizing.follow(labels, padding=labels.getpixel((0, 0)))
 
         values = np.asarray(labels)
@@ -204,5 +216,7 @@ class MaskReader:
             classes[(pixels == color).all(axis=-1)] = label
         if (classes < 0).any():
             color = pixels[classes < 0][0].tolist()
-            raise DataError(f"{mask} has the color {color}, which is none of dataset.colors; add it or fix the mask")
+            raise DataError(
+                f"{mask} has the color {color}, which is none of dataset.colors; add it or fix the mask"
+            )
         return classes

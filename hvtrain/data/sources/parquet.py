@@ -1,6 +1,6 @@
 """Parquet files of encoded images or of pixels, dealt to the ranks by row group.
 
-Only two columns are read: a file with many more costs no more.
+Only two columns are read, so further columns cost nothing.
 """
 
 import itertools
@@ -14,37 +14,38 @@ import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
+from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
 from hvtrain.data.formats import row_groups
-from hvtrain.data.formats.image_files import MAX_SAMPLE, describe_images
+from hvtrain.data.formats.folders import find_split_files
+from hvtrain.data.formats.image_files import MAX_SAMPLE
 from hvtrain.data.formats.row_groups import Columns, RowGroup, is_encoded
 from hvtrain.data.pipeline import streams
 from hvtrain.data.pipeline.decoding import decode_batch
-from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.source import Preprocessing, StreamRequest, Unreadable, check_class_names
+from hvtrain.data.source import Phrases, Preprocessing, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import ConfigError, DataError, StorageError
 
+# Images, labels, and the codes of the rows.
 Rows = tuple[np.ndarray, ...]
-"""Images, labels, and the codes of the rows."""
 
 
 class Piece(NamedTuple):
-    """Row groups that are in memory together."""
+    """Row groups that are in memory at the same time."""
 
     groups: list[RowGroup]
     rows: np.ndarray
-    """The numbers of their rows that are used, in order."""
+    """Indices of the rows to use, in order, in the concatenated groups."""
 
 
 class Parquet(DealtSource):
     """Images or pixels, and labels, in the row groups of Parquet files.
 
-    Opening reads the footers, which hold the counts. Epoch e of a rank: its row groups in an order
-    made from (seed, e, rank), shuffle_groups of them read and their rows shuffled together, then
-    the next ones. The footers tell where each row comes, so a stream that starts in the middle
-    reads no earlier row group. Memory holds shuffle_groups row groups and, read ahead by a thread,
-    as many again.
+    Counting reads the footers. In epoch e a rank takes its row groups in an order derived from
+    (seed, e, rank), reads shuffle_groups of them and shuffles their rows together, then the next
+    ones. The footers tell each row's position, so a stream that starts in the middle reads no
+    earlier row group. Memory holds shuffle_groups row groups and, read ahead by a thread, as many
+    again.
 
     Example:
         python -m hvtrain dataset=parquet dataset.dir=DIR dataset.image_shape=[64,64,3]
@@ -56,20 +57,21 @@ class Parquet(DealtSource):
         image_shape: [height, width, channels]. Encoded images of other sizes are resized.
         num_classes: labels are whole numbers from 0 to num_classes - 1, or text.
         image_column, label_column: names of columns; `record.field` names the field of a struct.
-        scale: what pixels are divided by.
+        scale: the number by which pixels are divided.
         shuffle_groups: number of row groups whose rows are shuffled together.
         shift_pixels, flip: augmentation of training images; see Transform.
-        class_names: by class, if labels are text; None: those of the training part, sorted.
-        sizing: of encoded images: resize, fit, crop_fraction and exif; see Sizing.
+        class_names: the name of each class, if labels are text; None: the sorted labels of the training
+            part.
+        sizing: how encoded images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
         ConfigError: if a setting is out of range.
-        DataError: once counted, if there are no training rows, or files differ in their kind of
-            column.
+        DataError: once counted, if there are no training rows, or files differ in the kind of a column.
     """
 
     name = "parquet"
     PIECE = "row group"
+    FAR = row_groups.SUFFIXES
     _encoded: bool
     _pixel_type: tf.DType
 
@@ -88,30 +90,31 @@ class Parquet(DealtSource):
         **sizing: Any,
     ) -> None:
         if not scale > 0:
-            raise ConfigError(f"dataset.scale={scale} cannot divide pixels; give the largest value, 255 or 1")
-        if shuffle_groups < 1:
-            raise ConfigError(f"dataset.shuffle_groups={shuffle_groups} is out of range; it must be at least 1")
+            raise ConfigError(
+                f"dataset.scale={scale} cannot divide pixels; give the largest value, 255 or 1"
+            )
+        check_least("dataset.shuffle_groups", shuffle_groups, 1)
 
-        transform = Transform(scale=scale, shift_pixels=shift_pixels, flip=flip)
-        super().__init__(dir, image_shape, transform, **sizing)
-        self.num_classes = num_classes
-        self.class_names = check_class_names(class_names, num_classes)
-        self._ranges: dict[Path, tuple[float, float]] = {}  # Of the pixels, by file.
+        super().__init__(
+            dir, image_shape, num_classes, class_names, shift_pixels, flip, scale, **sizing
+        )
+        self._ranges: dict[Path, tuple[float, float]] = {}  # Pixel ranges by file.
         self._shuffle_groups = shuffle_groups
         self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
 
-        # The problems of row groups that cannot be read, and of single rows in others.
-        self._wrong_groups: dict[RowGroup, str] = {}
-        self._wrong_rows: dict[tuple[RowGroup, int], str] = {}
+        # The problem of an unreadable row group, or of each unusable row in another.
+        self._problems: dict[RowGroup, str | dict[int, str]] = {}
 
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
         counts: dict[str, dict[RowGroup, int]] = {split: {} for split in self.SPLITS}
-        # The first file with each type of pixels, for the message if types do not go together.
+        # The first file with each type of pixels, for the message if types cannot be mixed.
         first_paths: dict[pa.DataType, Path] = {}
-        files, self._warnings = row_groups.find_files(self.folder)
-        for split in counts:
-            for path in files.get(split, []):
+        files = {"train": [self.folder]}
+        if self.folder.is_dir():
+            files, self._warnings = find_split_files(self.folder, row_groups.files_of)
+        for split in files:
+            for path in files[split]:
                 for group in self._read_footer(path, first_paths):
                     counts[split][group] = group.num_rows
 
@@ -120,8 +123,8 @@ class Parquet(DealtSource):
                 f"{self.folder} holds no rows in train*.parquet or train/; set dataset.dir to a folder that does"
             )
 
-        # Encoded images may have different types of bytes, and pixels different types of numbers,
-        # but not both in one data set.
+        # Encoded images may have different binary types, and pixels different numeric types, but one
+        # data set cannot have both.
         kinds = [is_encoded(pixel_type) for pixel_type in first_paths]
         if any(kinds) and not all(kinds):
             paths = " and ".join(map(str, first_paths.values()))
@@ -130,14 +133,14 @@ class Parquet(DealtSource):
             )
 
         self._encoded = any(kinds)
-        # Pixels of all other types, or of several types, become float32.
+        # Only pixels that are all uint8 keep their type; others become float32.
         self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
         row_groups.check_ranges(self._ranges)
         self._name_classes(counts["train"])
         return counts
 
     def _name_classes(self, groups: Iterable[RowGroup]) -> None:
-        """Takes the names of classes from labels that are text. Raises DataError for too many."""
+        """Sets the class names from labels that are text. Raises DataError if their number is not num_classes."""
         paths = list(dict.fromkeys(group.path for group in groups))
         if not row_groups.is_text(row_groups.label_type(Path(paths[0]), self._columns)):
             return
@@ -146,21 +149,25 @@ class Parquet(DealtSource):
             self.take_class_names(labels.unique().drop_null().to_pylist(), self._columns.label)
         self._columns = replace(self._columns, class_names=tuple(self.class_names or ()))
 
-    def description(self) -> dict[str, list[str]]:
+    def looked_at(self) -> list[tuple[str, bytes]]:
+        if not self.is_encoded:
+            return []
+        group = next(iter(self.counts["train"]))
+        images = self._read_group(group)[0][:MAX_SAMPLE]
+        return [(f"{group}, row {row}", image) for row, image in enumerate(images) if image]
+
+    def description(self) -> Phrases:
         description = super().description()
-        warnings = list(self._warnings)
-        if self._encoded:
-            group = next(iter(self.counts["train"]))
-            images = [image for image in self._read_group(group)[0][:MAX_SAMPLE] if image]
-            named = [(f"{group}, row {row}", image) for row, image in enumerate(images)]
-            description["images"] = describe_images(named, self.sizing.phrase(), self.sizing.exif)
-        elif self._ranges:
-            low = min(low for low, _ in self._ranges.values())
-            high = max(high for _, high in self._ranges.values())
-            description["images"] = [f"pixels {low:g} to {high:g}, divided by {self.transform.scale:g}"]
-            if high <= 1 < self.transform.scale or high > self.transform.scale:
-                warnings.append(f"pixels reach {high:g} and are divided by {self.transform.scale:g}; set dataset.scale")
-        return {**description, "warnings": warnings}
+        if self._ranges:
+            lows, highs = zip(*self._ranges.values())
+            low = min(lows)
+            high = max(highs)
+            scale = self.transform.scale
+            description["images"] = [f"pixels {low:g} to {high:g}, divided by {scale:g}"]
+            if high <= 1 < scale or high > scale:
+                warning = f"pixels reach {high:g} and are divided by {scale:g}; set dataset.scale"
+                description["warnings"].append(warning)
+        return description
 
     def _read_footer(self, path: Path, first_paths: dict[pa.DataType, Path]) -> list[RowGroup]:
         """Returns a file's row groups; adds its path to first_paths if its type of pixels is new."""
@@ -169,7 +176,7 @@ class Parquet(DealtSource):
         except DataError as error:
             if not self.skips:
                 raise
-            # None, since a damaged file does not tell how many rows it holds.
+            # None, since the number of rows in a damaged file is unknown.
             self.leave_out(Unreadable(str(path), str(error).removeprefix(f"{path} "), None))
             return []
 
@@ -192,14 +199,17 @@ class Parquet(DealtSource):
         if share.is_full:
             batches = rows.rebatch(share.batch_size, drop_remainder=True)
         else:
-            # The sizes of an epoch's steps in turn, from the first step that is left of this epoch.
+            # The sizes of an epoch's steps, cyclically, from this epoch's first remaining step on.
             _, steps_done = request.position
             batches = rows.rebatch(np.roll(streams.step_sizes(share), -steps_done))
         return batches.enumerate(request.start_step)
 
-    def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        # One row group at a time, in order.
-        pieces = [Piece([group], np.arange(group.num_rows)) for group in self.shard(split, topology)]
+    def evaluation_batches(
+        self, split: str, topology: Topology, batch_size: int
+    ) -> tf.data.Dataset:
+        # One row group at a time, in the order of the files.
+        groups = sorted(self.shard(split, topology), key=self.first_codes.__getitem__)
+        pieces = [Piece([group], np.arange(group.num_rows)) for group in groups]
         return self._stream(lambda: pieces).rebatch(batch_size).enumerate()
 
     def reader(self, split: str, topology: Topology) -> streams.Read:
@@ -211,13 +221,16 @@ class Parquet(DealtSource):
         return decode
 
     @property
+    def is_encoded(self) -> bool:
+        """True for encoded images, False for pixels. On first use, counts the examples by reading the footers."""
+        return bool(self.counts) and self._encoded
+
+    @property
     def no_random_crop(self) -> str:  # type: ignore[override]
-        # Counting reads the footers, which tell whether images are encoded.
-        return "" if self.counts and self._encoded else "holds pixels of one size"
+        return "" if self.is_encoded else "holds pixels of one size"
 
     def preprocessing(self) -> Preprocessing:
-        # Counting reads the footers, which tell whether images are encoded.
-        if self.counts and self._encoded:
+        if self.is_encoded:
             return super().preprocessing()
         return self.transform.preprocessing(
             (int(np.prod(self.image_shape)),),
@@ -237,8 +250,7 @@ class Parquet(DealtSource):
             lambda: map(self._read, pieces()),
             output_signature=(images, labels, codes),
         )
-        # While one piece is in use, the next one is being read, and no other: more would take more
-        # memory.
+        # While one piece is in use, only the next one is read ahead: more would take more memory.
         return rows.prefetch(1)
 
     def _read(self, piece: Piece) -> Rows:
@@ -249,15 +261,18 @@ class Parquet(DealtSource):
         return images, labels, codes
 
     def _read_group(self, group: RowGroup) -> Rows:
-        """Returns images, labels (-1 in rows that cannot be used), and codes.
+        """Returns a row group's images, labels (-1 in unusable rows), and codes.
 
-        Why they cannot be used is noted for locate(), which gets the codes of such rows.
+        The problems of unusable rows are kept for locate_row().
         """
         try:
-            images, labels, wrong = row_groups.read_group(group, self._columns)
-            self._wrong_rows.update({(group, row): problem for row, problem in wrong.items()})
+            images, labels, problems = row_groups.read_group(group, self._columns)
+            if problems:
+                self._problems[group] = problems
+        except StorageError as error:  # The rows may be good.
+            raise self.note(error) from None
         except DataError as error:
-            self._wrong_groups[group] = str(error).removeprefix(f"{group} ")
+            self._problems[group] = str(error).removeprefix(f"{group} ")
             images = self._blank_images(group.num_rows)
             labels = np.full(group.num_rows, -1, np.int32)
 
@@ -270,9 +285,10 @@ class Parquet(DealtSource):
         return np.zeros([number, *self.image_shape], self._pixel_type.as_numpy_dtype)
 
     def locate_row(self, piece: RowGroup, row: int, example: Example, problem: str) -> Unreadable:
-        if piece in self._wrong_groups:
-            return Unreadable(str(piece), self._wrong_groups[piece], piece.num_rows)
-        return Unreadable(f"{piece}, row {row}", self._wrong_rows.get((piece, row), problem))
+        problems = self._problems.get(piece, {})
+        if isinstance(problems, str):
+            return Unreadable(str(piece), problems, piece.num_rows)
+        return Unreadable(f"{piece}, row {row}", problems.get(row, problem))
 
 
 def pieces_of(
@@ -282,8 +298,8 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """Yields the pieces that a rank reads, endlessly, from request.start_step on. Pure.
 
-    Pieces that the rank has used already are left out whole; of the first piece that it has begun,
-    and of the last one of an epoch, only the rows that it needs are used.
+    Pieces that the rank has used up are skipped. Of a piece that it has begun, only the remaining rows are
+    used, and of an epoch's last piece, only the rows that the epoch needs.
     """
     share = request.share_of(sum(group.num_rows for group in groups))
     first_epoch, steps_done = request.position
@@ -299,12 +315,11 @@ def pieces_of(
         for number, start in enumerate(range(0, len(groups), shuffle_groups)):
             chosen = [groups[index] for index in order[start : start + shuffle_groups]]
             num_rows = sum(group.num_rows for group in chosen)
-            # The rows of this piece between the start and the epoch's end.
+            # The rows of this piece that lie between the stream's start and the epoch's end.
             low = max(begin - piece_begin, 0)
             high = min(share.num_examples - piece_begin, num_rows)
             if low < high:
-                # Seeded by the piece's number, so that a resumed run need not shuffle earlier
-                # pieces.
+                # Seeded by the piece's number, so that a resumed run need not shuffle earlier pieces.
                 random = np.random.default_rng((seed, streams.BLOCK, rank, epoch, number))
                 yield Piece(chosen, random.permutation(num_rows)[low:high])
 

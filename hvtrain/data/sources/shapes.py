@@ -5,25 +5,27 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hvtrain.config.validate import check_least
 from hvtrain.data.pipeline.transform import IGNORED, check_image_shape
+from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import ImagesWithMasks
 from hvtrain.errors import ConfigError
 
-# The shortest side of an image, in pixels.
+# The least height and width of an image, in pixels.
 MIN_SIDE = 16
-# The most shapes in an image; they may hide each other in part.
+# The largest number of shapes in an image; they may overlap.
 MAX_SHAPES = 3
 # The range of the radius of a shape's circumscribed circle, as shares of the image's shorter side.
 RADII = (0.2, 0.4)
-# Patches of random brightness along each side of the image; brightness is linear between them.
+# Patches of random brightness along each side of the image; brightness is interpolated between them.
 PATCHES = 6
-# Grey levels between the darkest and the brightest patch, at most.
+# The largest difference in grey levels between the darkest and the brightest patch.
 CONTRAST = 60
 # The least difference in grey levels between the colours of a shape and of the ground, modulo 256.
 COLOUR_DISTANCE = 64
 
+# One number per pixel, [h, w].
 Field = np.ndarray
-"""A number for each pixel [h, w]."""
 
 
 def shapes(
@@ -41,13 +43,12 @@ def shapes(
     """Makes a source of discs, squares, triangles, rings and crosses.
 
     They have any size, rotation and colour: only the form tells a shape's class. Example n of a
-    split depends on the seed, the image_shape, the noise and the border alone, and is the same on
-    every rank.
+    split depends on the seed, the image_shape, the noise and the border alone, and is the same on every rank.
 
     Args:
         image_shape: [height, width, channels] of the images, which are uint8.
-        num_train, num_validation, num_test: examples of each split.
-        noise: grey levels, at most, by which a value differs from what was drawn, up or down.
+        num_train, num_validation, num_test: number of examples of each split.
+        noise: the largest change of a value by noise, in grey levels, up or down.
         border: width in pixels of each shape's outline, which is labelled 255 and so ignored, as
             in PASCAL VOC; 0: none.
         standardize, shift_pixels, flip: see ArraySource.
@@ -61,25 +62,13 @@ def shapes(
             f"dataset.image_shape={list(image_shape)} is too small for shapes; give sides of at least {MIN_SIDE}"
         )
 
-    settings = {
-        "num_train": num_train,
-        "num_validation": num_validation,
-        "num_test": num_test,
-        "noise": noise,
-        "border": border,
-        "seed": seed,
-    }
-    for name, value in settings.items():
-        lowest = int(name == "num_train")
-        if value < lowest:
-            raise ConfigError(f"dataset.{name}={value} is out of range; give a number from {lowest}")
+    counts = {"train": num_train, "validation": num_validation, "test": num_test}
+    for split, count in counts.items():
+        check_least(f"dataset.num_{split}", count, int(split == "train"))
+    for name, value in (("noise", noise), ("border", border), ("seed", seed)):
+        check_least(f"dataset.{name}", value, 0)
 
     def load():
-        counts = {
-            "train": num_train,
-            "validation": num_validation,
-            "test": num_test,
-        }
         arrays = {}
         for number, (split, count) in enumerate(counts.items()):
             # Each split has its own random numbers, so the size of one does not change another.
@@ -107,14 +96,13 @@ def shapes(
 
 def draw(
     rng: np.random.Generator,
-    image_shape: tuple[int, int, int],
+    image_shape: ImageShape,
     noise: int,
     border: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns an image uint8 [h, w, c] and its mask uint8 [h, w], with 1 ... MAX_SHAPES shapes.
 
-    Uses only sums, products and roots: they round alike on every processor, so all hosts draw the
-    same bits.
+    Uses only sums, products and roots, which round equally on every processor, so all hosts draw the same bits.
     """
     height, width, channels = image_shape
     ground = rng.uniform(0, 255, channels)
@@ -135,7 +123,7 @@ def draw(
 
         shift = rng.uniform(COLOUR_DISTANCE, 256 - COLOUR_DISTANCE, channels)
         colour = (ground + shift) % 256
-        # Edges are smooth: a pixel is mixed by the share of it that the shape covers.
+        # Edges are smooth: a pixel is blended by the share of it that the shape covers.
         covered = np.clip(0.5 - distance, 0, 1)[..., np.newaxis]
         image += covered * (_textured(rng, image_shape, colour) - image)
         mask[distance <= 0] = label
@@ -147,7 +135,7 @@ def draw(
 
 def _textured(
     rng: np.random.Generator,
-    image_shape: tuple[int, int, int],
+    image_shape: ImageShape,
     colour: np.ndarray,
 ) -> np.ndarray:
     """Returns an image of the colour, with smooth random brightness."""
@@ -197,6 +185,10 @@ def _cross(x: Field, y: Field, radius: float) -> Field:
     return np.maximum(np.minimum(x, y) - 0.28 * radius, np.maximum(x, y) - 0.96 * radius)
 
 
+# The shapes by name; class 0 is the ground.
+# Each function returns the pixels' distances from the outline, in pixels, negative inside. Near
+# corners it is less than the true distance. x and y are offsets from the centre; radius is that of the
+# circumscribed circle.
 DISTANCES: dict[str, Callable[[Field, Field, float], Field]] = {
     "disc": _disc,
     "square": _square,
@@ -204,9 +196,3 @@ DISTANCES: dict[str, Callable[[Field, Field, float], Field]] = {
     "ring": _ring,
     "cross": _cross,
 }
-"""The shapes by name; class 0 is the ground.
-
-Each function returns the pixels' distances from the outline, in pixels, negative inside. Beside
-corners the distance is too small. x and y are offsets from the centre; radius is that of the
-circumscribed circle.
-"""

@@ -1,21 +1,21 @@
-"""One random batch, repeated, to measure the speed of everything but the data."""
+"""One random batch, repeated, to measure the speed of everything but the input."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
 from hvtrain.data.pipeline.streams import FOREVER, finish
 from hvtrain.data.pipeline.transform import check_image_shape
 from hvtrain.data.source import Source, StreamRequest
-from hvtrain.errors import ConfigError
 
 
 class Synthetic(Source):
     """Normal noise and random labels, one batch per rank in memory. There is nothing to learn.
 
-    The defaults have the size of ImageNet: 1,281,167 training images in 1000 classes.
+    The defaults are the sizes of ImageNet: 1,281,167 training images in 1000 classes.
 
     Example:
         python -m hvtrain dataset=synthetic model=resnet50 train.steps=100
@@ -42,16 +42,10 @@ class Synthetic(Source):
     ) -> None:
         self.image_shape = check_image_shape(image_shape)
         self.num_classes = num_classes
-        self._counts = {
-            "train": num_train,
-            "validation": num_validation,
-            "test": num_test,
-        }
-
-        counts = {f"num_{split}": count for split, count in self._counts.items()}
-        for name, count in {"num_classes": num_classes, **counts}.items():
-            if count < 0:
-                raise ConfigError(f"dataset.{name}={count} is negative")
+        check_least("dataset.num_classes", num_classes, 1)
+        self._counts = {"train": num_train, "validation": num_validation, "test": num_test}
+        for split, count in self._counts.items():
+            check_least(f"dataset.num_{split}", count, 0)
 
     def num_examples(self, split: str) -> int:
         return self._counts.get(split, 0)
@@ -60,12 +54,12 @@ class Synthetic(Source):
         topology = request.topology
         images, labels = self._batch(topology, request.batch_size, request.seed)
         share = request.share_of(topology.share_size(self.num_examples("train")))
-        # A step costs nothing: its batch is in memory already.
+        # Full steps repeat the batch that is in memory.
         if share.is_full:
             batch = tf.data.Dataset.from_tensors((images, labels))
             return finish(batch.repeat(), topology)
 
-        # Steps with fewer examples get the first ones of the batch.
+        # Steps with fewer examples get the first examples of the batch.
         def cut(step):
             size = share.begin(step + 1) - share.begin(step)
             return images[:size], labels[:size]

@@ -1,4 +1,4 @@
-"""Tables: columns of CSV and Parquet files as features, in the same way for every file that comes later."""
+"""Tables: columns of CSV and Parquet files as features, read the same way from every later file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import tensorflow as tf
 
+from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
 from hvtrain.data.formats.columns import Cells, with_progress
 from hvtrain.data.formats.schema import (
@@ -24,40 +25,40 @@ from hvtrain.data.formats.table_phrases import describe, describe_target, odd_te
 from hvtrain.data.formats.tables import TextFormat, read_table
 from hvtrain.data.manifest import user_path
 from hvtrain.data.pipeline.features import TableFeatures, filled, fit, refused_gaps
-from hvtrain.data.source import Preprocessing
-from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource, Part
+from hvtrain.data.source import Parts, Phrases, Preprocessing
+from hvtrain.data.sources.memory import Elements, MemorySource, Part, random_parts
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.storage.remote import is_remote
+from hvtrain.system.files import is_remote
 
+# Tables that are part of scikit-learn.
 EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
-"""Tables that are part of scikit-learn."""
 TABLE_FILE = "table.json"
+# The report shows at most this many columns of an example.
 MAX_CELLS = 20
-"""Columns of an example in the report."""
+# A table of up to this many training rows is read again for cells(): 0.8 s for 20 columns (2 busy cores, 2026-11-26).
 MAX_READ_AGAIN = 100_000
-"""Training rows of a table that is read once more for them, in 0.8 s with 20 columns (2 busy cores, 2026-11-26)."""
 
 
 @dataclass(frozen=True)
 class NewRows:
-    """Rows of another table, as the run's model takes them."""
+    """Rows of another table, in the form that the run's model takes."""
 
     num_rows: int
     raw: Callable[[np.ndarray], dict[str, np.ndarray]]
-    """Returns the rows of these numbers by the names of the model's inputs."""
+    """Returns the rows with these numbers, by names of the model's inputs."""
     ids: Mapping[str, np.ndarray]
     """The column dataset.id, if the run has one."""
     unknown: Mapping[str, float]
-    """Columns of names, with the share of rows whose name training did not have."""
+    """The share of rows with names that were not in training, by column."""
 
 
 class Table(MemorySource):
     """The rows of a table: a target column, and features from the others.
 
-    The inputs are float32 [features]; the targets are int32 classes or float32 numbers.
+    The inputs are float32 [features], or, with category_ids, a dict; the targets are int32 classes or float32 numbers.
 
-    What each column is, and its statistics, are found once, on the training rows, the same on every
-    rank. They are part of the saved model, which takes the columns by name, and of the run folder.
+    The kind of each column and its statistics are determined once, on the training rows, equally on
+    every rank. They are kept in the saved model, which takes columns by name, and in the run folder.
 
     Example:
         python -m hvtrain dataset=table dataset.file=houses.csv dataset.target=price task=regression
@@ -65,27 +66,11 @@ class Table(MemorySource):
 
     Args:
         file: a CSV or Parquet file, a folder of them, or a list; or one of EMBEDDED.
-        target: the column to predict. Names, and whole numbers, are classes; other numbers stay
-            numbers.
-        features: columns to use, and how: {age: float_normalized, city: string_categorical}, in
-            the terms of FeatureSpace; null: all but the target, numbers normalized and names as
-            categories.
-        crosses: pairs of categorical columns whose combinations are features too.
-        target_is: "class" or "number"; null: by the column's type.
+        target: the column to predict.
         num_test, num_validation: rows taken out of the training part at random, with a fixed seed.
-        test_file, validation_file: instead of rows taken out.
-        missing: one of MISSING for all gaps, or by column: {age: median, city: indicator}. All but
-            "refuse" leave out rows without a target.
-        drop: columns to leave out.
-        id: a column that is no feature, and stands beside each prediction.
-        dates: one of DATES: days since 1970-01-01; year, month, day, weekday and hour; or left out.
-        delimiter, decimal, thousands, encoding: of CSV files; null: as the file shows them.
-        log_numbers: numbers that `features` does not name are float_log, which is log(1 + x), or 0
-            below 0, instead of normalized.
-        category_ids: categories are ids for embedding tables instead of one-hot. The inputs are
-            then {"numbers": float32 [n], "categories": int32 [m]}, with the ids of all columns in
-            one space; the fact category_sizes has the number of ids of each.
-        hash_buckets: what the names of a column with more than MAX_NAMES are hashed to.
+        test_file, validation_file: tables to use instead of rows taken out.
+        delimiter, encoding: format of CSV files; null: detected from the file.
+        columns: settings for columns; see Settings.
 
     Raises:
         ConfigError: if a setting does not fit the table.
@@ -96,82 +81,63 @@ class Table(MemorySource):
         self,
         file: str | Sequence[str] = "diabetes",
         target: str = "target",
-        features: Mapping[str, str] | None = None,
-        crosses: Sequence[Sequence[str]] = (),
-        target_is: str | None = None,
         num_test: int = 100,
         num_validation: int = 0,
         test_file: str | None = None,
         validation_file: str | None = None,
-        missing: str | Mapping[str, str] = "refuse",
-        drop: Sequence[str] = (),
-        id: str | None = None,
-        dates: str = "number",
         delimiter: str | None = None,
-        decimal: str | None = None,
-        thousands: str | None = None,
         encoding: str | None = None,
-        log_numbers: bool = False,
-        category_ids: bool = False,
-        hash_buckets: int = 1000,
+        **columns: Any,
     ) -> None:
-        # Not MemorySource's num_validation, which would divide the rows after the features are
-        # fitted to them.
+        # Not MemorySource's num_validation, which would take rows out after features are fitted to them.
         self._num_held_out = {"validation": num_validation, "test": num_test}
         for split, count in self._num_held_out.items():
-            if count < 0:
-                raise ConfigError(f"dataset.num_{split}={count} is negative; 0 means none")
+            check_least(f"dataset.num_{split}", count, 0)
         if delimiter is not None and len(delimiter) != 1:
-            raise ConfigError(f"dataset.delimiter={delimiter!r} is not one character; give one, or null")
+            raise ConfigError(
+                f"dataset.delimiter={delimiter!r} is not one character; give one, or null"
+            )
 
         files = [file] if isinstance(file, str) else list(file)
-        origin = ", ".join(str(name if is_remote(name) else Path(name).absolute()) for name in files)
+        origin = ", ".join(
+            str(name if is_remote(name) else Path(name).absolute()) for name in files
+        )
         if file in EMBEDDED:
             origin = "inside scikit-learn"
         super().__init__(Path(files[0]).stem, self._load_encoded, origin)
 
-        self._files: dict[str, Any] = {"train": file, "validation": validation_file, "test": test_file}
+        self._files: dict[str, Any] = {
+            "train": file,
+            "validation": validation_file,
+            "test": test_file,
+        }
         self._text_format = TextFormat(delimiter, encoding)
-        self._settings = Settings(
-            target,
-            target_is,
-            features,
-            [tuple(pair) for pair in crosses],
-            missing,
-            list(drop),
-            id,
-            dates,
-            decimal,
-            thousands,
-            log_numbers,
-            category_ids,
-            hash_buckets,
-        )
+        self._settings = Settings(target, **columns)
         self._known_features: TableFeatures | None = None
-        # By split, what raw_examples() needs: all columns, and the split's rows in them.
+        # By split, for raw_examples() and cells(): all columns, and the numbers of the split's rows.
         self._loaded: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
         self._ids: dict[str, np.ndarray] = {}
         self._description: dict[str, list[str]] = {}
 
     @property
     def _features(self) -> TableFeatures:
-        """Those of the training table; or of an earlier run, whose data may be gone."""
+        """Features fitted to the training table, or by an earlier run, whose data may be gone."""
         if self._known_features is None:
             self.num_examples("train")
         return self._known_features  # type: ignore[return-value]
 
     @property
-    def element_spec(self) -> tuple[Any, ...]:
-        inputs: Any = tf.TensorSpec((self._features.size,), tf.float32)
-        if self._features.schema.has_ids:
-            encoded = self._features.model().output
-            inputs = {name: tf.TensorSpec(part.shape[1:], part.dtype) for name, part in encoded.items()}
+    def element_spec(self) -> Parts:
+        encoded = self._features.model.output
+        inputs = tf.nest.map_structure(
+            lambda part: tf.TensorSpec(part.shape[1:], part.dtype), encoded
+        )
         return inputs, tf.TensorSpec((), tf.int32 if self.class_names else tf.float32)
 
     def _load_encoded(self) -> Elements:
         """Reads the table, and returns features and targets by split.
 
-        The features are fitted to the training rows, unless fit_as() gave those of an earlier run.
+        The features are fitted to the training rows, unless fit_as() set those of an earlier run.
         """
         tables = {split: self._read(file, split) for split, file in self._files.items() if file}
         elements = {}
@@ -179,7 +145,9 @@ class Table(MemorySource):
             where = str(self._files[split])
             arrays = plain_columns(table)
             is_new = self._known_features is None
-            schema = infer_schema(arrays, self._settings, self.name) if is_new else self._features.schema
+            schema = (
+                infer_schema(arrays, self._settings, self.name) if is_new else self._features.schema
+            )
             cells = read_cells(schema.columns, arrays, where)
             targets, is_used = self._targets(schema, arrays, where)
             for column in schema.columns:
@@ -198,11 +166,18 @@ class Table(MemorySource):
                     schema = replace(schema, columns=columns)
                     self._take_schema(schema)
                 self._describe(schema, cells, targets[parts["train"]], table.num_rows - len(rows))
-            values = {column.name: filled(column, cells[column.name], where, rows) for column in schema.columns}
+            values = {
+                column.name: filled(column, cells[column.name], where, rows)
+                for column in schema.columns
+            }
             for part, numbers in parts.items():
                 elements[part] = self._features.encode(values, numbers, where), targets[numbers]
                 self._loaded[part] = values, numbers
                 if schema.id is not None:
+                    if schema.id not in table.column_names:
+                        raise DataError(
+                            f"{where} lacks the column {schema.id} (dataset.id); add it"
+                        )
                     self._ids[part] = table[schema.id].to_numpy()[numbers]
         return elements
 
@@ -215,17 +190,19 @@ class Table(MemorySource):
             raise DataError(f"{setting}={file} holds no rows; give a table that has some")
         return table
 
-    def _targets(self, schema: Schema, arrays: Mapping[str, pa.Array], where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the targets as indices of classes, int32, or as numbers, float32; and where there are any."""
+    def _targets(
+        self, schema: Schema, arrays: Mapping[str, pa.Array], where: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the targets as class indices, int32, or numbers, float32; and a mask of rows that have one."""
         column = schema.target
         cells = read_cells([column], arrays, where)[column.name]
         has_target = ~cells.is_gap
         if column.missing == "refuse" and not has_target.all():
-            raise refused_gaps(column, cells, where)
+            raise refused_gaps(column, cells, where, is_target=True)
         if not schema.classes:
             return cells.values[:, 0].astype(np.float32), has_target
 
-        # Classes that the model knows keep their numbers; it has no output for others.
+        # Known classes keep their indices; the model has no output for others.
         indices = pc.index_in(cells.values, pa.array(schema.classes, pa.string()))
         unknown = pc.unique(cells.values.filter(indices.is_null())).drop_null().to_pylist()
         if unknown:
@@ -247,26 +224,28 @@ class Table(MemorySource):
                 f"leave nothing of {len(rows)} rows; take fewer"
             )
 
-        order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
-        # Rows are sorted below, so that each split keeps the order of the table.
-        train, validation, test = np.split(order, [num_train, num_train + counts["validation"]])
-        splits = {"train": train, "validation": validation, "test": test}
-        return {split: rows[np.sort(numbers)] for split, numbers in splits.items() if len(numbers)}
+        sizes = {"train": num_train, **counts}
+        parts = zip(sizes, random_parts(*sizes.values()))
+        return {split: rows[numbers] for split, numbers in parts if len(numbers)}
 
     def _take_schema(self, schema: Schema) -> None:
         self._known_features = TableFeatures(schema)
         if schema.has_ids:
-            self._more_facts["category_sizes"] = self._known_features.category_sizes
+            self.more_facts = {"category_sizes": self._known_features.category_sizes}
         if schema.classes:
             self.class_names = list(schema.classes)
             self.num_classes = len(schema.classes)
 
-    def _describe(self, schema: Schema, cells: Mapping[str, Cells], targets: np.ndarray, num_dropped: int) -> None:
+    def _describe(
+        self, schema: Schema, cells: Mapping[str, Cells], targets: np.ndarray, num_dropped: int
+    ) -> None:
         warnings = []
         for column in schema.columns:
             texts = ", ".join(odd_texts(cells[column.name]))
             if texts:
-                warnings.append(f"{column.name} holds {texts}, which is no {column.kind} and counts as a gap")
+                warnings.append(
+                    f"{column.name} holds {texts}, which is no {column.kind} and counts as a gap"
+                )
         if num_dropped:
             warnings.append(f"rows left out because of gaps: {num_dropped:,}")
         self._description = {
@@ -276,7 +255,7 @@ class Table(MemorySource):
         if warnings:
             self._description["warnings"] = warnings
 
-    def description(self) -> dict[str, list[str]]:
+    def description(self) -> Phrases:
         return {**super().description(), **self._description}
 
     def fitted(self) -> dict[str, bytes]:
@@ -291,34 +270,36 @@ class Table(MemorySource):
         try:
             return super().whole_targets()
         except DataError:
-            # A finished run predicts other tables also where its own is gone. Who reads examples
-            # gets the error then.
+            # A finished run can predict other tables even if its own is gone. Reading examples then
+            # raises the error.
             if self._known_features is None:
                 raise
             return {}
 
     def assets(self) -> dict[str, bytes]:
-        # Only the schema says which columns stand where in a single input.
+        # Only the schema tells the position of each column in a single input.
         return self.fitted() if self._features.has_block else {}
 
     def fit(self, train: Part) -> None:
-        # Shards are cut next, and then need the memory.
+        # Frees memory for the shards, which are cut next.
         self._loaded = {}
 
     def preprocessing(self) -> Preprocessing:
-        return Preprocessing(self._features.spec(), [self._features.model()], "columns of the table, by name")
+        return Preprocessing(
+            self._features.spec(), [self._features.model], "columns of the table, by name"
+        )
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[Any]:
         if split not in self._loaded:
             self.parts()
         values, rows = self._loaded[split]
         # The first rows of the shard, since evaluation() gives these first.
-        local = np.asarray(topology.share(len(rows))[:number], np.int64)
-        raw = self._features.raw(values, rows[local])
-        return [{name: array[row] for name, array in raw.items()} for row in range(len(local))]
+        first = rows[self.shard_rows(split, topology)[:number]]
+        raw = self._features.raw(values, first)
+        return [{name: array[row] for name, array in raw.items()} for row in range(len(first))]
 
     def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        # The shards' memory is not that of the whole table, which is read again; other ranks wait meanwhile.
+        # After shards are cut, the whole table is read again, while other ranks wait.
         if self.num_examples("train") > MAX_READ_AGAIN:
             return {}
         if split not in self._loaded:
@@ -327,7 +308,7 @@ class Table(MemorySource):
         chosen = rows[np.asarray(numbers, np.int64)]
         file = user_path(str(self._files.get(split) or self._files["train"]))
         is_text = file.is_file() and file.suffix not in (".parquet", ".pq")
-        # Lines as an editor counts them, below the header.
+        # Lines as an editor counts them, after the header.
         unit = "line" if is_text else "row"
         cells: dict[str, list[Any]] = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
         for name, column in self._features.raw(values, chosen).items():
@@ -337,27 +318,22 @@ class Table(MemorySource):
         return cells
 
     def ids(self, split: str, topology: Topology) -> dict[str, np.ndarray]:
-        """The column dataset.id of this rank's rows of a split; empty if there is none."""
+        """The column dataset.id for this rank's rows of a split; empty if the run has no id column."""
         name = self._settings.id
         if name is None or not self.num_examples(split):
             return {}
-        rows = np.asarray(topology.share(self.num_examples(split)), np.int64)
-        return {name: self._ids[split][rows]}
+        return {name: self._ids[split][self.shard_rows(split, topology)]}
 
-    def new_rows(self, file: str | Path, setting: str) -> NewRows:
-        """Reads another table as the training table was read.
-
-        Args:
-            file: as dataset.file.
-            setting: which names it, for messages.
+    def new_rows(self, file: Path) -> NewRows:
+        """Reads a table that is to be predicted, in the same way as the training table.
 
         Raises:
-            DataError: It lacks a column, or one that is of another type, or has gaps that nothing fills.
+            DataError: A column is missing, is of another kind, or has gaps that nothing fills.
         """
         features = self._features
         schema = features.schema
-        table = read_table(file, setting, self._text_format)
-        where = f"{setting}={file}"
+        table = read_table(file, "input", self._text_format)
+        where = f"input={file}"
         cells = read_cells(schema.columns, plain_columns(table), where)
         values = {}
         unknown = {}
@@ -378,7 +354,7 @@ def _embedded_table(name: str) -> pa.Table:
 
     options = {}
     if name == "diabetes":
-        options["scaled"] = False  # It alone comes standardized, over all its rows.
+        options["scaled"] = False  # Only this one is standardized by default, over all its rows.
     bunch = getattr(datasets, f"load_{name}")(**options)
     columns = dict(zip(map(str, bunch.feature_names), bunch.data.T.astype(np.float32)))
     return pa.table({**columns, "target": bunch.target})

@@ -1,8 +1,6 @@
-"""Text as rows of tokens, for models that predict the next token or masked ones."""
+"""Text as rows of tokens, for models that predict the next token, masked ones, or a label."""
 
-import itertools
 import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,36 +8,51 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.data.formats.documents import embedded, read_documents, text_files
+from hvtrain.config.validate import check_choice, check_least
+from hvtrain.core.topology import Topology
+from hvtrain.data.description import counted
+from hvtrain.data.formats.documents import (
+    cut,
+    deal,
+    embedded,
+    is_web_page,
+    read_documents,
+    read_labelled,
+    text_files,
+)
 from hvtrain.data.formats.tokenizer import (
     Tokenizer,
     load_tokenizer,
     train_tokenizer,
 )
 from hvtrain.data.manifest import user_path
+from hvtrain.data.pipeline.lengths import LengthBuckets, choose_boundaries
+from hvtrain.data.pipeline.streams import Read
+from hvtrain.data.pipeline.transform import fold_in
+from hvtrain.data.source import Parts, Phrases
 from hvtrain.data.sources.memory import SPLIT_SEED, Elements, MemorySource
 from hvtrain.errors import ConfigError
 
 OBJECTIVES = ("causal", "masked")
+EXAMPLES = ("windows", "documents", "paragraphs")
 TOKENIZER_FILE = "tokenizer.model"
 
-WHOLE_DOCUMENTS = 20
-"""Fewer documents are cut: they are one text, whose last parts are for validation and test."""
-
-# What is shown in place of a masked token, as in BERT (https://arxiv.org/abs/1810.04805, section
-# 3.1): mostly the mask, sometimes a random token, else the token itself.
+# Shares of what replaces a masked token, as in BERT (https://arxiv.org/abs/1810.04805, section 3.1):
+# mostly the mask, sometimes a random token, else the token itself.
 MASK_SHARE = 0.8
 RANDOM_SHARE = 0.1
 
 
 class Text(MemorySource):
-    """Rows of tokens, int32 [length], from documents that follow one another.
+    """Rows of tokens, int32 [length], from concatenated documents or from one document each.
 
-    Each document ends with a token for its end.
+    Each document ends with an end token. With examples=windows the documents are concatenated, and
+    all rows have the same length. Otherwise a row is a document, or a paragraph of one, cut at
+    `length`: batches are padded with token 0, which has weight 0 as a target.
 
     With the objective causal, the targets are the next tokens. With masked, some tokens of the
-    inputs are masked, anew in each epoch of training and always the same in evaluation; the
-    targets are all tokens, and only masked ones have the weight 1.
+    inputs are masked, other ones in each epoch of training and always the same ones in evaluation;
+    the targets are all tokens, but only masked ones have weight 1.
 
     Example:
         python -m hvtrain dataset=text dataset.file=tales.txt task=language model=transformer
@@ -47,18 +60,19 @@ class Text(MemorySource):
     Args:
         file: a text file, a folder of .txt files, a table (.csv, .tsv, .parquet) or a .jsonl file;
             null: Python's own documentation.
-        column: of the table, with a text in each row; or the key of the text in each line of .jsonl.
+        column: the table's column with a text in each row; or the key of the text in each line of .jsonl.
         tokenizer: a .model file of sentencepiece; null: one is trained on the training part.
-        vocabulary_size: of the tokenizer that is trained.
-        length: tokens in an example. What does not fill the last row of a part is left out.
+        vocabulary_size: number of tokens of the tokenizer that is trained.
+        length: most tokens of an example. Tokens that do not fill a part's last window are left out.
+        examples: windows, documents or paragraphs.
+        label: the table's column with the class of each text; documents then have these classes as targets.
         objective: causal or masked.
-        masked_share: of the tokens, for the objective masked.
-        validation_share, test_share: of the text: whole documents at random, with a fixed seed, or
-            its last parts if there are fewer than WHOLE_DOCUMENTS.
+        masked_share: share of the tokens that are masked, for the objective masked.
+        validation_share, test_share: shares of the text: whole documents at random, with a fixed
+            seed; for windows, the last parts if there are fewer than WHOLE_DOCUMENTS.
 
     Raises:
-        ConfigError: if a setting is out of range, or a part of the text is shorter than one
-            example.
+        ConfigError: if a setting is out of range, or a part of the text is shorter than one example.
     """
 
     def __init__(
@@ -72,8 +86,17 @@ class Text(MemorySource):
         masked_share: float = 0.15,
         validation_share: float = 0.1,
         test_share: float = 0.1,
+        examples: str = "windows",
+        label: str | None = None,
     ) -> None:
-        _check(length, objective, masked_share, validation_share, test_share)
+        check_choice("dataset.objective", objective, OBJECTIVES)
+        check_choice("dataset.examples", examples, EXAMPLES)
+        check_least("dataset.length", length, 2)
+        _check_shares(masked_share, validation_share, test_share)
+        if label is not None and file is None:
+            raise ConfigError(
+                f"dataset.label={label} needs dataset.file, a table with such a column"
+            )
         if file is None:
             name = "python_documentation"
             origin = f"pydoc_data.topics of Python {platform.python_version()}"
@@ -88,11 +111,16 @@ class Text(MemorySource):
         self._tokenizer_file = tokenizer
         self._vocabulary_size = vocabulary_size
         self._length = length
-        self._is_causal = objective == "causal"
+        self._examples = examples
+        self._label = label
+        self._is_packed = examples == "windows" and label is None
+        self._is_causal = objective == "causal" and label is None
         self._masked_share = masked_share
         self._shares = {"validation": validation_share, "test": test_share}
         self._tokenizer: Any = None
-        self._summary = ""  # Of the text, once it is read.
+        self._summary = ""  # Describes the text, once it is read.
+        self._num_web_pages = 0
+        self._lengths: dict[str, np.ndarray] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -105,23 +133,72 @@ class Text(MemorySource):
 
     def facts(self) -> dict[str, Any]:
         num_tokens = self.tokenizer.size
-        if not self._is_causal:
+        if not self._is_causal and self._label is None:
             num_tokens += 1  # The mask comes after the tokenizer's own tokens.
-        return {
+        facts = {
             **super().facts(),
             "vocabulary_size": num_tokens,
             "length": self._length,
             "causal": self._is_causal,
         }
+        return facts if self._is_packed else {**facts, "padded": True}
 
-    def description(self) -> dict[str, list[str]]:
+    @property
+    def element_spec(self) -> Parts:
+        spec = super().element_spec
+        if self._is_packed:
+            return spec
+        # Batches are padded to different lengths.
+        return tf.nest.map_structure(
+            lambda part: tf.TensorSpec([None] * part.shape.rank, part.dtype), spec
+        )
+
+    def lengths(self, split: str) -> np.ndarray | None:
+        if self._is_packed:
+            return None
+        self.num_examples("train")
+        return self._lengths.get(split, np.zeros(0, np.int64))
+
+    @property
+    def buckets(self) -> LengthBuckets | None:
+        if self._is_packed or not self.bucket_by_length:
+            return None
+        self.num_examples("train")
+        return LengthBuckets(self._boundaries(), self._lengths["train"])
+
+    def _boundaries(self) -> list[int]:
+        return choose_boundaries(self.bucket_by_length, self._length)
+
+    def reader(self, split: str, topology: Topology) -> Read:
+        read = super().reader(split, topology)
+        if self._is_packed:
+            return read
+        rows = self.shard_rows(split, topology)
+        with tf.device("CPU:0"):
+            lengths = tf.constant(self._lengths.get(split, rows)[rows], tf.int32)
+            boundaries = tf.constant(self._boundaries(), tf.int32)
+
+        def read_filled(indices: tf.Tensor, length: tf.Tensor | None = None) -> Parts:
+            if length is None:
+                longest = tf.reduce_max(tf.gather(lengths, indices))
+                length = tf.gather(boundaries, tf.searchsorted(boundaries, longest[None]))[0]
+            return tuple(
+                part[:, :length] if part.shape.rank > 1 else part for part in read(indices)
+            )
+
+        return read_filled
+
+    def description(self) -> Phrases:
         description = super().description()
         description["text"] = [self._summary, f"{self.tokenizer.size:,} tokens in the vocabulary"]
-        folder = user_path(self._file or "")
-        others = text_files(folder)[1] if self._file and folder.is_dir() else Counter()
+        others = text_files(user_path(self._file))[1] if self._file else None
+        warnings = description.setdefault("warnings", [])
         if others:
-            kinds = ", ".join(f"{number} x {kind}" for kind, number in others.most_common(5))
-            description["warnings"] = [f"{folder}: left out what is no .txt file: {kinds}"]
+            warnings.append(f"{self._file}: left out what is no .txt file: {counted(others)}")
+        if self._num_web_pages:
+            warnings.append(
+                f"{self._num_web_pages:,} document(s) are web pages, whose markup is learned as text"
+            )
         return description
 
     def manifest(self) -> dict[str, Any]:
@@ -144,31 +221,85 @@ class Text(MemorySource):
     def tokens_of(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
 
-    def augment(self, elements: tuple[Any, ...], seed: tf.Tensor) -> tuple[Any, ...]:
-        if self._is_causal:
+    def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
+        if self._is_causal or self._label is not None:
             return elements
-        return self._mask(elements[0], seed)
+        inputs, _, weights = elements
+        return self._mask(inputs, seed, weights)
+
+    def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+        batches = super().evaluation(split, topology, batch_size)
+        if split != "train" or self._is_causal or self._label is not None:
+            return batches
+        # The rows of this split are not masked yet.
+        first_seed = fold_in(tf.constant([SPLIT_SEED, 0], tf.int64), topology.rank)
+        return batches.enumerate().map(
+            lambda number, batch: self._mask(batch[0], fold_in(first_seed, number), batch[2])
+        )
 
     def _rows_by_split(self) -> Elements:
         """Reads the text, and returns its rows of tokens by split."""
-        documents = embedded() if self._file is None else read_documents(self._file, self._column)
-        parts = cut(documents, **self._shares)
+        classes: list[int] = []
+        if self._label is not None:
+            documents, classes, self.class_names = read_labelled(
+                str(self._file), self._column, self._label
+            )
+            self.num_classes = len(self.class_names)
+        elif self._file is None:
+            documents = embedded()
+        else:
+            documents = read_documents(self._file, self._column)
+        if self._examples == "paragraphs" and not classes:
+            documents = [
+                text for document in documents for text in document.split("\n\n") if text.strip()
+            ]
+
+        self._num_web_pages = sum(is_web_page(document) for document in documents)
         num_characters = sum(map(len, documents))
         self._summary = f"{len(documents):,} document(s) with {num_characters:,} characters"
+        if self._is_packed:
+            parts = cut(documents, **self._shares)
+        else:
+            numbers = deal(list(map(len, documents)), **self._shares)
+            parts = {
+                split: [documents[number] for number in part] for split, part in numbers.items()
+            }
         for split, share in self._shares.items():
             if share and not parts.get(split):
                 raise ConfigError(
                     f"dataset.{split}_share={share} of {self._summary} rounds to nothing; raise it, or set it to 0"
                 )
 
-        # Kept when the text is read again, and when a run goes on with its first tokenizer.
+        # A known tokenizer is kept when the text is read again, or a run continues with its first one.
         if self._tokenizer is None:
             if self._tokenizer_file is None:
                 self._tokenizer = train_tokenizer(parts["train"], self._vocabulary_size)
             else:
                 self._tokenizer = load_tokenizer(self._tokenizer_file)
 
-        return {split: self._rows(split, texts) for split, texts in parts.items()}
+        if self._is_packed:
+            return {split: self._rows(split, texts) for split, texts in parts.items()}
+        elements = {}
+        for split, texts in parts.items():
+            elements[split] = self._filled_rows(split, texts)
+            if classes:
+                targets = np.array([classes[number] for number in numbers[split]], np.int32)
+                elements[split] = elements[split][0], targets
+        return elements
+
+    def _filled_rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
+        """Returns inputs, targets and weights of a split, one document per row, and keeps their lengths."""
+        size = self._length + 1
+        rows = [[*self._tokenizer.encode(text), self._tokenizer.end][:size] for text in documents]
+        ends = np.array(list(map(len, rows)))
+        is_text = np.arange(size) < ends[:, None]
+        tokens = np.zeros(is_text.shape, np.int32)
+        tokens[is_text] = np.concatenate(rows)
+        weights = is_text.astype(np.float32)
+        self._lengths[split] = np.minimum(ends, self._length)
+        if self._is_causal:
+            return tokens[:, :-1], tokens[:, 1:], weights[:, 1:]
+        return self._masked_for(split, tokens[:, :-1], weights[:, :-1])
 
     def _rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
         """Returns the examples of a split: inputs, targets and, if tokens are masked, weights.
@@ -192,29 +323,39 @@ class Text(MemorySource):
         rows = tokens[: count * length].reshape(count, length)
         if self._is_causal:
             return rows, tokens[1 : count * length + 1].reshape(count, length)
-        if split == "train":
-            # augment() masks them, anew in each epoch.
-            return rows, rows, np.ones(rows.shape, np.float32)
+        return self._masked_for(split, rows, np.ones(rows.shape, np.float32))
 
-        # Evaluation is masked once, with a fixed seed, so that it is the same each time.
+    def _masked_for(
+        self, split: str, rows: np.ndarray, weights: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        """Returns inputs, targets and weights of a split; the weights [rows, length] are 0 beyond the end of a text."""
+        if split == "train" or self._label is not None:
+            # augment() masks training rows, differently in each epoch; rows with a label are not masked.
+            return rows, rows, weights
+
+        # Evaluation rows are masked once, with a fixed seed, so that they are always the same.
         with tf.device("CPU:0"):
-            masked = self._mask(tf.constant(rows), tf.constant([SPLIT_SEED, count], tf.int64))
+            masked = self._mask(
+                tf.constant(rows), tf.constant([SPLIT_SEED, len(rows)], tf.int64), weights
+            )
         return tuple(array.numpy() for array in masked)
 
-    def _mask(self, tokens: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _mask(
+        self, tokens: tf.Tensor, seed: tf.Tensor, weights: Any
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns masked inputs, the tokens as targets, and weights of 1 where they are masked.
 
-        A pure function of the tokens [batch, length] and the seed, int64 [2].
+        A pure function of the tokens [batch, length], the seed, int64 [2], and the weights, 0 for padding.
         """
         # The tokenizer's own tokens are 0 ... size - 1.
         mask_token = self._tokenizer.size
         shape = tf.shape(tokens)
-        random_seed = tf.random.experimental.stateless_fold_in(seed, tf.constant(1, tf.int64))
-        # Below 1 for tokens that are masked, and then uniform in 0 ... 1.
+        # Tokens with draws below 1 are masked; their draws are uniform in 0 ... 1.
         draws = tf.random.stateless_uniform(shape, seed) / self._masked_share
+        draws = tf.where(weights > 0, draws, 1.0)
         random_tokens = tf.random.stateless_uniform(
             shape,
-            random_seed,
+            fold_in(seed, 1),
             maxval=mask_token,
             dtype=tf.int32,
         )
@@ -224,82 +365,8 @@ class Text(MemorySource):
         return shown, tokens, tf.cast(draws < 1, tf.float32)
 
 
-def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
-    """Returns the documents of each split: whole ones at random, or parts if there are few.
-
-    Args:
-        documents: all texts.
-        validation, test: shares of the characters.
-
-    Example:
-        >>> parts = cut(["abcdefgh", "ij"], validation=0.1, test=0.2)
-        >>> {split: "".join(texts) for split, texts in parts.items()}
-        {'train': 'abcdefg', 'validation': 'h', 'test': 'ij'}
-    """
-    lengths = [len(text) for text in documents]
-    if len(documents) < WHOLE_DOCUMENTS:
-        return _cut_characters(documents, _ranges(sum(lengths), validation, test))
-
-    parts = _deal_documents(documents, lengths, validation, test)
-    # One long document may cover the whole share of a split. Then documents are counted, not
-    # characters.
-    if not all(parts.values()):
-        parts = _deal_documents(documents, [1] * len(documents), validation, test)
-    return parts
-
-
-def _ranges(total: int, validation: float, test: float) -> dict[str, range]:
-    """Returns which characters, or documents, each split has, without empty splits."""
-    train_end = round(total * (1 - validation - test))
-    test_start = round(total * (1 - test))
-    ranges = {
-        "train": range(train_end),
-        "validation": range(train_end, test_start),
-        "test": range(test_start, total),
-    }
-    return {split: span for split, span in ranges.items() if span}
-
-
-def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> dict[str, list[str]]:
-    """Cuts the documents as if they were one text; a document may go to several splits."""
-    starts = [0, *itertools.accumulate(map(len, documents))]
-    parts = {}
-    for split, span in ranges.items():
-        pieces = [
-            text[max(span.start - start, 0) : max(span.stop - start, 0)] for start, text in zip(starts, documents)
-        ]
-        parts[split] = [piece for piece in pieces if piece]
-    return parts
-
-
-def _deal_documents(
-    documents: Sequence[str], sizes: Sequence[int], validation: float, test: float
-) -> dict[str, list[str]]:
-    """Lays the documents in a row, in random order. Each goes to the split of its middle."""
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(documents))
-    in_row = np.take(sizes, order)
-    middles = np.empty(len(documents), np.int64)
-    middles[order] = np.cumsum(in_row) - in_row + in_row // 2
-    # Documents of a split keep their order.
-    parts = {}
-    for split, span in _ranges(sum(sizes), validation, test).items():
-        parts[split] = [text for text, middle in zip(documents, middles) if span.start <= middle < span.stop]
-    return parts
-
-
-def _check(
-    length: int,
-    objective: str,
-    masked_share: float,
-    validation_share: float,
-    test_share: float,
-) -> None:
-    """Raises ConfigError for settings that no text fits."""
-    if objective not in OBJECTIVES:
-        raise ConfigError(f"dataset.objective={objective} is not one of {', '.join(OBJECTIVES)}")
-    if length < 2:
-        raise ConfigError(f"dataset.length={length} is too short; an example needs at least 2 tokens")
-
+def _check_shares(masked_share: float, validation_share: float, test_share: float) -> None:
+    """Raises ConfigError for shares that fit no text."""
     shares = {
         "masked_share": masked_share,
         "validation_share": validation_share,

@@ -10,34 +10,34 @@ from hvtrain.data.formats.folders import split_entries
 from hvtrain.data.manifest import user_path, with_files
 from hvtrain.data.pipeline.decoding import Sizing, decode
 from hvtrain.data.pipeline.transform import Transform, check_image_shape
-from hvtrain.data.source import Preprocessing
+from hvtrain.data.source import Parts, Preprocessing
 from hvtrain.data.sources.file_source import decoded_preprocessing
 from hvtrain.data.sources.user_dataset import FunctionSource
 from hvtrain.data.sources.user_shards import UserFunction
-from hvtrain.errors import ConfigError, DataError
+from hvtrain.errors import ConfigError, DataError, first_line
 
 INSTALL = "install scripts/lock/data.txt (docs/data.md)"
 
 
 class PreparedDataset(FunctionSource):
-    """A data set of tensorflow_datasets, of which each rank reads an even part.
+    """A data set of tensorflow_datasets, of which each rank reads an equal part.
 
     Example:
         python -m hvtrain dataset=tfds dataset.dataset=mnist dataset.image_shape=[28,28,1]
 
-    The files are read in another order in each epoch, and their examples shuffled within a buffer.
-    A resumed run reads the examples that it has seen again, but decodes no image of them.
+    Each epoch reads the files in another order, and shuffles their examples within a buffer. A
+    resumed run reads the examples that it has seen again, but does not decode their images.
 
     Args:
         dataset: its name, "mnist", "mnist:3.0.1" or "NAME/CONFIG".
-        data_dir: the folder of prepared data sets; None: that of tensorflow_datasets.
-        input, target: names of features; None: those that the data set itself names as such.
-        splits: of this run, as tensorflow_datasets writes them: {train: "train[:90%]", validation:
+        data_dir: the folder of prepared data sets; None: the default of tensorflow_datasets.
+        input, target: names of features; None: those that the data set itself declares.
+        splits: the run's splits, as tensorflow_datasets writes them: {train: "train[:90%]", validation:
             "train[90%:]"}; None: those named train, validation and test.
         image_shape: [height, width, channels] to which images are resized; their pixels become 0
             ... 1.
-        shuffle_buffer: examples, with encoded images, that are shuffled together.
-        sizing: of images: resize, fit, crop_fraction and exif; see Sizing.
+        shuffle_buffer: number of examples, with encoded images, that are shuffled together.
+        sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
         ConfigError: without the library, for unknown features or splits, and for images without an
@@ -59,7 +59,7 @@ class PreparedDataset(FunctionSource):
         builder = open_builder(dataset, data_dir)
         features = builder.info.features
 
-        # The data set may itself name its inputs and targets.
+        # The data set may declare its inputs and targets.
         supervised = builder.info.supervised_keys or (None, None)
         self._keys: list[Any] = [
             input or supervised[0],
@@ -74,19 +74,23 @@ class PreparedDataset(FunctionSource):
         self._tfds_splits = dict(splits or split_entries(builder.info.splits))
         unknown = [split for split in self._tfds_splits if split not in self.SPLITS]
         if unknown:
-            raise ConfigError(f"dataset.splits names {', '.join(unknown)}; it may name {', '.join(self.SPLITS)}")
+            raise ConfigError(
+                f"dataset.splits names {', '.join(unknown)}; it may name {', '.join(self.SPLITS)}"
+            )
 
-        # By the names of types, so that the library's own need not be imported.
+        # Compared by type name, so that the library's types need not be imported.
         self._images = [key for key in self._keys if type(features[key]).__name__ == "Image"]
         if image_shape is not None:
             self.sizing = Sizing(check_image_shape(image_shape), **sizing)
         elif self._images:
-            raise ConfigError(f"{dataset} holds images; give dataset.image_shape=[height,width,channels]")
+            raise ConfigError(
+                f"{dataset} holds images; give dataset.image_shape=[height,width,channels]"
+            )
 
         self._builder = builder
         self._shuffle_buffer = shuffle_buffer
 
-        # A feature of the type ClassLabel knows its classes.
+        # A ClassLabel feature knows its classes.
         label = features[self._keys[1]]
         facts = {}
         if hasattr(label, "num_classes"):
@@ -108,7 +112,7 @@ class PreparedDataset(FunctionSource):
         epoch: int,
         start: int,
     ) -> Any:
-        """Opens a shard from example `start` of the epoch on; see from_dataset()."""
+        """Returns a shard's examples of an epoch from `start` on, None without such a split; see from_dataset()."""
         import tensorflow_datasets as tfds
 
         if split not in self._tfds_splits:
@@ -116,30 +120,30 @@ class PreparedDataset(FunctionSource):
 
         tfds_split = self._tfds_splits[split]
         is_training = split == "train"
-        # The library refuses unknown splits, and more shards than examples.
+        # The library raises for unknown splits, and for more shards than examples.
         try:
             part = tfds.even_splits(tfds_split, num_shards, drop_remainder=False)[shard]
             examples = self._builder.as_dataset(
                 split=part,
                 shuffle_files=is_training,
-                # Images are decoded last, after the shuffle: its buffer holds encoded ones.
+                # Images are decoded after the shuffle, whose buffer holds encoded ones.
                 decoders={key: tfds.decode.SkipDecoding() for key in self._images},
                 read_config=tfds.ReadConfig(shuffle_seed=seed + epoch, try_autocache=False),
             )
         except (ValueError, AssertionError) as error:
             raise DataError(
                 f"{self._builder.name}, {tfds_split} in {num_shards} shards: "
-                f"{str(error).splitlines()[0]}; choose other splits or fewer ranks"
+                f"{first_line(error)}; choose other splits or fewer ranks"
             ) from error
 
         examples = examples.map(lambda example: tuple(example[key] for key in self._keys))
         # This shuffle is seeded by the run's seed and the epoch; see seeded() in epochs.py.
         if is_training and self._shuffle_buffer > 1:
             examples = examples.shuffle(self._shuffle_buffer)
-        # Skipped before they are decoded.
+        # Examples are skipped before they are decoded.
         return examples.skip(start).map(self._decoded, num_parallel_calls=tf.data.AUTOTUNE)
 
-    def _decoded(self, *values: Any) -> tuple[Any, ...]:
+    def _decoded(self, *values: Any) -> Parts:
         """Returns an example whose images are decoded, and scaled to 0 ... 1."""
 
         def decoded(key, value):
@@ -152,7 +156,7 @@ class PreparedDataset(FunctionSource):
     def manifest(self) -> dict[str, Any]:
         folder = Path(self.origin)
         paths = sorted(str(path) for path in folder.iterdir() if path.is_file())
-        # All files for each split: only the library knows which split a file belongs to.
+        # All files count for each split: only the library knows which split a file belongs to.
         return with_files(super().manifest(), folder, lambda _: paths)
 
     def preprocessing(self) -> Preprocessing:
@@ -171,7 +175,9 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise ConfigError(f"dataset=tfds needs the package tensorflow-datasets ({error}); {INSTALL}") from error
+        raise ConfigError(
+            f"dataset=tfds needs the package tensorflow-datasets ({error}); {INSTALL}"
+        ) from error
 
     folder = user_path(data_dir or str(tfds.core.constants.DATA_DIR))
     problem = "is not prepared"
@@ -179,13 +185,7 @@ def open_builder(dataset: str, data_dir: str | None) -> Any:
         builder = tfds.builder(dataset, data_dir=str(folder))
         if builder.is_prepared() and builder.info.splits:
             return builder
-    except (
-        tfds.core.registered.DatasetNotFoundError,
-        ValueError,
-        OSError,
-        ImportError,
-        AssertionError,
-    ) as error:
+    except (ValueError, OSError, ImportError, AssertionError) as error:
         problem = f"cannot be opened ({' '.join(str(error).split())[:120]})"
 
     name = dataset.partition(":")[0]

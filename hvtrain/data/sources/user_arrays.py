@@ -1,7 +1,6 @@
 """Data sets from what a user has in memory: from_arrays for arrays, from_frame for data frames.
 
-Arrays come as people have them: sparse, of objects, one-hot, of names. They are taken where their
-meaning is clear.
+Arrays may be sparse, of objects, one-hot or of names. They are accepted if their meaning is clear.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,13 @@ import tensorflow as tf
 
 from hvtrain.data.description import listed
 from hvtrain.data.pipeline.transform import check_image_shape
+from hvtrain.data.source import Parts
 from hvtrain.data.sources.arrays import ArraySource, ImagesWithMasks, class_indices
-from hvtrain.data.sources.memory import MemorySource, known_facts
+from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import ConfigError, DataError
 
+# NumPy's kind characters of numbers, booleans and text.
 TAKEN_KINDS = "biufUS"
-"""NumPy's kinds of numbers, booleans and text."""
 
 
 def from_arrays(
@@ -50,15 +50,15 @@ def from_arrays(
         source = from_arrays(x_train, y_train, x_test, y_test, num_validation=5000)
 
     Args:
-        images: True if x are images [n, h, w] or [n, h, w, c], to be normalized and augmented. By
-            default they are if x is an array of such a shape, and is of 8-bit numbers or has whole
-            numbers as y.
-        num_classes: of targets that are one whole number each; by default the largest of y_train +
-            1. If it is given, one-hot rows, floats and booleans are classes too, and whole numbers
-            [n, h, w] are masks of classes (255: ignored), which augmentation moves with their
-            images.
-        class_names: by class. Targets of text are numbered by them, by default by the sorted names
-            in y_train.
+        images: True if x are images [n, h, w] or [n, h, w, c], to be normalized and augmented. The
+            default is True if x is an array of such a shape, and holds 8-bit numbers or y holds
+            whole numbers.
+        num_classes: number of classes, for targets of one whole number each; by default the largest
+            of y_train, plus 1. If it is given, one-hot rows, floats and booleans are classes too, and
+            whole numbers [n, h, w] are masks of classes (255: ignored), which augmentation moves with
+            their images.
+        class_names: the name of each class, by which text targets are numbered; for these, the
+            default is the sorted names in y_train.
         num_validation: number of examples taken out of the training part at random, with a fixed
             seed.
         facts: more facts for the model's builder and the task, such as vocabulary_size.
@@ -66,7 +66,7 @@ def from_arrays(
 
     Raises:
         DataError: if arrays do not belong together, or hold neither numbers nor text.
-        ConfigError: if there are options for images, and x are none.
+        ConfigError: if there are options for images, but x are not images.
     """
     arrays = _arrays_by_split(
         name,
@@ -79,39 +79,40 @@ def from_arrays(
 
     # The training part decides what the arrays are.
     y = arrays["train"][1]
-    names = None
-    if isinstance(y, np.ndarray) and y.dtype.kind in "US" and y.shape[1:] in ((), (1,)):
-        class_names = class_names or [_text(label) for label in np.unique(y)]
-        num_classes = num_classes or len(class_names)
-        names = class_names
-    if isinstance(y, np.ndarray) and num_classes is not None:
+    if isinstance(y, np.ndarray) and _is_column(y):
+        if y.dtype.kind in "US":
+            class_names = class_names or [_text(label) for label in np.unique(y)]
+            num_classes = num_classes or len(class_names)
+        elif y.dtype == bool:
+            num_classes = num_classes or 2
+    if num_classes is not None:
         for split, (inputs, targets, *weights) in arrays.items():
-            numbers = _class_targets(inputs, targets, num_classes, names, f"{name}, y_{split}")
+            numbers = _class_targets(
+                inputs, targets, num_classes, class_names, f"{name}, y_{split}"
+            )
             arrays[split] = inputs, numbers, *weights
 
     x, y = arrays["train"][:2]
-    if num_classes is not None and isinstance(y, np.ndarray) and y.dtype.kind == "f" and y.ndim == 1:
-        # Raises an error that says what classes are.
-        class_indices(y, f"{name}, y_train")
     has_integers = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer)
-    has_labels = has_integers and y.shape[1:] in ((), (1,))
+    has_labels = has_integers and _is_column(y)
     has_masks = has_integers and y.ndim == 3 and num_classes is not None and images is not False
     if images is None:
         has_image_shape = isinstance(x, np.ndarray) and x.ndim in (3, 4)
         images = has_image_shape and (x.dtype == np.uint8 or has_labels or has_masks)
 
-    # From training alone: the model cannot predict classes that it has never seen.
     if has_labels:
-        num_classes = _count_classes(class_indices(y, f"{name}, y_train"), num_classes, f"{name}, y_train")
+        for split, (inputs, targets, *weights) in arrays.items():
+            arrays[split] = inputs, class_indices(targets, f"{name}, y_{split}"), *weights
+        # Counted in training only: the model cannot predict classes that it has never seen.
+        num_classes = _count_classes(arrays["train"][1], num_classes, f"{name}, y_train")
 
     if images:
-        # The caller may have claimed that they are images.
         if not isinstance(x, np.ndarray) or x.ndim not in (3, 4):
-            shape = getattr(x, "shape", None)
-            shown = "several arrays" if shape is None else shape[1:]
-            raise DataError(f"{name}: x_train holds examples of shape {shown}; images [h, w] or [h, w, c] are needed")
-
-        # Images without channels have one.
+            shown = x.shape[1:] if isinstance(x, np.ndarray) else "several arrays"
+            raise DataError(
+                f"{name}: x_train holds examples of shape {shown}; images [h, w] or [h, w, c] are needed"
+            )
+        # Images without a channel axis have one channel.
         height, width, channels = (*x.shape[1:], 1)[:3]
         source_class = ImagesWithMasks if has_masks else ArraySource
         return source_class(
@@ -126,26 +127,24 @@ def from_arrays(
         )
 
     if options:
-        raise ConfigError(f"{name}: {', '.join(options)} are for images, and x_train holds none; leave them out")
-    if has_labels:
-        for split, (inputs, targets, *weights) in arrays.items():
-            arrays[split] = inputs, class_indices(targets, f"{name}, y_{split}"), *weights
-
-    more_facts = known_facts(num_classes, class_names, facts)
+        raise ConfigError(
+            f"{name}: {', '.join(options)} are for images, and x_train holds none; leave them out"
+        )
+    more_facts = {"num_classes": num_classes, "class_names": class_names, **(facts or {})}
     return MemorySource(name, lambda: arrays, num_validation=num_validation, more_facts=more_facts)
 
 
 def _arrays_by_split(
     name: str,
     splits: Mapping[str, tuple[Any, Any, Any]],
-) -> dict[str, tuple[Any, ...]]:
+) -> dict[str, Parts]:
     """Returns the splits that were given, each as arrays (x, y) or (x, y, w)."""
-    # All splits need elements of one structure: that of train is the source's element_spec.
+    # All splits need the same structure, since train's is the source's element_spec.
     has_weights = splits["train"][2] is not None
     arrays = {}
     for split, (x, y, w) in splits.items():
         if (x is None) != (y is None):
-            raise DataError(f"{name}: x_{split} and y_{split} belong together; give both or neither")
+            raise DataError(f"{name}: x_{split} and y_{split} belong together; give both or none")
         if x is None:
             continue
         if (w is not None) != has_weights:
@@ -154,33 +153,56 @@ def _arrays_by_split(
 
         parts = (x, y, w) if has_weights else (x, y)
         names = (f"{name}, x_{split}", f"{name}, y_{split}", f"{name}, w_{split}")
-        # A sparse matrix and a data frame are no structures to tf.nest.
+        # tf.nest treats a sparse matrix or a data frame as a single value.
         arrays[split] = tuple(
-            tf.nest.map_structure(partial(_plain_array, where=where), part) for where, part in zip(names, parts)
+            tf.nest.map_structure(partial(_plain_array, where=where), _whole_list(part))
+            for where, part in zip(names, parts)
         )
 
     return arrays
+
+
+def _whole_list(part: Any) -> Any:
+    """Returns a list of rows as an array of objects, since tf.nest treats lists as structures."""
+    if isinstance(part, dict):
+        return {name: _whole_list(item) for name, item in part.items()}
+    if not isinstance(part, list):
+        return part
+    if any(len(getattr(item, "shape", ())) for item in part):
+        return tuple(part)  # tf.data would stack a list of arrays.
+    rows = np.empty(len(part), object)
+    rows[:] = part
+    return rows
 
 
 def _plain_array(values: Any, where: str) -> np.ndarray:
     """Returns an array of numbers or text.
 
     Args:
-        values: An array, a data frame, a sparse matrix, or a list.
-        where: Begins messages.
+        values: An array, a data frame, a sparse matrix, or a number.
+        where: Text that begins messages.
 
     Raises:
-        DataError: It holds something else.
+        DataError: The values are of another kind, or have no rows.
     """
-    # NumPy would make a single object of a sparse matrix.
+    if np.ma.is_masked(values):
+        fix = "fill them (values.filled(...)), or drop the rows"
+        raise DataError(f"{where} has {np.ma.count_masked(values):,} masked values; {fix}")
+    # NumPy would turn a sparse matrix into a single object.
     if hasattr(values, "toarray"):
         values = values.toarray()
     try:
         array = np.asarray(values)
+        if not array.ndim or not len(array):
+            raise DataError(
+                f"{where} ({type(values).__name__}) has no rows; each example needs one"
+            )
         if array.dtype.kind == "O":
             array = _typed(array, where)
     except ValueError as error:
-        raise DataError(f"{where} has rows of unlike lengths ({error}); pad them to one length") from error
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{where} has rows of unlike lengths; pad them to one length") from error
 
     if array.dtype.kind in "mM":
         raise DataError(
@@ -189,14 +211,14 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
         )
     if array.dtype.kind not in TAKEN_KINDS:
         raise DataError(f"{where} holds {array.dtype}; numbers or text are needed")
-    return array
+    return array.astype(np.float64) if array.dtype == np.longdouble else array
 
 
 def _typed(array: np.ndarray, where: str) -> np.ndarray:
-    """Returns an array of objects in the type that all its values have.
+    """Converts an array of objects to the type that all its values have.
 
     Raises:
-        DataError: They have several types, or no value.
+        DataError: The values have several types, or one is missing.
     """
     values = array.ravel().tolist()
     kinds = {np.asarray(value).dtype.kind for value in values}
@@ -205,9 +227,9 @@ def _typed(array: np.ndarray, where: str) -> np.ndarray:
     if kinds in ({"M"}, {"m"}):
         return array.astype(f"{kinds.pop()}8[us]")
 
-    row = next((row for row, value in enumerate(array) if any(item is None for item in np.ravel(value))), None)
-    if row is not None:
-        raise DataError(f"{where} has no value in row {row}; fill the gap or drop the row")
+    for row, value in enumerate(array):
+        if any(item is None for item in np.ravel(np.asarray(value, object))):
+            raise DataError(f"{where} has no value in row {row}; fill the gap or drop the row")
     types = sorted({type(value).__name__ for value in values})
     raise DataError(
         f"{where} holds values of several types ({listed(types)}); give numbers alone, or a dict of columns such as "
@@ -222,7 +244,7 @@ def _class_targets(
     class_names: Sequence[str] | None,
     where: str,
 ) -> Any:
-    """Returns targets that are clearly classes, or masks of them, as whole numbers; others as they are.
+    """Returns targets that are clearly classes, or masks of them, as whole numbers; others unchanged.
 
     Classes are one-hot rows of num_classes, whole numbers as floats, booleans, or class_names.
 
@@ -238,9 +260,11 @@ def _class_targets(
     if targets.ndim == 2 and targets.shape[1] == num_classes > 1:
         is_one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(axis=1) == 1).all()
         return targets.argmax(axis=1) if is_one_hot else targets
-    is_column = targets.shape[1:] in ((), (1,))
-    if is_column and targets.dtype.kind in "bf" and (targets == np.floor(targets)).all():
-        return targets.astype(np.int64)
+    if targets.dtype.kind in "bf" and _is_column(targets):
+        if (targets == np.floor(targets)).all():
+            return targets.astype(np.int64)
+        # Raises an error that says what class labels have to be.
+        return class_indices(targets, where) if targets.ndim == 1 else targets
 
     # Masks may have an axis of one channel, as images have.
     if targets.ndim == 4 and targets.shape[3] == 1 and np.ndim(inputs) == 4:
@@ -250,17 +274,18 @@ def _class_targets(
     return targets
 
 
+def _is_column(array: np.ndarray) -> bool:
+    return array.shape[1:] in ((), (1,))
+
+
 def _count_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
     """Returns num_classes, by default the largest label + 1.
 
     Raises:
-        DataError: Labels begin at 1 or above: all numbers to the largest occur, or the largest is
-            not below num_classes. A model would have an output for 0 that nothing trains.
+        DataError: No label is 0, and all numbers from the least to the largest occur or, if num_classes is
+            given, the largest is not below it. The model's output for 0 would never be trained.
     """
-    if not len(labels):
-        return num_classes or 1
-    low = int(labels.min())
-    high = int(labels.max())
+    low, high = int(labels.min()), int(labels.max())
     is_shifted = len(np.unique(labels)) == high - low + 1
     if num_classes is not None:
         is_shifted = high >= num_classes
@@ -273,10 +298,10 @@ def _count_classes(labels: np.ndarray, num_classes: int | None, where: str) -> i
 
 
 def _numbered(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
-    """Returns the indices of targets of text among the names of classes.
+    """Returns the indices of text targets among the class names.
 
     Raises:
-        DataError: One is none of them.
+        DataError: A target is not one of the names.
     """
     distinct, inverse = np.unique(targets, return_inverse=True)
     unknown = [_text(name) for name in distinct if _text(name) not in names]
@@ -314,7 +339,7 @@ def from_frame(
         train, test, validation: tables whose columns have to_numpy().
         image_shape: [height, width, channels].
         image_column: a column of lists (or arrays) of height * width * channels numbers, or the
-            names of as many columns of one number each, as in pixel0 ... pixel783.
+            names of that many columns of one number each, as in pixel0 ... pixel783.
         label_column: a column of whole numbers.
         options: those of from_arrays.
 
@@ -327,8 +352,9 @@ def from_frame(
     for split, frame in frames.items():
         if frame is not None:
             where = f"{name}, {split}"
+            if not len(frame):
+                raise DataError(f"{where} has no rows; leave it out")
             cells = _frame_cells(where, frame, int(np.prod(shape)), image_column)
-            # The saved model takes what the user has in the table.
             options.setdefault("example_shape", cells[0].shape)
             arrays[f"x_{split}"] = np.stack(list(map(np.ravel, cells))).reshape(-1, *shape)
             arrays[f"y_{split}"] = _frame_column(where, frame, label_column)
@@ -342,11 +368,15 @@ def _frame_cells(
     num_pixels: int,
     image_column: str | Sequence[str],
 ) -> list[np.ndarray]:
-    """Returns the pixels of each row of a table, in the shape that they have there."""
+    """Returns the pixels of each row of a table, in the shape that they have in the table."""
     if not isinstance(image_column, str):
         if len(image_column) != num_pixels:
-            raise DataError(f"{where}: {len(image_column)} image columns were given; {num_pixels} are needed")
-        return list(np.stack([_frame_column(where, frame, column) for column in image_column], axis=1))
+            raise DataError(
+                f"{where}: {len(image_column)} image columns were given; {num_pixels} are needed"
+            )
+        return list(
+            np.stack([_frame_column(where, frame, column) for column in image_column], axis=1)
+        )
 
     # A cell may hold an array of any shape.
     cells = [np.atleast_1d(cell) for cell in _frame_column(where, frame, image_column)]
@@ -363,8 +393,8 @@ def _frame_cells(
 
 def _frame_column(where: str, frame: Any, column: str) -> np.ndarray:
     """Returns a column as an array. Raises DataError if it is missing."""
-    # The columns of a pyarrow Table have no names; pandas allows names that are not strings.
-    names = [str(name) for name in getattr(frame, "column_names", None) or frame.columns]
+    # pandas allows names that are not strings.
+    names = {str(name): name for name in getattr(frame, "column_names", None) or frame.columns}
     if column not in names:
         raise DataError(f"{where} has no column {column}; it has {', '.join(names)}")
-    return frame[column].to_numpy()
+    return frame[names[column]].to_numpy()

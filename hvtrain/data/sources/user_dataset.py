@@ -1,13 +1,14 @@
 """Data sets from a user's own function: from_dataset.
 
 The function opens a shard of the data, as a tf.data pipeline or a keras.utils.PyDataset. Its
-streams keep the laws of all sources, see source.py: each epoch is opened anew, with seeds that are
-made from the run's, and each step's batch is checked to be there.
+streams keep the laws of all sources, see source.py: each epoch is opened again, with seeds derived
+from the run's, and each step is checked to have its batch.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import tensorflow as tf
@@ -16,10 +17,9 @@ from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology, reduced
 from hvtrain.data.pipeline.epochs import cut_epoch, join_epochs
 from hvtrain.data.pipeline.streams import finish
-from hvtrain.data.source import Source, StreamRequest
-from hvtrain.data.sources.memory import known_facts, no_examples, set_class_attributes
+from hvtrain.data.source import Parts, Source, StreamRequest
+from hvtrain.data.sources.memory import no_examples
 from hvtrain.data.sources.user_shards import (
-    PipelineExamples,
     PyDatasetExamples,
     ShardKey,
     UserFunction,
@@ -30,28 +30,36 @@ from hvtrain.errors import ConfigError, DataError
 log = logging.getLogger(__name__)
 
 # The advice at the end of messages.
-USE_SHARD = "the function must give each shard a part of its own, such as dataset.shard(num_shards, shard)"
-FIX_NUM_EXAMPLES = (
-    "shards need equal parts of num_examples; correct it, or leave it out to have the examples of each shard counted"
+USE_SHARD = (
+    "the function must give each shard a part of its own, such as dataset.shard(num_shards, shard)"
 )
-FIX_FUNCTION = "that is what was counted; the function must give as many for every epoch, seed and batch_size"
+FIX_NUM_EXAMPLES = (
+    "shards need equal parts of num_examples; correct it, "
+    "or leave it out to have the examples of each shard counted"
+)
+FIX_FUNCTION = (
+    "that is what was counted; the function must give as many for every epoch, seed and batch_size"
+)
 
 
 class FunctionSource(Source):
     """A data set from a function that opens a shard; see from_dataset().
 
     Args:
-        function: the user's.
-        num_examples: by split, of which shards are taken to have equal parts. None: the function
-            is called for each shard, and its examples are counted, by reading them if tf.data does
-            not know their number. In a run each rank counts its own shards, and rank 0 the whole.
-        more_facts: for the model's builder and the task.
+        function: the user's function.
+        num_examples: number of examples by split; shards are assumed to be equal. For a split that
+            it leaves out, the function is called for each shard, and its examples are counted, by
+            reading them if tf.data does not know their number. In a run each rank counts its own
+            shards, and rank 0 the whole.
+        more_facts: facts for the model's builder and the task.
 
     Raises:
         ConfigError: if num_examples names a split that the function cannot open.
     """
 
-    equal_batches_advice = f"{USE_SHARD}, or set same_on_all_ranks on the data set if that is intended"
+    equal_batches_advice = (
+        f"{USE_SHARD}, or set same_on_all_ranks on the data set if that is intended"
+    )
 
     def __init__(
         self,
@@ -62,12 +70,11 @@ class FunctionSource(Source):
         self.name = function.name
         self.origin = function.file
         self._function = function
-        self._num_examples = num_examples
-        self._more_facts = dict(more_facts or {})
-        set_class_attributes(self, self._more_facts)
-        # The shards that this rank has counted, and those that other ranks have.
+        self._num_examples = dict(num_examples or {})
+        self.take_facts(more_facts or {})
+        # Examples of the shards that this rank or other ranks have counted.
         self._counts: dict[ShardKey, int] = {}
-        self._element_spec: tuple[Any, ...] = ()
+        self._element_spec: Parts = ()
 
         self._splits = self.SPLITS if "split" in function.declared else ("train",)
         unknown = [split for split in num_examples or () if split not in self._splits]
@@ -78,32 +85,30 @@ class FunctionSource(Source):
             )
 
     @property
-    def element_spec(self) -> tuple[Any, ...]:
+    def element_spec(self) -> Parts:
         if not self._element_spec:
             self._open(_whole("train"))
         return self._element_spec
 
     def facts(self) -> dict[str, Any]:
-        # Inputs of three dimensions are taken for images, unless the user's facts say otherwise.
+        # Inputs of three dimensions are assumed to be images, unless the user's facts say otherwise.
         shape = tuple(getattr(self.element_spec[0], "shape", ()))
         image_facts = {"image_shape": shape} if len(shape) == 3 else {}
-        return {**image_facts, **super().facts(), **self._more_facts}
+        return {**image_facts, **super().facts()}
 
     def num_examples(self, split: str) -> int:
-        if self._num_examples is not None:
-            return self._num_examples.get(split, 0)
+        if split in self._num_examples:
+            return self._num_examples[split]
         if split not in self._splits:
             return 0
         return self._count(_whole(split))
 
     def own_counts(self, topology: Topology) -> dict[ShardKey, int]:
-        if self._num_examples is not None:
-            return {}
-
-        keys = [key for split in self._splits for key in _shard_keys(topology, split)]
+        splits = [split for split in self._splits if split not in self._num_examples]
+        keys = [key for split in splits for key in _shard_keys(topology, split)]
         # Rank 0 also counts the whole, to compare it with the sum of all shards.
         if topology.is_chief:
-            keys += [_whole(split) for split in self._splits]
+            keys += [_whole(split) for split in splits]
         return {key: self._count(key) for key in keys}
 
     def take_counts(self, counts: Iterable[Mapping[ShardKey, int]]) -> None:
@@ -113,7 +118,7 @@ class FunctionSource(Source):
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
         # Given numbers are divided equally; without them, each shard is counted.
         whole = self.num_examples(split)
-        if self._num_examples is not None or not whole:
+        if split in self._num_examples or not whole:
             return super().shard_sizes(split, num_shards, weights)
 
         ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
@@ -122,7 +127,9 @@ class FunctionSource(Source):
 
         # A function that ignores its shard would have all ranks train on the same examples.
         if len(sizes) > 1 and min(sizes) == whole:
-            raise DataError(f"{self.name} gives all {whole:,} examples of {split} to every shard; {USE_SHARD}")
+            raise DataError(
+                f"{self.name} gives all {whole:,} examples of {split} to every shard; {USE_SHARD}"
+            )
         if sum(sizes) != whole:
             raise DataError(
                 f"{self.name}: the {len(sizes)} shards of {split} hold "
@@ -138,22 +145,20 @@ class FunctionSource(Source):
         share = request.share_of(sizes[topology.rank])
         first_epoch, steps_done = request.position
         values = {"seed": request.seed, "batch_size": share.batch_size}
-        shards = self._open_shards("train", topology, shuffled=True, values=values)
+        shards = self._readers("train", topology, is_shuffled=True, values=values)
 
         def open_epoch(epoch):
             # Only the first epoch of a resumed run begins in the middle.
             step = steps_done if epoch == first_epoch else 0
             examples = self._examples(shards, share, epoch, share.begin(step))
-            return cut_epoch(examples.batch(share.batch_size), share, step, self._wrong_number(shards, share))
+            return cut_epoch(
+                examples.batch(share.batch_size),
+                share,
+                step,
+                partial(self._wrong_number, shards, share),
+            )
 
-        # Opened here, so that an error of the function is raised as it is, not by TensorFlow.
-        ready = [open_epoch(first_epoch)]
-        spec = ready[0].element_spec
-
-        def next_epoch(epoch):
-            return ready.pop() if ready else open_epoch(epoch)
-
-        return finish(join_epochs(next_epoch, first_epoch, spec), topology)
+        return finish(join_epochs(open_epoch, first_epoch), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         number = self.shard_sizes(split, topology.size, topology.weights)[topology.rank]
@@ -163,31 +168,25 @@ class FunctionSource(Source):
 
         num_steps = -(-number // batch_size)
         share = Share(batch_size, num_steps, number)
-        values = {"batch_size": batch_size}
-        shards = self._open_shards(split, topology, shuffled=False, values=values)
+        shards = self._readers(
+            split, topology, is_shuffled=False, values={"batch_size": batch_size}
+        )
         batches = self._examples(shards, share).batch(batch_size)
-        # With ends=True, one example too many is an error, too.
-        return finish(cut_epoch(batches, share, 0, self._wrong_number(shards, share), ends=True), topology)
+        # With ends=True, one example too many is an error too.
+        wrong_number = partial(self._wrong_number, shards, share)
+        return finish(cut_epoch(batches, share, 0, wrong_number, ends=True), topology)
 
     def explain(self, error: Exception) -> Exception:
         return self._function.explain(error)
 
-    def _open_shards(
-        self,
-        split: str,
-        topology: Topology,
-        shuffled: bool,
-        values: Mapping[str, Any],
-    ) -> list["ShardReader"]:
-        """Returns readers of this rank's shards: of one, or of several if ranks are unlike."""
+    def _readers(self, split: str, topology: Topology, **options: Any) -> list["ShardReader"]:
+        """Returns readers of this rank's shards: one, or several if ranks have unequal weights."""
         if self.on_error == "skip":
             raise ConfigError(
                 f"{self.name}: hvtrain cannot skip what a function cannot read; use "
                 "data.on_error=stop, and dataset.ignore_errors() in the function"
             )
-
-        keys = _shard_keys(topology, split)
-        return [ShardReader(self._function, key, shuffled, values) for key in keys]
+        return [ShardReader(self._function, key, **options) for key in _shard_keys(topology, split)]
 
     def _examples(
         self,
@@ -199,27 +198,27 @@ class FunctionSource(Source):
         """Returns a rank's examples of an epoch from `start` on.
 
         Raises:
-            DataError: if a shard is the whole data set, too small, or of another type than the
-                data set.
+            DataError: if a shard is the whole data set, too small, or of another type than the data set.
         """
         call = shards[0].call
         # Several shards are joined before they are cut, since the start may be in any of them.
         is_alone = len(shards) == 1
         opened = [shard.open_epoch(epoch, start if is_alone else 0) for shard in shards]
-        counts = [count for _, count in opened if count is not None]
+        parts, counts = zip(*opened)
 
-        # Known numbers are checked now; cut_epoch() checks the others as examples are read.
-        if len(counts) == len(shards):
+        # Known numbers are checked now; otherwise cut_epoch() checks as examples are read.
+        if None not in counts:
             number = sum(counts)
             _, num_shards, split = shards[0].key
-            whole = (self._num_examples or {}).get(split)
+            whole = self._num_examples.get(split)
             if len(shards) < num_shards and number == whole:
-                raise DataError(f"{call} gives all {number:,} examples of num_examples; {USE_SHARD}")
+                raise DataError(
+                    f"{call} gives all {number:,} examples of num_examples; {USE_SHARD}"
+                )
             if number < share.num_examples:
-                raise self._wrong_number(shards, share)(number)
+                raise self._wrong_number(shards, share, number)
 
-        # The model was built for the types that the data had at first.
-        parts = [part for part, _ in opened]
+        # The model was built for the types of the first data.
         if parts[0].element_spec != self.element_spec:
             raise DataError(
                 f"{call} gives {kinds_in_words(parts[0].element_spec)} and at first "
@@ -230,16 +229,13 @@ class FunctionSource(Source):
             return parts[0]
         return reduce(tf.data.Dataset.concatenate, parts).skip(start)
 
-    def _wrong_number(self, shards: list["ShardReader"], share: Share) -> Callable[[int], Exception]:
-        """Returns a function that makes the error for a number of examples that is not the share's."""
-        fix = FIX_FUNCTION if self._num_examples is None else FIX_NUM_EXAMPLES
-
-        def error_of(number: int) -> Exception:
-            return self._function.fail(
-                f"{shards[0].call} gives {number:,} examples and {share.num_examples:,} are needed; {fix}"
-            )
-
-        return error_of
+    def _wrong_number(self, shards: list["ShardReader"], share: Share, number: int) -> Exception:
+        """Returns the error for a number of examples that is not the share's."""
+        *_, split = shards[0].key
+        fix = FIX_NUM_EXAMPLES if split in self._num_examples else FIX_FUNCTION
+        return self._function.fail(
+            f"{shards[0].call} gives {number:,} examples and {share.num_examples:,} are needed; {fix}"
+        )
 
     def _count(self, key: ShardKey) -> int:
         """Returns the number of a shard's examples; 0 if the function returns None."""
@@ -247,14 +243,10 @@ class FunctionSource(Source):
             examples = self._open(key)
             number = examples.count() if examples else 0
             if number is None:
-                log.info(
-                    "%s: its examples are read to count them; num_examples saves that",
-                    self._function.call_in_words(key),
-                )
+                call = self._function.call_in_words(key)
+                log.info("%s: its examples are read to count them; num_examples saves that", call)
                 number = examples.read_all()
-
             self._counts[key] = number
-
         return self._counts[key]
 
     def _open(self, key: ShardKey) -> Any:
@@ -265,71 +257,62 @@ class FunctionSource(Source):
         return examples
 
 
+@dataclass
 class ShardReader:
     """Opens a shard for each epoch of one stream.
 
     A PyDataset is opened once and kept, unless the function declares epoch.
-
-    Args:
-        function: the user's.
-        key: of the shard.
-        shuffled: True if batches of a PyDataset come in another order in each epoch.
-        values: more arguments for the function, equal in all epochs, such as the seed.
     """
 
-    def __init__(
-        self,
-        function: UserFunction,
-        key: ShardKey,
-        shuffled: bool,
-        values: Mapping[str, Any],
-    ) -> None:
-        self.key = key
-        self.call = function.call_in_words(key)
-        self._function = function
-        self._shuffled = shuffled
-        self._values = values
-        # The PyDataset, if the next epoch continues with it.
-        self._kept: PyDatasetExamples | None = None
+    function: UserFunction
+    key: ShardKey
+    is_shuffled: bool
+    """True if the batches of a PyDataset get another order in each epoch."""
+    values: Mapping[str, Any]
+    """More arguments for the function, equal in all epochs, such as the seed."""
+    kept: PyDatasetExamples | None = None
+
+    @property
+    def call(self) -> str:
+        return self.function.call_in_words(self.key)
 
     def open_epoch(self, epoch: int, start: int) -> tuple[tf.data.Dataset, int | None]:
         """Opens the shard's examples from `start` on.
 
         Returns:
-            The examples, and the number of all of them in the epoch; None if it is not known.
+            The examples, and their number in the whole epoch; None if it is not known.
         """
         shard = self._open(epoch, start)
         if isinstance(shard, PyDatasetExamples):
-            # A function that declares epoch is called for each one.
-            if "epoch" not in self._function.declared:
-                self._kept = shard
-            shard.go_to(epoch)
-            seed = self._values["seed"] if self._shuffled else None
-            return shard.examples(start, seed), shard.count()
+            # A function that declares epoch is called for each epoch.
+            if "epoch" not in self.function.declared:
+                self.kept = shard
+            seed = self.values["seed"] if self.is_shuffled else None
+            return shard.examples(epoch, start, seed), shard.count()
 
-        # A function that declares start has left these examples out itself.
-        num_left_out = start if "start" in self._function.declared else 0
-        if self._shuffled:
-            self._function.log_limits(shard, start - num_left_out)
+        # A function that declares start has left out the examples before it.
+        num_left_out = start if "start" in self.function.declared else 0
+        if self.is_shuffled:
+            self.function.log_limits(shard, start - num_left_out)
         number = shard.count()
         if number is not None:
             number += num_left_out
         return shard.examples(start - num_left_out), number
 
-    def _open(self, epoch: int, start: int) -> PipelineExamples | PyDatasetExamples:
+    def _open(self, epoch: int, start: int) -> Any:
         """Opens the shard for an epoch, or returns the PyDataset that is kept."""
-        # A PyDataset cannot go back. If a stream is read again from its start, a new one is opened.
-        if self._kept and self._kept.epoch <= epoch:
-            return self._kept
+        # A PyDataset cannot go back to an earlier epoch, for which a new one is opened.
+        if self.kept and self.kept.epoch <= epoch:
+            return self.kept
 
-        shard = self._function.open(self.key, epoch=epoch, start=start, **self._values)
+        shard = self.function.open(self.key, epoch=epoch, start=start, **self.values)
         if shard is None:
-            raise self._function.fail(f"{self.call} returned None, and examples were expected")
+            raise self.function.fail(f"{self.call} returned None, and examples were expected")
         return shard
 
 
 def _whole(split: str) -> ShardKey:
-    """Returns the only shard of one."""
+    """Returns the key of a whole split, as a single shard."""
     return ShardKey(0, 1, split)
 
 
@@ -357,16 +340,15 @@ def from_dataset(
 ) -> FunctionSource:
     """Makes a source from a function(shard, num_shards) that returns one of num_shards equal parts.
 
-    It returns a tf.data.Dataset of single examples, (inputs, targets) or (inputs, targets,
+    The function returns a tf.data.Dataset of single examples, (inputs, targets) or (inputs, targets,
     weights), or a keras.utils.PyDataset of batches of one size. It may declare more arguments:
 
-    - split: "train", "validation" or "test"; it then returns None for one that there is not.
-    - seed, epoch: of the run, both whole numbers. Shuffles of tf.data do not need them: they are
-      seeded.
+    - split: "train", "validation" or "test"; it then returns None for a split that does not exist.
+    - seed, epoch: those of the run, whole numbers. Shuffles of tf.data do not need them: hvtrain seeds
+      them.
     - start: examples of the epoch that a resumed run has seen. The function then leaves them out,
-      which may be faster than to read and drop them.
-    - batch_size: for a PyDataset, whose batches need not be of that size. It is 1 where examples
-      are counted.
+      which may be faster than reading and dropping them.
+    - batch_size: the rank's; the batches of a PyDataset may have another size. It is 1 while examples are counted.
 
     Example:
         def numbers(shard, num_shards):
@@ -376,15 +358,14 @@ def from_dataset(
         source = from_dataset(numbers, num_classes=2)
 
     Args:
-        num_examples: of all shards together, by split, or of training alone; None: they are
-            counted.
-        facts: for the model's builder and the task, such as vocabulary_size.
+        num_examples: examples of all shards together, by split, or of training alone; those of other
+            splits are counted.
+        facts: facts for the model's builder and the task, such as vocabulary_size.
 
     Raises:
-        ConfigError: if the function does not take a shard and num_shards, or needs other
-            arguments.
+        ConfigError: if the function does not take a shard and num_shards, or needs other arguments.
     """
     if isinstance(num_examples, int):
         num_examples = {"train": num_examples}
-    more_facts = known_facts(num_classes, class_names, facts)
+    more_facts = {"num_classes": num_classes, "class_names": class_names, **(facts or {})}
     return FunctionSource(UserFunction(function, name), num_examples, more_facts)

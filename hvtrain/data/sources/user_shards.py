@@ -1,6 +1,6 @@
 """A user's function that opens shards of a data set, and what it returns.
 
-A shard is a tf.data pipeline or a keras.utils.PyDataset. Both are checked, and give single examples
+A shard is a tf.data pipeline or a keras.utils.PyDataset. Both are checked, and yield single examples
 in the types that models take.
 """
 
@@ -14,30 +14,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.data.pipeline.epochs import seeded
-from hvtrain.data.pipeline.streams import ORDER, end_with_python
+from hvtrain.data.pipeline.epochs import call_python, seeded
+from hvtrain.data.pipeline.streams import ORDER
+from hvtrain.data.source import Parts
 from hvtrain.data.sources.file_source import NotesFailure
 from hvtrain.data.sources.memory import RENUMBER, as_models_take
-from hvtrain.errors import ConfigError, DataError, UserError, in_one_line, place_of
+from hvtrain.errors import ConfigError, DataError, UserError, cause_of
 
 log = logging.getLogger(__name__)
 
 REQUIRED = ("shard", "num_shards")
-# More arguments that a function may declare, and their values where its examples are counted.
-DEFAULTS: Mapping[str, Any] = {
-    "split": "train",
-    "epoch": 0,
-    "seed": 0,
-    "start": 0,
-    "batch_size": 1,
-}
+# Optional arguments of a function, and their values while its examples are counted.
+DEFAULTS: Mapping[str, Any] = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
 # The same types as in as_models_take().
 NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32}
 PARTS_NEEDED = "(inputs, targets) or (inputs, targets, weights) is needed"
 
 
 class ShardKey(NamedTuple):
-    """Names a shard."""
+    """Identifies a shard."""
 
     shard: int
     """Its number, from 0 to num_shards - 1."""
@@ -49,8 +44,8 @@ class PipelineExamples:
     """A shard as a tf.data pipeline of single examples.
 
     Args:
-        dataset: the user's.
-        name: begins messages.
+        dataset: the user's pipeline.
+        name: text that begins messages.
 
     Raises:
         DataError: for elements other than (inputs, targets) or (inputs, targets, weights), and for
@@ -63,52 +58,42 @@ class PipelineExamples:
         specs = tf.nest.flatten(dataset.element_spec)
         if any(spec.dtype in NARROW_TYPES for spec in specs):
             dataset = dataset.map(lambda *parts: tf.nest.map_structure(_narrowed, parts))
-        self._dataset = dataset
+        self.dataset = dataset
         self.element_spec = dataset.element_spec
 
     def count(self) -> int | None:
         """Returns the number of examples.
 
-        None if it is not known before they are read, or if they never end.
+        None if the examples have to be read to know it, or never end.
         """
         # tf.data returns -1 for examples that never end, and -2 for an unknown number.
-        number = int(self._dataset.cardinality())
+        number = int(self.dataset.cardinality())
         return number if number >= 0 else None
 
     def read_all(self) -> int:
-        """Returns the number of examples, by reading them.
+        """Counts the examples by reading them.
 
         Raises:
             DataError: if they never end.
         """
-        if self._dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-            raise DataError(f"{self._name} gives examples without end; say by num_examples how many make an epoch")
-        return int(self._dataset.reduce(np.int64(0), lambda number, _: number + 1))
+        if self.dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise DataError(
+                f"{self._name} gives examples without end; say by num_examples how many make an epoch"
+            )
+        return int(self.dataset.reduce(np.int64(0), lambda number, _: number + 1))
 
     def examples(self, start: int) -> tf.data.Dataset:
         """Returns the examples from `start` on; those before are read and dropped."""
-        return self._dataset.skip(start) if start else self._dataset
-
-    def limits(self) -> tuple[bool, bool]:
-        """True if the pipeline shuffles, and if its order may change from run to run.
-
-        As far as tf.data shows the operations, to which it offers no public way.
-        """
-        operations = [self._dataset]
-        for operation in operations:
-            operations += operation._inputs()
-        shuffles = any(type(operation).__name__ == "_ShuffleDataset" for operation in operations)
-        varies = any(getattr(operation, "_deterministic", None) == "false" for operation in operations)
-        return shuffles, varies
+        return self.dataset.skip(start) if start else self.dataset
 
 
 class PyDatasetExamples:
     """A shard as a keras.utils.PyDataset, read by as many threads as it has workers.
 
     Args:
-        dataset: the user's. All batches have one size; the last may be smaller.
-        name: begins messages.
-        note: notes an error for the run, which only sees TensorFlow's, and returns it.
+        dataset: the user's. All batches have one size; only the last may be smaller.
+        name: text that begins messages.
+        note: keeps an error for the run, which would otherwise see only TensorFlow's, and returns it.
 
     Raises:
         DataError: for batches of other parts, types or sizes than the first.
@@ -124,9 +109,9 @@ class PyDatasetExamples:
         self._name = name
         self._note = note
         self.epoch = -1
-        """The epoch that was begun last."""
+        """The last epoch that was begun."""
 
-        # It raises TypeError, from len(), if the class has no __len__.
+        # num_batches raises TypeError, from len(), if the class has no __len__.
         try:
             self._num_batches = dataset.num_batches or 0
         except (NotImplementedError, TypeError):
@@ -138,7 +123,7 @@ class PyDatasetExamples:
         first = self._batch(0)
         self.element_spec = _spec_of(first)
 
-        # Only the first and the last batch are read to know all sizes; _read() checks the others.
+        # The first and the last batch tell all sizes; _read() checks the others.
         self._sizes = np.full(self._num_batches, self._batch_size(first, 0))
         last = self._num_batches - 1
         last_size = self._batch_size(self._batch(last), last)
@@ -148,45 +133,45 @@ class PyDatasetExamples:
 
         # tf.data's threads read the batches, not Keras's pool of threads or processes.
         if dataset.use_multiprocessing:
-            log.warning("%s: use_multiprocessing is left out; %d threads read its batches", name, dataset.workers)
+            log.warning(
+                "%s: use_multiprocessing is left out; %d threads read its batches",
+                name,
+                dataset.workers,
+            )
 
     def count(self) -> int:
         """Returns the number of examples."""
         return int(self._sizes.sum())
 
-    def go_to(self, epoch: int) -> None:
-        """Begins an epoch: calls on_epoch_end and on_epoch_begin as Keras would have until then."""
+    def examples(self, epoch: int, start: int, seed: int | None) -> tf.data.Dataset:
+        """Returns the examples of an epoch from `start` on, batch by batch.
+
+        Args:
+            epoch: the epoch to begin; on_epoch_end and on_epoch_begin are called as Keras would have by then.
+            start: number of examples of the epoch that are left out.
+            seed: the run's seed, to shuffle the batches; None: in their own order.
+        """
         while self.epoch < epoch:
             if self.epoch >= 0:
                 self._dataset.on_epoch_end()
             self._dataset.on_epoch_begin()
             self.epoch += 1
-
-    def examples(self, start: int, seed: int | None) -> tf.data.Dataset:
-        """Returns the examples of the epoch from `start` on, batch by batch.
-
-        Args:
-            start: examples of the epoch that are left out.
-            seed: of the run, for an order of the batches; None: as they are.
-        """
-        end_with_python()
         numbers = np.arange(self._num_batches)
         if seed is not None:
-            # Equal on all ranks: those that read the same data by mistake then read it in the same
-            # order, which is noticed.
+            # The order is equal on all ranks: ranks that read the same data by mistake then have equal
+            # batches, which are noticed.
             numbers = np.random.default_rng((seed, ORDER, self.epoch)).permutation(numbers)
 
-        # Batches that end before the start are not read; of the next one some examples are skipped.
+        # Batches that end before the start are not read; in the next one, examples are skipped.
         ends = np.cumsum(self._sizes[numbers])
         num_over = int(np.searchsorted(ends, start, side="right"))
         within = start - int(ends[num_over - 1]) if num_over else start
-        specs = tf.nest.flatten(self.element_spec)
+        flat = tf.nest.flatten(self.element_spec)
+        specs = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in flat]
 
-        def read(number: tf.Tensor) -> Any:
-            arrays = tf.numpy_function(self._read, [number], [spec.dtype for spec in specs])
-            # A Python function hides the shapes from the graph.
-            tensors = [tf.ensure_shape(array, [None, *spec.shape]) for array, spec in zip(arrays, specs)]
-            return tf.nest.pack_sequence_as(self.element_spec, tensors)
+        def read(number):
+            parts = call_python(self._read, [number], specs)
+            return tf.nest.pack_sequence_as(self.element_spec, parts)
 
         batches = tf.data.Dataset.from_tensor_slices(numbers[num_over:]).map(
             read,
@@ -196,7 +181,7 @@ class PyDatasetExamples:
         return batches.unbatch().skip(within)
 
     def _read(self, number: np.int64) -> list[np.ndarray]:
-        """Returns the arrays of a batch that is like the first."""
+        """Reads a batch, checks that it is like the first, and returns its arrays."""
         batch = self._batch(int(number))
         if _spec_of(batch) != self.element_spec:
             raise self._fail(
@@ -209,15 +194,15 @@ class PyDatasetExamples:
             raise self._wrong_size(size, int(number))
         return tf.nest.flatten(batch)
 
-    def _batch(self, number: int) -> tuple[Any, ...]:
-        """Reads a batch, in the types that models take. Raises DataError for other parts."""
+    def _batch(self, number: int) -> Parts:
+        """Reads a batch, in the types that models take. Raises DataError unless it has two or three parts."""
         batch = self._dataset[number]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
             raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
         return tf.nest.map_structure(lambda value: as_models_take(np.asarray(value)), tuple(batch))
 
-    def _batch_size(self, batch: tuple[Any, ...], number: int) -> int:
-        """Returns the number of rows. Raises DataError if the arrays of a batch differ in it."""
+    def _batch_size(self, batch: Parts, number: int) -> int:
+        """Returns the number of rows. Raises DataError if the arrays of the batch differ in it."""
         # A scalar has no rows.
         sizes = {array.shape[0] if array.ndim else 0 for array in tf.nest.flatten(batch)}
         if len(sizes) > 1:
@@ -238,14 +223,14 @@ class PyDatasetExamples:
 
 
 class UserFunction(NotesFailure):
-    """The function, called with those arguments that it declares.
+    """The user's function, called with the arguments that it declares.
 
     Args:
-        function: the user's; see from_dataset().
-        name: of the data set; by default that of the function.
+        function: see from_dataset().
+        name: name of the data set; by default the function's.
 
     Attributes:
-        declared: names of the arguments that it takes, among those that it may take.
+        declared: names of the known arguments that the function takes.
 
     Raises:
         ConfigError: if it does not take a shard and num_shards, or needs other arguments.
@@ -254,7 +239,7 @@ class UserFunction(NotesFailure):
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         # functools.partial hides the function's name and file.
         inner = function.func if isinstance(function, partial) else function
-        # A callable object has no name, so its class is named.
+        # A callable object has no name, so its class gives it.
         inner_name = getattr(inner, "__qualname__", type(inner).__name__)
         self.name = name or f"{inner.__module__}.{inner_name}"
         self.file = getattr(getattr(inner, "__code__", None), "co_filename", "a function")
@@ -284,7 +269,7 @@ class UserFunction(NotesFailure):
                 )
 
     def call_in_words(self, key: ShardKey) -> str:
-        """Returns a call as it would be written, to begin messages."""
+        """Returns a call as it would be written in Python, to begin messages."""
         split = f", split={key.split!r}" if "split" in self.declared else ""
         return f"{self.name}(shard={key.shard}, num_shards={key.num_shards}{split})"
 
@@ -292,20 +277,20 @@ class UserFunction(NotesFailure):
         """Calls the function.
 
         Args:
-            key: of the shard.
-            values: other arguments; those that are left out are the DEFAULTS.
+            key: key of the shard.
+            values: other arguments, with DEFAULTS for the rest.
 
         Returns:
-            The shard's examples, or None if the function returns that for a split that is not there.
+            The shard's examples, or None if the function returns None for a split that does not exist.
 
         Raises:
-            ConfigError: if it fails.
+            ConfigError: if the function fails.
             DataError: if it returns anything else, or no examples to train on.
         """
         values = {**DEFAULTS, **values, **key._asdict()}
         call = self.call_in_words(key)
         try:
-            # Then a shuffle has the same order whenever this epoch is opened.
+            # Seeded, so that a shuffle has the same order whenever this epoch is opened.
             with seeded(values["seed"], values["epoch"]):
                 shard = self._function(**{name: values[name] for name in self.declared})
                 if isinstance(shard, tf.data.Dataset):
@@ -316,9 +301,7 @@ class UserFunction(NotesFailure):
             # Its message says what is wrong; a line of the user's code would add nothing.
             raise self.note(error) from error.__cause__
         except Exception as error:  # The user's code may raise anything.
-            location = place_of(error)
-            suffix = f" ({location})" if location else ""
-            message = f"{call} failed: {in_one_line(error)}{suffix}; tracebacks=true shows its traceback"
+            message = f"{call} failed: {cause_of(error)}; tracebacks=true shows its traceback"
             raise self.note(ConfigError(message)) from error
 
         if shard is not None:
@@ -330,12 +313,15 @@ class UserFunction(NotesFailure):
         return None
 
     def log_limits(self, shard: PipelineExamples, num_dropped: int) -> None:
-        """Logs, once, what the pipeline of a training shard costs or cannot do."""
+        """Logs once if a training pipeline drops examples on resume, never shuffles, or is not deterministic."""
         if self._has_logged:
             return
 
         self._has_logged = True
-        shuffles, varies = shard.limits()
+        # All operations, through a private method, since tf.data has no public one.
+        operations = [shard.dataset]
+        for operation in operations:
+            operations += operation._inputs()
         if num_dropped:
             log.info(
                 "%s: the first %s examples of the epoch are read again and dropped; a function "
@@ -343,9 +329,13 @@ class UserFunction(NotesFailure):
                 self.name,
                 f"{num_dropped:,}",
             )
+        shuffles = any(type(operation).__name__ == "_ShuffleDataset" for operation in operations)
         if "epoch" not in self.declared and not shuffles:
-            log.warning("%s: it neither shuffles nor declares epoch, so all epochs may come in one order", self.name)
-        if varies:
+            log.warning(
+                "%s: it neither shuffles nor declares epoch, so all epochs may come in one order",
+                self.name,
+            )
+        if any(getattr(operation, "_deterministic", None) == "false" for operation in operations):
             log.warning(
                 "%s: deterministic=False was found, so a resumed run will not end with the same bits",
                 self.name,
@@ -383,13 +373,16 @@ def _spec_of(batch: Any) -> Any:
 
 
 def kinds_in_words(spec: Any) -> str:
-    """Types and shapes of an example's parts, with the names that it gives them."""
+    """Types and shapes of an example's parts, with their names."""
     parts = keras.tree.flatten_with_path(spec)
-    return ", ".join(" ".join([*map(str, path[1:]), part.dtype.name, str(tuple(part.shape))]) for path, part in parts)
+    return ", ".join(
+        " ".join([*map(str, path[1:]), part.dtype.name, str(tuple(part.shape))])
+        for path, part in parts
+    )
 
 
 def _narrowed(tensor: Any) -> tf.Tensor:
-    """Returns the tensor in the type that models take; a step fails for integers beyond 32 bits."""
+    """Returns the tensor in the type that models take; a step fails on integers beyond 32 bits."""
     narrow = tf.cast(tensor, NARROW_TYPES.get(tensor.dtype, tensor.dtype))
     if tensor.dtype != tf.int64:
         return narrow

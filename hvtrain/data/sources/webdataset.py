@@ -1,4 +1,4 @@
-"""Shards of WebDataset: tar files of images with labels or masks, read as folders of them are."""
+"""Shards of WebDataset: tar files of images with labels or masks, read like folders of them."""
 
 import json
 import re
@@ -10,29 +10,28 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
 from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import is_junk
 from hvtrain.data.formats.image_files import SUFFIXES
-from hvtrain.data.formats.tar_files import Member, address, expand_numbers, find_members, member_bytes, members_bytes
+from hvtrain.data.formats.tar_files import (
+    Member,
+    address,
+    expand_numbers,
+    find_members,
+    member_bytes,
+)
 from hvtrain.data.manifest import data_path
-from hvtrain.data.pipeline.transform import Transform
-from hvtrain.data.source import LEAVE_OUT, Source, Unreadable, check_class_names
+from hvtrain.data.source import LEAVE_OUT, Phrases, Source, Unreadable
 from hvtrain.data.sources.file_source import FileSource
-from hvtrain.data.sources.image_folder import Files, ImageFolder
-from hvtrain.data.sources.memory import SPLIT_SEED
+from hvtrain.data.sources.image_folder import Files, ImageFolder, ListedImages, read_member
+from hvtrain.data.sources.memory import random_parts
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
-from hvtrain.storage.cache import ranged_copy
-from hvtrain.storage.remote import is_remote
 
-ADVICE = "write or fetch the shard again"
+# Shards whose headers are read at the same time, since each read waits for its disk.
 INDEXED_AT_ONCE = 16
-"""Shards whose headers are read at a time, since each waits for its disk."""
 
-# As WebDataset cuts names: the part of a file's name from its first point on says what it is.
+# WebDataset's rule: the part of a file's name after its first dot tells its kind.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 
 TargetOf = Callable[[Path, Member], Any]
@@ -62,16 +61,16 @@ def web_dataset(
     Args:
         dir: holds the shards.
         image_shape: [height, width, channels] to which images are resized.
-        num_classes: with the background, if targets are masks.
-        train, validation, test: shards in dir: paths, globs, and ranges as train-{0000..0012}.tar. A
-            glob of the last two may match none.
-        image_key: what the names of images end with; the first that an example has.
-        label_key: what the names of labels end with, numbers or class names; json.NAME: a field of
-            KEY.json; seg.png, or another image: a mask, as of SegmentationFolder.
-        class_names: by class; needed for labels that are names.
+        num_classes: number of classes, including the background if targets are masks.
+        train, validation, test: shards in dir: paths, globs, and ranges such as train-{0000..0012}.tar.
+            Globs of the last two may match nothing.
+        image_key: endings of the names of images; the first of these that an example has is its image.
+        label_key: ending of the names of labels, numbers or class names; json.NAME: a field of
+            KEY.json; seg.png, or another image: a mask, as in SegmentationFolder.
+        class_names: the name of each class; needed if labels are names.
         num_validation: examples taken out of train at random, with a fixed seed.
         shift_pixels, flip: augmentation of training images, with their masks; see Transform.
-        colors: of masks in colors; see SegmentationFolder.
+        colors: the colors of classes in colored masks; see SegmentationFolder.
         sizing: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
@@ -79,24 +78,11 @@ def web_dataset(
         DataError: if there is no shard, one is damaged or compressed, or an example lacks a part.
     """
     names = [[part] if isinstance(part, str) else part for part in (train, validation, test)]
-    folder = ranged_copy(dir) if is_remote(dir) else data_path(dir)
-    shards = Shards(folder, names, image_key, label_key, num_validation)
+    shards = Shards(data_path(dir, far=("",)), names, image_key, label_key, num_validation)
     settings = (image_shape, num_classes, class_names, shift_pixels, flip)
     if label_key.lower().endswith(SUFFIXES):
         return ShardedMasks(shards, *settings, colors=colors, **sizing)
     return ShardedImages(shards, *settings, **sizing)
-
-
-def read_member(path: Any) -> tf.Tensor:
-    """Reads a member of a shard by its address, or several, as tf.io.read_file reads a file by its path."""
-
-    def read(encoded: Any) -> Any:
-        # Bytes in a graph, and an array outside of one.
-        addresses = np.asarray(encoded)
-        contents = members_bytes([address.decode() for address in addresses.ravel().tolist()])
-        return np.array(contents, object).reshape(addresses.shape)
-
-    return tf.ensure_shape(tf.numpy_function(read, [path], tf.string), tf.convert_to_tensor(path).shape)
 
 
 @dataclass(frozen=True)
@@ -111,35 +97,47 @@ class Shards:
 
     @cached_property
     def by_split(self) -> dict[str, list[Path]]:
-        """The shards of each split. Raises DataError if one is not there, or in two splits."""
+        """The shards of each split. Raises DataError if one is missing, or in two splits."""
         splits: dict[Path, str] = {}
         for split, patterns in zip(Source.SPLITS, self.names):
             for name in [name for pattern in patterns for name in expand_numbers(pattern)]:
+                if not name or name.startswith("/"):
+                    raise ConfigError(
+                        f"dataset.{split} has the name {name!r}; give names or patterns within dataset.dir"
+                    )
                 paths = [path for path in sorted(self.folder.glob(name)) if not is_junk(path.name)]
                 if not paths and "*" not in name:
-                    raise DataError(f"{self.folder / name} is not there; fetch it, or change dataset.{split}")
+                    raise DataError(
+                        f"{self.folder / name} is not there; fetch it, or change dataset.{split}"
+                    )
                 for path in paths:
                     # Two patterns of a split may name the same shard.
                     if splits.setdefault(path, split) != split:
-                        raise DataError(f"{path} is in dataset.{splits[path]} and dataset.{split}; leave it out of one")
+                        raise DataError(
+                            f"{path} is in dataset.{splits[path]} and dataset.{split}; leave it out of one"
+                        )
 
         shards: dict[str, list[Path]] = {}
         for path, split in splits.items():
             shards.setdefault(split, []).append(path)
         if "train" not in shards:
-            raise DataError(f"{self.folder} has no {listed(self.names[0])}; set dataset.train to its tar files")
+            raise DataError(
+                f"{self.folder} has no {listed(self.names[0])}; set dataset.train to its tar files"
+            )
         return shards
 
     def paths(self, split: str) -> list[str]:
-        """The shards of a split; those of train for examples that were taken out of it."""
+        """The shards of a split; train's if its examples were taken out of train."""
         return [str(path) for path in self.by_split.get(split, self.by_split["train"])]
 
-    def examples(self, target_of: TargetOf, refuse: Callable[[Unreadable], None]) -> dict[str, Files]:
+    def examples(
+        self, target_of: TargetOf, refuse: Callable[[Unreadable], None]
+    ) -> dict[str, Files]:
         """Lists the examples of each split.
 
         Args:
             target_of: Returns the target of a member, or raises DataError.
-            refuse: Raises an error for what cannot be used, or leaves it out.
+            refuse: Raises an error for an unusable item, or leaves it out.
         """
         examples: dict[str, Files] = {}
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
@@ -161,27 +159,26 @@ class Shards:
                 "or validation has shards of its own; change it"
             )
         if self.num_validation:
-            order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
-            # Sorted, so that the examples of a part keep their order.
-            examples["validation"] = [rows[index] for index in np.sort(order[: self.num_validation])]
-            examples["train"] = [rows[index] for index in np.sort(order[self.num_validation :])]
+            validation, train = random_parts(self.num_validation, len(rows) - self.num_validation)
+            examples["validation"] = [rows[index] for index in validation]
+            examples["train"] = [rows[index] for index in train]
         return examples
 
     @property
     def label_parts(self) -> tuple[str, list[str]]:
-        """What the names of labels end with, and the path of a field in them."""
+        """The ending of the names of labels, and the path to the field in a JSON file."""
         suffix, *names = self.label_key.split(".")
         return (suffix, names) if suffix == "json" else (self.label_key, [])
 
     def _examples_of(self, target_of: TargetOf, shard: Path) -> tuple[Files, list[Unreadable]]:
-        """Lists the examples of a shard, and what cannot be used."""
+        """Lists the examples of a shard, and the unusable items."""
         members, defect = find_members(shard)
         problems = [Unreadable(str(shard), defect, None)] if defect else []
         keys: dict[str, dict[str, Member]] = {}
         for member in members:
             match = _NAME.fullmatch(member["name"])
             if match:
-                # The last of several, as when the shard is unpacked.
+                # Of several members with one name, the last counts, as if the shard were unpacked.
                 keys.setdefault(match[1], {})[match[2].lower()] = member
 
         rows = []
@@ -192,52 +189,44 @@ class Shards:
                 if images and suffix in parts:
                     rows.append((address(shard, images[0]), target_of(shard, parts[suffix])))
                 elif images or suffix in parts:
-                    raise DataError(f"has no {suffix if images else 'image'} (it has {listed(sorted(parts))})")
+                    raise DataError(
+                        f"has no {suffix if images else 'image'} (it has {listed(sorted(parts))})"
+                    )
             except DataError as error:
                 problems.append(Unreadable(f"{shard}, {key}", str(error)))
         return rows, problems
 
 
-class ShardedImages(ImageFolder):
+class _Sharded(ListedImages):
+    name = "webdataset"
+    ADVICE = "write or fetch the shard again"
+    read_file = read_files = staticmethod(read_member)
+    _shards: Shards
+
+    def _refuse(self, problem: Unreadable) -> None:
+        if not self.skips:
+            raise DataError(f"{problem.location}: {problem.problem}; {self.ADVICE}, {LEAVE_OUT}")
+        self.leave_out(problem)
+
+    def paths(self, split: str) -> list[str]:
+        return self._shards.paths(split)
+
+
+class ShardedImages(_Sharded, ImageFolder):
     """Images and classes in shards. See web_dataset."""
 
-    name = "webdataset"
-    ADVICE = ADVICE
-    read_file = read_files = staticmethod(read_member)
-
-    def __init__(
-        self,
-        shards: Shards,
-        image_shape: Sequence[int],
-        num_classes: int,
-        class_names: Sequence[str] | None,
-        shift_pixels: int,
-        flip: bool,
-        **sizing: Any,
-    ) -> None:
-        transform = Transform(scale=255.0, shift_pixels=shift_pixels, flip=flip)
-        FileSource.__init__(self, str(shards.folder), image_shape, transform, **sizing)
-        self.num_classes = num_classes
-        self.class_names = check_class_names(class_names, num_classes)  # type: ignore[assignment]
-        self._numbers = {name: number for number, name in enumerate(class_names or ())}
+    def __init__(self, shards: Shards, *settings: Any, **sizing: Any) -> None:
+        FileSource.__init__(self, str(shards.folder), *settings, **sizing)
+        self._numbers = {name: number for number, name in enumerate(self.class_names or ())}
         self._shards = shards
         self._cache = False
-        # Refuses shards that are not there.
+        # Computed here, since it refuses missing shards.
         shards.by_split  # noqa: B018
 
     @cached_property
     def _files(self) -> dict[str, Files]:  # type: ignore[override]
-        """Listed on first use, since on_error, which is set after opening, says what damage does."""
+        """Listed on first use: on_error, which decides about damage, is set after opening."""
         return self._shards.examples(self._class_of, self._refuse)
-
-    @cached_property
-    def _look(self) -> list[str]:  # type: ignore[override]
-        return self._describe_sample()
-
-    def _refuse(self, problem: Unreadable) -> None:
-        if not self.skips:
-            raise DataError(f"{problem.location}: {problem.problem}; {ADVICE}, {LEAVE_OUT}")
-        self.leave_out(problem)
 
     def _class_of(self, shard: Path, member: Member) -> int:
         content = member["text"] or member_bytes(address(shard, member)) or b""
@@ -258,18 +247,12 @@ class ShardedImages(ImageFolder):
             )
         return label
 
-    def description(self) -> dict[str, list[str]]:
-        return {**FileSource.description(self), "images": self._look}
-
-    def paths(self, split: str) -> list[str]:
-        return self._shards.paths(split)
+    def description(self) -> Phrases:
+        return FileSource.description(self)
 
 
-class ShardedMasks(SegmentationFolder):
+class ShardedMasks(_Sharded, SegmentationFolder):
     """Images and masks in shards. See web_dataset."""
-
-    name = "webdataset"
-    read_file = read_files = staticmethod(read_member)
 
     def __init__(self, shards: Shards, *settings: Any, **more: Any) -> None:
         self._shards = shards
@@ -279,7 +262,5 @@ class ShardedMasks(SegmentationFolder):
         return self._shards.examples(address, self._refuse), []
 
     def _refuse(self, problem: Unreadable) -> None:
-        raise DataError(f"{problem.location}: {problem.problem}; {ADVICE}")
-
-    def paths(self, split: str) -> list[str]:
-        return self._shards.paths(split)
+        # Pairs are listed on opening, before on_error is set.
+        raise DataError(f"{problem.location}: {problem.problem}; {self.ADVICE}")

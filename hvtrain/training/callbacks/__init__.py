@@ -1,1 +1,1 @@
-"""Callbacks of a run, each with one effect. make_callbacks.py has their order."""
+"""Callbacks of a run, each with one effect. make_callbacks.py sets their order."""

@@ -1,4 +1,4 @@
-"""Shares the global batch out by the ranks' measured speeds (train.balance)."""
+"""Divides the global batch among the ranks by their measured speeds (train.balance)."""
 
 import heapq
 import logging
@@ -16,16 +16,16 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 log = logging.getLogger(__name__)
 
 LEAST_GAIN = 1.1
-"""A step must become faster by this factor: less is the noise of measurements."""
+"""A step must become faster by this factor; a smaller gain may be noise."""
 MOST_BATCHES = 2
-"""The largest batch, in mean batches: more might not fit into the memory of a device."""
+"""The largest batch, relative to the mean: a larger one might not fit into a device's memory."""
 
 
 class Balance(RunCallback):
-    """Ends the attempt after an epoch in which unlike batches would have made steps faster (every rank).
+    """Ends the attempt after an epoch if other batch sizes would be faster (every rank).
 
-    The checkpoint of that moment has the new batches, and the next attempt continues from it. Put it before
-    Checkpointing, and after what makes a request to stop that of all ranks.
+    The checkpoint written then has the new batch sizes, and the next attempt continues from it. Put
+    this callback before Checkpointing, and after the callbacks that stop all ranks together.
 
     Raises:
         ConfigError: The speeds of the ranks are not measured, or batches cannot differ.
@@ -40,12 +40,16 @@ class Balance(RunCallback):
             obstacle = "train.deterministic=true, which leaves steps untimed"
         elif strategy.membership.commit_steps:
             obstacle = "an elastic job, whose ranks change"
-        elif strategy.num_computing != self.run.topology.size or not strategy.is_plain or strategy.sync_every > 1:
+        elif (
+            strategy.num_computing != self.run.topology.size
+            or not strategy.is_plain
+            or strategy.sync_every > 1
+        ):
             obstacle = "a strategy whose ranks have equal batches"
         if obstacle:
             raise ConfigError(f"train.balance=true does not go with {obstacle}; leave it out")
 
-        # What a new attempt costs, about: building and tracing.
+        # The time from here to the end of the first step is about what another attempt costs.
         self._began = time.monotonic()
         self._first_step_seconds = 0.0
 
@@ -57,7 +61,13 @@ class Balance(RunCallback):
         position = self.position
         plan = position.plan
         times = self._throughput.newest_times
-        if self.model.stop_training or position.in_epoch or position.is_last or plan.is_resized or not times:
+        if (
+            self.model.stop_training
+            or position.in_epoch
+            or position.is_last
+            or plan.is_resized
+            or not times
+        ):
             return
 
         before = plan.batch_sizes
@@ -87,14 +97,14 @@ class Balance(RunCallback):
 
 
 def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Returns batches of the same sum with which the slowest rank ends as early as possible.
+    """Returns batch sizes with the same sum that let the slowest rank finish earliest.
 
-    The work of a rank is taken to be in proportion to its batch. Each has at least one example, and at most
-    MOST_BATCHES times the mean.
+    A rank's work is assumed to be proportional to its batch. Each batch has at least one example and
+    at most MOST_BATCHES times the mean.
 
     Args:
-        batch_sizes: Examples of a step, by rank.
-        seconds: Own work of a rank in such a step.
+        batch_sizes: Examples in a step, by rank.
+        seconds: Seconds of each rank's own work in such a step.
 
     >>> balanced_sizes([32, 32], [0.1, 0.2])
     [43, 21]
@@ -107,7 +117,7 @@ def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list
     each = [rank_seconds / size for rank_seconds, size in zip(seconds, batch_sizes)]
 
     sizes = [1] * num_ranks
-    # Each further example goes to the rank that would end first with it.
+    # Each further example goes to the rank that would finish it first.
     ends = [(2 * example_seconds, rank) for rank, example_seconds in enumerate(each)]
     heapq.heapify(ends)
     for _ in range(total - num_ranks):
@@ -118,8 +128,10 @@ def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list
     return sizes
 
 
-def slowest_in_words(times: Sequence[StepTimes], batch_sizes: Sequence[int], devices: Sequence[str]) -> str:
-    """Names the rank that takes longest for an example, and what it takes longer for than the others.
+def slowest_in_words(
+    times: Sequence[StepTimes], batch_sizes: Sequence[int], devices: Sequence[str]
+) -> str:
+    """Names the slowest rank per example, and whether data or compute makes it slow.
 
     >>> slow, fast = StepTimes(1, 0.1, 0.3, 0), StepTimes(1, 0.1, 0.1, 0)
     >>> slowest_in_words([slow, fast, fast], [8, 8, 8], ["s1 CPU", "s2 CPU", "s3 CPU"])
@@ -130,7 +142,7 @@ def slowest_in_words(times: Sequence[StepTimes], batch_sizes: Sequence[int], dev
     works = [sum(parts) for parts in zip(data, compute)]
     rank = max(range(len(works)), key=works.__getitem__)
     cause = "data" if data[rank] - median(data) > compute[rank] - median(compute) else "compute"
-    # Of two ranks the median would be the mean of both.
+    # Excludes the slowest rank: with two ranks the median would be the mean of both.
     others = median(works[:rank] + works[rank + 1 :])
     return (
         f"rank {rank} ({devices[rank]}) takes {works[rank] / max(others, 1e-9):.1f} times as long for an example as "

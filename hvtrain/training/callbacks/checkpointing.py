@@ -10,41 +10,43 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvtrain.checkpoint import store
+from hvtrain.checkpoint import model_state, store
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.validate import seconds
-from hvtrain.errors import INTERRUPTED, RESTART_HELPS
+from hvtrain.core.schedule import rate_factor
+from hvtrain.errors import INTERRUPTED, RESTART_HELPS, CheckpointError, TrainingError
+from hvtrain.keras.gradients import are_finite
 from hvtrain.strategies.comm import Comm
 from hvtrain.system import console
 from hvtrain.training.callbacks.epochs import Validation
+from hvtrain.training.callbacks.guard import ADVICE, NAMES_LAYER
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 from hvtrain.training.resume import gather_arrays
 
-# Minutes are counted by the chief's clock. Asking it is a broadcast, which is too slow for every
-# step.
+# checkpoint.every_minutes is measured by the chief's clock. Reading it takes a broadcast, too slow for every step.
 STEPS_BETWEEN_CLOCK_CHECKS = 20
 
 
 class Interruption(RunCallback):
     """Requests a stop after train.max_time or after a signal to this rank (every rank).
 
-    The run is saved, to be resumed later. The ranks stop together, after the same step. A signal
-    that came between two attempts counts too. While training goes on, Ctrl-C is such a signal; a
-    second one ends the process at once.
+    The run is saved and can be resumed. The ranks stop together, after the same step. A signal that
+    arrived between two attempts counts too. During training Ctrl-C is such a signal; a second one
+    ends the process at once.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._limit = self.run.config.train.max_time
         self._deadline = float("inf")
-        # The chief's clock alone: others would ask for a stop a step earlier or later.
+        # Only by the chief's clock: other ranks would request a stop a step earlier or later.
         if self._limit and self.run.topology.is_chief:
             self._deadline = self.run.state.began + seconds("train.max_time", self._limit)
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # Before and after the training there is nothing to save, and Ctrl-C ends the process.
+        # Outside the training there is nothing to save, and Ctrl-C ends the process.
         console.take_signals(self._take_signal, signal.SIGINT)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -55,10 +57,10 @@ class Interruption(RunCallback):
             self.model.stop_training = True
 
     def agree_on_reason(self) -> None:
-        """Reports why training has stopped and the exit code, the same on all ranks (every rank).
+        """Sets report.stopped_by and report.exit_code, equal on all ranks (every rank).
 
-        Of several reasons Ctrl-C comes first, then signals, then the clock. There is none if a
-        callback of the user's has stopped the training.
+        If there are several reasons, Ctrl-C takes precedence, then other signals, then the clock. There
+        is no reason if a user's callback has stopped the training.
         """
         own_reasons: dict[int, str] = {}  # By exit code.
         if signal.SIGINT in self._signals:
@@ -87,52 +89,72 @@ class Interruption(RunCallback):
         console.note_signal()
         if number == signal.SIGINT:
             console.take_signals(signal.SIG_DFL, signal.SIGINT)
-            if not console.is_launched():  # Otherwise the launcher says it.
+            if not console.is_launched():  # Otherwise the launcher does.
                 console.say_stopping()
 
 
 class CallbackState(keras.callbacks.Callback):
     """Saves the state of the user's callbacks, and restores it in a resumed run (every rank).
 
-    Numbers (patience, best value) go into the checkpoint's meta and best_weights among its arrays;
-    nothing else is kept. Callbacks set the factor of the learning rate, so all ranks get the
-    chief's. Put it after those callbacks.
+    Only numbers (patience, best value), in the checkpoint's meta, and best_weights, among its arrays, are
+    saved. Callbacks may set the factor of the learning rate, so all ranks get the chief's factor. Put
+    this callback after the user's.
+
+    Args:
+        callbacks: The user's callbacks on this rank, by name.
+        saved: Their state in the checkpoint, by name.
+        resumed_factor: The factor of the learning rate, after a resume within an epoch; else None.
+        comm: The collectives of the ranks.
     """
 
     def __init__(
         self,
         callbacks: dict[str, keras.callbacks.Callback],
         saved: dict[str, dict[str, Any]],
+        resumed_factor: np.ndarray | None,
         comm: Comm,
     ) -> None:
         super().__init__()
         self._callbacks = callbacks
         self._saved = saved
+        self._resumed_factor = resumed_factor
         self._comm = comm
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # Keras's callbacks set their counters anew in on_train_begin, so this one has to come after
-        # them.
+        # Keras's callbacks reset their counters in on_train_begin, so this callback has to come later.
         for name, values in self._saved.items():
             if name in self._callbacks:
                 vars(self._callbacks[name]).update(values)
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # The epoch had begun before the resume. LearningRateScheduler, for example, would change the
+        # rate a second time.
+        factor = rate_factor(self.model)
+        if factor is not None and self._resumed_factor is not None:
+            factor.assign(self._resumed_factor)
+        self._resumed_factor = None
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        factor = store.rate_factor(self.model)
-        # Ranks with different rates would drift apart.
-        if self._callbacks and factor is not None:
+        factor = rate_factor(self.model)
+        # Ranks with different rates would drift apart. Also without callbacks on this rank: the chief may
+        # have some, such as CSVLogger.
+        if factor is not None:
             factor.assign(self._comm.broadcast(float(factor)))
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """The numbers of each callback, by its name."""
+        """Returns the numbers of each callback, by its name."""
         numbers = {}
         for name, callback in self._callbacks.items():
             values = {key: vars(callback).get(key) for key in store.NUMBERS}
-            numbers[name] = {key: float(value) for key, value in values.items() if value is not None}
+            numbers[name] = {
+                key: number
+                for key, value in values.items()
+                if (number := _number(value)) is not None
+            }
         return numbers
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The best weights in callbacks, by the keys that store.Checkpoint.callbacks reads."""
+        """Returns the best weights in callbacks, by the keys that store.Checkpoint.callbacks reads."""
         return {
             f"callback/{name}/{index:04d}": weight
             for name, callback in self._callbacks.items()
@@ -140,8 +162,16 @@ class CallbackState(keras.callbacks.Callback):
         }
 
 
+def _number(value: Any) -> float | None:
+    """Returns a callback's number; None if a user's own callback uses the name for something else."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
 class _Saving(RunCallback):
-    """The state that checkpoints and commits copy."""
+    """Base of the callbacks that copy a run's state, for checkpoints and commits."""
 
     def __init__(
         self,
@@ -154,9 +184,12 @@ class _Saving(RunCallback):
         self.validation = validation
 
     def checkpoint(
-        self, rank_states: list[dict[str, np.ndarray]], parts: dict[str, np.ndarray] | None = None, **meta: Any
+        self,
+        rank_states: list[dict[str, np.ndarray]],
+        parts: dict[str, np.ndarray] | None = None,
+        **meta: Any,
     ) -> store.Checkpoint:
-        """Copies the state of this moment, with that of each rank, and what is sharded over them."""
+        """Returns a copy of the current state, with the given states of ranks and sharded parts."""
         step = self.position.step
         epoch, step_in_epoch = self.position.plan.position(step)
         return store.Checkpoint(
@@ -171,16 +204,18 @@ class _Saving(RunCallback):
                 "goodput": self.report.goodput.record(time.time()),
                 **meta,
             },
-            arrays=store.snapshot(self.model, rank_states, self.callback_state.arrays(), parts),
+            arrays=model_state.snapshot(
+                self.model, rank_states, self.callback_state.arrays(), parts
+            ),
         )
 
 
 class Checkpointing(_Saving):
     """Writes a checkpoint when one is due and at the end (every rank).
 
-    The chief gathers the state of all ranks and writes it; other hosts note where it is. Training
-    waits while the state is copied; the writer does the rest in the background, and the end waits
-    for it.
+    The chief gathers the state of all ranks and writes it; other hosts note where the checkpoint is.
+    Training waits only while the state is copied: the writer works in the background, and only the
+    end of the run waits for it.
     """
 
     def __init__(
@@ -198,8 +233,8 @@ class Checkpointing(_Saving):
         self._last_saved_at = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # Only rank 0 knows that a background write failed. It requests the stop here, so that all
-        # ranks agree on it after this step; then on_epoch_end raises the error on all of them.
+        # Only rank 0 knows that a background write failed. It requests a stop here, on which all
+        # ranks agree after this step; on_epoch_end then raises the error on all of them.
         if self.writer.failed:
             self.model.stop_training = True
 
@@ -217,20 +252,33 @@ class Checkpointing(_Saving):
         by_epochs = self.config.every_epochs and (epoch + 1) % self.config.every_epochs == 0
         by_steps = self.position.is_multiple_of(self.config.every_steps)
 
-        # _minutes_due is a collective. All ranks come to it or none: what stands before it is equal
-        # on all of them.
+        # _minutes_due is collective. The conditions before it are the same on all ranks, so all
+        # call it or none does.
         if is_end or by_epochs or by_steps or self._minutes_due():
             metrics = {name: float(value) for name, value in (logs or {}).items()}
             if not self._validated_now():
-                # These val_* are of an earlier step, and would be taken for those of this
-                # checkpoint.
-                metrics = {name: value for name, value in metrics.items() if not name.startswith("val_")}
+                # These val_* are from an earlier step, and would be mistaken for this checkpoint's.
+                metrics = {
+                    name: value for name, value in metrics.items() if not name.startswith("val_")
+                }
             self._save(metrics)
 
         if is_end:
             began = time.monotonic()
-            self.run.state.note_keeper.note(self.comm.on_chief(self.writer.finish))
+            whole_step = self.comm.on_chief(self.writer.finish)
+            self.run.state.note_keeper.note(whole_step)
             self.report.goodput.seconds["checkpoints"] += time.monotonic() - began
+            plan = self.position.plan
+            ends_early = plan.ends_early and self.position.is_last
+            # An elastic job goes on from memory, and a run that was stopped does not go on here.
+            in_memory = self.run.strategy.membership.commit_steps
+            goes_on = self.report.rebalanced or (ends_early and not in_memory)
+            if goes_on and not self.report.stopped_by and whole_step != self.position.step:
+                # The next attempt would resume from an older checkpoint and fail here again, endlessly.
+                raise CheckpointError(
+                    f"the rest of the run needs the checkpoint of step {self.position.step}, which was not written; "
+                    "make room, then start again with the same run.dir"
+                )
 
     def _validated_now(self) -> bool:
         return self.validation.latest_step == self.position.step
@@ -238,7 +286,9 @@ class Checkpointing(_Saving):
     def _minutes_due(self) -> bool:
         """True if checkpoint.every_minutes have passed, by the chief's clock (every rank)."""
         minutes = self.config.every_minutes
-        steps = math.lcm(STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate, self.run.strategy.sync_every)
+        steps = math.lcm(
+            STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate, self.run.strategy.sync_every
+        )
         if not minutes or (self.position.in_epoch and not self.position.is_multiple_of(steps)):
             return False
         return self.comm.broadcast(time.monotonic() - self._last_saved_at >= 60 * minutes)
@@ -246,7 +296,7 @@ class Checkpointing(_Saving):
     def _save(self, metrics: dict[str, float]) -> None:
         """Hands a checkpoint to the chief's writer (every rank).
 
-        Raises the error of the writer's previous write, if any.
+        Raises the error of the writer's previous write, if any, or TrainingError if a weight is not finite.
         """
         began = time.monotonic()
         # Moving statistics follow each rank's own batches; the checkpoint gets their means.
@@ -254,9 +304,12 @@ class Checkpointing(_Saving):
         # Only the chief's weights are saved. If ranks differed, a resume would hide it.
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
 
-        # One exchange for both: the state of all ranks, and how the chief's previous write ended.
-        outcome = self.writer.outcome()
-        gathered = self.comm.gather((store.rank_state(self.model), outcome, self.writer.whole_step))
+        # One exchange for the state of all ranks, what must not be saved, and the outcome of the chief's
+        # previous write.
+        outcome = self._weights_not_finite() or self.writer.outcome()
+        gathered = self.comm.gather(
+            (model_state.rank_state(self.model), outcome, self.writer.whole_step)
+        )
         for _, error, _ in gathered:
             if error:
                 raise error
@@ -264,14 +317,14 @@ class Checkpointing(_Saving):
         self.run.state.note_keeper.note(whole_step)
 
         states = [state for state, *_ in gathered]
-        if store.keeps_memory(self.model):
-            memory = store.rank_memory(self.model, self.comm.topology.is_chief)
+        if model_state.keeps_memory(self.model):
+            memory = model_state.rank_memory(self.model, self.comm.topology.is_chief)
             memories = gather_arrays(memory, self.comm)
             states = [{**state, **arrays} for state, arrays in zip(states, memories)]
-        parts = self.comm.gather_parts(store.sharded_variables(self.model), self.run.folder)
+        parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
 
         if self.comm.topology.is_chief:
-            # An interrupted run goes on later; one that a callback has stopped has ended.
+            # An interrupted run can be resumed; one that a callback has stopped is complete.
             goes_on = self.report.stopped_by or self.report.rebalanced
             ended = self.model.stop_training and not goes_on
             saved = self.checkpoint(states, parts, metrics=metrics, ended=ended)
@@ -279,12 +332,25 @@ class Checkpointing(_Saving):
         self._last_saved_at = time.monotonic()
         self.report.goodput.seconds["checkpoints"] += self._last_saved_at - began
 
+    def _weights_not_finite(self) -> TrainingError | None:
+        """Returns an error if a weight is not finite: a resume would go on with it. Not collective.
+
+        strategy=single does not check the gradients, and a step on finite ones can overflow.
+        """
+        weights = [variable.value for variable in self.model.trainable_variables]
+        if not self.run.config.guard.finite or are_finite(weights):
+            return None
+        return TrainingError(
+            f"weights are not finite after step {self.position.step:,}, so no checkpoint of it is written; "
+            f"{ADVICE}{NAMES_LAYER}"
+        )
+
 
 class MemoryCommit(_Saving):
     """Commits the state of an elastic job to every rank's memory (every rank).
 
-    It does so after every membership.commit_steps steps and each epoch. It then lets ranks join or
-    leave; the next attempt continues from the commit, so nothing is lost. Put it last.
+    Commits after every membership.commit_steps steps and after each epoch. Ranks may then join or leave;
+    the next attempt continues from the commit, so no step is lost. Put this callback last.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -299,10 +365,10 @@ class MemoryCommit(_Saving):
 
     def _commit(self) -> None:
         if self.model.stop_training:
-            return  # All ranks are leaving, with a checkpoint.
+            return  # All ranks stop, and save a checkpoint.
         self.weights.average_untrained()
-        rank_states = self.comm.gather(store.rank_state(self.model))
-        # The writer adds its step to the meta of a checkpoint on disk.
+        rank_states = self.comm.gather(model_state.rank_state(self.model))
+        # For a checkpoint on disk, the writer adds the step to meta.
         self.run.state.checkpoint = self.checkpoint(rank_states, step=self.position.step)
         if not self.position.is_last:
             self.run.strategy.membership.check()

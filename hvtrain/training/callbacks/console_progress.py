@@ -21,15 +21,15 @@ SECONDS_BETWEEN_LINES = 30.0
 SECONDS_BETWEEN_DRAWINGS = 0.5
 GIB = 1 << 30
 
-# A time.monotonic(), and the steps of the run that were done by then.
+# A reading of time.monotonic(), and the steps of the run that were done by then.
 Moment = tuple[float, int]
 
 
 class Progress(RunCallback):
-    """Shows where the run is, how fast it goes and how much is left (chief only).
+    """Shows a run's progress, speed and remaining time (chief only).
 
-    Speeds and the time that is left count the steps of this start, without its first call of the
-    graph, which traces.
+    Speeds and the remaining time are measured over the steps since this start, except those of the
+    first call of the graph, which is slow because it traces.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -47,8 +47,7 @@ class Progress(RunCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._last_shown_at = time.monotonic()
-        # The first epoch begins with the call that traces; its steps count from the end of that
-        # call.
+        # The first epoch begins with the call that traces; its steps count from the end of that call.
         self._first_in_epoch = None
         if self._first_call:
             self._first_in_epoch = (self._last_shown_at, self.position.step)
@@ -73,7 +72,7 @@ class Progress(RunCallback):
 
     @property
     def _steps_of_epoch(self) -> tuple[int, int]:
-        """Steps done in the epoch, and the number of its steps."""
+        """The number of steps done in the epoch, and the number of steps that it has."""
         plan = self.position.plan
         begin = plan.shift + self.position.epoch * plan.steps_per_epoch
         return self.position.step - begin, min(plan.steps_per_epoch, plan.num_steps - begin)
@@ -83,7 +82,7 @@ class Progress(RunCallback):
         return f"{self.position.step / self.position.plan.num_steps:.0%}"
 
     def _line(self, logs: dict[str, Any]) -> str:
-        """Formats what Keras's bar shows of an epoch, and how far the run is."""
+        """Formats the epoch's steps, speed and metrics, the share of the run that is done, and the time left."""
         done, total = self._steps_of_epoch
         parts = [f"{done:,}/{total:,} steps", *self._step_time(), *self._numbers(logs)]
         return ", ".join(
@@ -101,43 +100,45 @@ class Progress(RunCallback):
             *self._numbers(logs),
             f"learning rate {float(self.model.optimizer.learning_rate):.3g}",
         ]
-        resources = filter(None, [self._shares(), gpu()])
+        time_and_gpu = filter(None, [self._shares(), gpu()])
         return Drawing(
             bars=(
                 Bar("Run", self.position.step, self.position.plan.num_steps, run_text),
                 Bar(self._epoch(), done, total, epoch_text),
             ),
-            lines=(", ".join(numbers), "; ".join(resources)),
+            lines=(", ".join(numbers), "; ".join(time_and_gpu)),
         )
 
     def _shares(self) -> str:
-        """Shares of the time since the last drawing, and the slowest rank of the last epoch."""
+        """Describes how the time since the last drawing was spent, and names the slowest rank of the last epoch."""
         marks = self.run.strategy.marks
         size = self.run.topology.size
         times = marks.times()
-        text = ""
+        parts = []
         if self._times_before and marks.timed:
-            text = shares(times - self._times_before, size)
+            parts.append(shares(times - self._times_before, size))
         self._times_before = times
 
         split = self.report.split
         if split and size > 1:
-            text += f"; slowest: rank {split.slowest_rank} on {split.slowest_host}"
-        return text
+            parts.append(f"slowest: rank {split.slowest_rank} on {split.slowest_host}")
+        return "; ".join(filter(None, parts))
 
     def _epoch(self) -> str:
         return f"Epoch {self.position.epoch + 1}/{self.position.plan.num_epochs}"
 
     def _step_time(self) -> list[str]:
-        # Until the last step, so that the line of an epoch leaves out its validation.
+        # Measured up to the last step, so that the line of an epoch leaves out its validation.
         seconds = _seconds_per_step(self._first_in_epoch, (self._last_step_at, self.position.step))
         if seconds >= 1:
             return [f"{seconds:.3g} s/step"]
         return [f"{1000 * seconds:.3g} ms/step"] if seconds else []
 
     def _numbers(self, logs: dict[str, Any]) -> list[str]:
-        """Loss, metrics and speed."""
-        parts = [f"{name} {float(value):.4g}" for name, value in logs.items() if name != "examples/s"]
+        """Formats loss, metrics and speed."""
+        parts = [
+            f"{name} {float(value):.4g}" for name, value in logs.items() if name != "examples/s"
+        ]
         speed = logs.get("examples/s")
         if speed:
             parts.append(f"{speed:,.0f} examples/s")
@@ -148,8 +149,8 @@ class Progress(RunCallback):
         return parts
 
     def _left(self) -> list[str]:
-        """The time left of the whole run."""
-        # Until now: validations and checkpoints will take their time in the rest of the run too.
+        """Formats the remaining time of the run; empty if it is not known yet."""
+        # Measured up to now, since the rest of the run has validations and checkpoints too.
         steps = self.position.plan.num_steps - self.position.step
         seconds = steps * _seconds_per_step(
             self._first_call,
@@ -159,7 +160,7 @@ class Progress(RunCallback):
 
 
 def display() -> LiveDisplay | Sender | None:
-    """Bars on the launcher's terminal, or on this process's own; None if no person watches."""
+    """Returns bars on the launcher's terminal, or on this process's own; None if there is no terminal for them."""
     if drawing.is_requested():
         return Sender()
     # mpirun gives its ranks terminals of their own.
@@ -169,7 +170,7 @@ def display() -> LiveDisplay | Sender | None:
 
 
 def shares(times: StepTimes, num_ranks: int) -> str:
-    """Shares of the time of these steps on this rank, in percent; empty if there was none.
+    """Describes how this rank spent the time of these steps, in percent; empty if they took no time.
 
     >>> shares(StepTimes(steps=10, data=0.1, compute=0.7, communication=0.2), num_ranks=2)
     'data 10%, compute 70%, communication 20%'
@@ -183,20 +184,20 @@ def shares(times: StepTimes, num_ranks: int) -> str:
 
 
 def gpu() -> str:
-    """Used and peak memory of this process's GPU, and how busy it is; empty without a GPU."""
+    """Describes used and peak memory of this process's GPU, and how busy it is; empty without a GPU."""
     if not tf.config.list_logical_devices("GPU"):
         return ""
     # Not what nvidia-smi shows: TensorFlow reserves more than its tensors take.
     used = tf.config.experimental.get_memory_info("GPU:0")
     text = f"GPU memory {used['current'] / GIB:.1f} GiB, peak {used['peak'] / GIB:.1f} GiB"
     busy = resources.busy_percent(uuid_in_use())
-    if busy is not None:  # The driver need not report it.
+    if busy is not None:  # Not every driver reports it.
         text += f"; GPU busy {busy}%"
     return text
 
 
 def _seconds_per_step(start: Moment | None, end: Moment) -> float:
-    """Mean time of a step between two moments; 0 if there was none."""
+    """Returns the mean seconds per step between two moments; 0 if there was no step."""
     if start is None or end[1] <= start[1]:
         return 0.0
     return (end[0] - start[0]) / (end[1] - start[1])

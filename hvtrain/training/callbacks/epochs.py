@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvtrain.core.run_files import EpochRecord, history_table, ranks_table
+from hvtrain.core.run_files import EpochRecord, history_table, note_step, ranks_table
 from hvtrain.core.step_plan import StepPlan, share_of_progress
 from hvtrain.errors import ConfigError, StorageError
 from hvtrain.keras.noise_scale import NoiseScale, noise_scale
+from hvtrain.keras.optimizer import gradient_norm
 from hvtrain.models.rates import averaged
 from hvtrain.step.step_timing import Split, StepTimes
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext, RunReport
@@ -19,9 +20,9 @@ from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
 
-# The first steps trace and compile, fill the data pipeline and wait for the other ranks' first
-# steps.
+# The first steps trace and compile, fill the data pipeline and wait for the other ranks' first steps.
 WARMUP_STEPS = 10
+SECONDS_BETWEEN_NOTES = 1.0
 
 
 class EpochMetrics(RunCallback):
@@ -29,14 +30,16 @@ class EpochMetrics(RunCallback):
 
     Args:
         context: The run's context.
-        resumed: This rank's state from store.rank_state, after a resume within an epoch; else
+        resumed: This rank's state from model_state.rank_state, after a resume within an epoch; else
             empty. The model's metrics must be built.
     """
 
     def __init__(self, context: RunContext, resumed: Mapping[str, np.ndarray]) -> None:
         super().__init__(context)
-        # By their numbers, which is the order of model.metrics_variables.
-        self._resumed = [value for name, value in sorted(resumed.items()) if name.startswith("metric/")]
+        # Sorted by number, which is the order of model.metrics_variables.
+        self._resumed = [
+            value for name, value in sorted(resumed.items()) if name.startswith("metric/")
+        ]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         # Keras has just reset the metrics.
@@ -55,9 +58,9 @@ class EpochMetrics(RunCallback):
 
 
 class SameLogs(RunCallback):
-    """Replaces an epoch's logs by the chief's (every rank).
+    """Replaces an epoch's logs with the chief's (every rank).
 
-    Callbacks after it then decide alike on all ranks.
+    Callbacks after it then make the same decisions on all ranks.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -67,14 +70,14 @@ class SameLogs(RunCallback):
 class Validation(RunCallback):
     """Evaluates every N epochs, every N steps, or both (every rank).
 
-    The logs of that epoch get val_*. latest holds the newest results, for callbacks that act within
-    an epoch, and unlogged those that are in no epoch's logs yet. Logs of other epochs have no
-    val_*: a callback that waits for an improvement would count a repeated one.
+    Logs get val_* only in an epoch with an evaluation: EarlyStopping, for example, would count a
+    repeated value as a lack of improvement. latest holds the newest results, for callbacks that act
+    within an epoch, and unlogged those that are in no epoch's logs yet.
 
     Args:
         context: The run's context.
         dataset: This rank's shard; None: nothing is validated.
-        resumed: Results that were unlogged where the run was interrupted.
+        resumed: Results that were unlogged when the run was interrupted.
     """
 
     def __init__(
@@ -123,12 +126,12 @@ class Throughput(RunCallback):
     """Times the steps, puts examples/s into the logs, and splits the time of a step (every rank).
 
     Steps are timed from Keras's batch begin to its batch end: waiting for data, compute and
-    reduction, but not validation, checkpoints and other callbacks. The split is of the steps after
-    the warm-up, so far.
+    reduction, but not validation, checkpoints and other callbacks. The split covers the steps since
+    the warm-up.
 
-    epoch_seconds is the time of the last epoch with all callbacks; rank_seconds has the seconds of
-    a step's own work in that epoch, by rank, and newest_times the times of a step since the warm-up or the
-    begin of that epoch, whichever came later. Both are empty if steps are not timed.
+    epoch_seconds is the time of the last epoch with all callbacks. rank_seconds has each rank's
+    seconds of own work per step in that epoch, and newest_times each rank's times per step since the
+    warm-up or the start of that epoch, whichever came later. Both are empty if steps are not timed.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -145,6 +148,7 @@ class Throughput(RunCallback):
 
         self._last_step = start_step
         self._batch_began = 0.0
+        self._noted_at = 0.0
         self._steps = 0
         self._seconds = 0.0
 
@@ -152,13 +156,13 @@ class Throughput(RunCallback):
         self._epoch_steps = 0
         self._epoch_step_seconds = 0.0
         self._times_after_warmup: StepTimes | None = None
-        # Since the first step, or the last epoch that goodput has.
+        # At the end of the first step, or of the last epoch that goodput has counted.
         self._times_counted: StepTimes | None = None
         self._times_at_epoch_begin: StepTimes | None = None
 
     @property
     def epoch_examples_per_second(self) -> float:
-        """Examples per second over the steps of the epoch so far, warm-up included."""
+        """Examples per second over the steps of the epoch so far, including the warm-up."""
         # Before the first step of an epoch both are 0.
         return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
 
@@ -172,13 +176,20 @@ class Throughput(RunCallback):
         self._batch_began = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
-        seconds = time.perf_counter() - self._batch_began
+        now = time.perf_counter()
+        seconds = now - self._batch_began
+        if self.run.topology.is_chief and now - self._noted_at >= SECONDS_BETWEEN_NOTES:
+            self._noted_at = now
+            note_step(self.run.folder)
         # A call of the graph may have done several steps.
-        steps = self.position.step - self._last_step
+        first_step = self._last_step
+        steps = self.position.step - first_step
         self._last_step = self.position.step
         self._epoch_step_seconds += seconds
         self._epoch_steps += steps
-        if self.position.step > self._last_warmup_step:
+        # Of a call that began within the warm-up no step counts, unless no other call is left.
+        is_only_one = self.position.is_last and not self._steps
+        if first_step >= self._last_warmup_step or is_only_one:
             self._seconds += seconds
             self._steps += steps
         if self._times_after_warmup is None and self.position.step >= self._last_warmup_step:
@@ -203,12 +214,12 @@ class Throughput(RunCallback):
             self._times_counted = times
 
     def _split_time(self) -> None:
-        """Gathers the times of all ranks (every rank)."""
+        """Sets rank_seconds, newest_times and the report's split from the times of all ranks (every rank)."""
         topology = self.comm.topology
         times = self.run.strategy.marks.times()
         in_epoch = times - (self._times_at_epoch_begin or times)
         after_warmup = times - (self._times_after_warmup or times)
-        # The one of fewer steps began later.
+        # The span with fewer steps began later.
         newest = min(after_warmup, in_epoch)
         own = after_warmup.each(), topology.host, in_epoch.each().own_work, newest.each()
         ranks = self.comm.gather(own)
@@ -218,13 +229,15 @@ class Throughput(RunCallback):
             strategy = self.run.strategy
             sees_exchange = strategy.num_computing == topology.size or strategy.cuts_batches
             steps_in_a_row = min(round(after_warmup.steps), self.position.plan.steps_per_epoch)
-            self.report.split = Split.of([(times, host) for times, host, *_ in ranks], steps_in_a_row, sees_exchange)
+            self.report.split = Split.of(
+                [(times, host) for times, host, *_ in ranks], steps_in_a_row, sees_exchange
+            )
 
 
 class GradientNoise(RunCallback):
     """Puts the gradient noise scale, in examples, into an epoch's logs (every rank).
 
-    An epoch that is too short or too noisy for an estimate has none.
+    An epoch that is too short or too noisy for an estimate gets none.
     """
 
     latest: float | None = None
@@ -232,7 +245,9 @@ class GradientNoise(RunCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         try:
             # Before a step is traced, since the graph does the measuring.
-            self._noise = NoiseScale(self.model.optimizer, self.run.config.profile.noise_scale_every)
+            self._noise = NoiseScale(
+                self.model.optimizer, self.run.config.profile.noise_scale_every
+            )
         except ValueError as error:
             raise ConfigError(f"profile.noise_scale_every: {error}; leave it out") from error
 
@@ -250,7 +265,7 @@ class GradientNoise(RunCallback):
 
 
 def noise_in_words(scale: float, plan: StepPlan) -> str:
-    """The noise scale, and what it means for the run's number of ranks."""
+    """Describes the noise scale, and what it means for the run's number of ranks."""
     joint_batch = plan.global_batch * plan.accumulate
     share = share_of_progress(scale, joint_batch / plan.size, joint_batch)
     return (
@@ -263,7 +278,7 @@ class Recording(RunCallback):
     """Adds a row to history.csv and ranks.csv after each epoch.
 
     Every rank calls it, the chief writes, and all ranks raise its error. The first row of a start
-    writes the files anew, since a resumed run keeps only the rows before its start. With
+    rewrites the files, since a resumed run keeps only the rows before its start. With
     checkpoint.on_error=warn training continues without a row, and the next epoch tries again.
     """
 
@@ -280,6 +295,12 @@ class Recording(RunCallback):
         # ReduceLROnPlateau logs the rate that the epoch had, and may have changed it since.
         rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
 
+        # Not in the logs: the console shows only what is learned.
+        norm = gradient_norm(self.model.optimizer)
+        if norm is not None:
+            metrics["gradient_norm"] = float(f"{norm:.6g}")
+        for name, value in self.report.flops(self._throughput.epoch_examples_per_second).items():
+            metrics[name] = float(f"{value:.4g}")
         record = EpochRecord(
             epoch=epoch + 1,
             step=self.position.step,
@@ -313,9 +334,9 @@ class Skipped(RunCallback):
 
 
 def report_skipped(run: Run, report: RunReport) -> None:
-    """Logs what was left out since the last call (every rank).
+    """Logs what was left out since the last call, and adds it to the report (every rank).
 
-    Names go to the log of the rank that read them, the sum to the console.
+    Names go to the log of the rank that read them, the number so far to the console.
     """
     if run.source.on_error != "skip":
         return

@@ -1,4 +1,4 @@
-"""Stops a run whose ranks differ or whose values are not finite; proves that they trained together.
+"""Stops a run whose ranks differ or whose values are not finite; counts examples as proof.
 
 With data.one_batch=true it also fails a run whose model has not memorized its only batch.
 """
@@ -27,30 +27,32 @@ ADVICE = (
 )
 NAMES_LAYER = "; the same command with debug=nan names the layer"
 
-# A model that has learned its one batch has at most this part of its first loss.
+# The loss of a model that has learned its one batch, relative to the loss before training.
 LEARNED_LOSS = 0.05
-# Or at least this much of a metric of which more is better, such as the accuracy.
+# Or the value that a metric such as accuracy, where more is better, has to reach.
 LEARNED_SCORE = 0.99
 
 
 class Guard(RunCallback):
     """Compares the ranks' weights every guard.every steps, and checks the epoch's loss (every rank).
 
-    It compares trained weights and slots. Checkpointing compares everything once more before it
-    writes. Put it after EpochMetrics, so that all ranks see the same loss.
+    It compares trained weights and slots; Checkpointing compares everything before it writes. Put
+    this callback after EpochMetrics, so that all ranks see the same loss.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Between synchronizations the weights of local steps differ.
-        if self.position.is_multiple_of(math.lcm(self.run.config.guard.every, self.run.strategy.sync_every)):
+        if self.position.is_multiple_of(
+            math.lcm(self.run.config.guard.every, self.run.strategy.sync_every)
+        ):
             self.weights(f"after step {self.position.step:,}")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        # A dynamic loss scale skips steps that overflow; their loss is not an error.
+        # With a dynamic loss scale, steps that overflow are skipped; their loss is not an error.
         if math.isfinite(logs.get("loss", 0.0)) or hasattr(self.model.optimizer, "dynamic_scale"):
             return
 
-        # The logs have the loss over all ranks. Each rank's own loss says where it went wrong.
+        # The logs have the loss over all ranks. Each rank's own loss shows where it went wrong.
         own_loss = float(self.model.get_metrics_result()["loss"])
         is_finite = self.comm.gather(math.isfinite(own_loss))
         ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
@@ -65,14 +67,14 @@ def explain_errors(
     context: RunContext,
     search: Callable[[int], str] | None = None,
 ) -> Iterator[None]:
-    """Explains TensorFlow's errors about unreadable data and gradients that are not finite.
+    """Replaces TensorFlow's errors about unreadable data and non-finite gradients by errors that explain them.
 
     Args:
-        search: Describes which value of a step was the first that is not finite. All ranks call it.
+        search: Describes the first value of a step that is not finite. All ranks call it.
 
     Raises:
         TrainingError: A gradient is not finite.
-        DataError: This rank cannot read its data, or they hold ids that a table does not have.
+        DataError: This rank cannot read its data, or an id is out of an embedding table's range.
     """
     strategy = context.run.strategy
     steps_before = strategy.marks()[3]
@@ -83,7 +85,7 @@ def explain_errors(
         if NOT_FINITE in str(error):
             ranks = ranks_at_fault(context.model.optimizer)
         if ranks:
-            # Not position.step: a call of the graph that failed may have done some steps.
+            # Not position.step: the call of the graph that failed may have completed some steps.
             step = context.position.start_step + strategy.marks()[3] - steps_before + 1
             origin = ""
             hint = NAMES_LAYER
@@ -96,7 +98,7 @@ def explain_errors(
             ) from error
 
         if "orovod" in str(error):
-            # Horovod's errors are OpErrors too; searching all files for damage would find nothing.
+            # An error of Horovod is an OpError too; searching all files for damage would be pointless.
             raise
         cause = wrong_ids(error) or context.run.source.explain(error)
         if cause is error:
@@ -109,15 +111,14 @@ def explain_errors(
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 1", "ranks 0, 3"."""
+    """Names ranks: "rank 1", "ranks 0, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class Proof(RunCallback):
     """Counts the examples that went through the steps of each epoch, over all ranks (every rank).
 
-    The counts come from the steps themselves, not from the plan, so they show if examples of an
-    epoch were lost.
+    The counts come from the steps themselves, not from the plan, so they would reveal examples that were lost.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -131,8 +132,7 @@ class Proof(RunCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if type(self.model).train_step is keras.Model.train_step:
-            # Keras's mean of the loss counts the examples that it was computed on, also before a
-            # resume.
+            # The count of Keras's loss metric, which includes the examples before a resume.
             own_count = next(metric for metric in self.model.metrics if metric.name == "loss").count
             is_whole = True
         else:
@@ -148,10 +148,10 @@ class Proof(RunCallback):
 class OneBatch(RunCallback):
     """Evaluates on the global batch before and after the training (every rank).
 
-    Raises TrainingError if the model has not learned it. Dropout has no part in an evaluation, and
-    batch normalization takes its moving statistics; so the loss of the last epoch in training
-    counts too. Put it after SameLogs, so that all ranks decide alike. A run that resumes is not
-    judged: what it had before its first step is not known.
+    Raises TrainingError if the model has not learned the batch. An evaluation has no dropout, and uses
+    the moving statistics of batch normalization, so the training loss of the last epoch counts too. Put
+    this callback after SameLogs, so that all ranks make the same decision. A resumed run is not judged,
+    because its metrics before the first step are not known.
     """
 
     training: dict[str, float]
@@ -166,13 +166,17 @@ class OneBatch(RunCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         if not self.position.is_last:
-            return  # Stopped by a signal or a limit of time.
+            return  # Stopped by a signal or a time limit.
         if self.position.start_step:
-            log.info("whether one batch was memorized is not judged, since the run resumed; start it in a new run.dir")
+            log.info(
+                "whether one batch was memorized is not judged, since the run resumed; start it in a new run.dir"
+            )
             return
 
         after = self._evaluate()
-        changes = ", ".join(f"{name} {self.before[name]:.4g} -> {value:.4g}" for name, value in after.items())
+        changes = ", ".join(
+            f"{name} {self.before[name]:.4g} -> {value:.4g}" for name, value in after.items()
+        )
         if "loss" in self.training:
             changes += f"; in training, with dropout if there is any: {self.training['loss']:.4g}"
         batch = f"one batch of {self.position.plan.global_batch} examples"
@@ -189,7 +193,7 @@ class OneBatch(RunCallback):
         run = self.run
         batch = run.stream_from(self.position.plan.shift).take(1)
         if run.source.raw_batches:
-            # In the training prepare_step does it.
+            # In training prepare_step does this.
             batch = batch.map(lambda inputs, *others: (run.source.finish(inputs), *others))
         batch = batch.apply(tf.data.experimental.assert_cardinality(1))
         return run.task.results(run.strategy.evaluate(self.model, batch))
@@ -202,14 +206,14 @@ def is_learned(
     best: str,
     sign: int,
 ) -> bool:
-    """True if the loss has fallen to LEARNED_LOSS of the first one, or the metric is good enough.
+    """True if the loss has fallen to LEARNED_LOSS times its first value, or the score has reached LEARNED_SCORE.
 
     Args:
         before: The metrics of an evaluation before the first step.
-        after: Those after the last step.
+        after: The metrics of an evaluation after the last step.
         training: The logs of the last epoch.
-        best: The metric that the task judges models by.
-        sign: 1 if more of it is better, -1 if less is.
+        best: The metric by which the task chooses the best model.
+        sign: 1 if a larger value is better, -1 if a smaller one is.
 
     >>> is_learned({"loss": 2.3}, {"loss": 0.6, "accuracy": 1.0}, {}, "accuracy", 1)
     True

@@ -1,9 +1,10 @@
-"""All callbacks of a run, in their order, and the user's own among them."""
+"""All callbacks of a run, in their order, including the user's own."""
 
 import math
 import re
 import warnings
 from importlib.util import find_spec
+from typing import Any
 
 import keras
 from keras.callbacks import LambdaCallback
@@ -13,6 +14,7 @@ from hvtrain.config.instantiate import build
 from hvtrain.config.schema import RunConfig
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
+from hvtrain.models.parts import sharded_tables
 from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps
 from hvtrain.training.callbacks.balance import Balance
@@ -37,7 +39,7 @@ from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
 from hvtrain.training.callbacks.metrics import Metrics
 from hvtrain.training.callbacks.recompute import Recompute
 from hvtrain.training.callbacks.repeated_step import LayerSearch
-from hvtrain.training.callbacks.run_context import RunContext
+from hvtrain.training.callbacks.run_context import Position, RunContext
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.run import Run, Start
@@ -52,13 +54,13 @@ def make_callbacks(
     search: LayerSearch | None,
     metrics: Metrics | None = None,
 ) -> list[keras.callbacks.Callback]:
-    """Makes all callbacks, in this order (every rank).
+    """Returns all callbacks, in this order (every rank).
 
     Count the step; check that it was reduced; time it. Make the epoch's metrics those of all ranks,
     check them and validate, so that later callbacks read true logs. Let the user's callbacks act,
     and stop all ranks if one requests it. Then record, save, track, and commit. The record comes
-    before the checkpoint: a run that is killed continues from the checkpoint, and rows written
-    after it would be missing.
+    before the checkpoint: in the other order, a run killed between the two would resume without this
+    epoch's row.
     """
     run = context.run
     config = run.config
@@ -71,7 +73,11 @@ def make_callbacks(
     dataset = run.evaluation_data("validation")
     validation = Validation(context, dataset, resumed=start.unlogged)
     own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, dataset is not None))
-    state = CallbackState(own, start.callbacks, strategy.comm)
+    for callback in own.values():
+        _end_whole_epochs(callback, position)
+    # State of the epoch in which the run was interrupted.
+    rank_state = start.rank_state if position.in_epoch else {}
+    state = CallbackState(own, start.callbacks, rank_state.get("rate/factor"), strategy.comm)
 
     # First at the end of a step and last at its beginning, so that the watchdog can tell a step
     # from a callback.
@@ -89,8 +95,7 @@ def make_callbacks(
         callbacks.append(Recompute(context))
     if config.profile.noise_scale_every and run.topology.size > 1:
         callbacks.append(GradientNoise(context))
-    # Logs become those of all ranks, and then the same on all of them.
-    rank_state = start.rank_state if position.in_epoch else {}
+    # The logs first become metrics over all ranks, and then identical on all of them.
     callbacks += [
         EpochMetrics(context, rank_state),
         Guard(context),
@@ -99,7 +104,7 @@ def make_callbacks(
     ]
     if config.data.one_batch:
         callbacks.append(OneBatch(context))
-    # First those that may stop the training; then those that make one rank's stop that of all.
+    # First those that may stop the training, then those that extend one rank's stop to all ranks.
     callbacks += [*own.values(), interruption, state, *strategy.stop_callbacks()]
     if config.train.balance and run.topology.size > 1:
         callbacks.append(Balance(context, throughput))
@@ -118,10 +123,23 @@ def make_callbacks(
     if config.profile.timeline:
         callbacks.append(TimelineTrace(context))
     if strategy.membership.commit_steps:
-        # After the checkpoint: it raises if ranks join or leave, and nothing after it would be
-        # called.
+        # MemoryCommit raises if ranks join or leave, and no callback after it would be called.
         callbacks.append(MemoryCommit(context, state, validation))
     return [*callbacks, begin_step]
+
+
+def _end_whole_epochs(callback: keras.callbacks.Callback, position: Position) -> None:
+    """Changes a user's callback so that a stop within an epoch is not the end of the epoch for it.
+
+    The run that resumes and finishes the epoch ends it. Otherwise EarlyStopping, for example, would count it twice.
+    """
+    end_epoch = callback.on_epoch_end
+
+    def on_epoch_end(epoch: int, logs: Any = None) -> None:
+        if not position.in_epoch:
+            end_epoch(epoch, logs)
+
+    callback.on_epoch_end = on_epoch_end
 
 
 def call_steps(
@@ -129,17 +147,26 @@ def call_steps(
     strategy: Strategy,
     callbacks: list[keras.callbacks.Callback],
 ) -> CallSteps:
-    """Chooses the steps in one call of the graph (every rank).
+    """Returns how many steps one call of the graph may do (every rank).
 
-    They are train.steps_per_execution, or 1 if a user's callback acts on batches; else the loop
-    finds them by timing. A call must not cross the step intervals after which a callback acts.
+    With guard.layers 1; else train.steps_per_execution; if that is not set, 1 if a user's callback
+    acts on batches, and otherwise the number that the loop finds by timing. A call must not cross the
+    step intervals after which a callback acts.
     """
     hooks = [f"on_{prefix}batch_{when}" for prefix in ("", "train_") for when in ("begin", "end")]
-    modules = {getattr(callback, hook).__module__.split(".")[0] for callback in callbacks for hook in hooks}
-    # ModelCheckpoint and TensorBoard count batches themselves; "epoch" is a value of theirs too.
-    counted = [getattr(callback, name, None) for callback in callbacks for name in ("save_freq", "update_freq")]
-    # Of the chief, which alone has the callbacks that only write.
-    acts_on_batches = bool(modules - {"hvtrain", "keras"})
+    modules = {getattr(callback, hook).__module__ for callback in callbacks for hook in hooks}
+    # ModelCheckpoint and TensorBoard count batches themselves, unless the value is "epoch".
+    counted = [
+        getattr(callback, name, None)
+        for callback in callbacks
+        for name in ("save_freq", "update_freq")
+    ]
+    # The chief decides, since it alone has the callbacks that only write.
+    libraries = {module.partition(".")[0] for module in modules}
+    # The callbacks of hvtrain.keras that set the rate batch by batch count as the user's.
+    acts_on_batches = "hvtrain.keras.learning_rate" in modules or bool(
+        libraries - {"hvtrain", "keras"}
+    )
     counts = [steps for steps in counted if isinstance(steps, int)]
     acts_on_batches, counts = strategy.comm.broadcast((acts_on_batches, counts))
 
@@ -171,10 +198,10 @@ def call_steps(
     if config.guard.layers or (acts_on_batches and steps is None):
         steps = 1
     intervals = [interval for interval in intervals if interval]
-    return CallSteps(steps, intervals, strategy.comm.broadcast)
+    return CallSteps(steps, intervals, strategy.comm.broadcast, config.train.accumulate)
 
 
-# They only write, and ranks would overwrite each other's files.
+# These only write, and ranks would overwrite each other's files.
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
@@ -195,7 +222,7 @@ def own_callbacks(
     model: keras.Model,
     validates: bool,
 ) -> dict[str, keras.callbacks.Callback]:
-    """Builds the user's callbacks, by name. Those of Keras that only write are on the chief alone.
+    """Returns the user's callbacks by name. Keras's callbacks that only write are on the chief alone.
 
     Args:
         run: The run, whose config names them.
@@ -203,8 +230,8 @@ def own_callbacks(
         validates: True if there is validation data.
 
     Raises:
-        ConfigError: One of them would do harm, lacks a package, or monitors a metric that this run
-            does not have.
+        ConfigError: A callback would do harm, lacks a package, or monitors validation data that do not
+            exist; or checkpoint.best is not a metric of this run.
     """
     config = run.config
     is_chief = run.topology.is_chief
@@ -213,11 +240,16 @@ def own_callbacks(
         if package.startswith("keras.") and kind in _REFUSED:
             raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
 
-    callbacks = {name: build(config, f"callbacks.{name}", keras.callbacks.Callback) for name in config.callbacks}
+    callbacks = {
+        name: build(config, f"callbacks.{name}", keras.callbacks.Callback)
+        for name in config.callbacks
+    }
 
     metrics = _logged_metrics(run, model)
     if run.best not in metrics and not callbacks:  # Callbacks may add metrics.
-        raise ConfigError(f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}")
+        raise ConfigError(
+            f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}"
+        )
     if validates and config.train.validate_every_epochs != 1:
         # Keras warns of these after each epoch without a validation.
         for name in metrics:
@@ -225,13 +257,26 @@ def own_callbacks(
             warnings.filterwarnings("ignore", pattern)
 
     for name, callback in callbacks.items():
-        if is_chief and isinstance(callback, keras.callbacks.TensorBoard) and not find_spec("tensorboard"):
+        if getattr(callback, "restore_best_weights", False) and sharded_tables(model):
+            raise ConfigError(
+                f"callbacks.{name}.restore_best_weights=true and model.shard_embeddings exclude each other, since a "
+                "checkpoint would keep rank 0's rows alone; set it to false: best.keras has the best weights"
+            )
+        if (
+            is_chief
+            and isinstance(callback, keras.callbacks.TensorBoard)
+            and not find_spec("tensorboard")
+        ):
             raise ConfigError(
                 f"callbacks.{name} needs the package tensorboard, which is missing; pip install tensorboard"
             )
         monitor = str(getattr(callback, "monitor", ""))
         # ModelCheckpoint uses its monitor only with save_best_only.
-        if monitor.startswith("val_") and not validates and getattr(callback, "save_best_only", True):
+        if (
+            monitor.startswith("val_")
+            and not validates
+            and getattr(callback, "save_best_only", True)
+        ):
             takes = "as the split validation"
             if "num_validation" in config.dataset:
                 takes = "dataset.num_validation=N"
@@ -239,13 +284,16 @@ def own_callbacks(
                 f"callbacks.{name}.monitor={monitor} needs validation data and there is none; take some out of the "
                 f"training data ({takes}) or choose ++callbacks.{name}.monitor={monitor[4:]}"
             )
-    return {name: callback for name, callback in callbacks.items() if is_chief or not isinstance(callback, WRITERS)}
+    return {
+        name: callback
+        for name, callback in callbacks.items()
+        if is_chief or not isinstance(callback, WRITERS)
+    }
 
 
 def _logged_metrics(run: Run, model: keras.Model) -> list[str]:
-    """Names that an epoch's logs may have: metrics of the training, then of the validation."""
-    # A model may have metrics of its own, beside the one object in which Keras keeps those of
-    # compile.
+    """Returns the names that an epoch's logs may have: metrics of the training, then of the validation."""
+    # A model may have metrics of its own, besides the one object in which Keras keeps those of compile.
     own_names = (metric.name for metric in model.metrics if metric.name != "compile_metrics")
     names = list(dict.fromkeys([*run.task.metric_names, *own_names]))
     return [*names, *(f"val_{name}" for name in names)]

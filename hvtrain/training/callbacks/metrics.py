@@ -1,6 +1,7 @@
-"""The newest numbers of a run for those who watch it, in Prometheus's text format: at a port, and in a file."""
+"""The newest numbers of a run for monitoring, in Prometheus's text format: at a port, and in a file."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -14,8 +15,9 @@ from hvtrain.checkpoint.writer import Writer
 from hvtrain.core.goodput import PARTS
 from hvtrain.core.run_files import read_starts
 from hvtrain.errors import ConfigError
-from hvtrain.keras.optimizer import sent_bytes
-from hvtrain.system.resources import resident_bytes
+from hvtrain.keras.devices import uuid_in_use
+from hvtrain.keras.optimizer import gradient_norm, sent_bytes
+from hvtrain.system.resources import busy_percent, resident_bytes
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -28,8 +30,8 @@ Family = GaugeMetricFamily | CounterMetricFamily
 class Metrics(RunCallback, AbstractContextManager["Metrics"]):
     """Serves and writes the numbers while the context lasts (chief only; every rank enters it).
 
-    They are computed when somebody asks for them, in the thread that answers: a step only notes
-    its time and its logs.
+    A step only notes its time and its logs. The numbers are computed for each request, in the thread
+    that answers it, and whenever the file is written.
     """
 
     def __init__(self, context: RunContext, writer: Writer) -> None:
@@ -47,7 +49,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
 
     @property
     def is_on(self) -> bool:
-        """True if somebody is to get the numbers."""
+        """True if a port or a file is set."""
         return self._config.port is not None or bool(self._config.file)
 
     def __enter__(self) -> "Metrics":
@@ -61,7 +63,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
             self._server.server_close()
 
     def _open(self) -> None:
-        """Raises ConfigError if the port is taken, or the file cannot be written."""
+        """Opens the file and the port. Raises ConfigError if one of them cannot be used."""
         config = self._config
         setting = f"metrics.file={config.file}"
         try:
@@ -103,19 +105,27 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         logs = dict(self._logs)
         speed = logs.pop("examples/s", 0.0)
         times = self.run.strategy.marks.times()
-        phases = {"data": times.data, "compute": times.compute, "communication": times.communication}
+        phases = {
+            "data": times.data,
+            "compute": times.compute,
+            "communication": times.communication,
+        }
         goodput = self.report.goodput.summary(time.time())
         parts = {name: goodput[name] for name in (*PARTS, "other")}
-        # The newest epoch's is the last.
+        # The last entry is that of the newest epoch.
         rank_seconds = [*self.report.rank_seconds.values(), []][-2:][0]
         memory = {"process": resident_bytes()}
         if tf.config.list_logical_devices("GPU"):
             memory["gpu"] = tf.config.experimental.get_memory_info("GPU:0")["current"]
 
         yield self._family("step", "Optimizer steps done.", self.position.step)
-        yield self._family("planned_steps", "Optimizer steps of the whole run.", self.position.plan.num_steps)
+        yield self._family(
+            "planned_steps", "Optimizer steps of the whole run.", self.position.plan.num_steps
+        )
         yield self._family("epoch", "The current epoch, from 1.", self.position.epoch + 1)
-        yield self._family("last_step_timestamp_seconds", "When the last step ended.", self._last_step_at)
+        yield self._family(
+            "last_step_timestamp_seconds", "When the last step ended.", self._last_step_at
+        )
         yield self._family("examples_per_second", "Speed of all ranks in this epoch.", speed)
         yield self._family("metric", "Loss and metrics of this epoch so far.", logs, "name")
         yield self._family(
@@ -124,16 +134,43 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
             {str(rank): seconds for rank, seconds in enumerate(rank_seconds)},
             "rank",
         )
-        yield self._family("phase_seconds", "Time in rank 0's steps.", phases, "phase", CounterMetricFamily)
-        yield self._family("sent_bytes_per_step", "Bytes that a rank sends in a step.", sent_bytes(self._optimizer))
+        flops = {"flops_per_second": math.nan, "share_of_peak": math.nan} | self.report.flops(speed)
+        norm = gradient_norm(self._optimizer)
+        busy = busy_percent(uuid_in_use())
+        yield self._family(
+            "gradient_norm",
+            "Norm of the last step's mean gradient.",
+            math.nan if norm is None else norm,
+        )
+        yield self._family(
+            "model_flops", "Operations of the model in a second.", flops["flops_per_second"]
+        )
+        yield self._family(
+            "peak_share", "Their share of the devices' peak.", flops["share_of_peak"]
+        )
+        yield self._family(
+            "gpu_busy_ratio",
+            "Time in which rank 0's GPU computes.",
+            math.nan if busy is None else busy / 100,
+        )
+        yield self._family(
+            "phase_seconds", "Time in rank 0's steps.", phases, "phase", CounterMetricFamily
+        )
+        yield self._family(
+            "sent_bytes_per_step", "Bytes that a rank sends in a step.", sent_bytes(self._optimizer)
+        )
         yield self._family("memory_bytes", "Memory that rank 0 uses.", memory, "kind")
-        yield self._family("checkpoint_step", "Step of this start's newest checkpoint.", self._writer.whole_step)
+        yield self._family(
+            "checkpoint_step", "Step of this start's newest checkpoint.", self._writer.whole_step
+        )
         yield self._family(
             "checkpoint_timestamp_seconds",
             "When it was complete; before the first one, when this start began.",
             self._writer.whole_at,
         )
-        yield self._family("goodput_seconds", "Wall time of the run by what it went to.", parts, "part")
+        yield self._family(
+            "goodput_seconds", "Wall time of the run by what it went to.", parts, "part"
+        )
         yield self._family("restarts", "Starts of the run after the first.", self._num_restarts)
 
     def _family(
@@ -144,7 +181,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         label: str = "",
         kind: type[Family] = GaugeMetricFamily,
     ) -> Family:
-        """Makes a metric of a number, or of numbers by a label of that name. All have the label run."""
+        """Makes a metric from a number, or from numbers by the value of a label. All have the label `run`."""
         names = ["run", label] if label else ["run"]
         family = kind(f"hvtrain_{name}", text, labels=names)
         for key, value in (values if label else {"": values}).items():

@@ -1,8 +1,8 @@
-"""guard.recompute_every: all ranks compute one rank's gradient again, to find a device that computes wrongly.
+"""guard.recompute_every: all ranks recompute one rank's gradient, to find faulty devices.
 
-Weights that are equal on all ranks prove nothing about what they were averaged from: a defective device
-sends a wrong gradient, and all ranks take it. Such devices are not rare in large fleets, and mostly silent
-(Dixit et al. 2021, arXiv:2102.11245).
+Equal weights on all ranks prove nothing about the gradients behind them: if a defective device sends
+a wrong gradient, all ranks apply it. In large fleets such devices are not rare, and most fail
+silently (Dixit et al. 2021, arXiv:2102.11245).
 """
 
 import logging
@@ -21,18 +21,18 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 log = logging.getLogger(__name__)
 
 NUM_CALIBRATIONS = 3
-"""Checks whose differences say how far rounding takes gradients apart."""
+"""The differences found in this many first checks show how much rounding alone changes gradients."""
 FIRST_TOLERANCE = 1e-2
 MARGIN = 10.0
 LEAST_TOLERANCE = 1e-5
 
 
 class Verdict(NamedTuple):
-    """What a check has found.
+    """The result of a check.
 
-    ranks: those that computed another gradient than most; both, if there are only two ranks.
-    variable: the number of the variable that differs most.
-    difference: of its gradient, relative to its norm.
+    ranks: those whose gradient differs from that of most ranks; both, if there are only two ranks.
+    variable: the index of the variable whose gradient differs most.
+    difference: the difference of that gradient, relative to its norm.
     """
 
     ranks: list[int]
@@ -41,16 +41,15 @@ class Verdict(NamedTuple):
 
 
 class Recompute(RunCallback):
-    """After every N steps, all ranks compute one rank's gradient of the next step again (every rank).
+    """After every N steps, all ranks recompute one rank's gradient of the next step (every rank).
 
-    The ranks take turns. Its batch, with its seeds of dropout, goes to all ranks; weights are the same on
-    all. So each rank's forward and backward pass is compared with the others' in each check, and what a
-    rank sent with what it should have sent whenever it is that rank's turn. Put it where other callbacks
-    see the weights before and after the step as they were.
+    The ranks take turns. The rank's batch and dropout seeds are sent to all ranks; the weights are
+    equal anyway. So each check compares every rank's forward and backward pass with the others', and
+    the gradient that the rank had sent with the one that it should have sent.
 
     Raises:
-        ConfigError: A step is not a function of weights, batch and seeds alone.
-        LostRankError: A rank computes another gradient than most; or of two ranks, than the other.
+        ConfigError: A step depends on more than weights, batch and seeds.
+        LostRankError: A rank's gradient differs from that of most ranks; with two ranks, from the other's.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -62,17 +61,21 @@ class Recompute(RunCallback):
         if not run.strategy.is_plain or run.strategy.sync_every > 1:
             obstacle = "a strategy whose steps are not those of each rank by itself"
         elif train.jit_compile or train.sync_batch_norm:
-            obstacle = "train.jit_compile=true" if train.jit_compile else "train.sync_batch_norm=true"
+            obstacle = (
+                "train.jit_compile=true" if train.jit_compile else "train.sync_batch_norm=true"
+            )
         elif sharded_tables(model) or hasattr(run.task, "joint_batch"):
             obstacle = "a model or task whose step sends messages of its own"
         if obstacle:
-            raise ConfigError(f"guard.recompute_every does not go with {obstacle}; leave one of the two out")
+            raise ConfigError(
+                f"guard.recompute_every does not go with {obstacle}; leave one of the two out"
+            )
 
         self._every = run.config.guard.recompute_every
         self._train_step = model.train_step
         self._names = [variable.path for variable in model.trainable_variables]
         with tf.device("/CPU:0"):
-            # Set before a call of the graph, whose first step then keeps its batch and gradient.
+            # Set before a call of the graph, whose first step then keeps its batch and digest.
             self._is_due = tf.Variable(False, trainable=False)
         self._batch: list[np.ndarray] = []
         self._sent = np.zeros(0)
@@ -105,12 +108,15 @@ class Recompute(RunCallback):
             )
 
     def _values(self) -> list[tuple[Any, tf.Tensor]]:
-        """Returns all variables that a step reads or changes, but for the optimizer's, with copies of their values."""
-        variables = {id(variable): variable for variable in (*self.model.variables, *self.model.metrics_variables)}
+        """Returns copies of all variables that a step uses, except for the optimizer's."""
+        variables = {
+            id(variable): variable
+            for variable in (*self.model.variables, *self.model.metrics_variables)
+        }
         return [(variable, tf.identity(variable.value)) for variable in variables.values()]
 
     def _recorded_step(self, data: Any) -> Any:
-        """The model's step, which keeps its batch and a digest of its gradient if it is due, in the graph."""
+        """The model's step; if a check is due, it keeps its batch and a digest of its gradient."""
         self._structure = data
         optimizer = self.model.optimizer
         apply = optimizer.apply
@@ -119,7 +125,9 @@ class Recompute(RunCallback):
             gradients = list(gradients)
 
             def record() -> tf.Tensor:
-                return tf.numpy_function(self._keep, [digest_of(gradients), *tf.nest.flatten(data)], tf.bool)
+                return tf.numpy_function(
+                    self._keep, [digest_of(gradients), *tf.nest.flatten(data)], tf.bool
+                )
 
             is_due = tf.cond(self._is_due, record, lambda: tf.constant(False))
             with tf.control_dependencies([self._is_due.assign(is_due)]):
@@ -129,8 +137,8 @@ class Recompute(RunCallback):
             return self._train_step(data)
 
     def _keep(self, digest: np.ndarray, *batch: np.ndarray) -> bool:
-        """Keeps the batch and the digest of its gradient. Returns False: the next step is not due."""
-        # Copies: TensorFlow uses the memory again.
+        """Keeps the batch and its gradient's digest. Returns False: no check is due any more."""
+        # Copies, because TensorFlow reuses the memory.
         self._sent = np.array(digest)
         self._batch = [np.array(part) for part in batch]
         return False
@@ -157,21 +165,25 @@ class Recompute(RunCallback):
         for variable, value in now:
             variable.assign(value)
 
-        verdict = judge(rank, original, digests, self._tolerance())
+        # Of the checks so far: this one may be a fault.
+        tolerance = self._tolerance()
+        verdict = judge(rank, original, digests, tolerance)
         self._differences.append(verdict.difference)
         if not verdict.ranks:
             return
-        devices = " or ".join(f"rank {number} ({self.run.strategy.devices[number]})" for number in verdict.ranks)
+        devices = " or ".join(
+            f"rank {number} ({self.run.strategy.devices[number]})" for number in verdict.ranks
+        )
         error = LostRankError(
             f"{devices} computes wrongly: computed again on all ranks, rank {rank}'s gradient of step {self._step:,} "
             f"differs by {verdict.difference:.1g} of its norm in {self._names[verdict.variable]} (tolerance "
-            f"{self._tolerance():.1g}); take that host out, and resume from a checkpoint from before"
+            f"{tolerance:.1g}); take that host out, and resume from a checkpoint from before"
         )
         error.culprit = verdict.ranks[0]
         raise error
 
     def _tolerance(self) -> float:
-        """The largest relative difference that is no fault."""
+        """Returns the largest relative difference that is not a fault."""
         if len(self._differences) < NUM_CALIBRATIONS:
             return FIRST_TOLERANCE
         rounding = max(self._differences[:NUM_CALIBRATIONS])
@@ -181,9 +193,10 @@ class Recompute(RunCallback):
 
 
 def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns float64 [variables, 3], in the graph: of each gradient its norm, and a sum with weights of each sign.
+    """Returns float64 [variables, 3]: each gradient's norm, a weighted sum, and a checksum.
 
-    The third number depends on each bit. Where it is equal, so are the gradients.
+    The weights of the sum have both signs, so it also reveals errors that leave the norm unchanged.
+    The checksum depends on every bit: where it is equal, the gradients are taken as equal.
     """
     rows = []
     for gradient in gradients:
@@ -196,25 +209,34 @@ def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
         wave = tf.cos(tf.cast(numbers, tf.float32))
         bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64) * tf.cast(2 * numbers + 1, tf.int64)
         exact = tf.math.floormod(tf.reduce_sum(bits), 2**52)
-        rows.append([tf.cast(part, tf.float64) for part in (tf.norm(values), tf.reduce_sum(values * wave), exact)])
+        rows.append(
+            [
+                tf.cast(part, tf.float64)
+                for part in (tf.norm(values), tf.reduce_sum(values * wave), exact)
+            ]
+        )
     return tf.convert_to_tensor(rows)
 
 
-def judge(rank: int, original: np.ndarray, digests: Sequence[np.ndarray], tolerance: float) -> Verdict:
-    """Finds the ranks whose gradient is not that of most.
+def judge(
+    rank: int, original: np.ndarray, digests: Sequence[np.ndarray], tolerance: float
+) -> Verdict:
+    """Returns the ranks whose gradient differs from that of most ranks, and the largest difference.
 
     Args:
-        rank: The rank whose gradient it is.
-        original: Its digest as it was sent, [variables, 3].
-        digests: As each rank computed it again.
-        tolerance: The largest relative difference that is no fault.
+        rank: The rank whose gradient was recomputed.
+        original: The digest of the gradient that it sent, [variables, 3].
+        digests: The digest that each rank has recomputed.
+        tolerance: The largest relative difference that is not a fault.
     """
-    # Mostly all are equal, and of a thousand ranks not each has to be compared with each.
+    # Most digests are equal, and comparing only distinct ones avoids all pairs of a thousand ranks.
     unlike = list({digest.tobytes(): digest for digest in digests}.values())
-    num_close = [sum(_distance(digest, other)[1] <= tolerance for other in digests) for digest in unlike]
+    num_close = [
+        sum(_distance(digest, other)[1] <= tolerance for other in digests) for digest in unlike
+    ]
     reference = unlike[int(np.argmax(num_close))]
     distances = [_distance(digest, reference) for digest in digests]
-    # What the rank sent counts as its own too: a fault may have come and gone.
+    # What the rank had sent counts as its own too: the fault may have been transient.
     distances[rank] = max(distances[rank], _distance(original, reference), key=lambda pair: pair[1])
     variable, difference = max(distances, key=lambda pair: pair[1])
 
@@ -225,8 +247,13 @@ def judge(rank: int, original: np.ndarray, digests: Sequence[np.ndarray], tolera
 
 
 def _distance(digest: np.ndarray, reference: np.ndarray) -> tuple[int, float]:
-    """Returns the variable that differs most, and by how much of its norm; 0 for equal bits, infinity for no number."""
-    differences = np.max(np.abs(digest[:, :2] - reference[:, :2]), axis=1) / np.maximum(reference[:, 0], 1e-30)
+    """Returns the index of the variable that differs most, and its relative difference (see digest_of).
+
+    The difference is 0 for equal checksums, and inf for NaN.
+    """
+    differences = np.max(np.abs(digest[:, :2] - reference[:, :2]), axis=1) / np.maximum(
+        reference[:, 0], 1e-30
+    )
     differences[digest[:, 2] == reference[:, 2]] = 0.0
     differences = np.nan_to_num(differences, nan=np.inf)
     variable = int(np.argmax(differences))

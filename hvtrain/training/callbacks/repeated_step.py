@@ -22,10 +22,10 @@ BATCH, WEIGHTS, FORWARD, LOSS, BACKWARD = range(5)
 
 
 class Origin(NamedTuple):
-    """A value that is not finite. Origins compare in the order in which a step comes to them.
+    """A value that is not finite. Origins sort in the order in which a step computes them.
 
-    position is the order within the phase: the number of the call in a forward pass, its negative
-    on the way back.
+    position is the order within the phase: the number of the call in the forward pass, and its
+    negative in the backward pass.
     """
 
     phase: int
@@ -36,8 +36,8 @@ class Origin(NamedTuple):
 class LayerSearch(RunCallback):
     """Checks the loss of each step, and repeats a step that fails (every rank).
 
-    For that it keeps the model as it is before each step. Steps must be calls of their own, see
-    call_steps. Raises ConfigError if the strategy's steps are not the model's.
+    For that it keeps a copy of the model's variables before each step. Each step must be a call of
+    its own: see call_steps. Raises ConfigError if the strategy's steps are not the model's.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -50,32 +50,33 @@ class LayerSearch(RunCallback):
         self._before: list[tuple[Any, tf.Tensor]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # Seeds of dropout and moving statistics are among them.
-        self._before = [(variable, tf.identity(variable.value)) for variable in self.model.variables]
+        # Including dropout seeds and moving statistics.
+        self._before = [
+            (variable, tf.identity(variable.value)) for variable in self.model.variables
+        ]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
         if hasattr(self.model.optimizer, "dynamic_scale"):
-            return  # It skips steps that overflow; their loss is not an error.
+            return  # A loss scale skips steps that overflow; their loss is not an error.
 
         is_finite = self.comm.gather(math.isfinite(float(logs.get("loss", 0.0))))
         ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
         if ranks:
             step = self.position.step
             origin = self.find_origin(step)
-            raise TrainingError(f"the loss of step {step:,} is not finite on {named(ranks)}{origin}; {ADVICE}")
+            raise TrainingError(
+                f"the loss of step {step:,} is not finite on {named(ranks)}{origin}; {ADVICE}"
+            )
 
     def find_origin(self, step: int) -> str:
-        """Repeats a step of the run, and describes where it fails (every rank).
-
-        It must be the last step that began, before which the model was kept.
-        """
+        """Repeats the last step that began, and describes where it fails (every rank)."""
         for variable, value in self._before:
             variable.assign(value)
         origins = self.comm.gather(self._repeat(step - 1))
         first = min((origin for origin in origins if origin), default=None)
         if first is None:
             return "; when it is repeated layer by layer, all values are finite"
-        # Descriptions may differ between ranks, such as in the number of the example.
+        # By phase and position: descriptions may differ between ranks, as in the example's number.
         ranks = [rank for rank, origin in enumerate(origins) if origin and origin[:2] == first[:2]]
         return f"; it began with {first.description}, on {named(ranks)}"
 
@@ -84,7 +85,7 @@ class LayerSearch(RunCallback):
         try:
             return first_not_finite(self.model, batch, not self.position.plan.is_even)
         except Exception as error:
-            # The other ranks wait for this one's answer, and the run fails anyway.
+            # The other ranks wait for this rank's answer, and the run fails anyway.
             log.warning("the step cannot be repeated layer by layer: %s", in_one_line(error))
             return None
 
@@ -97,20 +98,20 @@ def first_not_finite(
     """Finds the first value of a train step that is not finite.
 
     Every rank calls it, since a loss may be joint. The step is the model's own, with augmentation
-    and loss scale, but it changes no weight. Batch and weights come first, then outputs of layers,
-    the loss, and gradients on their way back.
+    and loss scale, but without the update. Batch and weights are checked first, then the outputs of
+    layers, the loss, and the gradients in the order of the backward pass.
 
     Args:
         model: A compiled model whose optimizer is built.
         batch: A batch as the model's train step takes it.
-        has_batch_weight: The batch is a pair (batch, weight), as with ranks of unlike batches.
+        has_batch_weight: The batch is a pair (batch, weight), as for ranks with batches of different sizes.
 
     Returns:
-        Its origin; None if all values are finite.
+        The value's origin; None if all values are finite.
     """
     origin = _in_batch(batch[0] if has_batch_weight else batch) or _in_weights(model)
     if origin:
-        step_without_update(model, batch)  # Other ranks may wait for this one in the loss.
+        step_without_update(model, batch)  # Other ranks may wait for this rank in the loss.
         return origin
 
     watch = _Watch(model)
@@ -128,14 +129,14 @@ def step_without_update(
     model: keras.Model,
     batch: Any,
 ) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-    """Runs a train step whose gradients the optimizer does not get.
+    """Runs a train step without the optimizer's update.
 
     Returns the logs of this step alone, and pairs of gradients and variables.
     """
     optimizer = model.optimizer
     pairs: list[tuple[Any, Any]] = []
     model.reset_metrics()
-    # On the object, where they hide the methods of its class, which would reduce.
+    # Instance attributes hide the methods of the class, which would reduce and update.
     optimizer.apply_gradients = pairs.extend
     optimizer.apply = lambda grads, variables=None: pairs.extend(
         zip(grads, variables or model.trainable_weights),
@@ -173,17 +174,21 @@ def _in_weights(model: keras.Model) -> Origin | None:
 def _is_finite(value: Any) -> bool:
     """True if all values are finite. Non-float and symbolic tensors count as finite."""
     dense = value.values if isinstance(value, tf.IndexedSlices) else value
-    has_numbers = isinstance(dense, tf.Tensor) and hasattr(dense, "numpy") and dense.dtype.is_floating
+    has_numbers = (
+        isinstance(dense, tf.Tensor) and hasattr(dense, "numpy") and dense.dtype.is_floating
+    )
     return not has_numbers or bool(tf.reduce_all(tf.math.is_finite(dense)))
 
 
 class _Watch:
-    """Notes the first operation that returns, or passes back, a value that is not finite."""
+    """Records the first operation whose output, or whose gradient, is not finite."""
 
     def __init__(self, model: keras.Model) -> None:
         layers = model._flatten_layers()
-        # A functional model has operations without weights too, such as keras.ops.log.
-        operations = [item for layer in layers for item in (layer, *getattr(layer, "operations", ()))]
+        # A Functional model also has operations that are not layers, such as keras.ops.log.
+        operations = [
+            item for layer in layers for item in (layer, *getattr(layer, "operations", ()))
+        ]
         self._operations = list({id(operation): operation for operation in operations}.values())
         self._num_calls = 0
         self._last_call: dict[int, int] = {}  # By the identity of an operation.
@@ -191,11 +196,11 @@ class _Watch:
         self.backward: Origin | None = None
 
     def calls(self) -> list[tuple[Any, Callable[..., Any]]]:
-        """Pairs of an operation and the method that replaces its `call`."""
+        """Returns pairs of an operation and the function that replaces its `call`."""
         return [(operation, self._watched(operation)) for operation in self._operations]
 
     def of_weights(self, gradients: list[tuple[Any, Any]]) -> Origin | None:
-        """The first layer on the way back whose weights got a gradient that is not finite."""
+        """Returns the first layer in the backward pass whose weights got a gradient that is not finite."""
         owners = {
             id(weight): id(operation)
             for operation in self._operations
@@ -216,8 +221,8 @@ class _Watch:
             operation,
             f"the gradient that {name} passes back",
         )
-        # It differs from what the next layer passes back if something between the two is no
-        # operation of the model.
+        # The incoming gradient differs from the one that the next layer passes back if code that is
+        # not an operation of the model lies between the two layers.
         see_incoming = partial(
             self._see_gradient,
             operation,
@@ -248,7 +253,7 @@ class _Watch:
 def _replaced_calls(calls: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     before = [(operation, vars(operation).get("call")) for operation, _ in calls]
     for operation, call in calls:
-        # Past Keras's __setattr__, which tracks what belongs to a layer.
+        # Bypasses Keras's __setattr__, which tracks a layer's attributes.
         object.__setattr__(operation, "call", call)
     try:
         yield
@@ -260,7 +265,7 @@ def _replaced_calls(calls: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator
 
 
 def _with_gradient_seen(see: Callable[[Any], None], value: Any) -> Any:
-    """Returns the value, and shows its gradient to `see`; only tensors of floats have one."""
+    """Returns an equal tensor that also passes its gradient to `see`; anything but a float tensor unchanged."""
     if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
         return value
 

@@ -11,11 +11,13 @@ from typing import Any
 import keras
 
 from hvtrain.core.goodput import Goodput
-from hvtrain.core.run_files import EpochRecord, read_history, read_rank_seconds
+from hvtrain.core.run_files import EpochRecord, last_step_at, read_history, read_rank_seconds
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.source import Unreadable
 from hvtrain.keras.equality import WeightCheck
+from hvtrain.models.memory import flops_per_example
 from hvtrain.step.step_timing import Split
+from hvtrain.system.resources import peak_flops
 from hvtrain.training.run import Run
 from hvtrain.watchdog.progress import EXCHANGE
 
@@ -23,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Position(keras.callbacks.Callback):
-    """Counts the run's optimizer steps, from the step of a resume on (every rank)."""
+    """Counts the run's optimizer steps, continuing from the step of a resume (every rank)."""
 
     def __init__(self, plan: StepPlan, start_step: int) -> None:
         super().__init__()
@@ -60,20 +62,22 @@ class RunReport:
     """Results that callbacks fill in while a run trains, and that its end reads.
 
     Args:
-        records: Rows of history.csv, those before a resume included.
+        records: Rows of history.csv, including those before a resume.
         rank_seconds: Seconds of a step's own work on each rank, by epoch; empty if steps are not
             timed.
         examples_each_epoch: Examples that went through the steps of each whole epoch, over all
             ranks.
-        unreadable: What data.on_error=skip left out on any rank, by its place. A damaged file that
+        unreadable: What data.on_error=skip left out on any rank, by location. A damaged file that
             several ranks read counts once.
         examples_per_second: Speed of all ranks after the warm-up; None before.
         step_seconds: Mean time of a step after the warm-up; None before.
         split: The time of a step by purpose; None if steps are not timed.
         stopped_by: The signal or limit that ended training early, in words; empty if none did.
-        exit_code: The process's exit code after a signal; 0 without.
-        rebalanced: Another attempt is to go on with other batches, see Balance.
-        goodput: What the wall time went to, on this rank.
+        exit_code: The process's exit code after a signal; 0 if there was none.
+        rebalanced: Another attempt will continue with other batches, see Balance.
+        goodput: What the wall time was spent on, on this rank.
+        flops_per_example: Operations of a training step for each example; None if unknown.
+        peak_flops: Peak operations per second of all devices together; None if unknown.
     """
 
     records: list[EpochRecord]
@@ -87,16 +91,27 @@ class RunReport:
     exit_code: int = 0
     rebalanced: bool = False
     goodput: Goodput = field(default_factory=lambda: Goodput.resumed(None, time.time()))
+    flops_per_example: float | None = None
+    peak_flops: float | None = None
+
+    def flops(self, examples_per_second: float) -> dict[str, float]:
+        """Returns the model's operations per second, and their share of the devices' peak, where they are known."""
+        if not self.flops_per_example:
+            return {}
+        speed = {"flops_per_second": examples_per_second * self.flops_per_example}
+        if self.peak_flops:
+            speed["share_of_peak"] = speed["flops_per_second"] / self.peak_flops
+        return speed
 
     @property
     def num_skipped(self) -> int:
-        """Examples that were left out, without those of broken files, whose number is not known."""
+        """Examples that were left out, not counting those of damaged files, whose number is unknown."""
         return sum(part.num_examples or 0 for part in self.unreadable.values())
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """One attempt at a run, from its first step on: what callbacks and the end of the run need.
+    """What the callbacks and the end of a run need to know about one attempt at it.
 
     weights compares the model's weights over the ranks; calling it is collective.
     """
@@ -109,7 +124,7 @@ class RunContext:
 
     @classmethod
     def begin(cls, run: Run, model: keras.Model, start_step: int) -> "RunContext":
-        """Makes the context of a run that begins, or goes on, at a step (every rank).
+        """Makes the context of a run that begins or continues at a step (every rank).
 
         Raises StorageError on all ranks if the history of a resumed run is damaged.
         """
@@ -120,13 +135,17 @@ class RunContext:
             run.config.guard.every > 0,
             lambda: run.strategy.watchdog.phase(EXCHANGE),
         )
-        return cls(run, model, position, weights, _report_until(run, position))
+        report = _report_until(run, position)
+        report.flops_per_example = flops_per_example(model)
+        peak = peak_flops(run.config.train.precision)
+        report.peak_flops = peak and peak * run.strategy.num_computing
+        return cls(run, model, position, weights, report)
 
 
 def _report_until(run: Run, position: Position) -> RunReport:
-    """Reads the rows of the epochs before the start.
+    """Returns a report with the rows of the epochs before the start (every rank).
 
-    Later rows are of steps that no checkpoint has, and that are trained again.
+    Later rows belong to steps that are in no checkpoint, and that are trained again.
     """
     comm = run.strategy.comm
     records = comm.on_chief(lambda: read_history(run.folder))
@@ -141,7 +160,9 @@ def _report_until(run: Run, position: Position) -> RunReport:
     return RunReport(
         records,
         {epoch: row for epoch, row in seconds.items() if epoch <= position.epoch},
-        goodput=Goodput.resumed(run.meta.get("goodput"), began),
+        goodput=Goodput.resumed(
+            run.meta.get("goodput"), began, comm.on_chief(lambda: last_step_at(run.folder))
+        ),
     )
 
 

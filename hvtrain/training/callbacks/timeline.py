@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvtrain.core.files import refuse_link, remove
 from hvtrain.errors import StorageError
+from hvtrain.system.files import refuse_link, remove
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _TRANSFER = "transfer and sum"
 class TimelineTrace(RunCallback):
     """Traces some steps of this start (every rank; the chief writes).
 
-    It traces profile.steps steps or more, from profile.first_step on. In the run folder,
+    It traces profile.steps steps or more, after the first profile.first_step steps. In the run folder,
     profile/horovod.json is for chrome://tracing or ui.perfetto.dev, and the rest of profile/ for
     TensorBoard's profiler.
     """
@@ -50,7 +50,7 @@ class TimelineTrace(RunCallback):
         self.comm.on_chief(self._make_folder)
         self.run.strategy.timeline.start(self.folder / REDUCTIONS)
         if self.run.topology.is_chief:
-            # Level 3 includes single operations.
+            # Level 3 includes individual operations.
             options = tf.profiler.experimental.ProfilerOptions(
                 host_tracer_level=3,
                 python_tracer_level=0,
@@ -72,7 +72,9 @@ class TimelineTrace(RunCallback):
     def _make_folder(self) -> None:
         refuse_link(self.folder, StorageError, "remove it")
         self.folder.mkdir(exist_ok=True)
-        remove(self.folder / REDUCTIONS)
+        # An earlier start's traces would be added to this start's.
+        for old in [self.folder / REDUCTIONS, *self.folder.rglob("*.xplane.pb")]:
+            remove(old)
 
     def _end(self) -> None:
         if self._begin is None or self._ended:
@@ -89,19 +91,22 @@ class TimelineTrace(RunCallback):
 
 
 def time_by_operation(folder: Path, steps: int) -> list[str]:
-    """Lines with the time of each kind of operation in a traced step."""
+    """Returns lines with the time of each kind of operation in a traced step."""
     horovod: dict[str, float] = {}
     if (folder / REDUCTIONS).exists():  # One rank alone has no reductions.
         horovod = reductions(folder / REDUCTIONS)
     tensorflow = sorted(operations(folder).items(), key=lambda item: -item[1])[:NUM_OPERATIONS]
     return [
         f"{steps} steps are traced in {folder}; of a step (chief's times, which overlap):",
-        *(f"  {1000 * seconds / steps:9.3f} ms  {name}" for name, seconds in (*horovod.items(), *tensorflow)),
+        *(
+            f"  {1000 * seconds / steps:9.3f} ms  {name}"
+            for name, seconds in (*horovod.items(), *tensorflow)
+        ),
     ]
 
 
 def traces_by_viewer(folder: Path) -> dict[str, Path]:
-    """The traces that were written, by what shows them."""
+    """Returns the traces that were written, by the viewer that shows them."""
     traces = {
         "ui.perfetto.dev or chrome://tracing": folder / REDUCTIONS,
         f"tensorboard --logdir {folder} (with tensorboard-plugin-profile)": next(
@@ -113,15 +118,14 @@ def traces_by_viewer(folder: Path) -> dict[str, Path]:
 
 
 def reductions(path: Path) -> dict[str, float]:
-    """Seconds in which Horovod did each kind of activity for at least one gradient."""
+    """Returns the seconds in which Horovod did each kind of activity for at least one gradient."""
     # Until Horovod closes the list, its last event ends with a comma.
     text = path.read_text(encoding="utf-8").strip()
     if not text.endswith("]"):
         text = text.rstrip(",") + "]"
     events = json.loads(text)
 
-    # Horovod has one process number for each gradient. Its activities are nested: E ends the
-    # innermost B.
+    # Horovod has one process number for each gradient. Its activities are nested: E ends the innermost B.
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     open_events: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for event in events:
@@ -134,20 +138,23 @@ def reductions(path: Path) -> dict[str, float]:
                 spans[activity].append((begin, event["ts"]))
 
     # Time stamps are in microseconds.
-    return {name: covered(spans[name]) / 1e6 for name in (*_ACTIVITIES.values(), _TRANSFER) if spans[name]}
+    return {
+        name: covered(spans[name]) / 1e6
+        for name in (*_ACTIVITIES.values(), _TRANSFER)
+        if spans[name]
+    }
 
 
 def _activity(name: str) -> str | None:
     for prefix, activity in _ACTIVITIES.items():
         if name.startswith(prefix):
             return activity
-    # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers; ALLREDUCE is the sum of all
-    # activities.
+    # MPI_ALLREDUCE, GLOO_ALLREDUCE and NCCL_ALLREDUCE are transfers; ALLREDUCE is the sum of all activities.
     return _TRANSFER if "_ALL" in name else None
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans.
+    """Returns the length of the union of spans.
 
     >>> covered([(0, 2), (1, 3), (5, 6)])
     4.0
@@ -161,7 +168,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def operations(folder: Path) -> dict[str, float]:
-    """Seconds in TensorFlow's operations by type, of all threads and devices together."""
+    """Returns the seconds in TensorFlow's operations by type, over all threads and devices."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     seconds: dict[str, float] = defaultdict(float)
@@ -174,5 +181,7 @@ def operations(folder: Path) -> dict[str, float]:
                 _, colon, kind = name.rpartition(":")
                 if colon and kind.isidentifier() and "::" not in name:
                     # On some processors oneDNN's operations, with a prefix, replace TensorFlow's.
-                    seconds[kind.removeprefix("_Mkl").removeprefix("Native")] += event.duration_ps / 1e12
+                    seconds[kind.removeprefix("_Mkl").removeprefix("Native")] += (
+                        event.duration_ps / 1e12
+                    )
     return seconds

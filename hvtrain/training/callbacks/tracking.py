@@ -1,4 +1,4 @@
-"""Sends what a run records to its trackers, which must neither stop it nor miss an epoch of it."""
+"""Sends a run's records to its trackers, which must neither stop the run nor miss an epoch of it."""
 
 import logging
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any
 
 from hvtrain.config.instantiate import build
-from hvtrain.core.files import write_json
 from hvtrain.core.run_files import TRACKERS_FILE, EpochRecord, read_tracked
 from hvtrain.errors import Stopped, StorageError, in_one_line
+from hvtrain.system.files import write_json
 from hvtrain.system.secrets import without_passwords
 from hvtrain.trackers import TrackedRun, Tracker, plain_name
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
@@ -21,8 +21,8 @@ class Tracking(RunCallback):
     """Starts, feeds and ends the run's trackers (chief only; every rank makes it).
 
     Entered as a context, it also ends the tracked runs of a run that fails or stops. A tracker gets
-    the epochs that it does not have yet: one that is chosen late, or failed before a resume, gets
-    all of them. One that fails is left out, with a warning.
+    every epoch that it does not have yet, even if it was chosen late or failed before a resume. A
+    tracker that fails is dropped with a warning.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -91,12 +91,12 @@ class Tracking(RunCallback):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A run that is still open without an exception goes on later, such as after train.max_time.
+        # A run that is still open without an exception will be resumed, such as after train.max_time.
         is_stopped = kind is None or issubclass(kind, Stopped)
         self.finish("stopped" if is_stopped else "failed")
 
     def _send(self) -> None:
-        """Sends the epochs that a tracker does not have yet, and notes the last one."""
+        """Sends each tracker the epochs that it lacks, and writes down which was the last."""
 
         def send(name: str, tracker: Tracker) -> None:
             tracked = self._tracked[name]
@@ -118,18 +118,20 @@ class Tracking(RunCallback):
             log.warning("%s; the run continues without its trackers", error)
 
     def _each(self, action: Callable[[str, Tracker], None]) -> None:
-        """Calls action(name, tracker) for each tracker, and leaves out those that fail."""
+        """Calls action(name, tracker) for each tracker, and drops those that fail."""
         for name, tracker in list(self._trackers.items()):
             try:
                 action(name, tracker)
-            except Exception as error:  # Trackers are other people's code, and a run must not end for them.
+            except (
+                Exception
+            ) as error:  # Trackers are other people's code, and a run must not end because of them.
                 del self._trackers[name]
                 reason = without_passwords(in_one_line(error))
                 log.warning("tracker.%s failed: %s; the run continues without it", name, reason)
 
 
 def scalars(record: EpochRecord, rank_seconds: list[float]) -> dict[str, float]:
-    """An epoch's numbers by name, with the seconds of each rank's own work in a step.
+    """Returns an epoch's numbers by name, with the seconds of each rank's own work in a step.
 
     >>> scalars(EpochRecord(1, 12, 0.1, 2.0, 50.0, {"loss": 0.5}), [0.01, 0.02])
     {'loss': 0.5, 'epoch': 1, 'learning_rate': 0.1, 'examples_per_second': 50.0, 'step_seconds/rank_0': 0.01, \

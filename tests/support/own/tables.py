@@ -6,8 +6,13 @@ from keras import layers
 
 def model(input_spec, category_sizes, num_outputs):
     """Begins with zeros, so that tables that are made in other ways are equal."""
-    inputs = {name: keras.Input(spec.shape, dtype=spec.dtype, name=name) for name, spec in input_spec.items()}
-    table = layers.Embedding(sum(category_sizes), 4, embeddings_initializer="zeros", name="user_table")
+    inputs = {
+        name: keras.Input(spec.shape, dtype=spec.dtype, name=name)
+        for name, spec in input_spec.items()
+    }
+    table = layers.Embedding(
+        sum(category_sizes), 4, embeddings_initializer="zeros", name="user_table"
+    )
     features = [layers.Flatten()(table(inputs["categories"])), inputs["numbers"]]
     hidden = layers.Dense(8, "tanh", name="hidden")(layers.Concatenate()(features))
     return keras.Model(inputs, layers.Dense(num_outputs, name="logits")(hidden))

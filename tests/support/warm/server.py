@@ -175,7 +175,11 @@ def prepare(job: dict[str, Any]) -> None:
     for number, limits in job["limits"].items():
         if tuple(limits) != resource.getrlimit(int(number)):
             resource.setrlimit(int(number), tuple(limits))
-    extra = [str(Path(part).resolve()) for part in job["environ"].get("PYTHONPATH", "").split(os.pathsep) if part]
+    extra = [
+        str(Path(part).resolve())
+        for part in job["environ"].get("PYTHONPATH", "").split(os.pathsep)
+        if part
+    ]
     sys.path[:] = [*extra, *BASE_PATH]
     sys.executable = job["executable"]  # What the fork starts with it is a fork too.
     sys.orig_argv = [sys.executable, *job["argv"]]

@@ -11,7 +11,7 @@ import fast_keras  # noqa: F401
 from leaves import ForgetsToReduce
 
 import hvtrain.keras as hvd
-from hvtrain.checkpoint import store
+from hvtrain.checkpoint import model_state
 from hvtrain.checks import joint_batch, rank_checks
 from hvtrain.checks.table import CheckError
 from hvtrain.checks.verify import run_checks
@@ -24,7 +24,7 @@ from hvtrain.strategies.horovod import HorovodStrategy
 
 strategy = HorovodStrategy()
 strategy.start()
-(tree,) = compose()
+tree = compose()
 checks = rank_checks.library_checks(strategy, from_dict(tree))
 
 
@@ -89,16 +89,26 @@ passed = run_checks(
     {
         **broken("versions", "hvtrain.training.consistency", software=software),
         **broken("devices", strategy, devices=["s1 GPU 0", "s1 GPU 0"]),
-        **broken("broadcast", "hvtrain.checks.rank_checks.hvd", broadcast_variables=lambda variables, root: None),
+        **broken(
+            "broadcast",
+            "hvtrain.checks.rank_checks.hvd",
+            broadcast_variables=lambda variables, root: None,
+        ),
         "not reduced": lambda: joint_case(lambda optimizer: optimizer),
         "own step": lambda: joint_case(lambda optimizer: optimizer, "a step of its own"),
         "not shared": lambda: joint_case(without_exchange),
-        "summed": lambda: joint_case(lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)),
-        **broken("ignored labels", "hvtrain.checks.joint_batch.hvd", DistributedLoss=lambda loss: loss),
-        **broken("different models", Reducer, __call__=lambda self, gradients, variables: gradients),
+        "summed": lambda: joint_case(
+            lambda optimizer: hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
+        ),
+        **broken(
+            "ignored labels", "hvtrain.checks.joint_batch.hvd", DistributedLoss=lambda loss: loss
+        ),
+        **broken(
+            "different models", Reducer, __call__=lambda self, gradients, variables: gradients
+        ),
         **broken("shards", ArraySource, training=same_for_all),
         **broken("metrics", strategy, evaluate=plain_metrics),
-        **broken("checkpoint", store, restore=restores_nothing),
+        **broken("checkpoint", model_state, restore=restores_nothing),
         "data: leaves": own_checks["data: leaves"],
         "step of your model": own_checks["step of your model"],
         "weights": weights_after_a_step,

@@ -36,7 +36,11 @@ def largest(arrays):
 
 
 def errors_of(reducer):
-    return [variable for name, variable in reducer.compressed.memory.items() if name.startswith("sum/error")]
+    return [
+        variable
+        for name, variable in reducer.compressed.memory.items()
+        if name.startswith("sum/error")
+    ]
 
 
 def telescopes(name, compression, forgets=False):
@@ -145,7 +149,9 @@ def noise_of_a_linear_regression(batch_size=512, num_inputs=1000, steps=60):
 
 def refused_noise_scale():
     try:
-        hvd.NoiseScale(hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=Compression.int8))
+        hvd.NoiseScale(
+            hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=Compression.int8)
+        )
     except ValueError as error:
         return str(error)
     return ""

@@ -54,17 +54,40 @@ def local_variables():
         values.append([float(shared.numpy()[0]), float(own.numpy()[0])])
         shared.assign([0.0])
         own.assign([0.0])
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="a"), keras.layers.Dense(2, name="b")])
-    optimizer = hvd.PartialDistributedOptimizer(SGD(1.0), local_layers=model.layers[1])
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(2, name="a"), keras.layers.Dense(2, name="b")]
+    )
+    optimizer = hvd.PartialDistributedOptimizer(
+        SGD(1.0, momentum=0.5), local_layers=model.layers[1]
+    )
     keras.utils.set_random_seed(RANK)
     model.compile(optimizer, "mse", jit_compile=False)
     hvd.broadcast_variables(model.weights, 0)
     x = np.full((4, 2), RANK + 1.0, "float32")
-    keep = hvd.BroadcastGlobalVariablesCallback(0, local_variables=model.layers[1].trainable_weights)
-    model.fit(x, x, verbose=0, callbacks=[keep])
+    keep = hvd.BroadcastGlobalVariablesCallback(
+        0, local_variables=model.layers[1].trainable_weights
+    )
+    model.fit(x, x, verbose=0, callbacks=[keep, hvd.WeightCheckCallback()])
     weights = hvd.allgather_object([layer.get_weights()[0] for layer in model.layers])
     equal = [all(np.array_equal(rank[at], weights[0][at]) for rank in weights) for at in (0, 1)]
     return {"scaled": values[0], "unscaled": values[1], "layers equal": equal}
+
+
+def local_overflow():
+    """An infinite gradient of a local variable on the last rank, with a shared variable and without one."""
+    results = []
+    for with_shared in (True, False):
+        shared, own = keras.Variable([0.0]), keras.Variable([0.0])
+        variables = [own, shared] if with_shared else [own]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(SGD(1.0)))
+        optimizer.register_local_var(own)
+        optimizer.build(variables)
+        optimizer.scale_loss(1.0)
+        gradients = [tf.constant([np.inf if LAST else 1.0]), tf.constant([1.0])]
+        optimizer.apply(gradients[: len(variables)], variables)
+        values = [float(variable.numpy()[0]) for variable in (own, shared)]
+        results.append([float(optimizer.dynamic_scale), *values])
+    return results
 
 
 def groups():
@@ -91,13 +114,27 @@ def copies():
 def adasum():
     if SIZE == 3:
         return refusal(lambda: hvd.DistributedOptimizer(SGD(1.0), op=hvd.Adasum))
-    return stepped(hvd.DistributedOptimizer(SGD(1.0), op=hvd.Adasum), [1.0, 0.0] if RANK % 2 == 0 else [1.0, 1.0])
+    return stepped(
+        hvd.DistributedOptimizer(SGD(1.0), op=hvd.Adasum),
+        [1.0, 0.0] if RANK % 2 == 0 else [1.0, 1.0],
+    )
 
 
 def process_set():
     if ENDS is None:
         return None
     return stepped(hvd.DistributedOptimizer(SGD(1.0), process_set=ENDS), [RANK + 1.0, 0.0])[0]
+
+
+def broadcast_in_a_process_set():
+    """The variable after a broadcast from rank 2, and the error of one of different shapes."""
+    variable = keras.Variable([float(RANK)])
+    if ENDS is None or not ENDS.included():
+        return [float(variable.numpy()[0]), ""]
+    hvd.broadcast_variables([variable], 2, process_set=ENDS, inplace=True)
+    unlike = tf.Variable([1.0] * (RANK + 1))
+    message = refusal(lambda: hvd.broadcast_variables([unlike], 0, process_set=ENDS))
+    return [float(variable.numpy()[0]), message]
 
 
 def overflow_while_accumulating():
@@ -128,10 +165,14 @@ def tapes():
     @tf.function
     def step():
         with tf.GradientTape() as first:
-            loss = tf.reduce_sum(dense * float(RANK + 1)) + tf.reduce_sum(tf.gather(rows.value, [RANK]))
+            loss = tf.reduce_sum(dense * float(RANK + 1)) + tf.reduce_sum(
+                tf.gather(rows.value, [RANK])
+            )
         with tf.GradientTape() as second:
             other = tf.reduce_sum(dense * float(10 * RANK))
-        tape_result = hvd.DistributedGradientTape(first).gradient(loss, {"dense": dense, "rows": rows})
+        tape_result = hvd.DistributedGradientTape(first).gradient(
+            loss, {"dense": dense, "rows": rows}
+        )
         two = hvd.DistributedGradientTape(second, op=hvd.Sum).gradient(other, [dense])
         return tape_result["dense"], tf.convert_to_tensor(tape_result["rows"]), two[0]
 
@@ -193,11 +234,16 @@ def ancestors(operation):
     return seen
 
 
-def small_model(broadcast=True, **compiled):
+def small_model(broadcast=True, backward_passes_per_step=1, **compiled):
     keras.utils.set_random_seed(RANK)
-    layers = [keras.layers.Dense(4, name="hidden"), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    layers = [
+        keras.layers.Dense(4, name="hidden"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(2),
+    ]
     model = keras.Sequential([keras.Input((3,)), *layers])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    adam = keras.optimizers.Adam(0.01)
+    optimizer = hvd.DistributedOptimizer(adam, backward_passes_per_step=backward_passes_per_step)
     model.compile(optimizer, "mse", jit_compile=False, **compiled)
     if broadcast:
         hvd.broadcast_model(model)
@@ -206,7 +252,11 @@ def small_model(broadcast=True, **compiled):
 
 def model_of_a_table():
     """All of its gradients are sparse, as those of a matrix factorization."""
-    layers = [keras.Input((2,), dtype="int32"), keras.layers.Embedding(16, 1), keras.layers.Flatten()]
+    layers = [
+        keras.Input((2,), dtype="int32"),
+        keras.layers.Embedding(16, 1),
+        keras.layers.Flatten(),
+    ]
     model = keras.Sequential(layers)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=False)
     hvd.broadcast_model(model)
@@ -241,6 +291,8 @@ def stopping_and_drifting():
     table = model_of_a_table()
     rows = rng.integers(0, 16, (64, 2))
     table.fit(rows, y, batch_size=4, verbose=0, callbacks=[stops, hvd.StopTogetherCallback()])
+    accumulating = small_model(backward_passes_per_step=3)
+    accumulating.fit(x, y, batch_size=4, verbose=0, callbacks=[hvd.WeightCheckCallback(1)])
     check = WeightCheck(model)
     check("now")
     moving = refusal(lambda: check("now", everything=True))
@@ -252,6 +304,7 @@ def stopping_and_drifting():
         "batches": batches,
         "batches of a table": stops.batches,
         "moving": moving,
+        "accumulated": accumulating.optimizer._accumulated_gradients[0].numpy().tolist(),
         "drift": refusal(lambda: check("after step 7")),
         "drift seen in training": refusal(
             lambda: model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.WeightCheckCallback()])
@@ -265,12 +318,18 @@ def one_list_of_callbacks_for_two_models():
         hvd.DistributedOptimizer(SGD())
     rng = np.random.default_rng(RANK)
     x, y = rng.normal(size=(64, 3)).astype("float32"), rng.normal(size=(64, 2)).astype("float32")
-    callbacks = [hvd.BroadcastGlobalVariablesCallback(0), hvd.StopTogetherCallback(), hvd.WeightCheckCallback(2)]
+    callbacks = [
+        hvd.BroadcastGlobalVariablesCallback(0),
+        hvd.StopTogetherCallback(),
+        hvd.WeightCheckCallback(2),
+    ]
     results = []
     for _ in range(2):
         model, stops = small_model(broadcast=False), StopsOnLastRank(batch=3)
         model.fit(x, y, batch_size=4, verbose=0, callbacks=[stops, *callbacks])
-        weights = hvd.allgather_object([weight.numpy().tolist() for weight in model.trainable_weights])
+        weights = hvd.allgather_object(
+            [weight.numpy().tolist() for weight in model.trainable_weights]
+        )
         results.append({"batches": stops.batches, "are equal": weights == [weights[0]] * SIZE})
     return results
 
@@ -304,26 +363,46 @@ def saving():
         "iterations": int(loaded.optimizer.iterations.numpy()),
         "weights equal": fingerprint(loaded.trainable_variables).hex(),
         "without a path": refusal(lambda: model.fit(x, x[:, :2], verbose=0, callbacks=[unnamed])),
-        "own optimizer": type(own.optimizer).__name__ if hvd.is_distributed(own.optimizer) else "plain",
+        "own optimizer": type(own.optimizer).__name__
+        if hvd.is_distributed(own.optimizer)
+        else "plain",
         "legacy": refusal(lambda: hvd.load_model(best, legacy_opts=True)),
     }
 
 
 def refusals():
+    int8 = hvd.DistributedOptimizer(SGD(), compression=hvd.Compression.int8)
     return {
         "no variables": refusal(lambda: hvd.broadcast_variables(keras.Sequential([]).variables, 0)),
         "global variables": refusal(lambda: hvd.broadcast_global_variables(0)),
         "groups": refusal(lambda: hvd.DistributedOptimizer(SGD(), groups=-1)),
         "op": refusal(lambda: hvd.DistributedOptimizer(SGD(), op=hvd.Max)),
-        "predivide": refusal(lambda: hvd.DistributedOptimizer(SGD(), op=hvd.Sum, gradient_predivide_factor=2.0)),
+        "predivide": refusal(
+            lambda: hvd.DistributedOptimizer(SGD(), op=hvd.Sum, gradient_predivide_factor=2.0)
+        ),
         "twice": refusal(lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(SGD()))),
         "not keras": refusal(lambda: hvd.DistributedOptimizer(object())),
-        "local layer": refusal(lambda: hvd.PartialDistributedOptimizer(SGD(), local_layers=keras.layers.Dense(1))),
+        "local layer": refusal(
+            lambda: hvd.PartialDistributedOptimizer(SGD(), local_layers=keras.layers.Dense(1))
+        ),
         "passes": refusal(
-            lambda: hvd.DistributedOptimizer(SGD(gradient_accumulation_steps=2), backward_passes_per_step=2)
+            lambda: hvd.DistributedOptimizer(
+                SGD(gradient_accumulation_steps=2), backward_passes_per_step=2
+            )
+        ),
+        "elastic errors": refusal(lambda: hvd.elastic.KerasState(small_model(), int8)),
+        "elastic anchors": refusal(
+            lambda: hvd.elastic.KerasState(small_model(), hvd.DiLoCo(SGD()))
         ),
         "local variables": refusal(
-            lambda: hvd.DistributedOptimizer(SGD(), check_finite=True).register_local_var(keras.Variable([1.0]))
+            lambda: hvd.DistributedOptimizer(SGD(), check_finite=True).register_local_var(
+                keras.Variable([1.0])
+            )
+        ),
+        "local and clipped": refusal(
+            lambda: hvd.DistributedOptimizer(
+                keras.optimizers.LossScaleOptimizer(SGD(global_clipnorm=1.0))
+            ).register_local_var(keras.Variable([1.0]))
         ),
     }
 
@@ -348,7 +427,11 @@ def a_script_for_horovod():
             model = hvd.load_model(str(checkpoint).format(epoch=resume_from_epoch))
         else:
             model = keras.Sequential(
-                [keras.Input((64,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10, "softmax")]
+                [
+                    keras.Input((64,)),
+                    keras.layers.Dense(32, "relu"),
+                    keras.layers.Dense(10, "softmax"),
+                ]
             )
             optimizer = hvd.DistributedOptimizer(
                 SGD(learning_rate=initial_lr, momentum=0.9),
@@ -356,12 +439,17 @@ def a_script_for_horovod():
                 average_aggregated_gradients=True,
             )
             model.compile(
-                loss="sparse_categorical_crossentropy", optimizer=optimizer, metrics=["accuracy"], jit_compile=False
+                loss="sparse_categorical_crossentropy",
+                optimizer=optimizer,
+                metrics=["accuracy"],
+                jit_compile=False,
             )
         callbacks = [
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
             hvd.callbacks.MetricAverageCallback(),
-            hvd.callbacks.LearningRateWarmupCallback(initial_lr=initial_lr, warmup_epochs=1, verbose=0),
+            hvd.callbacks.LearningRateWarmupCallback(
+                initial_lr=initial_lr, warmup_epochs=1, verbose=0
+            ),
             hvd.callbacks.LearningRateScheduleCallback(
                 initial_lr=initial_lr, multiplier=lambda epoch: 0.1, start_epoch=2
             ),
@@ -382,8 +470,9 @@ def a_script_for_horovod():
 
 
 WORK = (
-    local_variables, groups, copies, adasum, process_set, overflow_while_accumulating, tapes, finite, finite_on_gpus,
-    stopping_and_drifting, one_list_of_callbacks_for_two_models, saving, refusals, a_script_for_horovod,
+    local_variables, local_overflow, groups, copies, adasum, process_set, broadcast_in_a_process_set,
+    overflow_while_accumulating, tapes, finite, finite_on_gpus, stopping_and_drifting,
+    one_list_of_callbacks_for_two_models, saving, refusals, a_script_for_horovod,
 )  # fmt: skip
 results = {work.__name__: work() for work in WORK}
 everyone = hvd.allgather_object(results)

@@ -32,7 +32,9 @@ Y = RNG.integers(0, 3, (64, 2, 8))
 
 def net(seed, optimizer, **extra):
     keras.utils.set_random_seed(seed)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)]
+    )
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **extra)
     return model
 
@@ -46,7 +48,9 @@ def everything(model):
 
 
 def distance(ours, others):
-    return max(float(np.max(np.abs(a.astype("float64") - b))) for a, b in zip(ours, others, strict=True))
+    return max(
+        float(np.max(np.abs(a.astype("float64") - b))) for a, b in zip(ours, others, strict=True)
+    )
 
 
 def replayed(sizes):
@@ -88,7 +92,11 @@ def trained(state, begun, before=lambda state, model: None, extra=(), epochs=EPO
         begun.append([len(state.sizes), hvd.size()])
         first = state.epoch * STEPS + state.batch
         assert first == len(state.sizes)
-        mine = tf.data.Dataset.from_tensor_slices((X[:, hvd.rank()], Y[:, hvd.rank()])).repeat().skip(first)
+        mine = (
+            tf.data.Dataset.from_tensor_slices((X[:, hvd.rank()], Y[:, hvd.rank()]))
+            .repeat()
+            .skip(first)
+        )
         state.model.fit(
             mine, steps_per_epoch=STEPS, initial_epoch=state.epoch, epochs=epochs, verbose=0,
             callbacks=[  # in the order that is hardest for them
@@ -111,7 +119,9 @@ def lost_or_joined():
     state, begun = new_state(hvd.rank()), []
     if SCENARIO == "exchange":
         # The end is counted from where the new rank joined, which is a matter of seconds.
-        stop = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: stop_when_grown(state))
+        stop = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: stop_when_grown(state)
+        )
         trained(state, begun, exchange_ranks, [stop], epochs=1000)
     else:
         trained(state, begun, exchange_ranks)
@@ -170,7 +180,9 @@ def static():
         "start_differs": distance(before, from_root),
         "synced_to_root": all(np.array_equal(a, b) for a, b in zip(synced, from_root, strict=True)),
         "equal_on_all": all(
-            np.array_equal(a, b) for other in everyone for a, b in zip(other[0], everyone[0][0], strict=True)
+            np.array_equal(a, b)
+            for other in everyone
+            for a, b in zip(other[0], everyone[0][0], strict=True)
         ),
         "attributes": [other[1] for other in everyone],
         "rate": float(model.optimizer.learning_rate),
@@ -178,7 +190,9 @@ def static():
         "moved": moved,
         "restored": restored,
         "restored_attributes": restored_attributes,
-        "kept": all(np.array_equal(a, b) for a, b in zip(committed, everything(model), strict=True)),
+        "kept": all(
+            np.array_equal(a, b) for a, b in zip(committed, everything(model), strict=True)
+        ),
         "kept_attributes": [state.batch, state.sizes],
         "raised": [raised(error) for error in OTHERS],
     }
@@ -186,9 +200,13 @@ def static():
 
 # None of them means a lost rank. In the second, the word is in a path; the third would be met again forever.
 OTHERS = [
-    tf.errors.InvalidArgumentError(None, None, "Expected image (JPEG, PNG, or GIF), got unknown format"),
+    tf.errors.InvalidArgumentError(
+        None, None, "Expected image (JPEG, PNG, or GIF), got unknown format"
+    ),
     tf.errors.UnknownError(None, None, "RuntimeError: out of leaves, in /home/me/horovod/data.py"),
-    tf.errors.FailedPreconditionError(None, None, "Mismatched allreduce tensor shapes [[{{node HorovodAllreduce}}]]"),
+    tf.errors.FailedPreconditionError(
+        None, None, "Mismatched allreduce tensor shapes [[{{node HorovodAllreduce}}]]"
+    ),
     ValueError("Horovod has been shut down, said the user"),
 ]
 
@@ -211,7 +229,11 @@ def raised(error):
 
 def alone():
     """One rank, without a launcher; resets come from a callback."""
-    state, begun, pending = new_state(0), [], {3: HostsUpdatedInterrupt(True), 17: HorovodInternalError("gone")}
+    state, begun, pending = (
+        new_state(0),
+        [],
+        {3: HostsUpdatedInterrupt(True), 17: HorovodInternalError("gone")},
+    )
     pending |= {7: HostsUpdatedInterrupt(False), 29: HorovodInternalError("gone")}
 
     def interrupt(state, model):
@@ -243,12 +265,18 @@ def early_stop():
         state.batch, state.sizes = 4, [1] * 4
         state.save()
         stop = keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs, model=state.model: setattr(model, "stop_training", True)
+            on_epoch_end=lambda epoch, logs, model=state.model: setattr(
+                model, "stop_training", True
+            )
         )
         update = elastic.UpdateBatchStateCallback(state)
         data = tf.data.Dataset.from_tensor_slices((X[:, 0], Y[:, 0])).repeat()
         history = state.model.fit(
-            data, steps_per_epoch=STEPS, epochs=3, verbose=0, callbacks=[stop, update] if is_first else [update, stop]
+            data,
+            steps_per_epoch=STEPS,
+            epochs=3,
+            verbose=0,
+            callbacks=[stop, update] if is_first else [update, stop],
         )
         epochs.append([len(history.epoch), int(state.model.optimizer.iterations)])
     return epochs
@@ -266,11 +294,15 @@ def all_but_initial_epoch():
 def messages():
     lines = []
     unbuilt = keras.Sequential([keras.layers.Dense(2)], name="unbuilt")
-    unknown = tf.data.Dataset.from_generator(lambda: iter([(X[0, 0], Y[0, 0])]), (tf.float32, tf.int64))
+    unknown = tf.data.Dataset.from_generator(
+        lambda: iter([(X[0, 0], Y[0, 0])]), (tf.float32, tf.int64)
+    )
     state = new_state(0)
     for attempt in (
         lambda: elastic.KerasState(unbuilt, batch=0),
-        lambda: state.model.fit(unknown, verbose=0, callbacks=[elastic.UpdateBatchStateCallback(state)]),
+        lambda: state.model.fit(
+            unknown, verbose=0, callbacks=[elastic.UpdateBatchStateCallback(state)]
+        ),
     ):
         try:
             attempt()

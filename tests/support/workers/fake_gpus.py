@@ -20,7 +20,9 @@ from hvtrain.errors import RankError
 
 if "FAKE_GPUS" in os.environ:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-NAMED = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+NAMED = [
+    name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()
+]
 COUNT = int(os.environ.get("FAKE_GPUS", len(NAMED)))
 GPUS = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(COUNT)]
 visible = list(GPUS)

@@ -48,7 +48,7 @@ class Alone(Strategy):
 
 def work(command, arguments):
     if command == "train":
-        config = from_dict(compose(arguments)[0])
+        config = from_dict(compose(arguments))
         runner.run_to_end(config, build(config, "strategy", Strategy))
         return 0
     if command == "mark":

@@ -13,7 +13,7 @@ import tensorflow as tf
 from refusals import refused
 
 import hvtrain.keras as hvd
-from hvtrain.keras import gradients
+from hvtrain.keras import gradients, same_gradients
 from hvtrain.keras.hooks import hook_of
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -31,7 +31,14 @@ def net(optimizer, *layers, seed=0, **compiled):
 
 
 def fit(model, *callbacks, batches=4, **options):
-    return model.fit(X[: 4 * batches], X[: 4 * batches, :3], batch_size=4, verbose=0, callbacks=callbacks, **options)
+    return model.fit(
+        X[: 4 * batches],
+        X[: 4 * batches, :3],
+        batch_size=4,
+        verbose=0,
+        callbacks=callbacks,
+        **options,
+    )
 
 
 def gap(arrays):
@@ -58,7 +65,9 @@ def broadcast_inside_a_function():
     before = gap(model.get_weights())
     for number in range(3):
         step(X, number == 0)
-    seeds = hvd.allgather_object(next(v.numpy().tolist() for v in model.variables if "seed" in v.path))
+    seeds = hvd.allgather_object(
+        next(v.numpy().tolist() for v in model.variables if "seed" in v.path)
+    )
     half = tf.Variable([RANK + 1.5, RANK], dtype=tf.bfloat16)
     hvd.broadcast_variables([half], 0)
     return {
@@ -66,13 +75,15 @@ def broadcast_inside_a_function():
         "after": gap([*model.get_weights(), *optimizer.variables]),
         "seeds differ": seeds[0] != seeds[1],
         "bfloat16": [float(value) for value in half.numpy()],
-        "unlike": refused(lambda: tf.function(hvd.broadcast_variables)([tf.Variable([1.0] * (RANK + 1))], 0)),
+        "unlike": refused(
+            lambda: tf.function(hvd.broadcast_variables)([tf.Variable([1.0] * (RANK + 1))], 0)
+        ),
     }
 
 
 def loop_without_broadcast():
     """What is logged within the steps of a loop of the user's own."""
-    gradients.SECONDS_BETWEEN_LOOKS = 0.01
+    same_gradients.SECONDS_BETWEEN_LOOKS = 0.01
     logged = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
@@ -100,7 +111,10 @@ def loop_without_broadcast():
 
 def copies():
     made = {}
-    for name, action in {"pickled": lambda o: pickle.loads(pickle.dumps(o)), "deep": copy.deepcopy}.items():
+    for name, action in {
+        "pickled": lambda o: pickle.loads(pickle.dumps(o)),
+        "deep": copy.deepcopy,
+    }.items():
         optimizer, variable = action(hvd.DistributedOptimizer(SGD(1.0))), keras.Variable([0.0])
         optimizer.apply([tf.constant([RANK + 1.0])], [variable])
         made[name] = [float(variable.numpy()[0]), hvd.num_reductions(optimizer)]
@@ -123,7 +137,10 @@ def compiled_by_xla():
             loss = tf.reduce_sum(x * x)
         return hvd.DistributedGradientTape(tape).gradient(loss, [x])
 
-    return [refused(lambda: fit(net(SGD(0.1), jit_compile=True))), refused(lambda: step(tf.constant([1.0])))]
+    return [
+        refused(lambda: fit(net(SGD(0.1), jit_compile=True))),
+        refused(lambda: step(tf.constant([1.0]))),
+    ]
 
 
 def learning_rate_schedule():
@@ -132,12 +149,14 @@ def learning_rate_schedule():
 
 
 class Adversaries(keras.Model):
-    """Two optimizers of its own, none in compile."""
+    """Three optimizers of its own, none in compile."""
 
     def __init__(self):
         super().__init__()
         self.dense = keras.layers.Dense(3)
-        self.first, self.others = hvd.DistributedOptimizer(SGD(0.1)), [hvd.DistributedOptimizer(SGD(0.1 * (RANK + 1)))]
+        self.first = hvd.DistributedOptimizer(SGD(0.1))
+        self.others = [hvd.DistributedOptimizer(SGD(0.1 * (RANK + 1)))]
+        self.named = {"third": hvd.DistributedOptimizer(SGD(0.1 * (RANK + 1)))}
 
     def call(self, x):
         return self.dense(x)
@@ -150,12 +169,13 @@ class Adversaries(keras.Model):
         return {"loss": loss}
 
 
-def two_optimizers():
+def own_optimizers():
     model = Adversaries()
     model.build((None, 4))
     model.compile(optimizer=None, jit_compile=False)
     fit(model, hvd.BroadcastGlobalVariablesCallback(0))
-    return [gap(model.get_weights()), gap([model.others[0].learning_rate])]
+    others = [*model.others, *model.named.values()]
+    return [gap(model.get_weights()), gap([other.learning_rate for other in others])]
 
 
 def warned(action):
@@ -168,10 +188,17 @@ def warned(action):
 def warnings_of_the_broadcast():
     plain = net(SGD(0.1))
     plain.compile(SGD(0.1), "mse", jit_compile=False)
+    in_executions = net(SGD(0.1))
+    in_executions.compile(SGD(0.1), "mse", jit_compile=False, steps_per_execution=2)
     unbuilt = net(SGD(0.1), keras.layers.Dense(3), seed=RANK)
     return {
         name: warned(lambda model=model: fit(model, hvd.BroadcastGlobalVariablesCallback(0)))
-        for name, model in {"plain": plain, "unbuilt": unbuilt, "neither": net(SGD(0.1))}.items()
+        for name, model in {
+            "plain": plain,
+            "in executions": in_executions,
+            "unbuilt": unbuilt,
+            "neither": net(SGD(0.1)),
+        }.items()
     }
 
 
@@ -193,7 +220,9 @@ def reduced_by_tape_and_optimizer():
         variable, optimizer = keras.Variable([0.0]), hvd.DistributedOptimizer(SGD(1.0), op=op)
         with tf.GradientTape() as tape:
             loss = variable * (RANK + 1.0)
-        optimizer.apply(hvd.DistributedGradientTape(tape, op=op).gradient(loss, [variable]), [variable])
+        optimizer.apply(
+            hvd.DistributedGradientTape(tape, op=op).gradient(loss, [variable]), [variable]
+        )
         return variable.numpy().tolist()
 
     return {"sum": refused(lambda: step(hvd.Sum)), "mean": step(hvd.Average)}
@@ -208,7 +237,11 @@ def float8():
         x = np.random.default_rng(RANK).normal(size=(32, 16)).astype("float32") * (RANK + 1)
         model.fit(x, x, batch_size=8, epochs=2, verbose=0)
         scales = [weight for weight in model.weights if weight.overwrite_with_gradient]
-        results[name] = [len(scales), gap(scales), max(float(np.max(scale.numpy())) for scale in scales)]
+        results[name] = [
+            len(scales),
+            gap(scales),
+            max(float(np.max(scale.numpy())) for scale in scales),
+        ]
     return results
 
 
@@ -216,14 +249,19 @@ def rows_with_the_same_index():
     """Whether ranks end alike if one rank adds rows in another order, as a GPU does."""
     results = {}
     for sums in (False, True):
-        table, optimizer = keras.Variable(np.zeros((3, 1), "float32")), hvd.DistributedOptimizer(SGD(1.0))
+        table, optimizer = (
+            keras.Variable(np.zeros((3, 1), "float32")),
+            hvd.DistributedOptimizer(SGD(1.0)),
+        )
         hook_of(optimizer).reducer.sums_duplicates = sums
         # The order matters: 1e8 + 1 is 1e8 in float32.
         rows = tf.constant([[1e8], [1.0], [-1e8]] if RANK == 0 else [[1.0], [2.0], [0.5]])
         slices = tf.IndexedSlices(rows, tf.constant([1, 1, 1]), tf.constant([3, 1]))
         (gradient,) = optimizer._reduce([slices], [table])
         if LAST:
-            gradient = tf.IndexedSlices(gradient.values[::-1], gradient.indices[::-1], gradient.dense_shape)
+            gradient = tf.IndexedSlices(
+                gradient.values[::-1], gradient.indices[::-1], gradient.dense_shape
+            )
         total = 0.0
         for value in gradient.values.numpy()[:, 0]:
             total = np.float32(total + value)
@@ -241,15 +279,22 @@ def loaded(folder):
     model.save(h5)
     of_h5 = hvd.load_model(h5) if RANK == 0 else net(Adam(0.1))
     slots = [variable.numpy() for variable in model.optimizer.variables]
-    same = RANK > 0 or all(np.array_equal(a, b) for a, b in zip(of_h5.optimizer.variables, slots, strict=True))
+    same = RANK > 0 or all(
+        np.array_equal(a, b) for a, b in zip(of_h5.optimizer.variables, slots, strict=True)
+    )
     fit(of_h5, hvd.BroadcastGlobalVariablesCallback(0))
     model = net(Own(0.1))
     fit(model)
     model.save(own)
-    by_function = hvd.load_model(own, custom_objects={"Own": lambda **config: hvd.DistributedOptimizer(Own(**config))})
+    by_function = hvd.load_model(
+        own, custom_objects={"Own": lambda **config: hvd.DistributedOptimizer(Own(**config))}
+    )
     return {
         "h5": [same, gap(of_h5.get_weights()), int(of_h5.optimizer.iterations)],
-        "function": [isinstance(by_function.optimizer, Own), hvd.is_distributed(by_function.optimizer)],
+        "function": [
+            isinstance(by_function.optimizer, Own),
+            hvd.is_distributed(by_function.optimizer),
+        ],
     }
 
 
@@ -287,7 +332,7 @@ def all_of_them(folder):
         "copies": copies(),
         "xla": compiled_by_xla(),
         "schedule": learning_rate_schedule(),
-        "two_optimizers": two_optimizers(),
+        "own_optimizers": own_optimizers(),
         "warnings": warnings_of_the_broadcast(),
         "unlike": unlike_epochs(),
         "twice": reduced_by_tape_and_optimizer(),

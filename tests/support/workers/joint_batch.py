@@ -44,7 +44,9 @@ CASES = {
     "embedding_adam": Case(lambda: Adam(0.003), "embedding"),
     "lazy_embedding": Case(lambda: hvd.optimizers.LazyAdam(0.003), "embedding"),
     "adagrad_embedding": Case(lambda: hvd.optimizers.RowwiseAdagrad(0.05), "embedding"),
-    "accumulated_embedding": Case(lambda: SGD(0.05, gradient_accumulation_steps=2), "embedding", 1e-5, 2),
+    "accumulated_embedding": Case(
+        lambda: SGD(0.05, gradient_accumulation_steps=2), "embedding", 1e-5, 2
+    ),
 }
 
 
@@ -71,20 +73,31 @@ def of_losses(optimizer):
 WRAPPED = {
     "passes_averaged": (Case(lambda: accumulated(0.05), steps_per_reduction=4), passes(True)),
     "passes_summed": (Case(lambda: accumulated(0.2), steps_per_reduction=4), passes(False)),
-    "sparse_as_dense": (LIBRARY["sparse gradients"], partial(hvd.DistributedOptimizer, sparse_as_dense=True)),
-    "predivided": (LIBRARY["adam"], partial(hvd.DistributedOptimizer, gradient_predivide_factor=2.0)),
+    "sparse_as_dense": (
+        LIBRARY["sparse gradients"],
+        partial(hvd.DistributedOptimizer, sparse_as_dense=True),
+    ),
+    "predivided": (
+        LIBRARY["adam"],
+        partial(hvd.DistributedOptimizer, gradient_predivide_factor=2.0),
+    ),
     "grouped": (LIBRARY["adam"], partial(hvd.DistributedOptimizer, num_groups=2)),
     "buckets": (LIBRARY["adam"], partial(hvd.DistributedOptimizer, bucket_bytes=100)),
     "divided_losses": (LIBRARY["momentum"], of_losses),
     "divided_losses_sparse": (LIBRARY["sparse gradients"], of_losses),
-    "divided_losses_accumulated": (Case(lambda: accumulated(0.05), steps_per_reduction=4), of_losses),
+    "divided_losses_accumulated": (
+        Case(lambda: accumulated(0.05), steps_per_reduction=4),
+        of_losses,
+    ),
     "divided_losses_scaled": (CASES["loss_scale_factor"], of_losses),
     "fp16_on_the_wire": (
         Case(LIBRARY["momentum"].optimizer, tolerance=2e-2),
         partial(hvd.DistributedOptimizer, compression=hvd.Compression.fp16),
     ),
     "loss_scale_accumulated": (
-        Case(lambda: keras.optimizers.LossScaleOptimizer(accumulated(0.05)), "mixed_float16", 1e-2, 4),
+        Case(
+            lambda: keras.optimizers.LossScaleOptimizer(accumulated(0.05)), "mixed_float16", 1e-2, 4
+        ),
         hvd.DistributedOptimizer,
     ),
 }

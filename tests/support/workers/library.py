@@ -30,13 +30,16 @@ def net(seed, **compiled):
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="d", dtype="float32")])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(loss=loss, metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)], **compiled)
+    model.compile(
+        loss=loss, metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)], **compiled
+    )
     return model
 
 
 def in_place():
     variables = [keras.Variable([RANK + 3.0]), tf.Variable([RANK + 4.0])]
-    values = hvd.broadcast_(variables, 0)
+    own = keras.random.SeedGenerator(RANK).state
+    values = hvd.broadcast_([*variables, own], 0)
     return [float(value.numpy()[0]) for value in (*values, *variables)]
 
 
@@ -72,8 +75,14 @@ def metrics_over_uneven_shards():
     together = HorovodStrategy().evaluate(model, mine)
     # An empty shard on the last rank: all examples on rank 0.
     count = len(X) if RANK == 0 else 0
-    lonely = HorovodStrategy().evaluate(model, tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(8))
-    return {"together": together, "lonely": lonely, "alone": model.evaluate(X, Y, verbose=0, return_dict=True)}
+    lonely = HorovodStrategy().evaluate(
+        model, tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(8)
+    )
+    return {
+        "together": together,
+        "lonely": lonely,
+        "alone": model.evaluate(X, Y, verbose=0, return_dict=True),
+    }
 
 
 def overflow_on_one_rank():
@@ -92,7 +101,12 @@ def overflow_on_one_rank():
     apply(tf.constant([np.inf if RANK == SIZE - 1 else 1.0, 1.0]))
     skipped, scale = variable.numpy().tolist(), float(optimizer.dynamic_scale)
     apply(tf.constant([scale, scale]) * (RANK + 1))
-    return {"type": type(optimizer).__name__, "skipped": skipped, "scale": scale, "after": variable.numpy().tolist()}
+    return {
+        "type": type(optimizer).__name__,
+        "skipped": skipped,
+        "scale": scale,
+        "after": variable.numpy().tolist(),
+    }
 
 
 def saved_and_loaded(folder):
@@ -102,7 +116,10 @@ def saved_and_loaded(folder):
     path = Path(folder) / f"saved-{RANK}.keras"
     model.save(path)
     loaded = keras.models.load_model(path)
-    slots = [np.array_equal(a, b) for a, b in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True)]
+    slots = [
+        np.array_equal(a, b)
+        for a, b in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True)
+    ]
     plain = type(loaded.optimizer) is keras.optimizers.Adam
     # Without the wrapper nothing would be reduced; with it the slots and iterations stay.
     wrapped = hvd.DistributedOptimizer(loaded.optimizer)
@@ -124,7 +141,9 @@ def unreduced_training_stops():
 
 
 def callbacks():
-    model = net(RANK, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * SIZE, momentum=0.9)))
+    model = net(
+        RANK, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * SIZE, momentum=0.9))
+    )
     rates = []
     seen = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
@@ -138,18 +157,23 @@ def callbacks():
     )  # fmt: skip
     logs = hvd.allgather_object({name: values[-1] for name, values in history.history.items()})
     weights = hvd.allgather_object(model.get_weights())
-    equal = all(np.array_equal(a, b) for other in weights for a, b in zip(other, weights[0], strict=True))
+    equal = all(
+        np.array_equal(a, b) for other in weights for a, b in zip(other, weights[0], strict=True)
+    )
     return {"rates": rates, "logs": logs, "equal_weights": equal}
 
 
 def contrastive(gather):
     """How far weights are from one process on the joint batch, whose loss sets each example against all others."""
-    first, second = RNG.normal(size=(2, 5, 4 * SIZE, 6)).astype("float32")  # [steps, joint batch, features]
+    # [steps, joint batch, features].
+    first, second = RNG.normal(size=(2, 5, 4 * SIZE, 6)).astype("float32")
     mine = slice(4 * RANK, 4 * RANK + 4)
 
     def towers():
         keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)])
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)]
+        )
         return model, keras.optimizers.SGD(0.5)
 
     def train(model, optimizer, make_tape, gather, rows, first_row):
@@ -159,11 +183,15 @@ def contrastive(gather):
                 a, b = model(x), model(y)
                 logits = [a @ tf.transpose(gather(b)), b @ tf.transpose(gather(a))]
                 losses = [
-                    tf.nn.sparse_softmax_cross_entropy_with_logits(first_row + tf.range(tf.shape(x)[0]), o)
+                    tf.nn.sparse_softmax_cross_entropy_with_logits(
+                        first_row + tf.range(tf.shape(x)[0]), o
+                    )
                     for o in logits
                 ]
                 loss = tf.reduce_mean(losses)
-            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
 
         for x, y in zip(first, second):
             step(x[rows], y[rows])
@@ -188,7 +216,9 @@ def shards():
     source = from_arrays(x, x[:, 0, 0, 0] % 3, x_test, x_test[:, 0, 0, 0] % 3, standardize="none")
     topology = Topology(RANK, SIZE)
     steps = len(topology.share(37))
-    training = source.training(StreamRequest(topology, 1, seed=4, start_step=0, steps_per_epoch=steps)).take(steps)
+    training = source.training(
+        StreamRequest(topology, 1, seed=4, start_step=0, steps_per_epoch=steps)
+    ).take(steps)
     test = source.evaluation("test", topology, 4)
     return {
         name: [int(i) for images, _ in dataset for i in images.numpy().ravel()]

@@ -24,7 +24,11 @@ hvd.init()
 rank, size = hvd.rank(), hvd.size()
 HOSTS = [[0, 1], *([other] for other in range(2, size))]
 """Ranks of each host, as if the first two shared one."""
-HOST = hvd.global_process_set if size == 2 else [hvd.add_process_set(ranks) for ranks in HOSTS][max(0, rank - 1)]
+HOST = (
+    hvd.global_process_set
+    if size == 2
+    else [hvd.add_process_set(ranks) for ranks in HOSTS][max(0, rank - 1)]
+)
 
 
 def batches(worker):
@@ -36,7 +40,9 @@ def batches(worker):
 
 def new_model():
     keras.utils.set_random_seed(0)
-    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    return keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    )
 
 
 def step_of(model, optimizer):
@@ -72,7 +78,9 @@ def simulated(make_optimizer, every, outer_rate=1.0, outer_momentum=0.0, warmup=
 
     def meet():
         nonlocal anchor, momentum
-        means = [np.mean(parts, axis=0) for parts in zip(*(model.get_weights() for model in models))]
+        means = [
+            np.mean(parts, axis=0) for parts in zip(*(model.get_weights() for model in models))
+        ]
         change = [old - new for old, new in zip(anchor, means)]
         momentum = [outer_momentum * value + part for value, part in zip(momentum, change)]
         # Nesterov's step looks ahead along the momentum.
@@ -91,7 +99,12 @@ def simulated(make_optimizer, every, outer_rate=1.0, outer_momentum=0.0, warmup=
             if len(workers) == 1:
                 steps[workers[0]](*batch[workers[0]])
             else:
-                joint_step(*([values[worker] for worker in workers] for values in (models, optimizers, batch)))
+                joint_step(
+                    *(
+                        [values[worker] for worker in workers]
+                        for values in (models, optimizers, batch)
+                    )
+                )
         if (number + 1) % every == 0:
             meet()
     if STEPS % every:
@@ -120,16 +133,21 @@ def fitted(optimizer):
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
     model.compile(optimizer, "mse", jit_compile=False)
+    check = hvd.WeightCheckCallback(1)
     callbacks = [
         hvd.BroadcastGlobalVariablesCallback(0),
         hvd.ReductionCheckCallback(),
         hvd.StopTogetherCallback(),
+        check,
     ]
     inputs, targets = batches(rank)
-    model.fit(inputs.reshape(-1, 5), targets.reshape(-1, 1), batch_size=8, verbose=0, callbacks=callbacks)
+    model.fit(
+        inputs.reshape(-1, 5), targets.reshape(-1, 1), batch_size=8, verbose=0, callbacks=callbacks
+    )
     hvd.synchronize(optimizer)
     weights = model.get_weights()
-    return max(gap(weights, other) for other in hvd.allgather_object(weights))
+    apart = max(gap(weights, other) for other in hvd.allgather_object(weights))
+    return {"apart": apart, "weight checks": check.check.num_checks}
 
 
 def compared(optimizer, expected):
@@ -154,21 +172,31 @@ results = {
         "every=1 and SGD": compared(hvd.LocalSGD(SGD(0.05), every=1), synchronous),
         "local, adam, 4": compared(hvd.LocalSGD(adam(), every=4), simulated(adam, 4)),
         "local, momentum, 5": compared(hvd.LocalSGD(momentum(), every=5), simulated(momentum, 5)),
-        "local, adam, 3, warm": compared(hvd.LocalSGD(adam(), 3, warmup_steps=4), simulated(adam, 3, warmup=4)),
+        "local, adam, 3, warm": compared(
+            hvd.LocalSGD(adam(), 3, warmup_steps=4), simulated(adam, 3, warmup=4)
+        ),
         "diloco, adam, 4": compared(hvd.DiLoCo(adam(), 4), simulated(adam, 4, 0.7, 0.9)),
-        "diloco, sgd, 5": compared(hvd.DiLoCo(SGD(0.05), 5, 0.5, 0.8), simulated(lambda: SGD(0.05), 5, 0.5, 0.8)),
+        "diloco, sgd, 5": compared(
+            hvd.DiLoCo(SGD(0.05), 5, 0.5, 0.8), simulated(lambda: SGD(0.05), 5, 0.5, 0.8)
+        ),
         "diloco as local": compared(hvd.DiLoCo(adam(), 4, 1.0, 0.0), simulated(adam, 4)),
-        "within hosts": compared(hvd.LocalSGD(adam(), 4, within=HOST), simulated(adam, 4, hosts=HOSTS)),
+        "within hosts": compared(
+            hvd.LocalSGD(adam(), 4, within=HOST), simulated(adam, 4, hosts=HOSTS)
+        ),
         "within, warm": compared(
             hvd.DiLoCo(adam(), 3, 1.0, 0.0, 4, within=HOST), simulated(adam, 3, 1.0, 0.0, 4, HOSTS)
         ),
-        "diloco, buckets": compared(hvd.DiLoCo(adam(), 4, bucket_bytes=50), simulated(adam, 4, 0.7, 0.9)),
+        "diloco, buckets": compared(
+            hvd.DiLoCo(adam(), 4, bucket_bytes=50), simulated(adam, 4, 0.7, 0.9)
+        ),
     },
     # Controls: without a synchronization the ranks differ from each other, and from the synchronous run.
     "apart without": max(gap(alone, other) for other in hvd.allgather_object(alone)),
     "error without": gap(alone, synchronous),
     "fitted": [fitted(hvd.LocalSGD(adam(), every=4)), fitted(hvd.DiLoCo(adam(), every=5))],
-    "int8": compared(hvd.DiLoCo(adam(), 4, compression=hvd.Compression.int8), simulated(adam, 4, 0.7, 0.9)),
+    "int8": compared(
+        hvd.DiLoCo(adam(), 4, compression=hvd.Compression.int8), simulated(adam, 4, 0.7, 0.9)
+    ),
 }
 everybody = hvd.allgather_object(results)
 if rank == 0:

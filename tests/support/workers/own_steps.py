@@ -41,7 +41,9 @@ class Normalized(SGD):
     """Makes each gradient one of length 1, then steps as Keras does."""
 
     def apply(self, grads, trainable_variables=None):
-        super().apply([gradient / (tf.norm(gradient) + 1e-12) for gradient in grads], trainable_variables)
+        super().apply(
+            [gradient / (tf.norm(gradient) + 1e-12) for gradient in grads], trainable_variables
+        )
 
 
 class Delegates(SGD):
@@ -62,4 +64,6 @@ class Delegates(SGD):
 def multi():
     """Keras's own: the first kernel by Adam, all else by momentum."""
     optimizers = {".*d/kernel": keras.optimizers.Adam(0.003)}
-    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(SGD(0.05, momentum=0.9), optimizers))
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(SGD(0.05, momentum=0.9), optimizers)
+    )

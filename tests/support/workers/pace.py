@@ -35,6 +35,9 @@ NAMES = ("HOROVOD_CYCLE_TIME", "OMPI_MCA_mpi_yield_when_idle", "HOROVOD_DISABLE_
 chosen = {name: os.environ.get(name) for name in NAMES}
 threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
 cores = sorted(set.union(*map(os.sched_getaffinity, threads)))
-give_way = sum(os.getpriority(os.PRIO_PROCESS, thread) > os.getpriority(os.PRIO_PROCESS, 0) for thread in threads)
+give_way = sum(
+    os.getpriority(os.PRIO_PROCESS, thread) > os.getpriority(os.PRIO_PROCESS, 0)
+    for thread in threads
+)
 Path(f"{sys.argv[1]}.{hvd.rank()}").write_text(json.dumps([chosen, median(taken), cores, give_way]))
 hvd.shutdown()

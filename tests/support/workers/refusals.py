@@ -29,7 +29,11 @@ def examples(count, seed=0):
 def net(optimizer, units=5, **compiled):
     keras.utils.set_random_seed(0)
     names = {"name": "unlike" if units == 6 else "d"}
-    layers = [keras.Input((4,)), keras.layers.Dense(units, **names), keras.layers.Dense(3, name="o", dtype="float32")]
+    layers = [
+        keras.Input((4,)),
+        keras.layers.Dense(units, **names),
+        keras.layers.Dense(3, name="o", dtype="float32"),
+    ]
     model = keras.Sequential(layers, name="m")
     model.compile(optimizer, CROSSENTROPY, jit_compile=False, **compiled)
     return model
@@ -47,7 +51,9 @@ def one_gradient(optimizer_or_none, lacks):
     @tf.function
     def step():
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(variables[0] * 2.0) + (0.0 if lacks else tf.reduce_sum(variables[1] * 3.0))
+            loss = tf.reduce_sum(variables[0] * 2.0) + (
+                0.0 if lacks else tf.reduce_sum(variables[1] * 3.0)
+            )
         if optimizer_or_none is None:
             return hvd.DistributedGradientTape(tape).gradient(loss, variables)
         sources = [variable.value for variable in variables]
@@ -67,7 +73,9 @@ def groups_of_unlike_tensors():
         "allgather": refused(lambda: hvd.grouped_allgather(unlike)),
         "reducescatter": refused(fewer),
         "alike": [value.numpy().sum().item() for value in hvd.grouped_allreduce(ones, op=hvd.Sum)],
-        "of own length": [value.shape.as_list() for value in hvd.grouped_allgather([tf.ones([RANK + 1, 2])])],
+        "of own length": [
+            value.shape.as_list() for value in hvd.grouped_allgather([tf.ones([RANK + 1, 2])])
+        ],
     }
 
 
@@ -75,11 +83,15 @@ def gradients_of_one_rank():
     return {
         "optimizer": refused(lambda: one_gradient(hvd.DistributedOptimizer(SGD(1.0)), lacks=LAST)),
         "accumulated": refused(
-            lambda: one_gradient(hvd.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=2)), lacks=LAST)
+            lambda: one_gradient(
+                hvd.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=2)), lacks=LAST
+            )
         ),
         "tape": refused(lambda: one_gradient(None, lacks=LAST)),
         "settings": refused(
-            lambda: one_gradient(hvd.DistributedOptimizer(SGD(1.0), num_groups=2 if LAST else 0), lacks=False)
+            lambda: one_gradient(
+                hvd.DistributedOptimizer(SGD(1.0), num_groups=2 if LAST else 0), lacks=False
+            )
         ),
         "on all": one_gradient(hvd.DistributedOptimizer(SGD(1.0)), lacks=True),
     }
@@ -109,16 +121,24 @@ def twice():
     own = OwnApply(0.1, gradient_accumulation_steps=2)
     step = [tf.constant([1.0])], [keras.Variable([1.0])]
     return {
-        "inside a loss scale": refused(lambda: keras.optimizers.LossScaleOptimizer(inside).apply(*step)),
-        "scaled inside a loss scale": refused(lambda: keras.optimizers.LossScaleOptimizer(scaled).apply(*step)),
+        "inside a loss scale": refused(
+            lambda: keras.optimizers.LossScaleOptimizer(inside).apply(*step)
+        ),
+        "scaled inside a loss scale": refused(
+            lambda: keras.optimizers.LossScaleOptimizer(scaled).apply(*step)
+        ),
         "inside another": refused(lambda: delegates.apply(*step)),
         "inside a multi-optimizer": refused(
             lambda: hvd.DistributedOptimizer(
-                keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(hvd.DistributedOptimizer(SGD(0.1))))
+                keras.optimizers.MultiOptimizer(
+                    keras.optimizers.OptimizerMap(hvd.DistributedOptimizer(SGD(0.1)))
+                )
             )
         ),
         "never scaled": refused(
-            lambda: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(SGD(0.1))).apply(*step)
+            lambda: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(SGD(0.1))).apply(
+                *step
+            )
         ),
         "accumulates by itself": refused(lambda: hvd.DistributedOptimizer(own)),
     }
@@ -126,7 +146,10 @@ def twice():
 
 def accumulated_eagerly():
     """Two micro-steps outside of graphs, where the first one reduces nothing."""
-    optimizer, variable = hvd.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=2)), keras.Variable([0.0])
+    optimizer, variable = (
+        hvd.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=2)),
+        keras.Variable([0.0]),
+    )
     for _ in range(2):
         optimizer.apply([tf.constant([RANK + 1.0])], [variable])
     return [variable.numpy().tolist(), hvd.num_reductions(optimizer)]
@@ -148,12 +171,21 @@ def losses_that_nobody_scales():
 
     def trained(wrap, rows):
         model = net(wrap(SGD(0.5)), auto_scale_loss=False)
-        model.fit(*(array[rows] for array in examples(8 * SIZE)), batch_size=len(rows), shuffle=False, verbose=0)
+        model.fit(
+            *(array[rows] for array in examples(8 * SIZE)),
+            batch_size=len(rows),
+            shuffle=False,
+            verbose=0,
+        )
         return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
     everything = np.arange(8 * SIZE)
-    ours = with_policy("mixed_float16", lambda: trained(hvd.DistributedOptimizer, everything[RANK::SIZE]))
-    expected = with_policy("mixed_float16", lambda: trained(lambda optimizer: optimizer, everything))
+    ours = with_policy(
+        "mixed_float16", lambda: trained(hvd.DistributedOptimizer, everything[RANK::SIZE])
+    )
+    expected = with_policy(
+        "mixed_float16", lambda: trained(lambda optimizer: optimizer, everything)
+    )
     return {"loop": variable.numpy().tolist(), "gap": float(np.max(np.abs(ours - expected)))}
 
 
@@ -164,7 +196,12 @@ def tensors():
         tape.watch(value)
         gathered = tf.reduce_sum(hvd.allgather(value) ** 2)
         mean = tf.reduce_sum(hvd.allreduce(value) ** 2)
-    results = [hvd.allreduce(value), hvd.allgather(value), hvd.broadcast(value, 0), hvd.reducescatter(tf.ones([SIZE]))]
+    results = [
+        hvd.allreduce(value),
+        hvd.allgather(value),
+        hvd.broadcast(value, 0),
+        hvd.reducescatter(tf.ones([SIZE])),
+    ]
     return {
         "tensors": [isinstance(result, tf.Tensor) for result in results],
         "allgather": tape.gradient(gathered, value).numpy().tolist(),

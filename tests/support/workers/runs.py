@@ -2,7 +2,7 @@
 
 argv[1]: a JSON file with {name: [override, ...]}; each run's folder is that name beside it, without what follows a
 slash, unless it has a run.dir of its own. "{rank}" in an override is the rank.
-argv[2]: where rank 0 writes what each rank saw: the record, or the error.
+argv[2]: where rank 0 writes what each rank saw: the record, the error, or the exit code after a signal.
 A name that begins with "joint" is trained against one process on the joint batches instead. One that begins with "read"
 is not trained: what each rank reads is recorded.
 """
@@ -27,12 +27,13 @@ from hydra.core.config_store import ConfigStore
 import hvtrain.keras as hvd
 from hvtrain import runner
 from hvtrain.checks.joint_batch import largest_difference
-from hvtrain.config.compose import CONFIGS, quoted, resolved, schema
+from hvtrain.config.choices import CONFIGS
+from hvtrain.config.compose import quoted, resolved, schema
 from hvtrain.config.instantiate import build
+from hvtrain.config.make_plan import make_plan
 from hvtrain.config.schema import from_dict
-from hvtrain.core.step_plan import make_plan
 from hvtrain.core.topology import Topology
-from hvtrain.errors import UserError, in_one_line, place_of
+from hvtrain.errors import Stopped, UserError, in_one_line, place_of
 from hvtrain.keras.process import keep_mpi_initialized
 from hvtrain.strategies.base import Strategy
 from hvtrain.training.prepared_step import class_weights, prepare_step, weights_of
@@ -63,13 +64,17 @@ def composed(name, settings):
     if not any(setting.startswith("run.dir=") for setting in settings):
         settings.append(f"run.dir={FOLDER / name.partition('/')[0]}")
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        tree = compose("config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *quoted(settings)])
+        tree = compose(
+            "config", overrides=[f"hydra.searchpath=[file://{OWN / 'conf'}]", *quoted(settings)]
+        )
     return from_dict(resolved(tree))
 
 
 def one_run(config):
     try:
         return {"record": asdict(runner.run_to_end(config, staying(config)))}
+    except Stopped as stopped:
+        return {"stopped": stopped.code}
     except UserError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     except Exception as error:
@@ -82,8 +87,16 @@ def images_read(config):
     ingredients = Ingredients(config, hvd.rank())
     ingredients.combine(config, is_resized=hvd.size() != 2)
     source = ingredients.source
-    plan = make_plan(config.train, 0.1, source.shard_sizes("train", 2), source.name, [config.train.batch_size] * 2)
-    stream = training_batches(source, plan.on(hvd.size()), Topology(hvd.rank(), hvd.size()), config.seed, 0)
+    plan = make_plan(
+        config.train,
+        0.1,
+        source.shard_sizes("train", 2),
+        source.name,
+        [config.train.batch_size] * 2,
+    )
+    stream = training_batches(
+        source, plan.on(hvd.size()), Topology(hvd.rank(), hvd.size()), config.seed, 0
+    )
     steps = stream.take(2 * plan.steps_per_epoch).as_numpy_iterator()
     return [[hashlib.sha256(image).hexdigest() for image in images] for images, _ in steps]
 
@@ -102,11 +115,17 @@ def against_the_joint_batches(config):
     ingredients.combine(config, plan.is_resized)
     stream = training_batches(source, plan, topology, 1, 0)
     everyone = strategy.comm.gather(list(stream.take(plan.num_steps).as_numpy_iterator()))
-    results = {"sizes": [[len(tf.nest.flatten(batch)[0]) for batch in batches] for batches in everyone]}
+    results = {
+        "sizes": [[len(tf.nest.flatten(batch)[0]) for batch in batches] for batches in everyone]
+    }
     first = None
     for name in ("exact", "uncorrected"):
         exact = name == "exact"
-        with contextlib.nullcontext() if exact else mock.patch.object(strategy, "distribute_loss", lambda loss: loss):
+        with (
+            contextlib.nullcontext()
+            if exact
+            else mock.patch.object(strategy, "distribute_loss", lambda loss: loss)
+        ):
             model = build_model(config, source, task, plan, strategy)
         hvd.broadcast_model(model)
         if first is None:
@@ -125,7 +144,10 @@ def against_the_joint_batches(config):
             facts = {**source.facts(), **task.facts(source), "input_spec": source.element_spec[0]}
             joint = build(config, "model", keras.Model, facts, source.name)
             joint.set_weights(first)
-            weighted, soft = len(source.element_spec) > 2, bool(source.augmentation and source.augmentation.mixes)
+            weighted, soft = (
+                len(source.element_spec) > 2,
+                bool(source.augmentation and source.augmentation.mixes),
+            )
             task.compile(joint, build_optimizer(config, plan), weighted=weighted, soft_targets=soft)
             prepare_step(joint, source, [], harden=task.harden)
             by_class, train_one = (
@@ -134,13 +156,21 @@ def against_the_joint_batches(config):
             )
             for parts in zip(*everyone):
                 whole = tf.nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
-                if by_class:  # Keras turns them into weights of examples too, and weights no pixels.
+                if (
+                    by_class
+                ):  # Keras turns them into weights of examples too, and weights no pixels.
                     whole = (*whole, weights_of(tf.constant(whole[1]), by_class).numpy())
                 metrics = train_one(whole)
             results["metrics"] = {key: [ours[key], float(value)] for key, value in metrics.items()}
             whole = next(iter(source.evaluation("test", Topology(), source.num_examples("test"))))
-            joint_metrics = joint.test_on_batch(*whole, return_dict=True) if joint.reset_metrics() is None else {}
-            results["tested"] = {key: [tested[key], float(value)] for key, value in joint_metrics.items()}
+            joint_metrics = (
+                joint.test_on_batch(*whole, return_dict=True)
+                if joint.reset_metrics() is None
+                else {}
+            )
+            results["tested"] = {
+                key: [tested[key], float(value)] for key, value in joint_metrics.items()
+            }
         results[name] = largest_difference(model.get_weights(), joint.get_weights())
     return results
 

@@ -16,7 +16,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
 from hvtrain import runner
-from hvtrain.config.compose import CONFIGS, resolved, schema
+from hvtrain.config.choices import CONFIGS
+from hvtrain.config.compose import resolved, schema
 from hvtrain.config.instantiate import build
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import UserError
@@ -37,7 +38,9 @@ def composed(name, settings):
         "+dataset={_target_: kinds.data, kind: words}",
     ]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        return from_dict(resolved(compose("config", overrides=[*own, f"run.dir={FOLDER / folder}", *settings])))
+        return from_dict(
+            resolved(compose("config", overrides=[*own, f"run.dir={FOLDER / folder}", *settings]))
+        )
 
 
 def one_run(strategy, config):
@@ -53,7 +56,10 @@ def one_run(strategy, config):
 def main():
     base.refuse_several_processes = lambda *names: None  # A single process, beside the servers.
     ConfigStore.instance().store("hvtrain_schema", schema())
-    runs = {name: composed(name, settings) for name, settings in json.loads(Path(sys.argv[1]).read_text()).items()}
+    runs = {
+        name: composed(name, settings)
+        for name, settings in json.loads(Path(sys.argv[1]).read_text()).items()
+    }
     first = next(iter(runs.values()))
     if console.launched_rank():
         build(first, "strategy", Strategy).start()
@@ -66,7 +72,10 @@ def main():
             strategy.num_replicas = 2
         else:
             last = strategy
-        results[name] = {**one_run(strategy, config), "parts": getattr(strategy, "part_sizes", None)}
+        results[name] = {
+            **one_run(strategy, config),
+            "parts": getattr(strategy, "part_sizes", None),
+        }
         Path(sys.argv[2]).write_text(json.dumps(results, default=str))
     last.comm.watchdog.stop()
 

@@ -14,10 +14,13 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 import hvtrain.keras as hvd
+from hvtrain.keras import sharded_optimizer
 from hvtrain.keras.process import launched_size
 from hvtrain.keras.sharded_optimizer import Sharded
 
 STEPS = 6
+# So that even these weights need several messages.
+sharded_optimizer.GATHERED_BYTES = 200
 
 # Two of three ranks, to resume what three ranks have saved. Two ranks are all, and no set of their own.
 PAIR = hvd.ProcessSet([0, 1]) if launched_size() > 2 else hvd.global_process_set
@@ -37,7 +40,8 @@ class Scale(layers.Layer):
 
 def new_model(unused=False):
     """Variables of 44, 28, 7, 1, 35, 5, 5 and 1 elements: no border of a part is one of theirs."""
-    keras.utils.clear_session(free_memory=False)  # Slots are named after layers, which Keras numbers.
+    # Slots are named after layers, which Keras numbers.
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     words = keras.Input((3,), dtype="int32")
     features = layers.GlobalAveragePooling1D()(layers.Embedding(11, 4)(words))
@@ -65,7 +69,9 @@ def trained(optimizer, unused=False, number=STEPS):
 
     for _ in range(number):
         words = random.integers(0, 11, (8, 3))
-        step(tf.constant(words, tf.int32), tf.constant(words.mean(axis=1, keepdims=True), tf.float32))
+        step(
+            tf.constant(words, tf.int32), tf.constant(words.mean(axis=1, keepdims=True), tf.float32)
+        )
     optimizer.finalize_variable_values(model.trainable_variables)
     return model
 
@@ -77,7 +83,10 @@ def gap(first, second):
 def whole_slots(optimizer):
     """All variables of the optimizer on rank 0, those whole that are sharded."""
     gathered = hvd.gather_slots(optimizer)
-    return [gathered.get(position, variable.numpy()) for position, variable in enumerate(optimizer.variables)]
+    return [
+        gathered.get(position, variable.numpy())
+        for position, variable in enumerate(optimizer.variables)
+    ]
 
 
 def compared(make, unused=False, cuts_anywhere=None, **options):
@@ -91,11 +100,17 @@ def compared(make, unused=False, cuts_anywhere=None, **options):
     weights = trained(plain, unused).get_weights()
     own = trained(sharded, unused).get_weights()
     slots = whole_slots(sharded)
-    results = {"weights": gap(own, weights), "apart": max(gap(own, other) for other in hvd.allgather_object(own))}
+    results = {
+        "weights": gap(own, weights),
+        "apart": max(gap(own, other) for other in hvd.allgather_object(own)),
+    }
     if rank == 0:
         expected = [variable.numpy() for variable in plain.variables]
         results["slots"] = gap(slots, expected)
-        names = [[v.path.partition("/")[2] for v in optimizer.variables] for optimizer in (plain, sharded)]
+        names = [
+            [v.path.partition("/")[2] for v in optimizer.variables]
+            for optimizer in (plain, sharded)
+        ]
         results["same names"] = names[0] == names[1]
     parts = [variable for variable in sharded.variables if hasattr(variable, "rank_part")]
     results["own elements"] = sum(int(np.prod(part.shape)) for part in parts)
@@ -132,9 +147,19 @@ def fitted(optimizer):
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(1)])
     model.compile(optimizer, "mse", jit_compile=False)
-    callbacks = [hvd.BroadcastGlobalVariablesCallback(0), hvd.ReductionCheckCallback(), hvd.StopTogetherCallback()]
+    callbacks = [
+        hvd.BroadcastGlobalVariablesCallback(0),
+        hvd.ReductionCheckCallback(),
+        hvd.StopTogetherCallback(),
+    ]
     inputs = np.random.default_rng(rank).normal(size=(32, 5)).astype("float32")
-    model.fit(inputs, inputs[:, :1], batch_size=8, verbose=0, callbacks=[*callbacks, hvd.WeightCheckCallback()])
+    model.fit(
+        inputs,
+        inputs[:, :1],
+        batch_size=8,
+        verbose=0,
+        callbacks=[*callbacks, hvd.WeightCheckCallback()],
+    )
     weights = model.get_weights()
     return max(gap(weights, other) for other in hvd.allgather_object(weights))
 
@@ -171,11 +196,15 @@ results = {
         "adamw": compared(lambda: without_biases(optimizers.AdamW(0.05, weight_decay=0.1))),
         "lion": compared(lambda: optimizers.Lion(0.01, weight_decay=0.1)),
         "clipnorm": compared(lambda: optimizers.Adam(0.05, clipnorm=0.01)),
-        "global_clipnorm": compared(lambda: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.01)),
+        "global_clipnorm": compared(
+            lambda: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.01)
+        ),
         "loss scale": compared(lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.05))),
         "accumulation": compared(lambda: optimizers.Adam(0.05, gradient_accumulation_steps=2)),
         "averages": compared(lambda: optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5)),
-        "bf16 on the wire": compared(lambda: optimizers.Adam(0.05), compression=hvd.Compression.bf16),
+        "bf16 on the wire": compared(
+            lambda: optimizers.Adam(0.05), compression=hvd.Compression.bf16
+        ),
         "a part without gradients": compared(lambda: optimizers.Nadam(0.05), unused=True),
         "lamb": compared(lambda: optimizers.Lamb(0.05)),
         "adafactor": compared(lambda: optimizers.Adafactor(0.05)),
@@ -190,7 +219,9 @@ results = {
         "own step": refusal(lambda: shard(OwnStep())),
         "built": refusal(lambda: shard(built())),
         "schedule free": refusal(lambda: shard(optimizers.ScheduleFreeAdamW())),
-        "local variable": refusal(lambda: shard(optimizers.SGD()).register_local_var(tf.Variable(0.0))),
+        "local variable": refusal(
+            lambda: shard(optimizers.SGD()).register_local_var(tf.Variable(0.0))
+        ),
         "elastic": refusal(lambda: hvd.elastic.KerasState(new_model(), shard(optimizers.SGD()))),
         "join": refusal(hvd.join),
     },

@@ -16,7 +16,11 @@ from hvtrain.keras.sync_batch_norm import SyncBatchNormalization
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-EVEN, UNEVEN, EMPTY = [6] * SIZE, [4 + 3 * rank for rank in range(SIZE)], [6, *[6] * (SIZE - 2), *[0] * (SIZE > 1)]
+EVEN, UNEVEN, EMPTY = (
+    [6] * SIZE,
+    [4 + 3 * rank for rank in range(SIZE)],
+    [6, *[6] * (SIZE - 2), *[0] * (SIZE > 1)],
+)
 
 # Ranks that made other layers first: from here on Keras's names for the same layer differ between them.
 for _ in range(RANK):
@@ -25,7 +29,10 @@ for _ in range(RANK):
 
 def difference(ours, expected):
     """Largest, relative to the largest value of each array."""
-    return max(float(np.max(np.abs(a - b)) / (np.max(np.abs(b)) + 1e-12)) for a, b in zip(ours, expected, strict=True))
+    return max(
+        float(np.max(np.abs(a - b)) / (np.max(np.abs(b)) + 1e-12))
+        for a, b in zip(ours, expected, strict=True)
+    )
 
 
 def mine(sizes):
@@ -37,9 +44,20 @@ class Net:
 
     def __init__(self, norm, shape, policy="float32", twice=False, **options):
         keras.utils.set_random_seed(3)
-        uniform, normal = keras.initializers.RandomUniform(0.5, 1.5, 1), keras.initializers.RandomNormal(0, 1, 2)
-        options = {"momentum": 0.7, "gamma_initializer": uniform, "beta_initializer": normal, **options}
-        self.dense, self.norm = Dense(shape[-1], use_bias=False, dtype=policy), norm(dtype=policy, **options)
+        uniform, normal = (
+            keras.initializers.RandomUniform(0.5, 1.5, 1),
+            keras.initializers.RandomNormal(0, 1, 2),
+        )
+        options = {
+            "momentum": 0.7,
+            "gamma_initializer": uniform,
+            "beta_initializer": normal,
+            **options,
+        }
+        self.dense, self.norm = (
+            Dense(shape[-1], use_bias=False, dtype=policy),
+            norm(dtype=policy, **options),
+        )
         self.twice = twice
         self.dense.build((None, *shape))
         self.norm.build((None, *shape))
@@ -52,7 +70,10 @@ class Net:
             if self.twice:
                 y = self.norm(self.dense(y), training=True, mask=mask)
             loss = tf.reduce_sum(tf.sin(tf.cast(y, target.dtype)) * target) / num_examples
-        variables = [variable.value for variable in (*self.dense.trainable_weights, *self.norm.trainable_weights)]
+        variables = [
+            variable.value
+            for variable in (*self.dense.trainable_weights, *self.norm.trainable_weights)
+        ]
         dx, *gradients = tape.gradient(loss, [x, *variables])
         return y, dx, gradients
 
@@ -68,14 +89,18 @@ def against_joint_batch(shape, sizes=EVEN, policy="float32", mask=None, traced=T
         net = Net(norm, shape, policy, **options)
         step = tf.function(net.step) if traced and norm is SyncBatchNormalization else net.step
         tensors = [tf.constant(array[rows]) for array in (x, target)]
-        y, dx, gradients = step(*tensors, None if mask is None else tf.constant(mask[rows]), sum(sizes) / factor)
+        y, dx, gradients = step(
+            *tensors, None if mask is None else tf.constant(mask[rows]), sum(sizes) / factor
+        )
         return [weight.numpy() for weight in net.norm.non_trainable_weights], y, dx, gradients
 
     moving, y, dx, gradients = run(SyncBatchNormalization, own, SIZE)
     gradients = [hvd.allreduce(gradient, name=f"test{i}") for i, gradient in enumerate(gradients)]
     one_moving, one_y, one_dx, one_gradients = run(BatchNormalization, slice(None), 1)
     alone_moving, alone_y, *_ = run(BatchNormalization, own, SIZE)
-    outputs, one_outputs, alone_outputs = (tf.cast(a, dtype).numpy() for a in (y, one_y[own], alone_y))
+    outputs, one_outputs, alone_outputs = (
+        tf.cast(a, dtype).numpy() for a in (y, one_y[own], alone_y)
+    )
     scale = np.max(np.abs(one_dx))
     return {
         "dtype": [y.dtype.name, one_y.dtype.name],
@@ -91,7 +116,11 @@ def against_joint_batch(shape, sizes=EVEN, policy="float32", mask=None, traced=T
 
 def mask(length, sizes, nothing_on_last=False):
     kept = np.random.default_rng(5).random((sum(sizes), length)) < 0.6
-    return kept & (np.arange(sum(sizes)) < sum(sizes[:-1]))[:, None] if nothing_on_last and SIZE > 1 else kept
+    return (
+        kept & (np.arange(sum(sizes)) < sum(sizes[:-1]))[:, None]
+        if nothing_on_last and SIZE > 1
+        else kept
+    )
 
 
 def large_mean():
@@ -156,10 +185,17 @@ def saved_and_loaded(model, folder):
     layer.set_weights(model.layers[1].get_weights())
     features, layers = model.layers[0](x), [model.layers[1], loaded.layers[1]]
     return {
-        "same": [type(layers[1]) is type(layers[0]), layers[1].get_config() == layers[0].get_config()],
+        "same": [
+            type(layers[1]) is type(layers[0]),
+            layers[1].get_config() == layers[0].get_config(),
+        ],
         "inference": difference([loaded.predict(x, verbose=0)], [model.predict(x, verbose=0)]),
-        "inference_of_plain": difference([model.layers[1](features).numpy()], [layer(features).numpy()]),
-        "training": difference([loaded(x, training=True).numpy()], [model(x, training=True).numpy()]),
+        "inference_of_plain": difference(
+            [model.layers[1](features).numpy()], [layer(features).numpy()]
+        ),
+        "training": difference(
+            [loaded(x, training=True).numpy()], [model(x, training=True).numpy()]
+        ),
     }
 
 
@@ -167,7 +203,9 @@ def functions_in_one_graph():
     """Two functions traced for themselves, so that their sums have equal names, each called twice in one graph."""
     x = tf.constant(np.random.default_rng(RANK).normal(size=(4, 3)).astype("float32"))
     nets = [Net(SyncBatchNormalization, (3,)) for _ in range(2)]
-    functions = [tf.function(lambda x, net=net: net.norm(net.dense(x), training=True)) for net in nets]
+    functions = [
+        tf.function(lambda x, net=net: net.norm(net.dense(x), training=True)) for net in nets
+    ]
     variables = [net.dense.kernel.value for net in nets]
 
     def step(x):
@@ -199,7 +237,9 @@ def second_derivative():
         return outer.gradient(penalty, x).numpy()
 
     own = mine([5] * SIZE)
-    return difference([penalty_gradient(SyncBatchNormalization(), x[own])], [penalty_gradient(formula, x)[own]])
+    return difference(
+        [penalty_gradient(SyncBatchNormalization(), x[own])], [penalty_gradient(formula, x)[own]]
+    )
 
 
 def joined():

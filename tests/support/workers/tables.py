@@ -36,8 +36,12 @@ def new_model(layer, num_calls=1):
     ids = keras.Input((2,), dtype="int32")
     kernel = keras.initializers.RandomNormal(seed=3)
     parts = keras.ops.split(ids, num_calls, axis=1)
-    rows = layers.Concatenate(axis=1)([layer(part) for part in parts]) if num_calls > 1 else layer(ids)
-    return keras.Model(ids, layers.Dense(1, kernel_initializer=kernel, name="out")(layers.Flatten()(rows)))
+    rows = (
+        layers.Concatenate(axis=1)([layer(part) for part in parts]) if num_calls > 1 else layer(ids)
+    )
+    return keras.Model(
+        ids, layers.Dense(1, kernel_initializer=kernel, name="out")(layers.Flatten()(rows))
+    )
 
 
 def whole(variable):
@@ -46,7 +50,7 @@ def whole(variable):
     return rows.gather(variable) if rows else variable.numpy()
 
 
-def trained(optimizer, layer, ids, targets, tape=False, num_calls=1):
+def trained(optimizer, layer, ids, targets, num_calls=1):
     """The table and the dense kernel after a step for each batch of ids and targets."""
     model = new_model(layer, num_calls)
     layer.load_own_variables({"0": TABLE})
@@ -57,10 +61,10 @@ def trained(optimizer, layer, ids, targets, tape=False, num_calls=1):
     def step(batch, values):
         with tf.GradientTape() as record:
             loss = tf.reduce_mean((model(batch) - values) ** 2)
-            scaled = loss if tape else optimizer.scale_loss(loss)
-        if tape:
-            record = hvd.DistributedGradientTape(record)
-        optimizer.apply(record.gradient(scaled, model.trainable_variables), model.trainable_variables)
+            scaled = optimizer.scale_loss(loss)
+        optimizer.apply(
+            record.gradient(scaled, model.trainable_variables), model.trainable_variables
+        )
 
     for batch, values in zip(ids, targets):
         step(tf.constant(batch), tf.constant(values))
@@ -78,11 +82,13 @@ class Summed(layers.Embedding):
         return tf.one_hot(inputs, ROWS) @ self._embeddings
 
 
-def compared(make, ids=IDS, tape=False, reference=layers.Embedding, wrapped=True, num_calls=1, **options):
+def compared(make, ids=IDS, reference=layers.Embedding, wrapped=True, num_calls=1, **options):
     """Largest difference on rank 0 from one process with the joint batch; 0.0 on other ranks."""
     plain = trained(make(), reference(ROWS, WIDTH), ids, TARGETS)
     optimizer = hvd.DistributedOptimizer(make(), **options) if wrapped else make()
-    sharded = trained(optimizer, hvd.ShardedEmbedding(ROWS, WIDTH), ids[:, OWN], TARGETS[:, OWN], tape, num_calls)
+    sharded = trained(
+        optimizer, hvd.ShardedEmbedding(ROWS, WIDTH), ids[:, OWN], TARGETS[:, OWN], num_calls
+    )
     return gap(plain, sharded) if rank == 0 else 0.0
 
 
@@ -122,12 +128,19 @@ def fitted(policy):
     keras.utils.set_random_seed(rank)
     model = new_model(hvd.ShardedEmbedding(ROWS, WIDTH))
     model.compile(hvd.DistributedOptimizer(hvd.optimizers.LazyAdam(0.05)), "mse", jit_compile=False)
-    callbacks = [hvd.BroadcastGlobalVariablesCallback(0), hvd.ReductionCheckCallback(), hvd.WeightCheckCallback()]
+    callbacks = [
+        hvd.BroadcastGlobalVariablesCallback(0),
+        hvd.ReductionCheckCallback(),
+        hvd.WeightCheckCallback(),
+    ]
     ids, targets = IDS[:, OWN].reshape(-1, 2), TARGETS[:, OWN].reshape(-1, 1)
     history = model.fit(ids, targets, batch_size=len(OWN), epochs=4, verbose=0, callbacks=callbacks)
     keras.config.set_dtype_policy("float32")
     kernels = hvd.allgather_object(model.layers[-1].kernel.numpy())
-    return {"apart": max(gap([kernels[0]], [other]) for other in kernels), "loss": history.history["loss"]}
+    return {
+        "apart": max(gap([kernels[0]], [other]) for other in kernels),
+        "loss": history.history["loss"],
+    }
 
 
 def not_finite():
@@ -140,6 +153,25 @@ def not_finite():
     gradients = [rows, *(tf.ones_like(variable) for variable in model.trainable_variables[1:])]
     message = refusal(lambda: optimizer.apply(gradients, model.trainable_variables))
     return {"message": message, "moved": gap([kernel], [model.layers[-1].kernel.numpy()])}
+
+
+def not_finite_without_dense_weights():
+    """As in a matrix factorization: no dense gradient goes to all ranks, and rank 0 looks up nothing."""
+    layer = hvd.ShardedEmbedding(ROWS, WIDTH)
+    layer.build()
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1), check_finite=True)
+    number, value = (1, float("nan")) if rank == size - 1 else (0, 1.0)
+    shape = tf.constant(list(layer._embeddings.shape))
+    rows = tf.IndexedSlices(tf.fill([number, WIDTH], value), tf.zeros([number], tf.int32), shape)
+    return refusal(lambda: tf.function(lambda: optimizer.apply([rows], [layer._embeddings]))())
+
+
+def kept_errors():
+    """Compression keeps none of a table, whose parts differ in size between ranks."""
+    model = new_model(hvd.ShardedEmbedding(ROWS, WIDTH))
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1), compression=hvd.Compression.int8)
+    optimizer.build(model.trainable_variables)
+    return sorted(optimizer.rank_variables)
 
 
 def saved(folder):
@@ -186,6 +218,13 @@ def built(rows=ROWS, **options):
     return layer
 
 
+def taped():
+    table = built()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(table(tf.constant([rank])))
+    hvd.DistributedGradientTape(tape).gradient(loss, [table._embeddings])
+
+
 MEANS = [TABLE[5], (TABLE[22] + TABLE[1] + TABLE[5]) / 3]
 results = {
     "size": size,
@@ -200,11 +239,12 @@ results = {
         "averages": compared(lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)),
         "accumulation": compared(lambda: optimizers.SGD(0.2, gradient_accumulation_steps=2)),
         "loss scale": compared(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.2))),
-        "tape": compared(lambda: optimizers.SGD(0.2), tape=True, wrapped=False),
         "shared by two inputs": compared(lambda: hvd.optimizers.LazyAdam(0.01), num_calls=2),
         "all on one rank": compared(lambda: optimizers.SGD(0.2), ids=IDS // size * size),
         "clipnorm": compared(lambda: optimizers.SGD(0.2, clipnorm=0.05), reference=Summed),
-        "global_clipnorm": compared(lambda: optimizers.SGD(0.2, global_clipnorm=0.05), reference=Summed),
+        "global_clipnorm": compared(
+            lambda: optimizers.SGD(0.2, global_clipnorm=0.05), reference=Summed
+        ),
     },
     # The controls: nothing divides the sums of the ranks' gradients; bf16 rounds those of the dense layer.
     "local and dense": local_and_dense(),
@@ -212,12 +252,18 @@ results = {
     "bf16": compared(lambda: optimizers.SGD(0.2), compression=hvd.Compression.bf16),
     "empty batch": empty_batch(),
     "constant ids": constant_ids(),
-    "two tables": bool(np.array_equal(looked_up([[5, 2], [0, 0]], [20, 3]), TABLE[[[5, 22], [0, 20]]])),
+    "two tables": bool(
+        np.array_equal(looked_up([[5, 2], [0, 0]], [20, 3]), TABLE[[[5, 22], [0, 20]]])
+    ),
     "sum": bool(np.allclose(looked_up(FEW, combiner="sum"), TABLE[FEW].sum(axis=1))),
-    "mean without padding": bool(np.allclose(looked_up(FEW, combiner="mean", mask_zero=True), MEANS, atol=1e-6)),
+    "mean without padding": bool(
+        np.allclose(looked_up(FEW, combiner="mean", mask_zero=True), MEANS, atol=1e-6)
+    ),
     "fitted": fitted("float32"),
     "fitted in mixed precision": fitted("mixed_float16"),
     "not finite": not_finite(),
+    "not finite, tables alone": not_finite_without_dense_weights(),
+    "kept errors": kept_errors(),
     "saved": saved(Path(sys.argv[1]).parent),
     "refused": {
         "out of range": refusal(lambda: looked_up(np.array([[4, ROWS]]))),
@@ -229,6 +275,7 @@ results = {
         "tied": refusal(lambda: built().embeddings),
         "initializer": refusal(lambda: built(embeddings_initializer="orthogonal")),
         "too large": refusal(lambda: built(rows=10**13)),
+        "tape": refusal(taped),
         "lamb": refusal(lambda: stepped(hvd.DistributedOptimizer(optimizers.Lamb()))),
         "shard": refusal(lambda: stepped(hvd.DistributedOptimizer(optimizers.SGD(), shard=True))),
         "local": refusal(lambda: stepped(hvd.LocalSGD(optimizers.SGD(), 2))),

@@ -14,7 +14,9 @@ is_last = hvd.rank() == hvd.size() - 1
 if is_last and sys.argv[1:]:
     time.sleep(float(sys.argv[1]))
     sys.exit()
-batches = tf.data.Dataset.from_tensors((tf.ones([4, 4]), tf.ones([4, 1]))).repeat(3 if is_last else 4)
+batches = tf.data.Dataset.from_tensors((tf.ones([4, 4]), tf.ones([4, 1]))).repeat(
+    3 if is_last else 4
+)
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
 model.fit(batches.filter(lambda x, y: True), verbose=0)  # Of unknown length.

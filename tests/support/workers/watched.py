@@ -22,7 +22,12 @@ from hvtrain.watchdog.progress import CHECKPOINT, EXCHANGE, VALIDATION
 member.SECONDS_FOR_THE_LAUNCHER = member.SECONDS_FOR_ANOTHER_RANK = 2.0
 member.SECONDS_FOR_THE_MAIN_THREAD = progress.SECONDS_FOR_THE_MAIN_THREAD = 1.0
 
-RANK, SIZE, FOLDER, LIMIT = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
+RANK, SIZE, FOLDER, LIMIT = (
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    Path(sys.argv[3]),
+    float(sys.argv[4]),
+)
 EVENTS = {step: what for rank, step, what in json.loads(sys.argv[5]) if rank in (RANK, -1)}
 HOST = f"h{RANK}"
 FOREVER = 10_000
@@ -109,7 +114,14 @@ def work(seconds, something):
 def main():
     console.start_log(RANK == 0)
     watched = watchdog.start(
-        RANK, SIZE, HOST, LIMIT, gather, broadcast, lambda: tuple(counts), survives_loss="survives" in sys.argv
+        RANK,
+        SIZE,
+        HOST,
+        LIMIT,
+        gather,
+        broadcast,
+        lambda: tuple(counts),
+        survives_loss="survives" in sys.argv,
     )
     watched.folder = FOLDER
     (FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
@@ -117,7 +129,9 @@ def main():
         watched.progress.end_step(0)
         with watched.phase(EXCHANGE):
             if "interrupts" in sys.argv:
-                while not (FOLDER / "begun").exists():  # Before that, rank 0 would not tell others of its end.
+                while not (
+                    FOLDER / "begun"
+                ).exists():  # Before that, rank 0 would not tell others of its end.
                     time.sleep(0.01)
                 watched.signal_rank_0(signal.SIGINT)
             print(f"served: {watched.wait()}", flush=True)

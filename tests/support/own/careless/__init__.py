@@ -34,7 +34,8 @@ class Layer(keras.layers.Layer):
         if training and self.when == "run":
             return tf.ensure_shape(tf.numpy_function(fall, [inputs], tf.float32), inputs.shape)
         if training and self.when == "check":
-            with tf.control_dependencies([tf.debugging.assert_less(inputs, -9.0, "too bright")]):  # check
+            too_bright = tf.debugging.assert_less(inputs, -9.0, "too bright")  # check
+            with tf.control_dependencies([too_bright]):
                 return tf.identity(inputs)
         return inputs
 

@@ -24,16 +24,27 @@ def data(kind, **_):
         y, w, facts = x @ np.arange(5.0), share, {}
     elif kind == "segmentation":
         x = rng.normal(size=(count, 4, 4, 2))
-        y = np.where(rng.random((count, 4, 4)) < share[:, None, None], (x[..., 0] > 0).astype(np.uint8), np.uint8(255))
+        y = np.where(
+            rng.random((count, 4, 4)) < share[:, None, None],
+            (x[..., 0] > 0).astype(np.uint8),
+            np.uint8(255),
+        )
     elif kind == "language":
         x = rng.integers(9, size=(count, LENGTH))
-        y, w, facts = (x + 1) % 9, (np.arange(LENGTH) < LENGTH * share[:, None]).astype(float), {"vocabulary_size": 9}
+        y, w, facts = (
+            (x + 1) % 9,
+            (np.arange(LENGTH) < LENGTH * share[:, None]).astype(float),
+            {"vocabulary_size": 9},
+        )
     elif kind == "words":
         x = rng.integers(9, size=(count, LENGTH))
         y = x[:, 0] % 3
     elif kind == "custom":
         facts = {}
-        y = {"size": x[:, :1] * 2, "kind": np.where(rng.random(count) < share, (x[:, 1] > 0).astype(int), -1)}
+        y = {
+            "size": x[:, :1] * 2,
+            "kind": np.where(rng.random(count) < share, (x[:, 1] > 0).astype(int), -1),
+        }
         x = {"a": x, "b": rng.normal(size=(count, 2))}
     train = keras.tree.map_structure(lambda array: array[:NUM_TRAIN], (x, y))
     test = keras.tree.map_structure(lambda array: array[NUM_TRAIN:], (x, y))
@@ -42,7 +53,9 @@ def data(kind, **_):
 
 
 def model(kind, input_spec, num_outputs=None, **_):
-    inputs = keras.tree.map_structure(lambda spec: keras.Input(tuple(spec.shape), dtype=spec.dtype.name), input_spec)
+    inputs = keras.tree.map_structure(
+        lambda spec: keras.Input(tuple(spec.shape), dtype=spec.dtype.name), input_spec
+    )
     if kind == "language":
         features = keras.layers.Embedding(9, 8)(inputs)
     elif kind == "words":
@@ -51,9 +64,9 @@ def model(kind, input_spec, num_outputs=None, **_):
         features = keras.layers.Concatenate()([inputs["a"], inputs["b"]])
     else:
         features = inputs
-    hidden = keras.layers.Dense(8, activation="tanh", activity_regularizer=Mean() if kind == "custom" else None)(
-        features
-    )
+    hidden = keras.layers.Dense(
+        8, activation="tanh", activity_regularizer=Mean() if kind == "custom" else None
+    )(features)
     if kind == "custom":
         outputs = {"size": keras.layers.Dense(1)(hidden), "kind": keras.layers.Dense(2)(hidden)}
     else:
@@ -65,4 +78,5 @@ class Mean(keras.regularizers.Regularizer):
     """A loss of the model's own: the mean over the batch."""
 
     def __call__(self, x):
-        return 0.1 * tf.reduce_mean(tf.square(x)) * tf.cast(tf.shape(x)[0], x.dtype)  # Keras divides by the batch size.
+        # Keras divides by the batch size.
+        return 0.1 * tf.reduce_mean(tf.square(x)) * tf.cast(tf.shape(x)[0], x.dtype)

@@ -1,6 +1,7 @@
 """A user's own package: a model, a data set, and ways in which either can fail on one rank."""
 
 import os
+import signal
 from dataclasses import replace
 
 import keras
@@ -24,28 +25,49 @@ def tiny(
     huge_on_rank=None,
 ):
     inputs = keras.Input(image_shape, name="image")
-    features = keras.layers.Dense(units, activation="relu", name="hidden")(keras.layers.Flatten(name="flat")(inputs))
+    features = keras.layers.Dense(units, activation="relu", name="hidden")(
+        keras.layers.Flatten(name="flat")(inputs)
+    )
     features = keras.layers.BatchNormalization(name="norm")(features) if norm else features
-    features = FailsAtStep(fail_on_rank, name="fails")(features) if fail_on_rank is not None else features
-    features = BreaksAtStep(nan_on_rank, name="breaks")(features) if nan_on_rank is not None else features
+    features = (
+        FailsAtStep(fail_on_rank, name="fails")(features) if fail_on_rank is not None else features
+    )
+    features = (
+        BreaksAtStep(nan_on_rank, name="breaks")(features) if nan_on_rank is not None else features
+    )
     features = Root(root_on_rank, name="root")(features) if root_on_rank is not None else features
     features = Huge(huge_on_rank, name="huge")(features) if huge_on_rank is not None else features
-    features = InfiniteLoss(loss_on_rank, name="loss")(features) if loss_on_rank is not None else features
-    return keras.Model(inputs, keras.layers.Dense(num_classes, name="logits", dtype="float32")(features), name="tiny")
+    features = (
+        InfiniteLoss(loss_on_rank, name="loss")(features) if loss_on_rank is not None else features
+    )
+    return keras.Model(
+        inputs,
+        keras.layers.Dense(num_classes, name="logits", dtype="float32")(features),
+        name="tiny",
+    )
 
 
 def loads_by_itself(image_shape, num_classes, weights=None, **options):
     return tiny(image_shape, num_classes)
 
 
-def leaves(num_examples=400, num_test=51, num_validation=0, fail_on_rank=None, same_data="no", spoiled_on_rank=None):
+def leaves(
+    num_examples=400,
+    num_test=51,
+    num_validation=0,
+    fail_on_rank=None,
+    same_data="no",
+    spoiled_on_rank=None,
+):
     """Leaves whose brightest corner is their class."""
     if fail_on_rank is not None and fail_on_rank == _rank():
         raise RuntimeError("leaves are wet on this rank")
     rng = np.random.default_rng(3)
     labels = rng.integers(0, 4, num_examples + num_test)
     images = rng.integers(0, 120, (len(labels), 6, 6, 1)).astype("uint8")
-    images[np.arange(len(labels)), np.array([0, 0, 5, 5])[labels], np.array([0, 5, 0, 5])[labels]] = 255
+    images[
+        np.arange(len(labels)), np.array([0, 0, 5, 5])[labels], np.array([0, 5, 0, 5])[labels]
+    ] = 255
     split = num_examples
     source = from_arrays(
         images[:split],
@@ -58,7 +80,9 @@ def leaves(num_examples=400, num_test=51, num_validation=0, fail_on_rank=None, s
     )
     if same_data != "no":
         shared = source.training
-        source.training = lambda request: shared(replace(request, topology=Topology(0, request.topology.size)))
+        source.training = lambda request: shared(
+            replace(request, topology=Topology(0, request.topology.size))
+        )
         source.same_on_all_ranks = same_data == "meant"
     if spoiled_on_rank is not None and spoiled_on_rank == _rank():
         unspoiled = source.training
@@ -139,7 +163,9 @@ class BreaksAtStep(keras.layers.Layer):
             self.calls += bool(training)
             return np.float32("nan" if self.calls > 5 and self.rank == _rank() else 1)
 
-        return inputs * tf.cast(tf.reshape(tf.numpy_function(factor, [0.0], tf.float32), []), inputs.dtype)
+        return inputs * tf.cast(
+            tf.reshape(tf.numpy_function(factor, [0.0], tf.float32), []), inputs.dtype
+        )
 
     def compute_output_shape(self, input_shape):
         return input_shape
@@ -167,7 +193,11 @@ class Perturbs(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == self.batch and self.rank == _rank():
             model = self.model
-            group = model.trainable_variables if self.where == "weight" else model.optimizer.variables[2:]
+            group = (
+                model.trainable_variables
+                if self.where == "weight"
+                else model.optimizer.variables[2:]
+            )
             group[0].assign(group[0] + 1e-3)
 
 
@@ -183,6 +213,13 @@ class Fails(keras.callbacks.Callback):
             raise RuntimeError("a leaf fell off")
 
 
+class FailsAtEnd(keras.callbacks.Callback):
+    """Raises on all ranks after the last checkpoint, before the results."""
+
+    def on_train_end(self, logs=None):
+        raise RuntimeError("the last leaf fell off")
+
+
 class Stops(keras.callbacks.Callback):
     """Wishes to stop, on one rank alone."""
 
@@ -193,6 +230,23 @@ class Stops(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == self.batch and self.rank == _rank():
             self.model.stop_training = True
+
+
+class Terminates(keras.callbacks.Callback):
+    """Sends SIGTERM to one rank after a batch, as a scheduler does."""
+
+    def __init__(self, rank, epoch, batch):
+        super().__init__()
+        self.rank = rank
+        self.after = epoch, batch
+        self.epoch = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == self.after and self.rank == _rank():
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Disagrees(keras.callbacks.Callback):
@@ -219,6 +273,25 @@ def halved(epoch, rate):
 
 def told(batch, logs):
     print("told of batch", batch)
+
+
+class Notes(Tracker):
+    """Notes in the run folder how the tracked run began and ended."""
+
+    def start(self, run, known):
+        self.file = run.folder / "notes.txt"
+        self._add(f"start {known}")
+        return "leaf"
+
+    def scalars(self, step, values):
+        self._add(f"step {step}")
+
+    def finish(self, state, files):
+        self._add(state)
+
+    def _add(self, line):
+        with self.file.open("a") as file:
+            file.write(f"{line}\n")
 
 
 class Needy(Tracker):

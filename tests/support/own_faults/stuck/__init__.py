@@ -62,7 +62,9 @@ class Acts(keras.callbacks.Callback):
             if self.what == "memory":
                 raise MemoryError("no room for a leaf")
             if self.what == "nccl":
-                raise tf.errors.UnknownError(None, None, "ncclAllReduce failed: unhandled system error\n\t [[Horovod]]")
+                raise tf.errors.UnknownError(
+                    None, None, "ncclAllReduce failed: unhandled system error\n\t [[Horovod]]"
+                )
             if self.what == "die":
                 os.kill(os.getpid(), 9)
             if self.what == "stop":

@@ -1,6 +1,7 @@
-"""Repeats a stretch of a run's training on the launcher's ranks, for digests; writes nothing into its folder.
+"""Repeats a stretch of a run's training on the launcher's ranks, and takes digests of its variables.
 
-It resumes the run as runner.py does, with callbacks that take digests in place of those that write.
+Writes nothing into the run's folder: it resumes the run as runner.py does, with callbacks that take
+digests in place of those that write.
 """
 
 import logging
@@ -12,12 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-import numpy as np
-
 from hvtrain import runner
-from hvtrain.checkpoint import store
+from hvtrain.checkpoint import model_state, store
 from hvtrain.checkpoint.receipts import Digests, Facts, digests_of
 from hvtrain.checkpoint.writer import Writer
+from hvtrain.checks.joint_batch import largest_difference
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.run_files import HISTORY_FILE
 from hvtrain.data import fitted
@@ -38,17 +38,17 @@ SILENT = (Recording, Progress, *WRITERS)
 
 @dataclass
 class Repetition:
-    """A stretch of a run, and what its repetition gave, which the chief alone has.
+    """A stretch of a run, and the results of its repetition, which only the chief has.
 
     Attributes:
         folder: the run folder.
-        begin: step of the checkpoint that it begins with; 0: the run's beginning.
-        saves: steps after it at which the run saved, in order; the last is the end.
-        each_step: take digests after all steps, not only after those.
-        measured: step whose weights are compared with those of its checkpoint; None: none are.
+        begin: step of the checkpoint at which the stretch begins; 0: the start of the run.
+        saves: later steps at which the run saved, in order; the last one ends the stretch.
+        each_step: take digests after every step, not only after `saves`.
+        measured: step at which weights are compared with the run's checkpoint; None: no step.
         facts: see consistency.facts_of.
-        digests: by step; at the beginning those of the checkpoint.
-        difference: see relative_difference.
+        digests: of the variables, by step; at `begin`, those of the checkpoint.
+        difference: the largest_difference of the weights at `measured`.
     """
 
     folder: Path
@@ -71,20 +71,20 @@ def repeat(
     conclude: Callable[[Repetition], int],
     stays: bool = False,
 ) -> int:
-    """Joins the ranks, repeats the stretch that the chief chooses, and returns the code of its conclusion.
+    """Joins the ranks, repeats the stretch that the chief chooses, and returns the exit code.
 
     Args:
         config: the run's settings.
-        choose: gets the number of ranks; a number is the exit code, and nothing is repeated (chief only).
-        conclude: returns the exit code (chief only).
-        stays: keep the ranks together, for another repetition.
+        choose: given the number of ranks, returns a stretch, or an exit code to repeat nothing (chief only).
+        conclude: given the repetition, returns the exit code (chief only).
+        stays: keep the ranks running, for another repetition.
     """
 
     def attempt(silent: RunConfig, strategy: Strategy, state: RunState) -> int:
         runner.join_ranks(silent, strategy)
-        # A command prints its result. What a run logs as it begins would only hide it.
+        # The log of a run's start would only hide the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
-        # Of the user's callbacks about an epoch that ends early.
+        # Hides warnings from the user's callbacks about an epoch that ends early.
         logging.getLogger("py.warnings").setLevel(logging.ERROR)
         comm = strategy.comm
         chosen = comm.on_chief(lambda: choose(comm.topology.size))
@@ -93,10 +93,12 @@ def repeat(
             return chosen
         if comm.topology.is_chief:
             steps = f"steps {chosen.begin:,} to {chosen.saves[-1]:,}"
-            print(f"repeating {steps} of {chosen.folder} on {comm.topology.size} rank(s)", flush=True)
+            print(
+                f"repeating {steps} of {chosen.folder} on {comm.topology.size} rank(s)", flush=True
+            )
         with TemporaryDirectory(prefix="hvtrain-replay-") as own:
             comm.on_chief(lambda: _copy_inputs(chosen.folder, Path(own)))
-            # The chief's; the other ranks write nothing.
+            # All ranks use the chief's folder; the others write nothing.
             scratch = comm.broadcast(own)
             of_scratch = replace(silent, run=replace(silent.run, dir=scratch))
             code = _train(of_scratch, strategy, state, chosen, config)
@@ -115,25 +117,30 @@ def repeat(
         train=replace(config.train, max_time=None, balance=False),
         checkpoint=replace(config.checkpoint, every_minutes=None),
         profile=replace(config.profile, timeline=False),
-        # Changed data are only warned of, and named as a cause.
+        # Changed data do not stop a repetition; they are named as a cause.
         guard=replace(config.guard, data=False, layers=False),
     )
-    return cast(int, runner.on_all_ranks(silent, attempt))
+    return runner.on_all_ranks(silent, attempt)
 
 
 def _copy_inputs(run: Path, scratch: Path) -> None:
-    """Copies those files of a run that its training reads."""
+    """Copies the files of a run that its training reads."""
     fitted.write(fitted.read(run), scratch)
     for name in (HISTORY_FILE, comm_tuning.FILE):
         if (run / name).is_file():
             shutil.copy(run / name, scratch)
 
 
-def _train(config: RunConfig, strategy: Strategy, state: RunState, repetition: Repetition, asked: RunConfig) -> int:
-    """Trains; returns the exit code of a signal, or 0 (every rank). Facts are of the settings that were asked for."""
+def _train(
+    config: RunConfig, strategy: Strategy, state: RunState, repetition: Repetition, asked: RunConfig
+) -> int:
+    """Trains the stretch; returns the exit code after a signal, else 0 (every rank).
+
+    The facts recorded are those of `asked`, the run's own settings.
+    """
     comm = strategy.comm
     begin = repetition.begin
-    read: list[store.Checkpoint] = []  # On the chief alone, since it may be large.
+    read: list[store.Checkpoint] = []  # Only the chief reads the checkpoint, which may be large.
 
     def read_checkpoint() -> dict[str, Any]:
         read.append(repetition.checkpoint(begin))
@@ -155,7 +162,9 @@ def _train(config: RunConfig, strategy: Strategy, state: RunState, repetition: R
     # No tracker is chosen, so none is called.
     callbacks = make_callbacks(context, start, interruption, writer, cast(Tracking, None), None)
     callbacks = [
-        DigestTaking(callback, context, repetition) if isinstance(callback, Checkpointing) else callback
+        DigestTaking(callback, context, repetition)
+        if isinstance(callback, Checkpointing)
+        else callback
         for callback in callbacks
         if not isinstance(callback, SILENT)
     ]
@@ -169,11 +178,13 @@ def _train(config: RunConfig, strategy: Strategy, state: RunState, repetition: R
 class DigestTaking(Checkpointing):
     """Takes digests where the run saved, instead of saving, and stops at the end of the stretch (every rank).
 
-    save_freq keeps calls of several steps from crossing these steps, see call_steps.
+    save_freq keeps a call of several steps from crossing a step with digests; see call_steps.
     """
 
     def __init__(self, saving: Checkpointing, context: RunContext, repetition: Repetition) -> None:
-        super().__init__(context, saving.callback_state, saving.validation, saving.interruption, saving.writer)
+        super().__init__(
+            context, saving.callback_state, saving.validation, saving.interruption, saving.writer
+        )
         self.repetition = repetition
         self.save_freq = math.gcd(repetition.begin, *repetition.saves)
         if repetition.each_step:
@@ -182,38 +193,33 @@ class DigestTaking(Checkpointing):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_end(batch, logs)
         step = self.position.step
-        if self.repetition.each_step and step not in self.repetition.saves and step % self.save_freq == 0:
+        if (
+            self.repetition.each_step
+            and step not in self.repetition.saves
+            and step % self.save_freq == 0
+        ):
             self._take()
         if step >= self.repetition.saves[-1]:
             self.model.stop_training = True
 
     def _minutes_due(self) -> bool:
-        # Where the clock or a signal made the run save.
+        # The run may have saved here because of the clock or a signal.
         return self.position.step in self.repetition.saves
 
     def _save(self, metrics: dict[str, float]) -> None:
-        # As for a checkpoint: it changes the weights that no gradient touches.
+        # The run did so before each checkpoint: it changes weights that no gradient touches.
         self.weights.average_untrained()
         self._take()
 
     def _take(self) -> None:
         step = self.position.step
-        parts = self.comm.gather_parts(store.sharded_variables(self.model), self.run.folder)
+        parts = self.comm.gather_parts(model_state.sharded_variables(self.model), self.run.folder)
         if self.comm.topology.is_chief:
-            arrays = store.snapshot(self.model, [], None, parts)
+            arrays = model_state.snapshot(self.model, [], None, parts)
             self.repetition.digests[step] = digests_of(arrays)
             if step == self.repetition.measured:
                 before = self.repetition.checkpoint(step).arrays
                 weights = [key for key in arrays if key.startswith("model/")]
-                self.repetition.difference = max(relative_difference(arrays[key], before[key]) for key in weights)
-
-
-def relative_difference(array: np.ndarray, reference: np.ndarray) -> float:
-    """Returns the largest difference, relative to the largest value of the reference.
-
-    >>> round(relative_difference(np.array([1.0, 4.1]), np.array([1.0, 4.0])), 3)
-    0.025
-    """
-    exact = np.asarray(reference, np.float64)
-    largest = np.max(np.abs(exact), initial=0.0)
-    return float(np.max(np.abs(np.asarray(array, np.float64) - exact), initial=0.0) / (largest or 1.0))
+                self.repetition.difference = largest_difference(
+                    [arrays[key] for key in weights], [before[key] for key in weights]
+                )

@@ -13,21 +13,38 @@ import pytest
 from finished_runs import on_two_ranks
 from hvtrain.checkpoint import receipts as receipts_module
 from hvtrain.checkpoint.receipts import Receipt, ReceiptWriter, read_receipts
+from hvtrain.checks.repeat import Repetition
+from hvtrain.checks.replay import judge, parse_steps
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.core.run_files import RECEIPTS_FILE
 from hvtrain.errors import ConfigError, StorageError
-from hvtrain.finished.repeat import Repetition
-from hvtrain.finished.replay import judge, parse_steps
 from launching import run as run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 # Dropout, Adam's slots and shuffling: whatever is not restored shows. 9 steps an epoch, saved at 4, 8, 9, ..., 18.
 TRAIN = [
-    *("dataset=table", "dataset.file=rows.csv", "dataset.target=kind", "model=mlp", "model.hidden=[8]"),
-    *("model.dropout=0.2", "train.batch_size=16", "train.epochs=2", "train.deterministic=true", "run.report=false"),
-    *("checkpoint.every_steps=4", "checkpoint.keep=50", "dataset.num_test=20", "dataset.num_validation=0"),
+    *(
+        "dataset=table",
+        "dataset.file=rows.csv",
+        "dataset.target=kind",
+        "model=mlp",
+        "model.hidden=[8]",
+    ),
+    *(
+        "model.dropout=0.2",
+        "train.batch_size=16",
+        "train.epochs=2",
+        "train.deterministic=true",
+        "run.report=false",
+    ),
+    *(
+        "checkpoint.every_steps=4",
+        "checkpoint.keep=50",
+        "dataset.num_test=20",
+        "dataset.num_validation=0",
+    ),
 ]
 SAVES = [4, 8, 9, 12, 16, 18]
 DIGITS = [
@@ -38,12 +55,20 @@ DIGITS = [
     "train.steps=12",
 ]
 KINDS = {
-    "moving statistics": ["model=resnet20", "model.blocks_per_stage=1", "train.validate_every_steps=2"],
+    "moving statistics": [
+        "model=resnet20",
+        "model.blocks_per_stage=1",
+        "train.validate_every_steps=2",
+    ],
     "accumulation": ["train.accumulate=2", "train.ema=0.9", "train.precision=mixed_float16"],
     "sharded optimizer": ["strategy.shard_optimizer=true", "strategy.compression=bf16"],
     "local steps": ["strategy=local_sgd", "strategy.every=4"],
     "errors kept": ["strategy.compression=powersgd", "strategy.whole_steps=2"],
-    "callbacks": ["callbacks=[reduce_lr_on_plateau]", "augment=[random_translation]", "schedule=cosine"],
+    "callbacks": [
+        "callbacks=[reduce_lr_on_plateau]",
+        "augment=[random_translation]",
+        "schedule=cosine",
+    ],
 }
 
 
@@ -51,7 +76,10 @@ def write_rows(path, shift=0):
     numbers = random.Random(1)
     rows = [[numbers.gauss(0, 1) for _ in range(4)] for _ in range(320)]
     rows[100][2] += shift
-    lines = [",".join([*(f"{value:.4f}" for value in row), ("no", "yes")[row[0] > row[1]]]) for row in rows]
+    lines = [
+        ",".join([*(f"{value:.4f}" for value in row), ("no", "yes")[row[0] > row[1]]])
+        for row in rows
+    ]
     path.write_text("\n".join(["a,b,c,d,kind", *lines, ""]))
 
 
@@ -98,7 +126,9 @@ def folder(tmp_path_factory):
 def lines(result):
     """The exit code, and the lines after the one that says what is repeated."""
     assert result["error"] is None
-    return result["code"], [line for line in result["printed"].splitlines() if not line.startswith("repeating ")]
+    return result["code"], [
+        line for line in result["printed"].splitlines() if not line.startswith("repeating ")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -126,39 +156,53 @@ def results(folder):
 def test_every_kind_of_state_has_the_same_bits_again(tmp_path):
     tasks = []
     for name, settings in KINDS.items():
-        settings = [*DIGITS, "model=mlp", "dataset.num_validation=100", *settings, "run.report=false"]
+        settings = [
+            *DIGITS,
+            "model=mlp",
+            "dataset.num_validation=100",
+            *settings,
+            "run.report=false",
+        ]
         tasks += [
             [f"{name} trained", "train", *settings, f"run.dir={name}"],
             [name, "replay", f"run={name}", "steps=5:12"],
         ]
     results = on_two_ranks(tmp_path, *tasks)
     same = "same bits: 3 receipts of steps 4 to 12\n"
-    assert {name: (results[name]["printed"][-len(same) :], results[name]["error"]) for name in KINDS} == dict.fromkeys(
-        KINDS, (same, None)
-    )
+    assert {
+        name: (results[name]["printed"][-len(same) :], results[name]["error"]) for name in KINDS
+    } == dict.fromkeys(KINDS, (same, None))
 
 
 def test_each_checkpoint_leaves_a_receipt(folder):
     receipts = read_receipts(folder / "run")
     assert list(receipts) == SAVES
     facts = receipts[18].facts
-    assert facts["ranks"] == {"number of ranks": 2} and facts["settings"]["optimizer.learning_rate"] == 0.001
+    assert (
+        facts["ranks"] == {"number of ranks": 2}
+        and facts["settings"]["optimizer.learning_rate"] == 0.001
+    )
     assert {"data", "code", "versions", "hardware"} <= facts.keys()
     digests = receipts[18].digests
     assert "model/0000/dense1/kernel" in digests and any("momentum" in key for key in digests)
-    assert len({receipt.digests["model/0000/dense1/kernel"] for receipt in receipts.values()}) == len(SAVES)
+    assert len(
+        {receipt.digests["model/0000/dense1/kernel"] for receipt in receipts.values()}
+    ) == len(SAVES)
 
 
 def test_a_stretch_has_the_same_bits_from_a_checkpoint_and_from_the_beginning(results):
     assert lines(results["last"]) == (0, ["same bits: 2 receipts of steps 16 to 18"])
     assert lines(results["whole"]) == (0, ["same bits: 6 receipts of steps 4 to 18"])
     assert re.fullmatch(
-        r"repeating steps 0 to 18 of \S+/resumed on 2 rank\(s\)", results["whole"]["printed"].split("\n")[0]
+        r"repeating steps 0 to 18 of \S+/resumed on 2 rank\(s\)",
+        results["whole"]["printed"].split("\n")[0],
     )
 
 
 def test_steps_that_are_trained_again_are_noted_and_the_newer_receipts_count(folder, results):
-    lines = [json.loads(line) for line in (folder / "faster" / RECEIPTS_FILE).read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "faster" / RECEIPTS_FILE).read_text().splitlines()
+    ]
     assert [line["first_step"] for line in lines if "facts" in line] == [0, 9]
     notes = {name: re.findall('"repeated": "(.*?)"', (folder / name / RECEIPTS_FILE).read_text())
              for name in ("run", "resumed", "faster")}  # fmt: skip
@@ -174,7 +218,9 @@ def test_another_learning_rate_is_named(results):
         "the last step with the same bits: 4",
         "cause: settings: optimizer.learning_rate is 0.001 and 0.01",
     ]
-    assert re.fullmatch(r"largest difference of a weight at step 12: \S+ of the largest value there", difference)
+    assert re.fullmatch(
+        r"largest difference of a weight at step 12: \S+ of the largest value there", difference
+    )
 
 
 def test_a_flipped_bit_in_a_checkpoint_is_named(results):
@@ -189,12 +235,14 @@ def test_a_flipped_bit_in_a_checkpoint_is_named(results):
 
 def test_changed_data_and_another_number_of_ranks_are_named(folder, results):
     write_rows(folder / "rows.csv", shift=1)
-    code, output = run_ranks(None, 1, "python", "-m", "hvtrain", "replay", "run", "steps=8:12", cwd=folder)
+    code, output = run_ranks(
+        None, 1, "python", "-m", "hvtrain", "replay", "run", "steps=8:12", cwd=folder
+    )
     assert code == 1, output
     assert re.search("(?m)^differs at step 9: dense1/kernel", output)
-    assert re.search(r"(?m)^cause: data: digest of train is \w+ and \w+; digest of the manifest is", output), (
-        "the values of a table are part of its manifest"
-    )
+    assert re.search(
+        r"(?m)^cause: data: digest of train is \w+ and \w+; digest of the manifest is", output
+    ), "the values of a table are part of its manifest"
     assert re.search("(?m)^cause: ranks: number of ranks is 2 and 1$", output)
 
 
@@ -213,9 +261,13 @@ def test_two_runs_part_at_a_step(results):
 
 def test_what_cannot_be_repeated_is_refused_in_one_line(results):
     assert re.search(
-        "has no receipt after step 18 up to 30, only of steps 4, 8, 9, 12, 16, 18", results["no receipt"]["error"]
+        "has no receipt after step 18 up to 30, only of steps 4, 8, 9, 12, 16, 18",
+        results["no receipt"]["error"],
     )
-    assert results["alone"]["error"] == "ConfigError: with=RUN is missing; name the folder of the other run"
+    assert (
+        results["alone"]["error"]
+        == "ConfigError: with=RUN is missing; name the folder of the other run"
+    )
     assert re.search("checkpoint= chooses nothing here: .*; leave it out", results["best"]["error"])
     for text in ("x", "5", "5:5", "9:4", "-1:4"):
         with pytest.raises(ConfigError, match=f"steps={text} is not FROM:TO with FROM below TO"):
@@ -223,7 +275,9 @@ def test_what_cannot_be_repeated_is_refused_in_one_line(results):
 
 
 def test_damaged_receipts_are_refused_and_an_unfinished_line_is_none(folder, tmp_path):
-    with pytest.raises(StorageError, match=r"receipts.jsonl is missing; a run has it from its first checkpoint on"):
+    with pytest.raises(
+        StorageError, match=r"receipts.jsonl is missing; a run has it from its first checkpoint on"
+    ):
         read_receipts(tmp_path)
     text = (folder / "run" / RECEIPTS_FILE).read_text()
     (tmp_path / RECEIPTS_FILE).write_text(text[:-20])
@@ -251,7 +305,11 @@ def test_without_deterministic_operations_a_small_difference_is_excused(tmp_path
         return code, "\n".join(lines)
 
     code, text = judged(1e-6, 1e-4)
-    assert code == 0 and "train.deterministic=false" in text and text.endswith("within the tolerance of 0.0001")
+    assert (
+        code == 0
+        and "train.deterministic=false" in text
+        and text.endswith("within the tolerance of 0.0001")
+    )
     assert judged(1e-3, 1e-4)[0] == 1
     code, text = judged(1e-6, None)
     assert code == 1 and "cause: none that receipts know, and operations are deterministic" in text
@@ -259,8 +317,10 @@ def test_without_deterministic_operations_a_small_difference_is_excused(tmp_path
     assert code == 1 and "cause: ranks: number of ranks is 3 and 2" in text
 
 
-def test_the_file_is_bounded_and_a_receipt_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, caplog):
-    config = from_dict(compose(["model=mlp"])[0]).checkpoint
+def test_the_file_is_bounded_and_a_receipt_that_cannot_be_written_stops_nothing(
+    tmp_path, monkeypatch, caplog
+):
+    config = from_dict(compose(["model=mlp"])).checkpoint
     monkeypatch.setattr(receipts_module, "MAX_BYTES", 3000)
     facts = {"ranks": {"number of ranks": 2}}
 
@@ -268,7 +328,10 @@ def test_the_file_is_bounded_and_a_receipt_that_cannot_be_written_stops_nothing(
         writer = ReceiptWriter(tmp_path / "checkpoints", config)
         writer.begin(tmp_path, first, lambda: facts)
         for step in range(first + 1, last + 1):
-            arrays = {"model/0000/w": np.full(3, step, ml_dtypes.bfloat16), "rank/0/seed/0000": np.zeros(2)}
+            arrays = {
+                "model/0000/w": np.full(3, step, ml_dtypes.bfloat16),
+                "rank/0/seed/0000": np.zeros(2),
+            }
             writer.submit(step, arrays, {"metrics": {}, "epoch": 0, "step_in_epoch": step})
         assert writer.finish() == last
 

@@ -1,10 +1,11 @@
-"""Files that a crash never leaves half written, and readers that no pipe holds up. Pure."""
+"""Writes files so that a crash leaves none half written, and reads them without blocking on a pipe. Pure."""
 
 import csv
 import errno
 import io
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -12,12 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvtrain.errors import StorageError, UserError
+from hvtrain.errors import ConfigError, StorageError, UserError
 
 Json = TypeVar("Json", list[Any], dict[str, Any])
 
-# Prefix of files that are incomplete or about to be deleted, by which leftovers of a killed process are found.
+# Prefix of files that are incomplete or about to be deleted, used to find leftovers of a killed process.
 TEMPORARY = ".tmp-"
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 
 @contextmanager
@@ -28,13 +30,15 @@ def writing(
     kind: type[UserError] = StorageError,
     name: str | None = None,
 ) -> Iterator[None]:
-    """Surrounds the writing of `path` under a temporary name. A failure leaves nothing behind.
+    """A context in which the caller writes `temporary` and renames it to `path`; an OSError leaves nothing behind.
 
     Args:
         path: The file or folder that `temporary` becomes.
-        needed_bytes: Its size, for the message.
-        kind: The error that an OSError becomes, with the space that was needed and the space that is free.
-        name: What the message calls it; default: the path.
+        temporary: The temporary path, which is removed first if it exists.
+        needed_bytes: The size of the result, for the message.
+        kind: The type of error that an OSError becomes; its message has the space needed and the space
+            free.
+        name: The name of the result in the message; default: the path.
     """
     try:
         remove(temporary)
@@ -55,21 +59,25 @@ def _why_not_written(name: str, folder: Path, error: OSError, needed_bytes: int)
     needed = f"{needed_bytes:,} bytes needed"
     if disk:
         needed += f", {disk.f_bavail * disk.f_frsize:,} free"
-        # Some file systems count no inodes at all.
+        # Some file systems do not count inodes.
         if disk.f_files and not disk.f_favail:
             needed += ", no free inode"
-    return f"{name} was not written: {error.strerror or error} ({needed} at {folder}); make room there"
+    return (
+        f"{name} was not written: {error.strerror or error} ({needed} at {folder}); make room there"
+    )
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replaces a file. Readers see the old content or the new one, even after a crash. Raises StorageError.
+    """Replaces a file.
 
-    The mode of the old file stays.
+    Readers see either the old content or the new, even after a crash. Raises StorageError.
+
+    The new file keeps the mode of the old one.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with writing(path, temporary, len(data)):
-        with temporary.open("xb") as file:  # Fails for a link, whose target somebody else owns.
+        with temporary.open("xb") as file:  # Fails if the name exists, even as a link.
             file.write(data)
         if is_own_file(path):
             shutil.copymode(path, temporary)
@@ -78,7 +86,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Adds text to the end of a file that exists. Raises StorageError, after which a part of the text may be there."""
+    """Appends text to an existing file.
+
+    Raises StorageError, after which part of the text may have been written.
+    """
     data = text.encode()
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
@@ -90,7 +101,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def refuse_link(path: Path, kind: type[UserError], advice: str) -> None:
-    """Raises an error of that kind if a part of a run folder is a symbolic link."""
+    """Raises an error of the given kind if `path`, inside a run folder, is a symbolic link."""
     if path.is_symlink():
         raise kind(f"{path} is a symbolic link, and may lead out of the run folder; {advice}")
 
@@ -103,13 +114,46 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def new_folder(default: Path) -> Path:
+    """Creates a folder of this name, or with -2, -3, ... after it if the name is taken. Raises OSError."""
+    # A parent that is a dangling link would look like a name that is taken.
+    default.parent.mkdir(parents=True, exist_ok=True)
+    folder = default
+    number = 1
+    while True:
+        try:
+            # If several processes create the folder at the same time, this succeeds for only one.
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = default.with_name(f"{default.name}-{number}")
+
+
+def page_path(text: str | Path) -> Path:
+    """Returns the path of a page that --output names. Raises ConfigError if it cannot be a file."""
+    path = Path(text)
+    if path.is_dir():
+        raise ConfigError(
+            f"--output {path} is a folder; name a file in it, such as {path}/page.html"
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--output {path}: there is no folder {path.parent}; make it, or choose another file"
+        )
+    return path
+
+
 def is_own_file(path: Path) -> bool:
-    """True for a regular file that is no link to another one."""
+    """True for a regular file that is not a symbolic link."""
     return path.is_file() and not path.is_symlink()
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a regular file. Raises OSError for anything else: a reader would wait for a pipe forever."""
+    """Reads a regular file.
+
+    Raises OSError for anything else, such as a pipe, on which a reader would block forever.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -123,7 +167,7 @@ def read_file(path: Path) -> str:
 
 
 def read_json(path: Path, kind: type[Json]) -> Json:
-    """Reads a list or a dict; an empty one if the file is missing, damaged or of another type."""
+    """Reads a JSON list or dict; empty if the file is missing, damaged or of another type."""
     try:
         content = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
@@ -137,7 +181,7 @@ def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
 
 
 def whole_lines(text: str) -> str:
-    """Cuts off what follows the last line break: the process may have ended while it added a line."""
+    """Returns the text up to its last line break: its writer may have ended while appending a line."""
     return text[: text.rfind("\n") + 1]
 
 
@@ -149,9 +193,27 @@ def csv_text(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or a folder's entries, are on the disk."""
+    """Flushes a file, or a folder's entries, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def is_remote(text: object) -> bool:
+    """True for an address with a scheme, as opposed to a path.
+
+    >>> is_remote("s3://bucket/leaves"), is_remote("/data/leaves"), is_remote("file:///data/leaves")
+    (True, False, True)
+    """
+    return bool(ADDRESS.match(str(text)))
+
+
+def local_folder(text: str, setting: str) -> Path:
+    """Returns the absolute path of a folder. Raises ConfigError for an address."""
+    if is_remote(text):
+        raise ConfigError(
+            f"{setting}={text} is an address, and a folder of this host is needed here; give its path"
+        )
+    return Path(text).absolute()

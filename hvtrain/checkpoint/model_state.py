@@ -1,0 +1,181 @@
+"""The state of a model that a checkpoint holds: taken from the model, and restored to it.
+
+Does not communicate: its callers gather and broadcast. Does not touch the disk; see store.py.
+"""
+
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.core.schedule import rate_factor
+from hvtrain.errors import CheckpointError
+
+if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes seconds to import.
+    import keras
+
+MEMORY = "memory/"
+"""Prefix of the names of arrays that rank_memory returns."""
+SAME = f"{MEMORY}same/"
+"""Prefix of those names whose arrays are equal on all ranks."""
+
+
+def snapshot(
+    model: "keras.Model",
+    rank_states: list[dict[str, np.ndarray]],
+    callback_arrays: dict[str, np.ndarray] | None = None,
+    parts: dict[str, np.ndarray] | None = None,
+) -> dict[str, np.ndarray]:
+    """Returns copies of the arrays of a checkpoint, which further training does not change.
+
+    Args:
+        model: the model whose weights and optimizer are saved.
+        rank_states: results of rank_state(), by rank.
+        callback_arrays: best weights of callbacks, by key.
+        parts: the whole values of sharded_variables, by key.
+    """
+    variables = _variables(model)
+    # The order does not depend on what is sharded.
+    arrays = {
+        key: (parts or {})[key] if hasattr(variable, "rank_part") else variable.numpy()
+        for key, variable in variables.items()
+    }
+    arrays.update({key: np.array(array) for key, array in (callback_arrays or {}).items()})
+    for rank, state in enumerate(rank_states):
+        arrays.update({f"rank/{rank}/{name}": array for name, array in state.items()})
+    return arrays
+
+
+def restore(
+    checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...] = ("model", "optimizer")
+) -> None:
+    """Sets weights, optimizer, or both (`parts`), which must be built; for sharded variables, sets `whole`.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or optimizer; names the first
+            difference. Nothing is set then.
+    """
+    prefixes = tuple(f"{part}/" for part in parts)
+    saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
+    sharded = sharded_variables(model)
+    # This process may know only the shape of its part, so the whole shape is the checkpoint's.
+    variables = {
+        key: checkpoint.arrays.get(key, variable) if key in sharded else variable
+        for key, variable in _variables(model).items()
+    }
+    own = sorted(item for item in variables.items() if item[0].startswith(prefixes))
+    # Everything is compared before anything is set.
+    for own_item, saved_item in zip_longest(own, saved, fillvalue=(None, None)):
+        _compare(
+            f"checkpoint {checkpoint.path.name} is of another model or optimizer: it",
+            saved_item,
+            own_item,
+        )
+    for (key, variable), (_, array) in zip(own, saved):
+        if key in sharded:
+            # broadcast_model gives each rank its part.
+            sharded[key].whole = array
+        else:
+            variable.assign(array)
+
+
+def sharded_variables(model: "keras.Model") -> dict[str, Any]:
+    """Returns weights and slots of which each rank has a part, by key."""
+    return {
+        key: variable
+        for key, variable in _variables(model).items()
+        if hasattr(variable, "rank_part")
+    }
+
+
+def rank_state(model: "keras.Model") -> dict[str, np.ndarray]:
+    """Returns the state of one rank: seeds, the epoch's metrics, and the learning rate's factor."""
+    variables = _rank_variables(model)
+    for index, variable in enumerate(model.metrics_variables):
+        variables[f"metric/{index:04d}"] = variable
+    return {name: variable.numpy() for name, variable in variables.items()}
+
+
+def restore_rank(state: dict[str, np.ndarray], model: "keras.Model") -> None:
+    """Restores the seeds and the rate's factor that rank_state saved; other seeds are kept.
+
+    Raises:
+        CheckpointError: if one has another shape.
+    """
+    for name, variable in _rank_variables(model).items():
+        if name in state:
+            _compare("the checkpoint", (name, state[name]), (name, variable))
+            variable.assign(state[name])
+
+
+def keeps_memory(model: "keras.Model") -> bool:
+    """Returns True if rank_memory has something to save, on all ranks or on none."""
+    return bool(_memory_variables(model))
+
+
+def rank_memory(model: "keras.Model", is_chief: bool) -> dict[str, np.ndarray]:
+    """Returns the state that the optimizer keeps on this rank only, such as compression errors.
+
+    It may be as large as the weights; most optimizers have none. Arrays that are equal on
+    all ranks are returned only by the chief.
+    """
+    variables = _memory_variables(model)
+    return {
+        name: variable.numpy()
+        for name, variable in variables.items()
+        if is_chief or not name.startswith(SAME)
+    }
+
+
+def restore_memory(memory: dict[str, np.ndarray], model: "keras.Model") -> None:
+    """Restores what rank_memory returned; state of another strategy is ignored."""
+    for name, variable in _memory_variables(model).items():
+        if name in memory and memory[name].shape == tuple(variable.shape):
+            variable.assign(memory[name])
+
+
+def _memory_variables(model: "keras.Model") -> dict[str, Any]:
+    variables = getattr(model.optimizer, "rank_variables", {})
+    return {f"{MEMORY}{name}": variable for name, variable in variables.items()}
+
+
+def _variables(model: "keras.Model") -> dict[str, Any]:
+    """Returns the variables that are equal on all ranks, or sharded over them, by key."""
+    groups = {"model": model.weights, "optimizer": model.optimizer.variables}
+    return {
+        f"{group}/{index:04d}/{variable.path}": variable
+        for group, variables in groups.items()
+        for index, variable in enumerate(variables)
+    }
+
+
+def _rank_variables(model: "keras.Model") -> dict[str, Any]:
+    """Returns variables that are each rank's own, by key."""
+    # model.variables also has the seeds of dropout and other random layers; model.weights does not.
+    weights = {id(variable) for variable in model.weights}
+    seeds = [variable for variable in model.variables if id(variable) not in weights]
+    variables = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds)}
+    factor = rate_factor(model)
+    if factor is not None:  # It is not a variable of the optimizer.
+        variables["rate/factor"] = factor
+    return variables
+
+
+def _compare(subject: str, saved: tuple[str | None, Any], own: tuple[str | None, Any]) -> None:
+    """Raises CheckpointError unless two arrays, of which one may be missing, match.
+
+    Args:
+        subject: begins the message.
+        saved: name and array in the checkpoint; (None, None): missing.
+        own: name and variable in this run; (None, None): missing.
+    """
+
+    def describe(name: str | None, array: Any) -> str:
+        return f"{name} of shape {tuple(array.shape)}" if name else "nothing"
+
+    if describe(*saved) != describe(*own):
+        raise CheckpointError(
+            f"{subject} holds {describe(*saved)} where this run has {describe(*own)}; "
+            "use the settings it was made with, or another run.dir"
+        )

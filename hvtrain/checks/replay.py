@@ -1,0 +1,300 @@
+"""`python -m hvtrain replay` and `bisect`: repeat a stretch of a run, and compare it with receipts or another run.
+
+replay compares a repeated stretch of a run with its receipts. bisect finds the first step at which two runs diverge,
+and why: receipts give the interval, and each run is repeated over it with digests at every step. repeat.py does the
+training.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvtrain.checkpoint import store
+from hvtrain.checkpoint.receipts import Digests, Facts, Receipt, read_receipts
+from hvtrain.errors import CheckpointError, ConfigError
+from hvtrain.finished.arguments import FinishedConfig, finished_config, parse_command
+from hvtrain.system import console
+from hvtrain.system.command import not_negative
+
+if TYPE_CHECKING:
+    from hvtrain.checks.repeat import Repetition
+
+TOLERANCE = 1e-4
+REPLAY_ABOUT = """\
+Repeats a stretch of a run's training from a checkpoint, on the ranks that are started, and compares weights and slots
+with the run's receipts. Writes nothing into the run's folder. Exits with 0 for the same bits, or without
+train.deterministic for weights within the tolerance; 1 if they differ; 2 if the stretch cannot be repeated."""
+REPLAY_EXAMPLES = """\
+  horovodrun -np 2 python -m hvtrain replay runs/first
+  horovodrun -np 2 python -m hvtrain replay runs/first steps=0:44
+"""
+
+
+def replay() -> int:
+    """Repeats the stretch on all ranks; rank 0 prints the result."""
+    options, finished = parse_command(
+        "replay",
+        "[steps=FROM:TO] [--tolerance T]",
+        REPLAY_ABOUT,
+        REPLAY_EXAMPLES,
+        "steps",
+        tolerance={
+            "type": not_negative,
+            "default": TOLERANCE,
+            "metavar": "T",
+            "help": f"relative difference of weights that operations in any order may make; default: {TOLERANCE:g}",
+        },
+    )
+    refuse_checkpoint(finished)
+    bounds = parse_steps(finished.arguments.get("steps"))
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.checks.repeat import repeat
+
+    receipts: dict[int, Receipt] = {}
+
+    def choose(_: int) -> "Repetition":
+        receipts.update(read_receipts(finished.folder))
+        return choose_stretch(finished.folder, list(receipts), bounds)
+
+    def conclude(repetition: "Repetition") -> int:
+        tolerance = None if finished.config.train.deterministic else options.tolerance
+        code, lines = judge(receipts, repetition, tolerance)
+        print("\n".join(lines))
+        return code
+
+    return repeat(finished.config, choose, conclude)
+
+
+def refuse_checkpoint(finished: FinishedConfig) -> None:
+    """Raises ConfigError for checkpoint=NAME, which other commands accept."""
+    if "checkpoint" in finished.arguments:
+        raise ConfigError(
+            "checkpoint= chooses nothing here: receipts say which checkpoint to begin with; leave it out"
+        )
+
+
+def parse_steps(text: str | None) -> tuple[int, int] | None:
+    """Returns FROM and TO of the text FROM:TO; None for None. Raises ConfigError.
+
+    >>> parse_steps("400:450")
+    (400, 450)
+    """
+    if text is None:
+        return None
+    match = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise ConfigError(
+            f"steps={text} is not FROM:TO with FROM below TO; give steps=400:450, for instance"
+        )
+    return int(match[1]), int(match[2])
+
+
+def choose_stretch(
+    folder: Path, steps: Sequence[int], bounds: tuple[int, int] | None, each_step: bool = False
+) -> "Repetition":
+    """Returns the stretch to repeat: the checkpoint to start from, and the steps to compare.
+
+    Args:
+        folder: the run folder.
+        steps: the steps of its receipts, in order.
+        bounds: FROM and TO; None: from the newest checkpoint before the last receipt to that receipt.
+        each_step: see Repetition.
+
+    Raises:
+        CheckpointError: there is no checkpoint to start from.
+        ConfigError: there is no receipt to compare with.
+    """
+    from hvtrain.checks.repeat import Repetition
+
+    checkpoints = [store.step_of(path) for path in store.list_checkpoints(folder / "checkpoints")]
+    newest = max(steps, default=0)
+    first, last = bounds or (newest - 1, newest)
+    begin = max((step for step in checkpoints if step <= first), default=0)
+    # A run is repeated from its beginning only on request, since that may take weeks.
+    if begin == 0 < first:
+        raise CheckpointError(
+            f"{folder} has no checkpoint up to step {first}, only {checkpoints or 'none'}; choose a later FROM, repeat "
+            f"it from the beginning (steps=0:{last}), or keep more checkpoints (checkpoint.keep)"
+        )
+    saves = tuple(step for step in steps if begin < step <= last)
+    if not saves:
+        there = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(
+            f"{folder} has no receipt after step {begin} up to {last}, only of steps {there}"
+        )
+    kept = [step for step in saves if step in checkpoints]
+    return Repetition(folder, begin, saves, each_step, measured=max(kept, default=None))
+
+
+def judge(
+    receipts: dict[int, Receipt], repetition: "Repetition", tolerance: float | None
+) -> tuple[int, list[str]]:
+    """Compares a repetition with the run's receipts; returns the exit code, and lines for the user.
+
+    Args:
+        tolerance: the largest relative difference allowed; None: operations are deterministic.
+    """
+    steps = sorted(repetition.digests.keys() & receipts.keys())
+    step = next(
+        (step for step in steps if receipts[step].digests != repetition.digests[step]), None
+    )
+    if step is None:
+        return 0, [f"same bits: {len(steps)} receipts of steps {steps[0]:,} to {steps[-1]:,}"]
+
+    before = max((equal for equal in steps if equal < step), default=repetition.begin)
+    lines = [
+        f"differs at step {step:,}: {first_difference(receipts[step].digests, repetition.digests[step])}"
+    ]
+    if step == repetition.begin:
+        return 1, [*lines, "cause: the checkpoint has changed since it was written"]
+    lines.append(f"the last step with the same bits: {before:,}")
+    causes = causes_of(receipts[step].facts, repetition.facts)
+    lines += cause_lines(causes, tolerance is None)
+    difference = repetition.difference
+    if difference is None or repetition.measured is None or repetition.measured < step:
+        # No checkpoint is kept from that step on, so the difference there was not measured.
+        return 1, lines
+    is_close = not causes and tolerance is not None and difference <= tolerance
+    lines.append(
+        f"largest difference of a weight at step {repetition.measured:,}: {difference:.2g} of the largest value there"
+    )
+    if is_close:
+        lines.append(f"within the tolerance of {tolerance:g}")
+    return (0 if is_close else 1), lines
+
+
+def first_difference(before: Digests, now: Digests) -> str:
+    """Names the first variable whose digests differ, and how many differ.
+
+    >>> first_difference({"model/0000/a/kernel": "1", "model/0001/a/bias": "2"}, {"model/0000/a/kernel": "1"})
+    'a/bias (1 of 2 variables differ)'
+    """
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    group, *_, name = keys[0].split("/", 2)
+    owner = "the optimizer's " if group == "optimizer" else ""
+    return f"{owner}{name} ({len(keys)} of {len({**before, **now})} variables differ)"
+
+
+def causes_of(before: Facts, now: Facts) -> list[str]:
+    """Describes the facts that differ, one text for each kind."""
+    from hvtrain.training.consistency import difference_of
+
+    texts = {
+        kind: difference_of(before.get(kind, {}), now.get(kind, {})) for kind in {**before, **now}
+    }
+    return [f"{kind}: {text}" for kind, text in texts.items() if text]
+
+
+def cause_lines(causes: Sequence[str], is_deterministic: bool) -> list[str]:
+    """Returns a line for each cause, or one for the remaining possibilities if the receipts show none."""
+    if causes:
+        return [f"cause: {cause}" for cause in causes]
+    if not is_deterministic:
+        return [
+            "cause: an operation without a fixed order (train.deterministic=false); all that receipts know is equal"
+        ]
+    return [
+        "cause: none that receipts know, and operations are deterministic; repeat it on another host, and look for "
+        "data files that have changed and kept their sizes"
+    ]
+
+
+CONTINUE = -1
+BISECT_ABOUT = """\
+Finds the first receipts at which two runs differ, then repeats both from the checkpoint before and compares each step,
+to name the first step and variable, and says why. Exits with 0 if no receipts differ, 1 if some do, 2 if they cannot be
+compared."""
+BISECT_EXAMPLES = """\
+  horovodrun -np 2 python -m hvtrain bisect run=runs/first with=runs/second
+"""
+
+
+def bisect() -> int:
+    """Compares two runs' receipts, and if they differ repeats both to find the step; rank 0 prints the result."""
+    options, finished = parse_command("bisect", "with=RUN", BISECT_ABOUT, BISECT_EXAMPLES, "with")
+    refuse_checkpoint(finished)
+    folder = finished.arguments.get("with")
+    if not folder:
+        raise ConfigError("with=RUN is missing; name the folder of the other run")
+    settings = [
+        text for text in options.overrides if "=" in text and not text.startswith(("run=", "with="))
+    ]
+    other = finished_config([f"run={folder}", *settings], trust=options.trust)
+    with console.quiet_import(finished.config.verbose):
+        from hvtrain.checks.repeat import repeat
+
+    parting = Parting((finished, other))
+    code = repeat(finished.config, parting.compare, parting.keep, stays=True)
+    if code != CONTINUE:
+        return code
+    return repeat(other.config, lambda _: parting.stretches[1], parting.conclude)
+
+
+class Parting:
+    """Finds where two runs diverge (chief only)."""
+
+    def __init__(self, runs: tuple[FinishedConfig, FinishedConfig]) -> None:
+        self.runs = runs
+        self.receipts: list[dict[int, Receipt]] = []
+        self.stretches: list[Repetition] = []
+
+    def compare(self, num_ranks: int) -> "Repetition | int":
+        """Prints the receipts between which the runs diverge.
+
+        Returns the first run's stretch to repeat, or the exit code if nothing is to be repeated.
+        """
+        self.receipts = [read_receipts(run.folder) for run in self.runs]
+        mine, others = self.receipts
+        steps = [step for step in mine if step in others]
+        if not steps:
+            raise ConfigError(
+                "no two receipts are of the same step; train one run again with checkpoints as the other's"
+            )
+        step = next((step for step in steps if mine[step].digests != others[step].digests), None)
+        if step is None:
+            print(f"same bits: {len(steps)} receipts of steps {steps[0]:,} to {steps[-1]:,}")
+            return 0
+
+        before = max((equal for equal in steps if equal < step), default=0)
+        print(f"the runs part after step {before:,}, up to step {step:,}")
+        causes = causes_of(mine[step].facts, others[step].facts)
+        is_deterministic = all(run.config.train.deterministic for run in self.runs)
+        print("\n".join(cause_lines(causes, is_deterministic)))
+        note = f"at step {step:,}: {first_difference(mine[step].digests, others[step].digests)}"
+        try:
+            for run, receipts in zip(self.runs, self.receipts):
+                of_run = receipts[step].facts.get("ranks", {}).get("number of ranks")
+                if of_run != num_ranks:
+                    raise ConfigError(
+                        f"{run.folder} had {of_run} ranks and {num_ranks} were started"
+                    )
+                self.stretches.append(
+                    choose_stretch(run.folder, list(receipts), (before, step), each_step=True)
+                )
+        except (CheckpointError, ConfigError) as error:
+            print(f"{note}\nsteps between are not known: {error}")
+            return 1
+        return self.stretches[0]
+
+    def keep(self, repetition: "Repetition") -> int:
+        """Keeps the repetition of the first run."""
+        self.stretches[0] = repetition
+        return CONTINUE
+
+    def conclude(self, repetition: "Repetition") -> int:
+        """Compares both repetitions step by step, and prints the result."""
+        self.stretches[1] = repetition
+        mine, others = (stretch.digests for stretch in self.stretches)
+        steps = sorted(mine.keys() & others.keys())
+        step = next((step for step in steps if mine[step] != others[step]), None)
+        if step is None:
+            print("the repetitions do not part: what made the runs differ did not come back")
+        else:
+            print(f"first at step {step:,}: {first_difference(mine[step], others[step])}")
+        for stretch, receipts in zip(self.stretches, self.receipts):
+            if any(receipts[save].digests != stretch.digests[save] for save in stretch.saves):
+                print(
+                    f"{stretch.folder} has not repeated its own bits, so that step may be another than then"
+                )
+        return 1

@@ -1,0 +1,124 @@
+"""The groups of choices, their files in conf/ and in --config-dir, and the settings, as --help lists them."""
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+from hvtrain.config.schema import BUNDLES, GROUPS, SEVERAL, ModelOptions, RunConfig
+
+# conf/ is beside the package in a checkout and inside it in a wheel.
+CONFIGS = next(
+    folder
+    for folder in (Path(__file__).parents[1] / "conf", Path(__file__).parents[2] / "conf")
+    if folder.is_dir()
+)
+
+# Names of all groups of choices.
+ALL_GROUPS = (*GROUPS, *SEVERAL, *BUNDLES)
+
+MORE = """\
+A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
+Every data set takes data.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
+pad (short batches at its end, weighted) or error; and data.on_error: stop, or skip (what cannot be read is
+left out and counted). Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau]; several
+trackers: tracker=[tensorboard,mlflow].
+Several layers of augmentation, in this order: augment=[random_flip,mix_up].
+"""
+
+
+def own_folders(arguments: list[str]) -> list[Path]:
+    """Returns the folder given with --config-dir, if any."""
+    # Without parsed(): the arguments may be another program's, with another -c.
+    for option, value in pairwise([*arguments, ""]):
+        if option in ("--config-dir", "-cd") and value:
+            return [Path(value)]
+        if option.startswith(("--config-dir=", "-cd=")):
+            return [Path(option.partition("=")[2])]
+    return []
+
+
+def choice_files(group: str, arguments: list[str]) -> list[Path]:
+    """Returns the files of a group's choices, those of --config-dir last."""
+    folders = [CONFIGS, *own_folders(arguments)]
+    return [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
+
+
+def run_settings(arguments: list[str]) -> str:
+    """Lists the groups with their choices, and the settings with their defaults, for --help."""
+    lines = _chosen_settings(arguments)
+    lines += ["", "GROUPS (the choice after * is the default)"]
+    for group in ALL_GROUPS:
+        lines += _group_help(group, arguments)
+
+    lines += ["", "SETTINGS (with their defaults)"]
+    lines += setting_lines(RunConfig)
+    lines += setting_lines(ModelOptions, "model.")
+    return "\n".join([*lines, "", MORE])
+
+
+def _chosen_settings(arguments: list[str]) -> list[str]:
+    """Returns the text of the files of the choices on the command line, whose comments explain the settings."""
+    lines = []
+    for argument in arguments:
+        group, _, choice = argument.partition("=")
+        for path in choice_files(group, arguments):
+            if path.stem == choice:
+                lines += ["", f"SETTINGS OF {argument} (as {group}.NAME=VALUE)"]
+                lines.append(textwrap.indent(path.read_text("utf-8").rstrip(), "  "))
+    return lines
+
+
+def settings_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Yields the dotted name, the type and the field of each setting of a dataclass and of its sections."""
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        name = f"{prefix}{item.name}"
+        hint = hints[item.name]
+        if is_dataclass(hint):
+            yield from settings_of(cast(type, hint), f"{name}.")
+        elif item.default is not MISSING:
+            yield name, hint, item
+
+
+def setting_lines(schema: type, prefix: str = "") -> list[str]:
+    """Returns one line for each setting of a dataclass and of its sections: its name, default and meaning."""
+    lines = []
+    for name, _, item in settings_of(schema, prefix):
+        default = item.default
+        # As in YAML: null, true, and numbers.
+        if not isinstance(default, str):
+            default = json.dumps(default)
+        choices = ", ".join(item.metadata["choices"])
+        limits = ""
+        if choices:
+            limits = f" ({choices})"
+        assignment = f"{name}={default}"
+        lines.append(f"  {assignment:<36} {item.metadata['doc']}{limits}")
+    return lines
+
+
+def _group_help(group: str, arguments: list[str]) -> list[str]:
+    """Returns a line for each choice of a group, with the first comment of its file."""
+    default = _default_choice(group)
+    lines = [f"  {group}="]
+    for path in choice_files(group, arguments):
+        comments = [line for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
+        about = next((line.lstrip("# ").strip() for line in comments if "@package" not in line), "")
+        mark = " "
+        if path.stem == default:
+            mark = "*"
+        lines.append(f"   {mark} {path.stem:<20} {about}")
+    return lines
+
+
+def _default_choice(group: str) -> str | None:
+    """Returns the choice of a group in the defaults list of conf/config.yaml, where a line is "  - model: cnn"."""
+    for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines():
+        name, _, choice = line.strip(" -").partition(":")
+        if name == group:
+            return choice.strip()
+    return None

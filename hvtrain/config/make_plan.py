@@ -1,0 +1,187 @@
+"""Makes the plan of a run (batches, steps, peak learning rate) from its settings and the shards of its data. Pure."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from hvtrain.config.schema import TrainConfig
+from hvtrain.core.step_plan import Share, StepPlan
+from hvtrain.errors import CheckpointError, ConfigError
+
+
+def make_plan(
+    train: TrainConfig,
+    base_learning_rate: float,
+    shard_sizes: list[int],
+    dataset_name: str,
+    batch_sizes: list[int] | None = None,
+    uneven: str = "trim",
+) -> StepPlan:
+    """Returns the plan of a run. Steps per epoch are equal on all ranks.
+
+    Args:
+        train: Settings of the training.
+        base_learning_rate: The rate for one batch of one rank, before it is scaled.
+        shard_sizes: Training examples, by rank.
+        dataset_name: Name of the data set, for messages.
+        batch_sizes: Examples per step, by rank; None: train.batch_size on all.
+        uneven: Examples that do not fill a batch on all ranks are left out of the epoch ("trim";
+            other ones each time), trained on in short batches ("pad"), or refused ("error").
+
+    Raises:
+        ConfigError: The shards do not fit the batch sizes, train.accumulate or `uneven`.
+    """
+    size = len(shard_sizes)
+    total = sum(shard_sizes)
+    accumulate = train.accumulate
+    batch_sizes = batch_sizes or batch_sizes_by_rank(train.batch_size, ["host"] * size)
+    if min(shard_sizes) == 0:
+        raise ConfigError(
+            f"{size} ranks are more than the {total} training examples of {dataset_name} can feed; "
+            f"use at most {max(1, sum(map(bool, shard_sizes)))} ranks"
+        )
+
+    # The rank with the fewest batches.
+    examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
+    if batch > examples:
+        raise ConfigError(
+            f"train.batch_size={batch} exceeds the {examples} examples of a rank "
+            f"({total} of {dataset_name} over {size} ranks); "
+            f"lower train.batch_size to at most {examples} or use fewer ranks"
+        )
+
+    # Its full batches: a rank with more steps would wait for the others forever.
+    steps_per_epoch = examples // batch
+    if steps_per_epoch < accumulate:
+        raise ConfigError(
+            f"train.accumulate={accumulate} exceeds the {steps_per_epoch} batches of a rank in an epoch ({total} "
+            f"examples of {dataset_name} over {size} ranks); lower it to at most {steps_per_epoch}, or train.batch_size"
+        )
+
+    # An epoch ends with an update of the weights.
+    steps_per_epoch -= steps_per_epoch % accumulate
+    shares = tuple(Share(batch, steps_per_epoch) for batch in batch_sizes)
+    left_out = total - steps_per_epoch * sum(batch_sizes)
+    if uneven == "error" and left_out:
+        raise ConfigError(
+            f"data.uneven=error and {left_out} of {total} training examples of {dataset_name} fill no batch on all "
+            f"{size} ranks; choose another train.batch_size, data.uneven=pad (short batches) or trim (left out)"
+        )
+
+    if uneven == "pad":
+        steps_per_epoch = max(
+            math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes)
+        )
+        # Each step of a rank needs an example, see Share.
+        if steps_per_epoch > min(shard_sizes):
+            raise ConfigError(
+                f"a rank holds {min(shard_sizes)} of {total} training examples of {dataset_name} but another needs "
+                f"{steps_per_epoch} steps for an epoch; spread the files more evenly, or choose data.uneven=trim"
+            )
+        shares = tuple(
+            Share(batch, steps_per_epoch, examples)
+            for examples, batch in zip(shard_sizes, batch_sizes)
+        )
+
+    if train.steps is None:
+        num_steps = train.epochs * steps_per_epoch
+    elif train.divide_steps_by_size:
+        num_steps = max(1, train.steps // size // accumulate) * accumulate
+    else:
+        num_steps = train.steps
+
+    factor = learning_rate_factor(train, size * train.accumulate)
+    return StepPlan(shares, num_steps, base_learning_rate, factor, total, accumulate=accumulate)
+
+
+def learning_rate_factor(train: TrainConfig, num_batches: int) -> float:
+    """Returns the factor of the learning rate for a step over this many batches.
+
+    Goyal et al., https://arxiv.org/abs/1706.02677: a batch that is n times as large takes n times the
+    rate. The square root keeps the variance of a step instead, https://arxiv.org/abs/1404.5997.
+    """
+    factors = {"linear": float(num_batches), "sqrt": math.sqrt(num_batches), "none": 1.0}
+    return factors[train.learning_rate_scale]
+
+
+def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
+    """Returns batch sizes by rank.
+
+    Args:
+        batch_size: One number, one for each rank, or one for each host in rank order.
+        hosts: The host of each rank.
+
+    Raises:
+        ConfigError: The list has neither one number per rank nor one per host.
+
+    >>> batch_sizes_by_rank([8, 4], ["s1", "s1", "s2"])
+    [8, 8, 4]
+    """
+    if isinstance(batch_size, int):
+        return [batch_size] * len(hosts)
+    if len(batch_size) == len(hosts):
+        return batch_size
+    order = list(dict.fromkeys(hosts))
+    if len(batch_size) != len(order):
+        raise ConfigError(
+            f"train.batch_size={batch_size} has {len(batch_size)} numbers for {len(hosts)} ranks on {len(order)} "
+            "hosts; give one number, one for each rank, or one for each host"
+        )
+    return [batch_size[order.index(host)] for host in hosts]
+
+
+def planned_batch_sizes(
+    meta: dict[str, Any] | None,
+    train: TrainConfig,
+    hosts: list[str],
+) -> list[int]:
+    """Returns the batch sizes of the ranks for which the plan is made.
+
+    These are the ranks with which the run began, or the current ones: with train.resize=scale, a
+    resume at the end of an epoch gets a plan for the current ranks.
+
+    Args:
+        meta: Meta of the checkpoint to continue from, if any.
+        train: The current settings.
+        hosts: The host of each current rank.
+
+    Raises:
+        CheckpointError: Both train.batch_size and the number of ranks have changed.
+    """
+    if meta is None:
+        return batch_sizes_by_rank(train.batch_size, hosts)
+    is_resized = meta["num_ranks"] != len(hosts)
+    if train.resize == "scale" and is_resized and not meta["step_in_epoch"]:
+        return batch_sizes_by_rank(train.batch_size, hosts)
+    before = meta["batch_size"]
+    if train.batch_size == before:
+        return meta["batch_sizes"]
+    if is_resized:
+        raise CheckpointError(
+            f"the run began with train.batch_size={before} on {meta['num_ranks']} ranks, and now it is "
+            f"{train.batch_size} on {len(hosts)}; change one of the two at a time: set train.batch_size={before}"
+        )
+    return batch_sizes_by_rank(train.batch_size, hosts)
+
+
+def resumed_plan(
+    plan: StepPlan,
+    meta: dict[str, Any] | None,
+    train: TrainConfig,
+    size: int,
+) -> StepPlan:
+    """Returns a plan made from planned_batch_sizes, for `size` ranks and from the checkpoint's position.
+
+    A changed number of ranks follows it to the end, or with train.resize=scale to the end of the current epoch.
+    """
+    if meta is None:
+        return plan
+    plan = plan.from_position(meta["step"], meta["epoch"], meta["step_in_epoch"])
+    if train.steps is not None and not train.divide_steps_by_size:
+        # The total, however many of its steps another plan has done.
+        last = max(meta["step"], train.steps)
+        plan = replace(plan, num_steps=last, scheduled_steps=max(1, last - plan.shift))
+    if len(plan.shares) == size:
+        return plan
+    plan = plan.on(size)
+    return plan.until_epoch_end(meta["step"]) if train.resize == "scale" else plan

@@ -1,0 +1,207 @@
+"""Checks that all ranks reduce the same gradients, of the same weights.
+
+Horovod does not compare the tensors of a grouped reduction: sums over different shapes read past
+the end of a buffer, and a gradient that one rank lacks makes the others wait forever. Ranks that
+keep training from different weights, because the script forgot the broadcast, are warned once.
+"""
+
+import atexit
+import hashlib
+import logging
+import re
+import threading
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvtrain.errors import RankError
+from hvtrain.keras.in_graph import tf_variable
+from hvtrain.keras.table_rows import rows_of
+
+log = logging.getLogger(__name__)
+
+_ADVICE = {
+    "gradient": "build the same model, loss and optimizers",
+    "tensor": "give tensors of the same types and shapes",
+}
+
+# A broadcast that has not come after this many steps was forgotten. Horovod's own loops broadcast
+# after the first step, so different weights in that step are not a fault yet.
+STEPS_WITHOUT_BROADCAST = 3
+SECONDS_BETWEEN_LOOKS = 0.5
+
+# Events that end a watch for a broadcast.
+_watches: list[threading.Event] = []
+# Reductions by name, with the digest of a structure that all ranks have been seen to share.
+_compared: set[tuple[str, str, str]] = set()
+
+
+def forget_comparisons() -> None:
+    """Makes the next reductions compare again, because other ranks may have joined (every rank)."""
+    _compared.clear()
+
+
+@tf.autograph.experimental.do_not_convert  # AutoGraph would convert pickling too, and warn.
+def compare_structure(
+    reduction: str,
+    settings: str,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    process_set: Any,
+    noun: str = "gradient",
+    num_steps: Callable[[], int] | None = None,
+) -> None:
+    """Raises RankError on all ranks unless they will reduce the same gradients (every rank).
+
+    The ranks exchange one digest for each structure that is new to a reduction of this name: while
+    a step is traced, or in the first eager step. Tracing a step again, for a batch of another size,
+    sends nothing. The message has the same name for all reductions, so that a rank that steps with
+    another optimizer is compared with the others too. Of variables' names only layer and weight are
+    compared, without the numbers that Keras adds (dense_1): these depend on what else a rank has
+    built, and the model's name on whether the rank loaded it.
+
+    Args:
+        reduction: name of the reduction, the same on all ranks.
+        settings: a line that describes the settings of the reduction.
+        gradients: tensors, IndexedSlices, TensorSpecs or None.
+        variables: one for each gradient, or None.
+        process_set: the ranks that compare.
+        noun: "gradient" or "tensor", for the message.
+        num_steps: a function that returns the number of steps that the reduction has done. If
+            given, ranks whose weights differ are watched, and warned if no broadcast follows.
+    """
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return  # A TensorFlow 1 graph cannot exchange anything while it is built.
+
+        pairs = zip_longest(gradients, variables[: len(gradients)])
+        lines = [f"{settings}, name={reduction}", *(describe(*pair) for pair in pairs)]
+        structure = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        # Other ranks may belong to another process set, and must not wait for these.
+        key = (str(getattr(process_set, "ranks", None)), reduction, structure)
+        if key in _compared:
+            return
+
+        # The weights' digest is sent along, so it costs no message of its own.
+        options = {"name": "hvtrain_compared_before_the_first_step", "process_set": process_set}
+        weights = weights_digest(variables) if num_steps else None
+        structures, all_weights = zip(*hvd.allgather_object((structure, weights), **options))
+        if len(set(structures)) > 1:
+            # Only for the error message do the ranks send whole lines.
+            lines_by_rank = hvd.allgather_object(lines, **options)
+            ranks = getattr(process_set, "ranks", None) or range(len(lines_by_rank))
+            raise RankError(difference(lines_by_rank, ranks, noun))
+        _compared.add(key)
+        is_first = process_set.rank() == 0
+        if num_steps and is_first and None not in all_weights and len(set(all_weights)) > 1:
+            watch_for_broadcast(num_steps)
+
+
+def weights_digest(variables: Sequence[Any]) -> str | None:
+    """Returns a digest of the variables' values on this rank; None if one of them cannot be read."""
+    digest = hashlib.sha256()
+    for variable in variables:
+        value = tf_variable(variable)
+        if rows_of(variable):
+            continue  # Each rank has different rows.
+        if not isinstance(value, tf.Variable):
+            return None
+        try:
+            digest.update(np.ascontiguousarray(value.numpy()).tobytes())
+        # Not initialized yet, or in a graph, where a variable has no value.
+        except (tf.errors.OpError, NotImplementedError, AttributeError):
+            return None
+    return digest.hexdigest()
+
+
+def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
+    """Warns if no broadcast follows; called on one of the ranks that train together. Sends nothing.
+
+    Args:
+        num_steps: a function that returns the number of steps that have reduced gradients.
+    """
+    ended = threading.Event()
+
+    def warn_if_due() -> None:
+        if not ended.is_set() and num_steps() >= STEPS_WITHOUT_BROADCAST:
+            ended.set()
+            log.warning(
+                "the ranks train from different weights, and nothing has made them equal; call "
+                "hvd.broadcast_variables(model.variables, 0), or use hvd.BroadcastGlobalVariablesCallback(0)"
+            )
+
+    def look() -> None:
+        while not ended.wait(SECONDS_BETWEEN_LOOKS):
+            warn_if_due()
+
+    def at_exit() -> None:
+        # A short program may end between two looks.
+        warn_if_due()
+        ended.set()
+        # A thread that returns from TensorFlow while Python exits would abort the process.
+        thread.join(2 * SECONDS_BETWEEN_LOOKS)
+
+    thread = threading.Thread(target=look, name="hvtrain forgotten broadcast", daemon=True)
+    _watches.append(ended)
+    thread.start()
+    atexit.register(at_exit)
+
+
+def weights_made_equal() -> None:
+    """Ends all watches, because a broadcast or a comparison of weights was made."""
+    while _watches:
+        _watches.pop().set()
+
+
+def describe(gradient: Any, variable: Any) -> str:
+    """Returns one line with the names of layer and weight, and the gradient's type and shape.
+
+    >>> describe(tf.zeros([2, 3]), tf.Variable(tf.zeros([2, 3]), name="model_1/dense_4/kernel"))
+    'dense/kernel float32 [2, 3]'
+    """
+    name = getattr(variable, "path", None)
+    if not name and not isinstance(variable, tf.Tensor):
+        name = getattr(variable, "name", None)
+    # Layer and weight, without Keras's numbers and the ":0" of TensorFlow's names.
+    name = "/".join(re.sub(r"(_\d+|:\d+)(?=/|$)", "", name or "").split("/")[-2:])
+    if gradient is None:
+        description = "without a gradient"
+    elif isinstance(gradient, tf.IndexedSlices):
+        description = (
+            f"{gradient.dtype.name} rows of {_dimensions(gradient.values.shape[1:])}, sparse"
+        )
+    else:
+        description = f"{gradient.dtype.name} {_dimensions(gradient.shape)}"
+    return f"{name} {description}".strip()
+
+
+def difference(
+    lines_by_rank: Sequence[Sequence[str]], ranks: Sequence[int], noun: str = "gradient"
+) -> str:
+    """Returns the error message for the first rank that differs from the first one.
+
+    Args:
+        lines_by_rank: for each of the ranks one line for the settings and one for each gradient.
+
+    >>> difference([["op=Sum", "a float32 [2]"], ["op=Sum", "a float32 [3]"]], [0, 4]).partition(";")[0]
+    'cannot reduce the gradients of ranks 0 and 4: gradient 0 is a float32 [2] on rank 0, a float32 [3] on rank 4'
+    """
+    first_lines = lines_by_rank[0]
+    other, other_lines = next(
+        (rank, lines) for rank, lines in zip(ranks, lines_by_rank) if lines != first_lines
+    )
+    pairs = enumerate(zip_longest(first_lines, other_lines, fillvalue="missing"))
+    line, (first, second) = next((line, pair) for line, pair in pairs if pair[0] != pair[1])
+    subject = f"{noun} {line - 1} is" if line else "the reduction is set to"
+    return (
+        f"cannot reduce the {noun}s of ranks {ranks[0]} and {other}: {subject} {first} on rank {ranks[0]}, "
+        f"{second} on rank {other}; {_ADVICE[noun]}, in the same order, on every rank"
+    )
+
+
+def _dimensions(shape: tf.TensorShape) -> str:
+    return "of any shape" if shape.rank is None else str(shape.as_list())

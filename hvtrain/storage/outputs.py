@@ -1,0 +1,56 @@
+"""Outputs of commands at addresses: written on this host first, and uploaded once they are complete."""
+
+import tempfile
+import weakref
+from pathlib import Path
+
+from hvtrain.errors import ConfigError, StorageError
+from hvtrain.storage.remote import Remote, locate
+from hvtrain.system.files import is_remote, remove
+
+
+class Output:
+    """The destination of a command's output.
+
+    Args:
+        text: A path, or an address.
+        replaces: Objects at the address may be replaced. For a path the command itself decides.
+
+    Attributes:
+        path: The path to write to; files next to it, such as a description, are uploaded with it.
+
+    Raises:
+        ConfigError, DataError: The address cannot be used, or already has objects.
+    """
+
+    def __init__(self, text: str, replaces: bool = False) -> None:
+        self.text = text
+        self.path = Path(text)
+        self._parent: Remote | None = None
+        if not is_remote(text):
+            return
+        remote = locate(text)
+        parent_path, _, name = remote.path.rpartition("/")
+        if not parent_path:
+            raise ConfigError(f"--output {text} names no object; add a name to it")
+        # Always listed, so that an address that cannot be read is refused before the work begins.
+        if remote.objects() and not replaces:
+            raise ConfigError(f"--output {text} exists already; choose another address")
+        self._parent = Remote(remote.address.rpartition("/")[0], remote.filesystem, parent_path)
+        folder = Path(tempfile.mkdtemp(prefix="hvtrain-"))
+        self._cleanup = weakref.finalize(self, remove, folder)
+        self.path = folder / name
+
+    def send(self) -> None:
+        """Uploads the output to its address. Raises StorageError, after which the output stays on this host."""
+        if self._parent is None:
+            return
+        folder = self.path.parent
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        try:
+            # Files next to the output, such as a description, come last: if they exist, everything does.
+            for file in sorted(files, key=lambda file: file != self.path and file.parent == folder):
+                self._parent.child(file.relative_to(folder).as_posix()).upload(file)
+        except StorageError as error:
+            self._cleanup.detach()
+            raise StorageError(f"{error}; the output is complete in {self.path}") from None

@@ -1,0 +1,144 @@
+"""What the library does on one rank, where nothing is reduced."""
+
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvtrain.keras as hvd
+from hvtrain.keras.in_graph import END_OF_EPOCH
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank():
+    hvd.init()
+
+
+@pytest.mark.parametrize(("averages", "weight"), [(False, -2.0), (True, -1.0)])
+def test_accumulated_gradients_are_summed_as_on_several_ranks(averages, weight):
+    variable = keras.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0),
+        backward_passes_per_step=2,
+        average_aggregated_gradients=averages,
+    )
+    optimizer.build([variable])
+    for _ in range(2):
+        optimizer.apply([tf.constant([1.0])])
+    assert variable.numpy() == [weight]
+
+
+def test_no_backward_pass_for_a_step_is_refused():
+    with pytest.raises(ValueError, match="backward_passes_per_step=0 is out of range"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0)
+
+
+def test_an_average_in_the_place_of_the_name_is_refused():
+    with pytest.raises(TypeError, match="which is name here; pass average=False"):
+        hvd.allreduce(1.0, False)
+
+
+def test_an_epoch_that_ends_after_a_reset_is_no_request_to_stop():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    callback = hvd.StopTogetherCallback()
+    callback.set_model(model)
+    callback.on_train_begin()
+    for asks in (False, True):
+        model.stop_training = asks or END_OF_EPOCH
+        model._hvtrain_epoch_is_done = True
+        callback.on_train_batch_end(0)
+        assert model.stop_training is END_OF_EPOCH
+        callback.on_epoch_end(0)
+        assert model.stop_training is asks
+
+
+def test_intervals_count_batches_where_an_execution_has_several():
+    class State:
+        commits = 0
+
+        def commit(self):
+            self.commits += 1
+
+    state = State()
+    compared = []
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse", steps_per_execution=4)
+    weights = hvd.WeightCheckCallback(every_batches=10)
+    weights.set_model(model)
+    weights.check = compared.append
+    callbacks = [weights, hvd.elastic.CommitStateCallback(state, batches_per_commit=5)]
+    x = np.zeros((12, 1))
+    model.fit(x, x, batch_size=1, verbose=0, callbacks=callbacks)
+    assert compared == ["at batch 0", "at batch 8", "at the end of the training"]
+    assert state.commits == 2, "after 8 batches, and after the epoch"
+
+
+def test_weights_are_not_compared_with_ranks_outside_of_the_process_set():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
+    optimizer._hvtrain.reducer.process_set = SimpleNamespace(process_set_id=1)
+    callback = hvd.WeightCheckCallback()
+    callback.set_model(SimpleNamespace(optimizer=optimizer))
+    with pytest.raises(
+        ValueError, match="process set leaves out some, whose weights are their own"
+    ):
+        callback.on_train_begin()
+
+
+def test_a_warm_up_of_half_an_epoch_ends_at_the_rate(monkeypatch):
+    monkeypatch.setattr(hvd.callbacks.hvd, "size", lambda: 8)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.8), "mse")
+    x = np.zeros((8, 1))
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=1.5, steps_per_epoch=4)
+    model.fit(x, x, batch_size=2, epochs=3, verbose=0, callbacks=[warmup])
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.8)
+
+
+def test_a_warm_up_in_an_elastic_job_needs_its_rate(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.8), "mse")
+    warmup = hvd.callbacks.LearningRateWarmupCallback(None)
+    with pytest.raises(ValueError, match="initial_lr=None in an elastic job: a rank that joins"):
+        model.fit(np.zeros((8, 1)), np.zeros((8, 1)), verbose=0, callbacks=[warmup])
+
+
+@pytest.mark.parametrize("options", [{"backward_passes_per_step": 2}, {"shard": True}])
+def test_an_optimizer_that_clips_is_made_again_from_its_config(options):
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0), **options)
+    copy = type(optimizer).from_config(optimizer.get_config())
+    assert hvd.is_distributed(copy) and copy.get_config() == optimizer.get_config()
+
+
+def test_a_table_has_as_many_rows_as_an_array_says():
+    layer = hvd.ShardedEmbedding(np.array([2, 4]).max() + 1, 3)
+    layer.build()
+    assert layer._embeddings.shape == (5, 3)
+    assert type(layer.get_config()["input_dim"]) is int
+
+
+def test_a_joint_mean_of_many_halves_is_right():
+    values = tf.fill([70_000], tf.constant(0.5, tf.float16))
+    assert float(hvd.joint_mean(values)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("policy", "num_layers"), [("float32", 60), ("mixed_float16", 1)])
+def test_an_h5_file_with_many_slots_is_read(tmp_path, policy, num_layers):
+    keras.config.set_dtype_policy(policy)
+    layers = [
+        keras.layers.Dense(1, name=f"layer_with_a_long_name_{'x' * 200}_{n}")
+        for n in range(num_layers)
+    ]
+    model = keras.Sequential([keras.Input((1,)), *layers])
+    model.compile("adam", keras.losses.MeanSquaredError())
+    model.fit(np.zeros((2, 1)), np.zeros((2, 1)), verbose=0)
+    model.save(tmp_path / "m.h5")
+    loaded = hvd.load_model(tmp_path / "m.h5")
+    keras.config.set_dtype_policy("float32")
+    inner = getattr(loaded.optimizer, "inner_optimizer", loaded.optimizer)
+    assert inner.iterations.numpy() == 1
+    values = [variable.numpy() for variable in model.optimizer.variables]
+    np.testing.assert_equal([v.numpy() for v in loaded.optimizer.variables], values)

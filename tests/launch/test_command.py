@@ -1,0 +1,101 @@
+"""What `launch` makes of its command line, without starting anything."""
+
+import shlex
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from hvtrain.errors import ConfigError
+from hvtrain.launch import cluster_files, command, horovod_changes
+from hvtrain.launch.cluster_kinds import Slurm, _run_folder, trains_by
+from hvtrain.system import secrets
+
+RUN = ("python", "-m", "hvtrain")
+OPTIONS = SimpleNamespace(num_ps=None, job_name=None, logs=None, dry_run=False, output=None)
+
+
+def test_launches_of_the_same_second_have_their_own_folders(tmp_path):
+    names = [command._claimed(str(tmp_path / "runs/now")) for _ in range(3)]
+    assert names == [str(tmp_path / f"runs/now{end}") for end in ("", "-2", "-3")]
+
+
+def test_addresses_go_to_the_ranks_in_a_variable(monkeypatch):
+    monkeypatch.setenv(secrets.NOTIFY_VARIABLE, "json://before")
+    words = command._without_addresses(["model=mlp", "notify=json://here"], None)
+    assert words == ["model=mlp", "notify=null"]
+    assert command.os.environ[secrets.NOTIFY_VARIABLE] == "json://here"
+    assert command._without_addresses(["notify=null"], None) == ["notify=null"]
+
+
+@pytest.mark.parametrize(
+    ("words", "trains", "folder"),
+    [
+        (("model=mlp",), True, None),
+        ((), True, None),
+        (("run.dir=s3://bucket/run",), True, "s3://bucket/run"),
+        (("run.dir='runs/lr=0.1'",), True, "runs/lr=0.1"),
+        (("run.dir=~/x(1)",), True, "~/x(1)"),
+        (("run.dir=null",), True, None),
+        (("run.dir=runs/a", "run.dir=runs/b"), True, "runs/b"),
+        (("evaluate", "run=runs/a"), False, None),
+    ],
+)
+def test_what_a_command_of_a_batch_file_does(words, trains, folder):
+    assert trains_by((*RUN, *words)) is trains
+    assert _run_folder((*RUN, *words)) == folder
+
+
+def test_all_processes_get_the_run_folder_that_the_settings_give(tmp_path):
+    """One that each of them would compose for itself, or that stands in a file."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(
+        "# @package _global_\nrun: {dir: results/mine}\n"
+    )
+    run = command._run(["--config-dir", str(tmp_path), "experiment=mine"], OPTIONS, None)
+    assert (run.command[-1], run.folder, run.is_new) == (
+        "run.dir=results/mine",
+        "results/mine",
+        False,
+    )
+    run = command._run(["run.dir=runs/${now:%Y}"], OPTIONS, None)
+    assert run.command[-1] == f"run.dir={run.folder}" and "$" not in run.folder
+    assert command._run(["run.dir=runs/a"], OPTIONS, None).command == (*RUN, "run.dir=runs/a")
+
+
+def test_a_batch_job_may_not_refuse_its_own_checkpoints():
+    with pytest.raises(ConfigError, match=r"resume=never would refuse .* cluster=slurm goes on"):
+        command._run(["resume=never"], OPTIONS, Slurm())
+
+
+def test_ranks_on_other_hosts_work_in_this_folder(tmp_path, monkeypatch):
+    """Also if its name has a blank, which Horovod's own cd does not quote."""
+    folder = tmp_path / "my project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    commands = []
+    monkeypatch.setattr(horovod_changes.remote, "get_remote_command", commands.append)
+    horovod_changes._command_by_ssh(shlex.quote(f"cd {folder} > /dev/null 2>&1 ; pwd"))
+    # ssh passes the line to the shell of the other host.
+    line = ["sh", "-c", *shlex.split(commands[0])]
+    done = subprocess.run(
+        line, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [("time: 12:00:00", "12:00:00"), ("time: 90", "90"), ("<<: {time: 5}", "5")],
+)
+def test_times_in_a_cluster_file_stay_as_they_are_written(time, expected, tmp_path):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/mine.yaml").write_text(f"kind: slurm\n{time}\n")
+    assert cluster_files.choose(["cluster=mine"], [tmp_path]).time == expected
+
+
+def test_a_cluster_file_without_settings_is_refused(tmp_path):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/mine.yaml").write_text("slurm\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml holds no settings; write lines such as"):
+        cluster_files.choose(["cluster=mine"], [tmp_path])
