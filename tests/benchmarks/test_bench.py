@@ -132,7 +132,6 @@ def test_allreduce(transport, tmp_path):
     assert seconds["4194304"][0] > seconds["4"][0] > 0
 
 
-@pytest.mark.timeout(600)
 @release
 def test_input_compares_all_pipelines(tmp_path):
     arguments = ["--images", "64", "--steps", "3", "--rounds", "1", "--sizes", "240x320"]

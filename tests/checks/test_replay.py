@@ -21,7 +21,7 @@ from hvtrain.core.run_files import RECEIPTS_FILE
 from hvtrain.errors import ConfigError, StorageError
 from launching import run as run_ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.distributed
 
 # Dropout, Adam's slots and shuffling: whatever is not restored shows. 9 steps an epoch, saved at 4, 8, 9, ..., 18.
 TRAIN = [

@@ -12,7 +12,7 @@ from in_process import run_command
 from launching import finish, run, start
 from ranks import MARK, rank_processes, wait_until_gone
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 # Fresh processes, not forks of the warm server: it measures the memory of the processes that it starts.
 COMPARE = [sys.executable, "-m", "hvtrain", "compare", "-np", "2", "--plan", "4"]

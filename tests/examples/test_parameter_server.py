@@ -19,7 +19,6 @@ def free_ports(number):
 
 @pytest.mark.distributed
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", [(), ("--asynchronous",)], ids=["synchronous", "asynchronous"])
 def test_a_server_and_two_workers_train_and_end(tmp_path, mode):
     server, *workers = [f"localhost:{port}" for port in free_ports(3)]
@@ -48,7 +47,7 @@ def test_a_server_and_two_workers_train_and_end(tmp_path, mode):
         )
         for job, index in roles
     ]
-    outputs = [finish(process, timeout=380) for process in processes]
+    outputs = [finish(process, timeout=560) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     (line,) = [line for line in outputs[1].splitlines() if line.startswith("test accuracy")]
     assert float(line.split()[-1]) > 0.9

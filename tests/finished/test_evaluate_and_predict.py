@@ -20,7 +20,7 @@ from hvtrain.finished.outputs import ProgressLines
 from hvtrain.finished.writers import writer_for
 from tiers import with_nightly
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 TRAIN = [
     "dataset=digits",

@@ -23,7 +23,7 @@ OUTPUTS = {"float64": 1e-13, "mixed_bfloat16": 3e-2, "mixed_float16": 4e-3}
 def results_on(launcher, num_ranks, folder):
     script = str(WORKERS / "sync_batch_norm.py")
     process = start(launcher, num_ranks, "python", script, str(folder / "found.json"), cwd=folder)
-    output = finish(process, timeout=280)
+    output = finish(process, timeout=560)
     assert process.returncode == 0, output
     ranks = json.loads((folder / "found.json").read_text())
     assert len(ranks) == num_ranks

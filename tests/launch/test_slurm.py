@@ -34,7 +34,6 @@ while true; do sleep 0.2; done
 
 @pytest.mark.nightly
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 def test_before_its_limit_a_job_saves_and_goes_on(cluster):
     """Two hosts; the signal comes from Slurm itself, which here sends it in the first half of the two minutes."""
     (cluster.folder / "bin").mkdir()
@@ -86,7 +85,6 @@ def test_before_its_limit_a_job_saves_and_goes_on(cluster):
 
 @pytest.mark.release
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 def test_a_training_goes_on_in_its_second_start(cluster):
     """The real launcher, a real rank on each of two hosts. The signal comes by hand, once the training is under way."""
     settings = Slurm(

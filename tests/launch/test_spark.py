@@ -93,7 +93,7 @@ def run(*command, cwd, conf, **extra):
     process = start(
         None, 1, *command, cwd=cwd, SPARK_CONF_DIR=str(conf), SPARK_LOCAL_IP="127.0.0.1", **extra
     )
-    output = finish(process, timeout=280)
+    output = finish(process, timeout=560)
     return process.returncode, output
 
 
@@ -195,7 +195,6 @@ def test_two_executors_train_on_what_spark_wrote_and_go_on_from_there(tmp_path, 
 @on_spark
 @pytest.mark.distributed
 @pytest.mark.release
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("settings", "code", "first"),
     [

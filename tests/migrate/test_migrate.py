@@ -74,7 +74,6 @@ def trained(tmp_path_factory):
 
 @pytest.mark.distributed
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", [*SCRIPTS, *THIRD_PARTY], ids=lambda script: script.stem)
 def test_a_migrated_script_trains_with_equal_weights(trained, script):
     folder, ranks = trained

@@ -9,7 +9,7 @@ from hvtrain.report.run_files import read_run
 from launching import many_runs
 
 # By default tasks/test_review.py holds what a task shows, and report/test_page.py how the page shows it.
-pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 TEXT = "\n\n".join(f"{i}: " + " ".join(f"{i * j % 17:04b}" for j in range(40)) for i in range(24))
 REPORTED = ["run.report=true", "train.epochs=2"]
@@ -60,7 +60,7 @@ RUNS = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     (folder / "text.txt").write_text(TEXT)
-    results, output = many_runs("mpirun", 2, RUNS, folder, timeout=380)
+    results, output = many_runs("mpirun", 2, RUNS, folder, timeout=560)
     for name in RUNS:
         assert all("record" in rank[name] for rank in results), (name, results[0][name])
     assert "report.html is not written" not in output and "will show no predictions" not in output

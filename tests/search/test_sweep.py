@@ -18,7 +18,7 @@ from launching import finish, run, start
 optuna = pytest.importorskip(
     "optuna", reason="optuna is not installed; ./scripts/run pytest does it"
 )
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 SWEEP = ["python", "-m", "hvtrain", "sweep", "sweep=own.yaml", "-np", "2", "--output", "out"]
 RUN = [

@@ -22,7 +22,7 @@ def notebook(sources: Sequence[str], folder: Path, **options: Any) -> Any:
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     return nbclient.NotebookClient(
         nbformat.v4.new_notebook(cells=cells),
-        timeout=280,
+        timeout=560,
         kernel_manager_class="jupyter_client.KernelManager",
         resources={"metadata": {"path": str(folder)}},
         config=config,

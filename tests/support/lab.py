@@ -45,7 +45,7 @@ class Lab:
         return self.state / host / "home"
 
     def __call__(
-        self, *command: str, check: bool = True, timeout: float = 280, cwd: Path | None = None
+        self, *command: str, check: bool = True, timeout: float = 560, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """scripts/lab WORDS."""
         done = subprocess.run(
@@ -65,7 +65,7 @@ class Lab:
         return done
 
     def run(
-        self, host: str, *command: str, timeout: float = 280, cwd: Path | None = None
+        self, host: str, *command: str, timeout: float = 560, cwd: Path | None = None
     ) -> tuple[int, str]:
         """Exit code and all output of a command that starts in the home there, or in cwd, with what a login has."""
         done = self("exec", host, *command, check=False, timeout=timeout, cwd=cwd or self.home)

@@ -116,7 +116,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 280) -> str:
+def finish(process: subprocess.Popen[str], timeout: float = 560) -> str:
     """All that the ranks printed; kills the whole group when they do not end, and shows where they were."""
     try:
         return process.communicate(timeout=timeout)[0]
@@ -159,7 +159,7 @@ def run(
     num_ranks: int,
     *command: str,
     cwd: Path,
-    timeout: float = 280,
+    timeout: float = 560,
     cold: bool = False,
     **extra: str,
 ) -> tuple[int, str]:
@@ -197,7 +197,7 @@ def many_runs(
     runs: dict[str, list[str]],
     folder: Path,
     through: Sequence[str] = (),
-    timeout: float = 280,
+    timeout: float = 560,
     **extra: str,
 ) -> tuple[list[dict[str, Any]], str]:
     """Runs of the runner in one start of the ranks, see workers/runs.py: what each rank saw, and all output."""

@@ -162,7 +162,7 @@ def record(lab: Any, how: str, name: str) -> str:
             wait_for(folder / "rank-1")
             time.sleep(2)  # Until what they said has come.
             lab(*(["stop", "s2"] if name == "s2-stops" else ["net", "s2", "down"]))
-            launched.communicate(timeout=300)
+            launched.communicate(timeout=560)
         else:
             lab.run("s1", *command)
         return without_places(noted.read_text(), [made, str(lab.state)])
