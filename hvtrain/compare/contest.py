@@ -128,6 +128,10 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
             f"train.batch_size={config.train.batch_size} has a number for each rank; compare needs one number for all"
         )
 
+    if config.data.uneven == "auto":
+        # Some strategies cannot pad, and all have to train on the same batches.
+        overrides.append("data.uneven=trim")
+
     differences: tuple[str, ...] = ()
     if strategy == SINGLE and single_batch == RANK:
         differences = (ORDER, "takes the batch and the learning rate of one rank")

@@ -5,8 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 from hvtrain.config.schema import TrainConfig
-from hvtrain.core.step_plan import Share, StepPlan
+from hvtrain.core.step_plan import MOST_LEFT_OUT, Share, StepPlan
 from hvtrain.errors import CheckpointError, ConfigError
+
+
+def choose_uneven(train: TrainConfig, shard_sizes: list[int], batch_sizes: list[int]) -> str:
+    """Returns what data.uneven=auto stands for: "pad" if "trim" would leave out too much, else "trim".
+
+    Too much is more than MOST_LEFT_OUT of the examples. Where "pad" is not possible, it is "trim" as well.
+    """
+    batches = [examples / batch for examples, batch in zip(shard_sizes, batch_sizes)]
+    trimmed = int(min(batches)) * sum(batch_sizes)
+    can_pad = train.accumulate == 1 and math.ceil(max(batches)) <= min(shard_sizes)
+    return "pad" if can_pad and trimmed < (1 - MOST_LEFT_OUT) * sum(shard_sizes) else "trim"
 
 
 def make_plan(

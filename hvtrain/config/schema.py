@@ -81,9 +81,9 @@ class DataConfig:
     """Settings for any data set; the data set's own are in the group dataset."""
 
     uneven: str = setting(
-        "trim",
-        "shards of different sizes: trim the larger, pad the smaller, or stop",
-        choices=("trim", "pad", "error"),
+        "auto",
+        "examples that fill no batch on all ranks: left out, in short batches, or an error",
+        choices=("auto", "trim", "pad", "error"),
     )
     on_error: str = setting("stop", "if an example cannot be read", choices=("stop", "skip"))
     bucket_by_length: int | list[int] = setting(  # noqa: RUF009

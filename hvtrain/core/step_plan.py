@@ -126,8 +126,8 @@ class StepPlan:
 
     @property
     def is_even(self) -> bool:
-        """True if batches have the same size on all ranks and in all steps: means over ranks then need no weights."""
-        return len(set(self.batch_sizes)) == 1 and self.is_full
+        """True if batches have the same size on all ranks in each step: means over ranks then need no weights."""
+        return self.size == 1 or (len(set(self.batch_sizes)) == 1 and self.is_full)
 
     def parts(self, step: Any) -> list[tuple[Any, Any]]:
         """Returns each rank's slice (begin, end) of a step's global batch, which has all shares' batches in order."""

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvtrain.config.instantiate import build
-from hvtrain.config.make_plan import batch_sizes_by_rank, make_plan
+from hvtrain.config.make_plan import batch_sizes_by_rank, choose_uneven, make_plan
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.buckets import in_buckets
 from hvtrain.core.schedule import Schedule
@@ -124,6 +124,8 @@ def forecast(
     batch_sizes = batch_sizes_by_rank(config.train.batch_size, hosts)
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
     rate = config.optimizer["learning_rate"]
+    if config.data.uneven == "auto":
+        config.data.uneven = choose_uneven(config.train, shards, batch_sizes)
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
 
     schedule = build_schedule(config, plan)

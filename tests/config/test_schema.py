@@ -124,7 +124,7 @@ def test_whole_learning_rate_becomes_a_float():
             {"train": {"max_time": "soon"}},
             "train.max_time=soon is not a duration; write it as 11h50m, 45m or 90s",
         ),
-        ({"data": {"uneven": "cut"}}, "data.uneven=cut is not one of trim, pad, error"),
+        ({"data": {"uneven": "cut"}}, "data.uneven=cut is not one of auto, trim, pad, error"),
         (
             {"callbacks": {"stop": {"patience": 3}}},
             "callbacks.stop._target_=None names nothing to call",

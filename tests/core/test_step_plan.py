@@ -6,6 +6,7 @@ import pytest
 
 from hvtrain.config.make_plan import (
     batch_sizes_by_rank,
+    choose_uneven,
     make_plan,
     planned_batch_sizes,
     resumed_plan,
@@ -84,6 +85,19 @@ def test_padded_epochs_use_every_example():
     assert [made.weight(rank, 22) for rank in (0, 1)] == [2 * 15 / 29, 2 * 14 / 29]
 
 
+@pytest.mark.parametrize(
+    ("shards", "accumulate", "choice"),
+    [
+        ([719, 718], 1, "pad"),  # 29 of 1,437 fill no batch: 2%.
+        ([719, 718], 2, "trim"),  # A padded epoch may have no whole number of accumulations.
+        ([3210, 3210], 1, "trim"),  # 20 of 6,420: 0.3%.
+        ([1000, 30], 1, "trim"),  # 32 steps, and one rank has only 30 examples.
+    ],
+)
+def test_auto_pads_where_trim_would_leave_out_more_than_1_percent(shards, accumulate, choice):
+    assert choose_uneven(TrainConfig(accumulate=accumulate), shards, [32, 32]) == choice
+
+
 def test_uneven_shards_can_be_refused():
     assert plan([64, 64], uneven="error").is_even
     with pytest.raises(
@@ -144,7 +158,7 @@ def test_other_ranks_cut_each_joint_batch_evenly_and_weigh_by_their_part(
         for rank, (begin, end) in enumerate(parts):
             shares = cut.shares_of(rank)
             assert begins[shares[0]] <= begin < end <= begins[shares[-1] + 1]
-    assert cut.is_even == (uneven == "trim" and 64 % num_ranks == 0)
+    assert cut.is_even == (num_ranks == 1 or (uneven == "trim" and 64 % num_ranks == 0))
 
 
 def test_more_ranks_than_examples_of_a_step():

@@ -182,13 +182,21 @@ def run_worker(launcher: str, num_ranks: int, name: str, folder: Path) -> list[A
 def train(
     launcher: str | None, num_ranks: int, *settings: str, cwd: Path, **extra: Any
 ) -> tuple[int, str]:
-    """`python -m hvtrain` with these words, without the report, which takes a second, unless they ask for it."""
-    more = (
-        ()
-        if any(setting.startswith("run.report=") for setting in settings)
-        else ("run.report=false",)
-    )
-    return run(launcher, num_ranks, "python", "-m", "hvtrain", *settings, *more, cwd=cwd, **extra)
+    """`python -m hvtrain` with these settings, and those of USUAL that they leave open."""
+    settings = with_usual(settings)
+    return run(launcher, num_ranks, "python", "-m", "hvtrain", *settings, cwd=cwd, **extra)
+
+
+USUAL = {
+    "run.report": "false",  # It takes a second of each run.
+    "data.uneven": "trim",  # All steps have full batches, whatever the size of the data.
+}
+
+
+def with_usual(settings: Sequence[str]) -> tuple[str, ...]:
+    """The settings, and those of USUAL that they leave open."""
+    names = {setting.partition("=")[0] for setting in settings}
+    return (*settings, *(f"{name}={value}" for name, value in USUAL.items() if name not in names))
 
 
 def many_runs(
@@ -201,7 +209,9 @@ def many_runs(
     **extra: str,
 ) -> tuple[list[dict[str, Any]], str]:
     """Runs of the runner in one start of the ranks, see workers/runs.py: what each rank saw, and all output."""
-    (folder / "runs.json").write_text(json.dumps(runs))
+    (folder / "runs.json").write_text(
+        json.dumps({name: with_usual(settings) for name, settings in runs.items()})
+    )
     command = [
         *through,
         "python",

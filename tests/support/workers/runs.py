@@ -58,7 +58,6 @@ def composed(name, settings):
         "model=tiny",
         "dataset=leaves",
         "watchdog.abort_seconds=0",
-        "run.report=false",  # It takes a second of each run.
         *(setting.replace("{rank}", str(hvd.rank())) for setting in settings),
     ]
     if not any(setting.startswith("run.dir=") for setting in settings):
