@@ -30,6 +30,7 @@ BASE = [
     "model=mlp",
     "dataset=digits",
     "train.epochs=2",
+    "data.uneven=trim",
     "train.deterministic=true",
     "checkpoint.every_steps=17",
 ]

@@ -13,7 +13,12 @@ from newest_checkpoint import newest
 pytestmark = pytest.mark.distributed
 
 # A checkpoint of the default model has 640 kB; the second one kept does not fit beside the one being written.
-OVERRIDES = ["train.epochs=3", "checkpoint.every_steps=7", "checkpoint.keep=9"]
+OVERRIDES = [
+    "train.epochs=3",
+    "data.uneven=trim",
+    "checkpoint.every_steps=7",
+    "checkpoint.keep=9",
+]
 
 
 def messages(output):
@@ -139,7 +144,7 @@ def test_a_disk_that_becomes_read_only(ranks, on_error, code, tmp_path):
 @pytest.mark.nightly
 def test_a_quota_on_the_size_of_files(tmp_path):
     """The state alone is too large."""
-    line = f"ulimit -f 500; exec python -m hvtrain run.dir={tmp_path / 'run'} train.epochs=2"
+    line = f"ulimit -f 500; exec python -m hvtrain run.dir={tmp_path / 'run'} train.epochs=2 data.uneven=trim"
     process = start(None, 1, "bash", "-c", line, cwd=tmp_path)
     output = finish(process)
     code = process.returncode

@@ -193,7 +193,7 @@ def training(tmp_path, name, how, struck, *settings):
     ]
     code, output = run(
         None, 1, *LAUNCH, "-np", "2", how, "--max-restarts", "1", "--", "train.epochs=3", "checkpoint.every_steps=7",
-        f"run.dir={run_dir}", "+callbacks.strike._target_=strike.Strike", *strike, *settings, cwd=tmp_path, **STRIKES,
+        f"run.dir={run_dir}", "data.uneven=trim", "+callbacks.strike._target_=strike.Strike", *strike, *settings, cwd=tmp_path, **STRIKES,
     )  # fmt: skip
     assert code == 0, output
     if struck >= 0:
@@ -226,6 +226,7 @@ def test_a_training_goes_on_with_the_hosts_that_are_left(tmp_path):
     settings = [
         "model=mlp",
         "train.epochs=60",
+        "data.uneven=trim",
         "checkpoint.every_steps=7",
         "checkpoint.keep=500",
         "schedule=cosine",
@@ -265,6 +266,7 @@ def test_the_host_that_has_the_checkpoints_fails_twice():
     settings = [
         "model=mlp",
         "train.epochs=3",
+        "data.uneven=trim",
         "train.deterministic=true",
         "checkpoint.every_steps=7",
     ]

@@ -20,6 +20,7 @@ WORDS = [
     "dataset.shift_pixels=1",
     "train.epochs=3",
     "schedule=cosine",
+    "data.uneven=trim",
 ]
 # Other names of this machine are other hosts to Horovod, which leaves a host that lost a rank.
 NAMES = ["localhost", "127.0.0.1", "Localhost"]

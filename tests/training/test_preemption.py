@@ -13,7 +13,14 @@ from ranks import MARK, rank_processes, send, wait_until_gone
 
 pytestmark = pytest.mark.distributed
 
-WORDS = ["train.epochs=20", "train.deterministic=true", "dataset.shift_pixels=1", "schedule=cosine"]
+# 22 steps an epoch.
+WORDS = [
+    "train.epochs=20",
+    "train.deterministic=true",
+    "dataset.shift_pixels=1",
+    "schedule=cosine",
+    "data.uneven=trim",
+]
 
 
 def arrays(run):

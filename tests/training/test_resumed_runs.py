@@ -29,6 +29,7 @@ WORDS = [
     "schedule=cosine",
     "checkpoint.every_steps=7",
     "checkpoint.keep=50",
+    "data.uneven=trim",
 ]
 
 

@@ -31,6 +31,7 @@ def begin(launcher, tmp_path, *overrides, size=2, options=(), **extra):
         "--config-dir",
         str(OWN / "conf"),
         f"run.dir={tmp_path / 'run'}",
+        "data.uneven=trim",
         *overrides,
     ]
     # Fresh processes: ranks are found by their command lines, and signals go to single ones.
