@@ -55,6 +55,26 @@ def test_an_epoch_that_ends_after_a_reset_is_no_request_to_stop():
         assert model.stop_training is asks
 
 
+def test_an_epoch_whose_end_failed_does_not_end_the_next_one():
+    """StopTogetherCallback exchanges a message at the end of an epoch, which fails if a rank is lost."""
+
+    class RankIsLost(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("a rank is lost")
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    state = SimpleNamespace(batch=1)
+    callbacks = [hvd.StopTogetherCallback(), hvd.elastic.UpdateBatchStateCallback(state)]
+    x = np.zeros((4, 1))
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        model.fit(x, x, batch_size=1, verbose=0, callbacks=[RankIsLost(), *callbacks])
+    state.batch = 0
+    iterations = int(model.optimizer.iterations)
+    model.fit(x, x, batch_size=1, verbose=0, callbacks=callbacks)
+    assert int(model.optimizer.iterations) - iterations == 4
+
+
 def test_intervals_count_batches_where_an_execution_has_several():
     class State:
         commits = 0
