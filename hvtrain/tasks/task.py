@@ -135,7 +135,7 @@ class Task(ABC):
     def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
         """Finds the first wrong target of a batch: (row, problem). None if all are right."""
         for target in tf.nest.flatten(targets):
-            # Integers are always finite, and so is text.
+            # Only floats can be NaN or infinite.
             if np.issubdtype(target.dtype, np.floating):
                 fault = first_fault(
                     ~np.isfinite(target), lambda _: "holds NaN or an infinite value"
