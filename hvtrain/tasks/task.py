@@ -250,7 +250,10 @@ class Task(ABC):
         self.check_metrics(*self.examples(source))
 
     def complete(self, source: Source) -> None:
-        """Builds the metrics that were given as partials, with facts of the source; makes all take the outputs."""
+        """Builds the metrics that were given as partials, with facts of the source, and makes all take logits.
+
+        The latter only if the task's outputs are logits.
+        """
 
         def completed(metric: Any, setting: str) -> Any:
             if isinstance(metric, Mapping):

@@ -1,5 +1,7 @@
 """What the library does on one rank, where nothing is reduced."""
 
+import errno
+import os
 from types import SimpleNamespace
 
 import keras
@@ -8,7 +10,9 @@ import pytest
 import tensorflow as tf
 
 import hvtrain.keras as hvd
+from hvtrain.errors import StorageError
 from hvtrain.keras.in_graph import END_OF_EPOCH
+from hvtrain.keras.table_rows import Rows
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -138,6 +142,16 @@ def test_a_table_has_as_many_rows_as_an_array_says():
     layer.build()
     assert layer._embeddings.shape == (5, 3)
     assert type(layer.get_config()["input_dim"]) is int
+
+
+def test_a_table_without_space_for_its_file_is_told(tmp_path, monkeypatch):
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    message = r"of shape \(5, 3\) cannot be written in .*: No space left on device; make room"
+    with pytest.raises(StorageError, match=message):
+        Rows("t", 5, 0, 1).gather(tf.Variable(tf.zeros([5, 3])), tmp_path)
 
 
 def test_a_joint_mean_of_many_halves_is_right():
