@@ -52,9 +52,10 @@ def transformer(
         output_shape: an example's output shape, from the task. With one axis (logits of the whole text)
             the head is a dense layer on the mean over all positions, not the shared matrix.
     """
-    pools = output_shape is not None and len(output_shape) == 1
+    # Logits of the whole text.
+    num_logits = output_shape[0] if output_shape is not None and len(output_shape) == 1 else None
     if mask_zero is None:
-        mask_zero = padded and (not causal or pools)
+        mask_zero = padded and (not causal or num_logits is not None)
     length = _check_input(input_spec, length)
     check_counts("transformer", blocks=blocks, heads=heads)
     if width % heads:
@@ -89,10 +90,8 @@ def transformer(
     for number in range(1, blocks + 1):
         x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, mask)
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
-    if pools:
-        outputs = logits(
-            layers.GlobalAveragePooling1D(name="pool")(x, mask=is_text), output_shape[0]
-        )
+    if num_logits is not None:
+        outputs = logits(layers.GlobalAveragePooling1D(name="pool")(x, mask=is_text), num_logits)
     else:
         outputs = embedding(x, reverse=True)
     return keras.Model(tokens, outputs, name="transformer")
