@@ -199,14 +199,17 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     return [start for start in read_json(folder / STARTS_FILE, list) if isinstance(start, dict)]
 
 
-def note_step(folder: Path) -> None:
-    """Records that a step has just ended, as the modification time of starts.json."""
+def note_step(folder: Path, at: float | None = None) -> None:
+    """Records that a step has just ended, or ended at this time.time(): the modification time of starts.json."""
     with suppress(OSError):
-        os.utime(folder / STARTS_FILE)
+        os.utime(folder / STARTS_FILE, None if at is None else (at, at))
 
 
 def last_step_at(folder: Path) -> float:
-    """Returns when note_step was last called, as time.time(); 0 if never."""
+    """Returns when the last noted step ended, as time.time(); before the first one, when the run started.
+
+    0 without starts.json.
+    """
     try:
         return (folder / STARTS_FILE).stat().st_mtime
     except OSError:

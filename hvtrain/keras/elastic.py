@@ -239,6 +239,8 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
                 "pass steps_per_epoch to fit"
             )
         self._done_before = self.state.batch
+        # Still True if a rank was lost between the last batch of an epoch and its end.
+        self.model._hvtrain_epoch_is_done = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.batch = self._done_before + batch + 1

@@ -302,7 +302,8 @@ def ranks_at_fault(optimizer: Any) -> list[int]:
 def gradient_norm(optimizer: Any) -> float | None:
     """Returns the norm of the last step's mean gradient, before it is clipped.
 
-    None where it is not measured: without check_finite, or where ranks step on their own gradients.
+    Of sharded tables it contains this rank's rows. None where it is not measured: without
+    check_finite, or where ranks step on their own gradients.
     """
     hook = hook_of(getattr(optimizer, "inner_optimizer", optimizer)) or hook_of(optimizer)
     if not hook or not hook.finite_check or hook.every > 1:

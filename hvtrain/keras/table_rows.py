@@ -62,11 +62,15 @@ class Rows(NamedTuple):
         if self.rank == 0:
             try:
                 with TemporaryFile(dir=folder) as file:
-                    # A write to mapped memory without space on the disk would kill the process.
+                    # Reserves the space. A write to mapped memory without space on the disk would kill the process.
                     os.posix_fallocate(file.fileno(), 0, math.prod(shape) * value.dtype.size)
                     whole = np.memmap(file, value.dtype.as_numpy_dtype, "r+", shape=shape)
             except OSError as error:
-                problem = f"no space for a whole table of {shape} in {folder or gettempdir()}: {error.strerror}"
+                where = folder or gettempdir()
+                problem = (
+                    f"a whole table of shape {shape} cannot be written in {where}: {error.strerror}; "
+                    "make room there, or choose another folder"
+                )
         problem = hvd.broadcast_object(problem, 0, name="hvtrain.table_space")
         if problem:
             raise StorageError(problem)

@@ -45,14 +45,17 @@ def transformer(
         mlp_ratio: units of the MLP's inner layer, relative to the width.
         dropout: fraction dropped after the embeddings and at the end of attention and MLP.
         mask_zero: token 0 is padding, which no position sees; give it the weight 0 as a target.
-            None: true if `padded` and not `causal`, as no causal position sees the padding after it.
+            None: true if `padded`, unless `causal` without a mean over all positions: no causal
+            position sees the padding after it.
         length: the largest number of tokens, for rows of different lengths. A fact of dataset=text.
         padded: rows are filled up with token 0. A fact of dataset=text.
         output_shape: an example's output shape, from the task. With one axis (logits of the whole text)
             the head is a dense layer on the mean over all positions, not the shared matrix.
     """
+    # Logits of the whole text.
+    num_logits = output_shape[0] if output_shape is not None and len(output_shape) == 1 else None
     if mask_zero is None:
-        mask_zero = padded and not causal
+        mask_zero = padded and (not causal or num_logits is not None)
     length = _check_input(input_spec, length)
     check_counts("transformer", blocks=blocks, heads=heads)
     if width % heads:
@@ -87,10 +90,8 @@ def transformer(
     for number in range(1, blocks + 1):
         x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, mask)
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
-    if output_shape is not None and len(output_shape) == 1:
-        outputs = logits(
-            layers.GlobalAveragePooling1D(name="pool")(x, mask=is_text), output_shape[0]
-        )
+    if num_logits is not None:
+        outputs = logits(layers.GlobalAveragePooling1D(name="pool")(x, mask=is_text), num_logits)
     else:
         outputs = embedding(x, reverse=True)
     return keras.Model(tokens, outputs, name="transformer")

@@ -128,7 +128,8 @@ def of_logits(metric: keras.metrics.Metric, setting: str) -> keras.metrics.Metri
     changes: dict[str, Any] = {}
     if config.get("from_logits") is False:
         changes["from_logits"] = True
-    for name in ("threshold", "thresholds"):
+    # AUC turns logits into probabilities before it compares them with its thresholds.
+    for name in () if "from_logits" in config else ("threshold", "thresholds"):
         # F1Score without a threshold takes the largest output, like top_k.
         takes_largest = config.get("top_k") or isinstance(metric, keras.metrics.FBetaScore)
         if name not in config or (config[name] is None and takes_largest):

@@ -135,7 +135,7 @@ class Task(ABC):
     def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
         """Finds the first wrong target of a batch: (row, problem). None if all are right."""
         for target in tf.nest.flatten(targets):
-            # Integers are always finite, and so is text.
+            # Only floats can be NaN or infinite.
             if np.issubdtype(target.dtype, np.floating):
                 fault = first_fault(
                     ~np.isfinite(target), lambda _: "holds NaN or an infinite value"
@@ -250,7 +250,10 @@ class Task(ABC):
         self.check_metrics(*self.examples(source))
 
     def complete(self, source: Source) -> None:
-        """Builds the metrics that were given as partials, with facts of the source; makes all take the outputs."""
+        """Builds the metrics that were given as partials, with facts of the source, and makes all take logits.
+
+        The latter only if the task's outputs are logits.
+        """
 
         def completed(metric: Any, setting: str) -> Any:
             if isinstance(metric, Mapping):

@@ -24,6 +24,8 @@ from hvtrain.core.run_files import (
     README_FILE,
     RESULT_FILE,
     STARTS_FILE,
+    last_step_at,
+    note_step,
     read_starts,
 )
 from hvtrain.core.version import VERSION
@@ -197,7 +199,11 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
             if start.get("git"):
                 start["git"]["diff"] = ""  # The newest start's is enough.
         starts = [*earlier[1 - MOST_STARTS :], _facts(run, hosts, described, step)]
+        ended = last_step_at(run.folder)
         write_json(run.folder / STARTS_FILE, starts)
+        # If this start ends before its first step, the next one has to know the last step all the same.
+        if ended:
+            note_step(run.folder, ended)
     except Exception as error:
         log.warning("%s is not written: %s", STARTS_FILE, in_one_line(error))
 

@@ -128,8 +128,8 @@ def plan_run(
     num_processes = strategy.topology.size
     if config.data.bucket_by_length and not strategy.takes_lengths:
         raise ConfigError(
-            "data.bucket_by_length gives batches of unlike lengths, and this strategy needs one; leave the setting "
-            "out, or choose strategy=horovod"
+            "data.bucket_by_length gives batches of unlike lengths, and this strategy needs equal ones; "
+            "leave the setting out, or choose strategy=horovod"
         )
     # One entry for each rank of the plan; a process with several replicas has one for each of them.
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]

@@ -275,6 +275,20 @@ def test_a_damaged_note_of_the_best_is_told_and_written_anew(text, tmp_path, cap
     assert not (tmp_path / "best.json").exists()
 
 
+def test_a_note_of_the_best_that_cannot_be_read_is_not_called_damaged(tmp_path, caplog):
+    """Until it can be read no checkpoint is deleted, which might be the best, and none becomes the best."""
+    written(tmp_path, 10, 20, 30)
+    (tmp_path / "best.json").mkdir()
+    with pytest.raises(StorageError, match=r"best.json cannot be read: Is a directory; fix"):
+        writer.read_best(tmp_path)
+    writing = writer.Writer(tmp_path, CheckpointConfig(keep=1))
+    writing.submit(40, {"model/0000/kernel": np.zeros(3, np.float32)}, MEASURED)
+    assert writing.finish() == 40
+    assert len(store.list_checkpoints(tmp_path)) == 4 and (tmp_path / "best.json").is_dir()
+    assert "this checkpoint is not compared with the best" in caplog.text
+    assert "no checkpoint is deleted this time" in caplog.text
+
+
 def test_a_best_checkpoint_that_is_gone_is_none(tmp_path):
     writer.mark_best(tmp_path, 10, "val_accuracy", 0.9)
     assert writer.read_best(tmp_path) is None

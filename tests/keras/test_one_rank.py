@@ -1,5 +1,7 @@
 """What the library does on one rank, where nothing is reduced."""
 
+import errno
+import os
 from types import SimpleNamespace
 
 import keras
@@ -8,7 +10,9 @@ import pytest
 import tensorflow as tf
 
 import hvtrain.keras as hvd
+from hvtrain.errors import StorageError
 from hvtrain.keras.in_graph import END_OF_EPOCH
+from hvtrain.keras.table_rows import Rows
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,6 +57,26 @@ def test_an_epoch_that_ends_after_a_reset_is_no_request_to_stop():
         assert model.stop_training is END_OF_EPOCH
         callback.on_epoch_end(0)
         assert model.stop_training is asks
+
+
+def test_an_epoch_whose_end_failed_does_not_end_the_next_one():
+    """StopTogetherCallback exchanges a message at the end of an epoch, which fails if a rank is lost."""
+
+    class RankIsLost(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("a rank is lost")
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    state = SimpleNamespace(batch=1)
+    callbacks = [hvd.StopTogetherCallback(), hvd.elastic.UpdateBatchStateCallback(state)]
+    x = np.zeros((4, 1))
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        model.fit(x, x, batch_size=1, verbose=0, callbacks=[RankIsLost(), *callbacks])
+    state.batch = 0
+    iterations = int(model.optimizer.iterations)
+    model.fit(x, x, batch_size=1, verbose=0, callbacks=callbacks)
+    assert int(model.optimizer.iterations) - iterations == 4
 
 
 def test_intervals_count_batches_where_an_execution_has_several():
@@ -118,6 +142,16 @@ def test_a_table_has_as_many_rows_as_an_array_says():
     layer.build()
     assert layer._embeddings.shape == (5, 3)
     assert type(layer.get_config()["input_dim"]) is int
+
+
+def test_a_table_without_space_for_its_file_is_told(tmp_path, monkeypatch):
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    message = r"of shape \(5, 3\) cannot be written in .*: No space left on device; make room"
+    with pytest.raises(StorageError, match=message):
+        Rows("t", 5, 0, 1).gather(tf.Variable(tf.zeros([5, 3])), tmp_path)
 
 
 def test_a_joint_mean_of_many_halves_is_right():

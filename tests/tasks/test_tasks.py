@@ -87,6 +87,8 @@ def test_metrics_of_probabilities_take_a_tasks_logits():
         "F1Score": {"average": "macro", "threshold": 0.5},
     }
     plain = {name: getattr(keras.metrics, name)(**given) for name, given in options.items()}
+    # Three thresholds of probabilities.
+    plain["coarse"] = keras.metrics.AUC(thresholds=[0.2, 0.5, 0.8])
     task = Multilabel(metrics=plain)
     task.prepare(Given(spec("float32", 5), spec("float32", 3)))
     targets, logits = draw_classes((3,), 2)

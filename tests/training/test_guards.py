@@ -50,7 +50,8 @@ CASES = {
     "numbers": ["train.batch_size=[24,8,4]"],
     "joint pad": ["data.uneven=pad", "train.epochs=2", "dataset.num_examples=201"],
     "joint unlike": ["train.batch_size=[24,8]", "train.epochs=1", "data.uneven=pad", "dataset.num_examples=201"],
-    "stops": ["train.epochs=3", "+callbacks.s={_target_: leaves.Stops, rank: 1, batch: 2}"],
+    "stops": ["train.epochs=3", "+callbacks.s={_target_: leaves.Stops, rank: 1, batch: 2}",
+              "+callbacks.log={_target_: keras.callbacks.CSVLogger, filename: '${run.dir}/log.csv'}"],
     "stops/again": ["train.epochs=3"],
     "early": [*STOPS_EARLY, "+callbacks.fail={_target_: leaves.FailsAtEnd}"],
     "early/again": STOPS_EARLY,
@@ -220,6 +221,8 @@ def test_a_wish_of_one_rank_stops_all_after_the_same_step(ranks, folder):
     """Wished by rank 1 after step 3; it travels with step 4. A resume does not train on."""
     assert same_record(ranks, "stops")["num_steps"] == 4
     assert steps(folder / "stops") == [4]
+    rows = (folder / "stops" / "log.csv").read_text().splitlines()
+    assert len(rows) == 2, "no other start ends the epoch for the callbacks"
     assert same_record(ranks, "stops/again")["num_steps"] == 4
     assert same_record(ranks, "stops/again")["reductions"] == 0
 

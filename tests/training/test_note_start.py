@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvtrain.core.run_files import read_starts
+from hvtrain.core.run_files import last_step_at, note_step, read_starts
 from hvtrain.system import console
 from hvtrain.training import run_folder
 
@@ -45,6 +45,15 @@ def test_a_run_does_not_fail_for_a_start_that_cannot_be_noted(run, caplog):
     run_folder.note_start(run, ["s1"], {}, 0)
     (message,) = caplog.messages
     assert message.startswith("starts.json is not written: StorageError: ") and "\n" not in message
+
+
+def test_a_start_without_a_step_leaves_the_time_of_the_last_one(run):
+    run_folder.note_start(run, ["s1"], {}, 0)
+    note_step(run.folder, 1000.5)
+    run_folder.note_start(run, ["s1"], {}, 7)
+    assert last_step_at(run.folder) == 1000.5
+    note_step(run.folder)
+    assert last_step_at(run.folder) > 1000.5
 
 
 def test_a_damaged_file_is_begun_anew(run):

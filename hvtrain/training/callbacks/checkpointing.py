@@ -56,6 +56,12 @@ class Interruption(RunCallback):
         if self._signals or self._is_late:
             self.model.stop_training = True
 
+    def agree_within_epoch(self) -> None:
+        """Agrees on the reason if the ranks have stopped within an epoch (every rank)."""
+        # At the end of an epoch a callback may still request a stop, so Checkpointing agrees later.
+        if self.position.in_epoch:
+            self.agree_on_reason()
+
     def agree_on_reason(self) -> None:
         """Sets report.stopped_by and report.exit_code, equal on all ranks (every rank).
 
@@ -246,7 +252,7 @@ class Checkpointing(_Saving):
             self._save(self.validation.latest if self._validated_now() else {})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self.model.stop_training:
+        if self.model.stop_training and not self.position.in_epoch:
             self.interruption.agree_on_reason()
         is_end = self.position.is_last or self.model.stop_training
         by_epochs = self.config.every_epochs and (epoch + 1) % self.config.every_epochs == 0

@@ -187,7 +187,7 @@ class Throughput(RunCallback):
         self._last_step = self.position.step
         self._epoch_step_seconds += seconds
         self._epoch_steps += steps
-        # Of a call that began within the warm-up no step counts, unless no other call is left.
+        # The steps of a call that began within the warm-up do not count, unless it is the only one left.
         is_only_one = self.position.is_last and not self._steps
         if first_step >= self._last_warmup_step or is_only_one:
             self._seconds += seconds

@@ -39,7 +39,7 @@ from hvtrain.training.callbacks.guard import Guard, OneBatch, Proof
 from hvtrain.training.callbacks.metrics import Metrics
 from hvtrain.training.callbacks.recompute import Recompute
 from hvtrain.training.callbacks.repeated_step import LayerSearch
-from hvtrain.training.callbacks.run_context import Position, RunContext
+from hvtrain.training.callbacks.run_context import RunContext
 from hvtrain.training.callbacks.timeline import TimelineTrace
 from hvtrain.training.callbacks.tracking import Tracking
 from hvtrain.training.run import Run, Start
@@ -74,7 +74,7 @@ def make_callbacks(
     validation = Validation(context, dataset, resumed=start.unlogged)
     own = strategy.comm.all_or_raise(lambda: own_callbacks(run, context.model, dataset is not None))
     for callback in own.values():
-        _end_whole_epochs(callback, position)
+        _end_whole_epochs(callback, context)
     # State of the epoch in which the run was interrupted.
     rank_state = start.rank_state if position.in_epoch else {}
     state = CallbackState(own, start.callbacks, rank_state.get("rate/factor"), strategy.comm)
@@ -105,7 +105,9 @@ def make_callbacks(
     if config.data.one_batch:
         callbacks.append(OneBatch(context))
     # First those that may stop the training, then those that extend one rank's stop to all ranks.
-    callbacks += [*own.values(), interruption, state, *strategy.stop_callbacks()]
+    # Before both, since the end of an epoch that was cut short depends on the reason.
+    agree = LambdaCallback(on_epoch_end=lambda epoch, logs: interruption.agree_within_epoch())
+    callbacks += [agree, *own.values(), interruption, state, *strategy.stop_callbacks()]
     if config.train.balance and run.topology.size > 1:
         callbacks.append(Balance(context, throughput))
     callbacks += [
@@ -128,15 +130,16 @@ def make_callbacks(
     return [*callbacks, begin_step]
 
 
-def _end_whole_epochs(callback: keras.callbacks.Callback, position: Position) -> None:
-    """Changes a user's callback so that a stop within an epoch is not the end of the epoch for it.
+def _end_whole_epochs(callback: keras.callbacks.Callback, context: RunContext) -> None:
+    """Changes a user's callback so that an interruption within an epoch does not end the epoch for it.
 
-    The run that resumes and finishes the epoch ends it. Otherwise EarlyStopping, for example, would count it twice.
+    The run that resumes and finishes the epoch ends it. Otherwise EarlyStopping, for example, would
+    count it twice. A run that a callback has stopped within an epoch is complete, so its epoch ends.
     """
     end_epoch = callback.on_epoch_end
 
     def on_epoch_end(epoch: int, logs: Any = None) -> None:
-        if not position.in_epoch:
+        if not (context.position.in_epoch and context.report.stopped_by):
             end_epoch(epoch, logs)
 
     callback.on_epoch_end = on_epoch_end

@@ -146,11 +146,11 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
             "model_flops", "Operations of the model in a second.", flops["flops_per_second"]
         )
         yield self._family(
-            "peak_share", "Their share of the devices' peak.", flops["share_of_peak"]
+            "peak_share", "The model's share of the devices' peak.", flops["share_of_peak"]
         )
         yield self._family(
             "gpu_busy_ratio",
-            "Time in which rank 0's GPU computes.",
+            "Share of the time in which rank 0's GPU computes.",
             math.nan if busy is None else busy / 100,
         )
         yield self._family(

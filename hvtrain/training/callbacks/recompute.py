@@ -165,7 +165,7 @@ class Recompute(RunCallback):
         for variable, value in now:
             variable.assign(value)
 
-        # Of the checks so far: this one may be a fault.
+        # The tolerance of the checks so far, since this check may find a fault.
         tolerance = self._tolerance()
         verdict = judge(rank, original, digests, tolerance)
         self._differences.append(verdict.difference)
