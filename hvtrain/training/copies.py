@@ -208,7 +208,8 @@ def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfi
     """
     checkpoints = folder / "checkpoints"
     writer.sweep(checkpoints)
-    with suppress(OSError), connection.makefile("rb") as stream:
+    # Whatever ends this thread closes the connection, or rank 0 would wait for an answer.
+    with suppress(OSError), connection, connection.makefile("rb") as stream:
         connection.sendall(encode(sums_of(checkpoints)))
         for line in stream:
             message = json.loads(line)

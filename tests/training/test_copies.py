@@ -122,6 +122,17 @@ def test_what_is_damaged_on_its_way_is_not_kept_and_the_next_one_tries_again(
     assert names(hosts[1]) == ["step-00000004", "step-00000008"] and len(caplog.messages) == 1
 
 
+def test_rank_0_does_not_wait_for_a_receiver_that_has_ended(hosts, pair, monkeypatch, caplog):
+    def fail(*_):
+        raise SystemExit  # Ends the receiver's thread without a traceback.
+
+    monkeypatch.setattr(copies, "_receive", fail)
+    write(hosts[0], 4)
+    pair.send()
+    assert names(hosts[1]) == []
+    assert "s2 lacks a copy of a checkpoint" in caplog.text
+
+
 def test_a_full_disk_on_the_other_host_is_named(hosts, tmp_path, caplog):
     with (
         small_disk(tmp_path / "disk", "size=1m") as disk,
