@@ -47,10 +47,11 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     excepted_ids = set()
     for pattern in excepted:
         excepted_ids |= set(map(id, find_variables(model, pattern, "model.weights_except")))
-    own = _keyed(parts(model))
-    for key, variable in list(own.items()):
-        if id(variable) in excepted_ids:
-            del own[key]
+    own = {
+        key: variable
+        for key, variable in _keyed(parts(model)).items()
+        if id(variable) not in excepted_ids
+    }
 
     def fits(key: str) -> bool:
         return key in arrays and arrays[key].shape == _whole_shape(own[key])
@@ -214,8 +215,9 @@ def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
 def _of_checkpoint(arrays: Arrays, model: keras.Model) -> Arrays:
     """Returns the weights in a checkpoint by the model's keys, LoRA's matrices added to the kernels."""
     # Keys are model/NUMBER/PATH; other keys belong to the optimizer and the ranks.
-    model_arrays = {key: array for key, array in arrays.items() if key.startswith("model/")}
-    weights = {key.split("/", 2)[2]: array for key, array in model_arrays.items()}
+    weights = {
+        key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith("model/")
+    }
     for path in [path for path in weights if path.endswith("_a") and "/lora_" in path]:
         # lora_kernel_a and lora_kernel_b belong to kernel.
         first = weights.pop(path)

@@ -129,8 +129,8 @@ def _import_keras_hub() -> ModuleType:
 def _classes(hub: ModuleType) -> dict[str, Any]:
     """Returns the classes of backbones and tasks, by name."""
     bases = (hub.models.Backbone, hub.models.Task)
-    classes = {name: value for name, value in vars(hub.models).items() if inspect.isclass(value)}
-    return {name: kind for name, kind in classes.items() if issubclass(kind, bases)}
+    classes = inspect.getmembers(hub.models, inspect.isclass)
+    return {name: kind for name, kind in classes if issubclass(kind, bases)}
 
 
 def _find_class(hub: ModuleType, name: str) -> Any:
@@ -263,10 +263,8 @@ def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tu
     expected = dict(network.input) if has_names else {"image": network.input}
     data_inputs = inputs
     if not isinstance(inputs, Mapping):
-        name = next(iter(expected))
         # A text model also takes a mask and the like, which are derived.
-        if TOKENS in expected:
-            name = TOKENS
+        name = TOKENS if TOKENS in expected else next(iter(expected))
         data_inputs = {name: inputs}
 
     named = dict(data_inputs)

@@ -205,7 +205,7 @@ def recompute(model: keras.Model) -> None:
         if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
             return run_plainly(inputs, operation_fn, call_fn)
 
-        known = {id(symbol): tensor for symbol, tensor in zip(graph.inputs, tensors)}
+        known = dict(zip(map(id, graph.inputs), tensors))
         for segment in segments:
             # The last segment would be recomputed at once, and inputs that are integers have no gradient.
             if segment is segments[-1] or not any(map(_is_floating, segment.takes)):
@@ -233,8 +233,8 @@ def divide(graph: Any) -> list[Segment]:
 
     last_use: dict[int, int] = {}
     for index, node in enumerate(nodes):
-        last_use.update({id(tensor): index for tensor in node.input_tensors})
-    last_use.update({id(tensor): len(nodes) for tensor in graph.outputs})
+        last_use.update(dict.fromkeys(map(id, node.input_tensors), index))
+    last_use.update(dict.fromkeys(map(id, graph.outputs), len(nodes)))
 
     # After each call: the elements that later calls still use, and the elements of all outputs so far.
     in_use: list[int] = []
@@ -280,7 +280,7 @@ def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], 
     for node in segment.nodes:
         args, kwargs = node.arguments.fill_in(known)
         outputs = keras.tree.flatten(operation_fn(node.operation)(*args, **kwargs))
-        known.update({id(symbol): tensor for symbol, tensor in zip(node.outputs, outputs)})
+        known.update(zip(map(id, node.outputs), outputs))
 
 
 def _run_twice(
@@ -304,8 +304,7 @@ def _run_twice(
 
     def forward(*tensors: Any) -> Any:
         nonlocal is_again
-        local = {id(symbol): known[id(symbol)] for symbol in segment.takes}
-        local.update({id(symbol): tensor for symbol, tensor in zip(takes, tensors)})
+        local = known | dict(zip(map(id, takes), tensors))
 
         # TensorFlow calls this function once now, and again when it takes the gradient.
         if is_again:
@@ -321,7 +320,7 @@ def _run_twice(
         return tuple(local[id(symbol)] for symbol in gives)
 
     results = tf.recompute_grad(forward)(*(known[id(symbol)] for symbol in takes))
-    known.update({id(symbol): tensor for symbol, tensor in zip(gives, results)})
+    known.update(zip(map(id, gives), results))
 
 
 def _refuse_losses(segment: Segment) -> None:

@@ -6,6 +6,7 @@ builders share.
 
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -317,12 +318,7 @@ def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> keras.Model:
     return keras.Model(image, x, name="resnet50_v1_5")
 
 
-def body(
-    image_shape: Sequence[int],
-    name: str,
-    pooling: str | None = None,
-    **options: Any,
-) -> keras.Model:
+def body(image_shape: Sequence[int], name: str, **options: Any) -> keras.Model:
     """Builds Keras's own network without its head, with random weights; raises as `application`."""
     # Functions only: keras.applications also has their modules.
     networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))
@@ -333,7 +329,6 @@ def body(
     return networks[name](
         include_top=False,
         weights=None,
-        pooling=pooling,
         input_shape=tuple(image_shape),
         **options,
     )
@@ -374,12 +369,12 @@ def _fresh_names(model: keras.Model) -> dict[str, str]:
     In a second InceptionV3 of a process the first layer is conv2d_94 instead of conv2d, so it could
     not load a checkpoint of the first. Counted within the model, both have the same names.
     """
-    numbered: dict[str, list[tuple[int, str]]] = {}
+    numbered = defaultdict(list)
     for layer in model.layers:
         prefix, number = re.fullmatch(r"(.*?)(?:_(\d+))?", layer.name).groups()  # type: ignore[union-attr]
         # Keras names a Conv2D conv2d, and a SeparableConv2D separable_conv2d.
         if prefix.replace("_", "") == type(layer).__name__.lower():
-            numbered.setdefault(prefix, []).append((int(number or 0), layer.name))
+            numbered[prefix].append((int(number or 0), layer.name))
 
     names = {}
     for prefix, old_names in numbered.items():

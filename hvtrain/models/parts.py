@@ -99,12 +99,7 @@ def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
 
     trainable_ids = {id(variable) for variable in model.trainable_variables}
     if trainable_ids.isdisjoint(map(id, matches)):
-        nearest = difflib.get_close_matches(
-            pattern.strip("*/"),
-            known_names,
-            n=4,
-            cutoff=0.5,
-        )
+        nearest = difflib.get_close_matches(pattern.strip("*/"), known_names, n=4, cutoff=0.5)
         # If none is near, a few names of the model are better than no hint.
         nearest = nearest or list(known_names)[:4]
         raise ConfigError(
@@ -244,23 +239,17 @@ def add_lora(model: keras.Model, rank: int) -> None:
 
 def _constraint(layer: Any) -> Any:
     # Keras cannot add the matrices to a kernel with a constraint; such a layer stays frozen.
-    name = (
-        "embeddings_constraint"
-        if isinstance(layer, keras.layers.Embedding)
-        else "kernel_constraint"
-    )
-    return getattr(layer, name)
+    # An embedding has another name for it.
+    return getattr(layer, "kernel_constraint", getattr(layer, "embeddings_constraint", None))
 
 
 def _save_plain(layer: Any) -> None:
     """Makes the layer save as a plain one."""
     # Keras saves the sum as the kernel; with lora_rank in the config a loaded layer would also get zero matrices.
     get_config = layer.get_config
-
-    def without_lora() -> dict[str, Any]:
-        return {key: value for key, value in get_config().items() if not key.startswith("lora_")}
-
-    layer.get_config = without_lora
+    layer.get_config = lambda: {
+        key: value for key, value in get_config().items() if not key.startswith("lora_")
+    }
 
 
 def _synchronize(model: keras.Model, size: int) -> None:

@@ -55,11 +55,8 @@ def multiply_rates(
     apply_weight_decay = inner._apply_weight_decay
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        return update_step(
-            gradient,
-            variable,
-            learning_rate * factor_of.get(index_of(variable), 1.0),
-        )
+        factor = factor_of.get(index_of(variable), 1.0)
+        return update_step(gradient, variable, learning_rate * factor)
 
     def decay(variables: Any) -> None:
         groups = defaultdict(list)
@@ -68,7 +65,7 @@ def multiply_rates(
         # Keras reads the attribute once per call, so variables with the same factor are passed together.
         weight_decay = inner.weight_decay
         for factor, group in groups.items():
-            inner.weight_decay = None if weight_decay is None else weight_decay * factor
+            inner.weight_decay = weight_decay and weight_decay * factor
             apply_weight_decay(group)
         inner.weight_decay = weight_decay
 
