@@ -26,6 +26,10 @@ from hvtrain.system.text import format_known
 
 # One point per epoch of a whole run: epoch, seconds, examples, and metrics.
 Curve = list[dict[str, Any]]
+# A metric and its value.
+Target = tuple[str, float]
+# The epoch that reached it, and the seconds of training up to its end.
+Reached = tuple[int, float]
 
 # The default target metric is the first of these that all runs have. Validation says more than training.
 _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
@@ -37,12 +41,12 @@ _PANEL_HEIGHT = 4.0
 _UNITS = {"seconds": "seconds of training", "examples": "examples"}
 
 
-def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any]:
+def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
     """Returns a comparison's part of compare.json: the target, an entry for each strategy, and the conclusions.
 
     Args:
         contest: the comparison, with its runs so far.
-        target: metric and value; None: the best value that all whole runs reached.
+        target: None: the best value that all whole runs reached.
     """
     curves = {name: curve(training) for name, training in contest.whole.items()}
     # The default target is a value that all runs reach, so that all have a time.
@@ -57,14 +61,12 @@ def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any
     ]
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
     for contestant, entry in zip(contest.contestants, entries):
-        entry["against_single"] = None
         speed_ratio = against(speeds[contestant.name], speeds.get(SINGLE, {}))
         # A ratio of `single` to itself would say nothing.
-        if speed_ratio and not contestant.is_single:
-            entry["against_single"] = asdict(speed_ratio)
+        is_compared = speed_ratio and not contestant.is_single
+        entry["against_single"] = asdict(speed_ratio) if is_compared else None
 
     num_ranks = contest.launcher.num_ranks
-
     return {
         "num_ranks": num_ranks,
         "target": {"metric": target[0], "value": target[1]} if target else None,
@@ -72,51 +74,40 @@ def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any
         "conclusion": [
             *on_speed(speeds),
             *on_scaling(speeds, num_ranks),
-            *_on_target(target, reached, contest.whole),
-            *_on_whole_runs(contest.whole),
+            *_on_whole_runs(contest.whole, target, reached),
             *(f"{name} failed: {error}" for name, error in contest.errors.items()),
         ],
     }
 
 
-def _on_target(
-    target: tuple[str, float] | None,
-    reached: Mapping[str, tuple[int, float] | None],
-    whole: Mapping[str, Training],
+def _on_whole_runs(
+    whole: Mapping[str, Training], target: Target | None, reached: Mapping[str, Reached | None]
 ) -> list[str]:
-    if not target or not whole:
-        return []
-    metric, value = target
+    """States when the target was reached, the test accuracies, and whether the numbers of examples differ."""
+    lines = []
     # In the order of history.csv, which the user sees.
     known = dict.fromkeys(
         name for training in whole.values() for row in training.epochs for name in row.metrics
     )
-    if metric not in known:
-        return [f"{metric} is not a metric of these runs; they have {', '.join(known)}."]
+    if target and whole:
+        metric, value = target
+        if metric in known:
+            lines.append(on_target(metric, value, reached))
+        else:
+            lines.append(f"{metric} is not a metric of these runs; they have {', '.join(known)}.")
 
-    return [on_target(metric, value, reached)]
-
-
-def _on_whole_runs(whole: Mapping[str, Training]) -> list[str]:
-    """States the test accuracies, and whether the runs trained on different numbers of examples."""
-    lines = []
     tests = {name: _test_metrics(training) for name, training in whole.items()}
     # Data sets without test examples have no test metrics.
     tests = {name: metrics for name, metrics in tests.items() if metrics}
-    if len(tests) > 1:
-        first, *_ = tests.values()
-        accuracies = [name for name in first if "accuracy" in name]
-        if accuracies:
-            metric = accuracies[0]
-            lines.append(
-                on_test(metric, {name: metrics[metric] for name, metrics in tests.items()})
-            )
+    first = next(iter(tests.values()), {})
+    metric = next((name for name in first if "accuracy" in name), "")
+    if metric and len(tests) > 1:
+        lines.append(on_test(metric, {name: metrics[metric] for name, metrics in tests.items()}))
 
-    results = {name: training.result for name, training in whole.items()}
     examples = {
-        name: result["num_steps"] * result["global_batch"] for name, result in results.items()
+        name: training.result["num_steps"] * training.result["global_batch"]
+        for name, training in whole.items()
     }
-
     return lines + on_examples(examples)
 
 
@@ -124,15 +115,13 @@ def _entry(
     contestant: Contestant,
     contest: Contest,
     points: Curve,
-    reached: tuple[int, float] | None,
+    reached: Reached | None,
 ) -> dict[str, Any]:
     """Returns a strategy's entry in compare.json. What only a whole run measures is None or empty without one."""
     name = contestant.name
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
-    runs = list(rounds.values())
-    if whole:
-        runs.append(whole)
+    runs = [*rounds.values(), *filter(None, [whole])]
     # Facts that are the same in all runs of a strategy are taken from the last one.
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = reached or (None, None)
@@ -190,21 +179,15 @@ def curve(training: Training) -> Curve:
     points = []
     for record in training.epochs:
         seconds += record.seconds
+        point = {"epoch": record.epoch, "seconds": seconds, "examples": record.step * batch}
         # JSON has neither NaN nor infinity.
         metrics = {name: value for name, value in record.metrics.items() if math.isfinite(value)}
-        points.append(
-            {
-                "epoch": record.epoch,
-                "seconds": seconds,
-                "examples": record.step * batch,
-                **metrics,
-            }
-        )
+        points.append(point | metrics)
 
     return points
 
 
-def reached_at(points: Curve, metric: str, value: float) -> tuple[int, float] | None:
+def reached_at(points: Curve, metric: str, value: float) -> Reached | None:
     """Returns the first epoch whose metric reaches the value, and the seconds of training up to its end."""
     sign = _sign(metric)
     # The first epoch counts: a metric may reach the value and then fall back.
@@ -215,7 +198,7 @@ def reached_at(points: Curve, metric: str, value: float) -> tuple[int, float] | 
     return None
 
 
-def best_of_all(curves: Sequence[Curve]) -> tuple[str, float] | None:
+def best_of_all(curves: Sequence[Curve]) -> Target | None:
     """Returns the metric to compare, of validation if possible, and the best value that every run reached."""
     names = [{name for point in points for name in point} for points in curves]
     # A target that a run does not measure would say nothing about that run.
@@ -246,9 +229,7 @@ def table(comparison: Mapping[str, Any]) -> list[list[str]]:
     tests = list(dict.fromkeys(name for entry in strategies for name in entry["tests"]))
     has_gpus = any(entry["gpu_bytes"] for entry in strategies)
 
-    goal = "target"
-    if target:
-        goal = f"{target['metric']} {target['value']:.4g}"
+    goal = f"{target['metric']} {target['value']:.4g}" if target else "target"
     rows = [_table_row(entry, goal, tests, has_gpus) for entry in strategies]
     return [list(rows[0]), *(list(row.values()) for row in rows)]
 
@@ -266,7 +247,6 @@ def _table_row(
     if entry["target_epoch"]:
         target = f"{entry['target_seconds']:.1f} (epoch {entry['target_epoch']})"
 
-    gpus = {"GPU MB": _megabytes(entry["gpu_bytes"])} if has_gpus else {}
     return {
         "strategy": entry["name"],
         "examples/s": format_known(entry["examples_per_second"], ",.0f"),
@@ -274,7 +254,7 @@ def _table_row(
         f"s to {goal}": target,
         **{name: format_known(entry["tests"].get(name), ".4f") for name in tests},
         "memory MB": _megabytes(entry["peak_bytes"]),
-        **gpus,
+        **({"GPU MB": _megabytes(entry["gpu_bytes"])} if has_gpus else {}),
         "CPU s": format_known(entry["cpu_seconds"], ",.0f"),
         # A failure shows in the last column, so that what was measured keeps its place.
         "s in all": "failed" if entry["error"] else format_known(entry["seconds"], ",.0f"),
@@ -315,9 +295,7 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
     target = comparison["target"] or {"metric": "loss", "value": None}
     points = [point for entry in strategies for point in entry["curve"]]
     # The validation loss, if there is one, shows what was learned.
-    loss = "loss"
-    if any("val_loss" in point for point in points):
-        loss = "val_loss"
+    loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
 
     shown: list[Panel] = []
     # A comparison that failed early has nothing to draw.
@@ -332,11 +310,11 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
     curves = [(loss, "seconds"), (loss, "examples")]
     if target["metric"] != loss:
         curves.append((target["metric"], "seconds"))
+    goals = {target["metric"]: target["value"]}
     for metric, unit in curves:
-        goal = None
-        if metric == target["metric"]:
-            goal = target["value"]
-        draw = partial(_draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goal)
+        draw = partial(
+            _draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goals.get(metric)
+        )
         shown.append((f"{metric} over {_UNITS[unit]}", draw))
 
     return shown

@@ -191,11 +191,9 @@ def charts_of(run: RunFiles) -> list[Chart]:
     """Returns charts of a run: each metric in training and validation, learning rate, speed, and ranks."""
     charts = []
     for name in _metric_names([run]):
-        series = [
-            Series("training", _metric(run, name)),
-            Series("validation", _metric(run, f"val_{name}"), color=1),
-        ]
-        charts.append(Chart(name, [curve for curve in series if curve.points]))
+        training = Series("training", _metric(run, name))
+        validation = Series("validation", _metric(run, f"val_{name}"), color=1)
+        charts.append(Chart(name, [curve for curve in (training, validation) if curve.points]))
 
     rates = [(row.epoch, row.learning_rate) for row in run.history]
     charts.append(Chart("learning rate", [Series("", rates)], from_zero=True))
@@ -298,11 +296,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     series: list[Series] = []
     num_ranks = max(map(len, rank_seconds.values()))
     if num_ranks > MOST_RANKS:
-        statistics: dict[str, Callable[[list[float]], float]] = {
-            "slowest": max,
-            "median": median,
-            "fastest": min,
-        }
+        statistics: Any = {"slowest": max, "median": median, "fastest": min}
         for name, statistic in statistics.items():
             points = [(epoch, 1000 * statistic(row)) for epoch, row in rank_seconds.items()]
             series.append(Series(name, points, color=len(series)))
@@ -325,9 +319,8 @@ def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
             color=SERIES[series.color % len(SERIES)],
             linestyle="-" if series.color < len(SERIES) else "--",
             linewidth=1.6,
-            marker="o"
-            if len(series.points) < 3
-            else None,  # A single point has no line that shows it.
+            # A single point has no line that shows it.
+            marker="o" if len(series.points) < 3 else None,
             markersize=3.5,
             label=series.label,
         )

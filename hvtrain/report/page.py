@@ -61,7 +61,6 @@ def write_page(run: RunFiles, path: Path, with_diff: bool = True) -> list[Path]:
         return [path]
     curves = path.parent / CURVES_FILE
     write_png(charts, curves)
-
     return [path, curves]
 
 
@@ -138,10 +137,7 @@ def state_text(run: RunFiles) -> str:
     text = run.state
     if run.progress is not None and run.state != "finished":
         text += f" at {run.progress:.0%}"
-    if run.is_resumable:
-        text += ", resumable"
-
-    return text
+    return text + ", resumable" * run.is_resumable
 
 
 def yaml_text(value: Any) -> str:
@@ -159,13 +155,12 @@ def _proof(proof: dict[str, Any] | None) -> list[tuple[str, bool]]:
     if not proof:
         return []
     unproved = ["not compared", "nothing to prove"]
-    if any(
-        count < (1 - MOST_LEFT_OUT) * proof["examples"] for count in proof["examples_each_epoch"]
-    ):
+    least = (1 - MOST_LEFT_OUT) * proof["examples"]
+    if any(count < least for count in proof["examples_each_epoch"]):
         unproved.append("samples seen")
-    lines = proof_in_words(proof).split("; ")
     return [
-        (line[:1].upper() + line[1:], not any(text in line for text in unproved)) for line in lines
+        (line[:1].upper() + line[1:], not any(text in line for text in unproved))
+        for line in proof_in_words(proof).split("; ")
     ]
 
 

@@ -4,10 +4,9 @@ Trials run one after the other, and are judged after each epoch.
 """
 
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -210,7 +209,7 @@ class Trials:
     overrides: tuple[str, ...]
     folder: Path
     num_trials: int
-    results: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any]
 
     def run(self) -> int:
         """Runs trials until there are enough results; however it ends, the files have all of them.
@@ -229,12 +228,12 @@ class Trials:
             flush=True,
         )
 
-        is_interrupted = False
+        exit_code = None
         try:
             while len(self.results["trials"]) < self.num_trials:
                 self._run_next()
         except KeyboardInterrupt:
-            is_interrupted = True
+            exit_code = INTERRUPTED
 
         # The data files are written after each trial; the picture takes a while, so it is drawn once.
         files = "sweep.csv, sweep.json"
@@ -246,12 +245,12 @@ class Trials:
             "\n"
             + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"])
         )
-        if is_interrupted:
+        if exit_code:
             print(
                 "hvtrain: interrupted; all trials so far are kept, and the same command goes on",
                 file=sys.stderr,
             )
-            return INTERRUPTED
+            return exit_code
 
         return 0 if self.results["best"] else 1
 
@@ -372,7 +371,10 @@ def train_trial(
             newest = max(values, default=newest)
             # A run that has ended anyway keeps its result.
             if any(verdicts) and not has_ended and not _is_trained(history, starts):
-                _stop(process)
+                # SIGTERM: all ranks save and stop together.
+                process.terminate()
+                if not ends_within(process, SECONDS_TO_SAVE):
+                    end(process)
                 return None
 
     # A launcher that succeeded without leaving a result has not trained.
@@ -386,11 +388,3 @@ def train_trial(
 def _is_trained(history: Sequence[EpochRecord], starts: Sequence[dict[str, Any]]) -> bool:
     """True after the last step, when ending the run would save no time."""
     return bool(history and starts) and history[-1].step >= starts[-1].get("num_steps", math.inf)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the launcher to end all ranks; ends them by force if it does not."""
-    # SIGTERM: all ranks save and stop together.
-    process.terminate()
-    if not ends_within(process, SECONDS_TO_SAVE):
-        end(process)
