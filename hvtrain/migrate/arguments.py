@@ -43,24 +43,25 @@ class Arguments(Pass):
         self.uses_horovod = uses_horovod
         self.sets_rates = any(name in text for name in SETS_RATES)
         self.clips = "clip_by_" in text
-        # Parameters of the compile methods of the script's own models, by their class.
-        self.compiles: dict[str, cst.Parameters] = {}
-        # Names of parsed command lines, such as opt, whose lr is the script's own.
-        self.options: set[str] = set()
         # True once the script needs `import keras`.
         self.needs_keras = False
-        # The class of the object that each name is assigned.
-        self.class_of: dict[str, str] = {}
         # For each surrounding class, whether it is an optimizer.
         self._in_optimizer: list[bool] = []
 
     def visit_Module(self, node: cst.Module) -> None:
         super().visit_Module(node)
-        for owner in m.findall(node, m.ClassDef()):
-            for method in m.findall(owner, m.FunctionDef(name=m.Name("compile"))):
-                self.compiles[owner.name.value] = method.params
-        for assign in m.findall(node, m.Assign(value=m.Call(func=m.Name()))):
-            self.class_of[dotted(assign.targets[0].target)] = assign.value.func.value
+        # Parameters of the compile methods of the script's own models, by their class.
+        self.compiles = {
+            owner.name.value: method.params
+            for owner in m.findall(node, m.ClassDef())
+            for method in m.findall(owner, m.FunctionDef(name=m.Name("compile")))
+        }
+        # The class of the object that each name is assigned.
+        self.class_of = {
+            dotted(assign.targets[0].target): assign.value.func.value
+            for assign in m.findall(node, m.Assign(value=m.Call(func=m.Name())))
+        }
+        # Names of parsed command lines, such as opt, whose lr is the script's own.
         parsed = m.Assign(value=m.Call(func=m.Attribute(attr=m.Name("parse_args"))))
         self.options = {dotted(assign.targets[0].target) for assign in m.findall(node, parsed)}
 
@@ -117,14 +118,11 @@ class Arguments(Pass):
         args = [arg for arg in call.args if not m.matches(arg, no_epsilon | is_dynamic)]
         decay = argument(call, "decay")
         rate = argument(call, "learning_rate", 0)
-        if decay is None:
-            return with_args(call, args)
-
         without_decay = [arg for arg in args if arg is not decay]
-        if is_number(decay.value) and float(code_of(decay.value)) == 0:
+        if decay and is_number(decay.value) and float(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
         # A callback could not set the rate of a schedule; undecided.py reports it.
-        if rate is None or self.sets_rates:
+        if decay is None or rate is None or self.sets_rates:
             return with_args(call, args)
 
         self.needs_keras = True

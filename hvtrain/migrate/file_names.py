@@ -5,7 +5,7 @@ import re
 import libcst as cst
 import libcst.matchers as m
 
-from hvtrain.migrate.parsing import Pass, argument, dotted, is_model_name, method_of
+from hvtrain.migrate.parsing import Names, Pass, argument, dotted, is_model_name, method_of
 
 WEIGHTS = ".weights.h5"
 MODEL = ".keras"
@@ -13,7 +13,7 @@ _OLD_SUFFIXES = (".weights.h5", ".keras", ".hdf5", ".h5", ".ckpt", ".tf")
 _READERS = ("load_weights", "load_model", "exists", "isfile")
 
 
-class Literals(Pass):
+class Literals(Names, cst.CSTVisitor):
     """Finds the string literals of file names, including those behind a variable or a command-line option.
 
     Attributes:

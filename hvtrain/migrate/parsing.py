@@ -62,8 +62,8 @@ def imports_in(module: cst.Module) -> Iterator[tuple[cst.CSTNode, Imported]]:
             yield statement, item
 
 
-class Pass(cst.CSTTransformer):
-    """One pass over a script; knows the full names of its imports."""
+class Names(cst.MetadataDependent):
+    """A part of each pass over a script, which knows the full names of the script's imports."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
@@ -94,6 +94,10 @@ class Pass(cst.CSTTransformer):
             if item.bound == base and name in names and line <= self.line_of(node):
                 lines[name] = line
         return max(lines, key=lambda name: lines[name])
+
+
+class Pass(Names, cst.CSTTransformer):
+    """One pass that changes a script."""
 
 
 def apply(text: str, transformer: Pass) -> str:

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
@@ -90,9 +89,8 @@ class _Undecided(Literals):
         # `if hvd.rank() == 0:` around a call, or `callbacks = [...] if hvd.rank() == 0 else []`
         self._conditions.append(self._is_about_rank(node.test))
 
-    def leave_If(self, original_node: Any, updated_node: Any) -> Any:
+    def leave_If(self, original_node: cst.If | cst.IfExp) -> None:
         self._conditions.pop()
-        return updated_node
 
     def _is_about_rank(self, test: cst.BaseExpression) -> bool:
         return "rank()" in code_of(test) or any(
@@ -105,9 +103,8 @@ class _Undecided(Literals):
         if isinstance(node.value, cst.Comparison) and "rank()" in code_of(node.value):
             self._asks_rank.add(self._target)
 
-    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
+    def leave_Assign(self, original_node: cst.Assign) -> None:
         self._target = ""
-        return updated_node
 
     def visit_Name(self, node: cst.Name) -> None:
         self._for_rank_0[node.value] += any(self._conditions)
@@ -170,9 +167,6 @@ class _Undecided(Literals):
 
     visit_CompFor = visit_For
 
-    def visit_Comparison(self, node: cst.Comparison) -> None:
-        self._name_of_a_weight(node)
-
     def _name_of_a_weight(self, node: cst.Comparison | cst.Call) -> None:
         """Reports code that looks for the name of a layer in the name of a weight."""
         # Names of Keras's own weights (kernel, bias) mean the same as before.
@@ -187,6 +181,8 @@ class _Undecided(Literals):
                     node,
                     f"on Keras 3 {name}.name is kernel or gamma, without the layer; use {name}.path",
                 )
+
+    visit_Comparison = _name_of_a_weight
 
     def visit_Call(self, node: cst.Call) -> None:
         super().visit_Call(node)
@@ -209,10 +205,9 @@ class _Undecided(Literals):
             self._callback(node, name.rpartition(".")[2])
         if name.startswith("keras.optimizers."):
             self._optimizer(node)
-        is_compiled = m.Call(
-            args=[m.ZeroOrMore(), m.Arg(m.Name("True"), m.Name("jit_compile")), m.ZeroOrMore()]
-        )
-        if name == "tensorflow.function" and self.uses_horovod and m.matches(node, is_compiled):
+        compiled = m.Arg(m.Name("True"), m.Name("jit_compile"))
+        is_compiled = any(m.matches(arg, compiled) for arg in node.args)
+        if name == "tensorflow.function" and self.uses_horovod and is_compiled:
             self.report(
                 node,
                 "XLA cannot compile an operation of Horovod; leave jit_compile out of a function that reduces",
@@ -314,7 +309,7 @@ class _Undecided(Literals):
         if self.uses_horovod and not any(self._conditions):
             self.report(node, f"all ranks would write the same file; {fix}")
 
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+    def leave_Module(self, original_node: cst.Module) -> None:
         for call, name in self._writers:
             # Unless each use is guarded, as in `if hvd.rank() == 0: callbacks.append(checkpoint)`.
             if not self._for_rank_0[name] or self._for_rank_0[name] < self._names[name] - 1:
@@ -330,4 +325,3 @@ class _Undecided(Literals):
                     call,
                     f"Keras 3 needs a file name that ends in {WEIGHTS}, and the name is not in the script",
                 )
-        return updated_node

@@ -98,8 +98,7 @@ class Classification(ClassTask):
         model: keras.Model,
         source: Source,
     ) -> list[Figure]:
-        names = class_names(source, reviewed.outputs.shape[-1])
-        return _class_figures(reviewed, reviewed.targets, reviewed.outputs, names, source)
+        return _class_figures(reviewed, reviewed.targets, reviewed.outputs, source)
 
 
 class Multilabel(Task):
@@ -234,7 +233,7 @@ class Binary(Multilabel):
         # A second logit of 0 for "no": the softmax of both is the sigmoid of the one.
         logits = np.pad(reviewed.outputs, [(0, 0), (1, 0)])
         targets = reviewed.targets.reshape(-1).astype(np.int64)
-        return _class_figures(reviewed, targets, logits, class_names(source, 2), source)
+        return _class_figures(reviewed, targets, logits, source)
 
 
 def class_names(source: Source, number: int) -> list[str]:
@@ -283,10 +282,10 @@ def _class_figures(
     reviewed: ReviewedExamples,
     targets: np.ndarray,
     logits: np.ndarray,
-    names: Sequence[str],
     source: Source,
 ) -> list[Figure]:
     """Confusions and worst errors, from targets [examples] and logits [examples, classes]."""
+    names = class_names(source, logits.shape[-1])
     predicted = logits.argmax(axis=1)
     log_probabilities = keras.ops.convert_to_numpy(keras.ops.log_softmax(logits))
     return [

@@ -44,12 +44,10 @@ def first_fault(
     >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
     (1, '1 is wrong')
     """
-    if not is_wrong.size:
+    if not is_wrong.any():
         return None
-    rows = np.flatnonzero(is_wrong.reshape(len(is_wrong), -1).any(axis=1))
-    if not rows.size:
-        return None
-    return int(rows[0]), problem(int(rows[0]))
+    row = int(np.unravel_index(is_wrong.argmax(), is_wrong.shape)[0])
+    return row, problem(row)
 
 
 def check_adds_up(

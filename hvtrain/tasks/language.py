@@ -139,19 +139,18 @@ class Language(ClassTask):
                 lambda row, training: model(row, training=training),
                 reduce_retracing=True,
             )
-            pairs = []
-            for tokens in inputs:
-                prompt = tokens[:PROMPT_TOKENS].tolist()
-                written = continuation(model_graph, prompt, WRITTEN_TOKENS, inputs.shape[1])
-                pairs.append((text(prompt), text(written)))
+            shown = inputs[:, :PROMPT_TOKENS]
+            written: Any = [
+                continuation(model_graph, prompt, WRITTEN_TOKENS, inputs.shape[1])
+                for prompt in shown.tolist()
+            ]
             note = f"Beginnings of {reviewed.description}, and the model's continuations (temperature 0.7)."
         else:
+            shown = inputs[:, :SHOWN_TOKENS]
             filled = np.where(inputs == targets, inputs, self.decode(reviewed.outputs))
-            pairs = []
-            for masked_tokens, filled_tokens in zip(inputs, filled):
-                shown = text(masked_tokens[:SHOWN_TOKENS])
-                pairs.append((shown, text(filled_tokens[:SHOWN_TOKENS])))
+            written = filled[:, :SHOWN_TOKENS]
             note = f"Texts with hidden tokens, from {reviewed.description}, and the tokens that the model fills in."
+        pairs = [(text(before), text(after)) for before, after in zip(shown, written)]
         return [Texts("Samples", note, pairs, is_causal)]
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:

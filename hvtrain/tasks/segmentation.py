@@ -88,8 +88,8 @@ class Segmentation(ClassTask):
 
     def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
         is_wrong = (targets < 0) | (targets >= source.num_classes)
-        if self.ignored_label is not None:
-            is_wrong &= targets != self.ignored_label
+        # No label equals None.
+        is_wrong &= targets != self.ignored_label
 
         def problem(row: int) -> str:
             label = targets[row][is_wrong[row]][0]
@@ -111,10 +111,8 @@ class Segmentation(ClassTask):
         predicted = self.decode(reviewed.outputs)
         names = class_names(source, reviewed.outputs.shape[-1])
 
-        counts = np.ones(targets.shape, bool)
-        if self.ignored_label is not None:
-            counts = targets != self.ignored_label
-
+        # All, if the ignored label is None.
+        counts = targets != self.ignored_label
         # Pixels of each example and class, in both masks and in at least one of them. One class at
         # a time: all at once would need a copy of the masks for each class.
         intersection = np.zeros((len(targets), len(names)), np.int64)
@@ -170,12 +168,8 @@ def _overlays(
         true_overlay = overlay(image, reviewed.targets[row], ignored_label)
         predicted_overlay = overlay(image, predicted[row], ignored_label)
 
-        pictures.append(
-            (
-                png(image, true_overlay, predicted_overlay),
-                f"example {row}: mean IoU {mean_iou[row]:.2f}",
-            )
-        )
+        caption = f"example {row}: mean IoU {mean_iou[row]:.2f}"
+        pictures.append((png(image, true_overlay, predicted_overlay), caption))
 
     note = f"Image, true mask, predicted mask: the worst {len(worst)} of {reviewed.description}, then the first ones."
     legend = [(name, overlay_color(label)) for label, name in enumerate(names) if label]

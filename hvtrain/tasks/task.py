@@ -134,15 +134,13 @@ class Task(ABC):
 
     def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
         """Finds the first wrong target of a batch: (row, problem). None if all are right."""
-        for target in tf.nest.flatten(targets):
-            # Integers are always finite, and so is text.
-            if np.issubdtype(target.dtype, np.floating):
-                fault = first_fault(
-                    ~np.isfinite(target), lambda _: "holds NaN or an infinite value"
-                )
-                if fault:
-                    return fault
-        return None
+        # Integers are always finite, and so is text.
+        faults = [
+            first_fault(~np.isfinite(target), lambda _: "holds NaN or an infinite value")
+            for target in tf.nest.flatten(targets)
+            if np.issubdtype(target.dtype, np.floating)
+        ]
+        return next(filter(None, faults), None)
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         """Turns a batch of the model's outputs into predictions in the terms of the targets."""
@@ -297,7 +295,8 @@ class Task(ABC):
 
         # Copies, because metrics have state, and a task compiles several models.
         metrics = fresh_all(self.metrics)
-        self.bind(model, [*keras.tree.flatten(loss), *keras.tree.flatten(metrics)])
+        losses = keras.tree.flatten(loss)
+        self.bind(model, losses + keras.tree.flatten(metrics))
         # Keras passes sample weights only to weighted_metrics.
         metrics_argument = "weighted_metrics" if weighted else "metrics"
         model.compile(
@@ -307,7 +306,6 @@ class Task(ABC):
             jit_compile=jit_compile,
             **{metrics_argument: metrics or None},
         )
-        losses = keras.tree.flatten(loss)
         if distribute_loss and len(losses) == 1 and isinstance(losses[0], keras.losses.Loss):
             # Keras's own tracker weights each batch by its number of examples, which is wrong for
             # losses that divide by something else. object.__setattr__ keeps Keras from tracking the
