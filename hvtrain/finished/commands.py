@@ -125,7 +125,7 @@ def predict() -> int:
                 writer.discard()
             raise
 
-        skipped = run.left_out()
+        skipped = run.left_out()  # Every rank takes part.
         if run.is_chief:
             for item in skipped:
                 print(f"left out: {item.location}: {item.problem}")
@@ -167,8 +167,8 @@ def export() -> int:
     _refuse_launcher("export")
     output = Output(options.output or "")
     path = output_path(options.output and str(output.path), finished.folder.name, model_format)
-    repo = finished.arguments.get("repo", "")
-    if finished.arguments.get("repo") == "":
+    repo = finished.arguments.get("repo")
+    if repo == "":
         raise ConfigError("repo= has no value; give hf://USER/NAME, or leave it out")
     if repo and model_format != "hf":
         raise ConfigError(f"repo={repo} goes with format=hf; add it, or leave repo out")
@@ -187,7 +187,7 @@ def export() -> int:
         output.send()
         print(f"{run.checkpoint} in {options.output or path}; {verdict}")
 
-    if api:
+    if repo:
         upload(api, path, repo)
         print(f'uploaded; keras.saving.load_model("{repo}") loads it')
 
