@@ -1,7 +1,7 @@
 """The results of a comparison: the plain values of compare.json, and their table, page and picture."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import cycle
@@ -26,6 +26,8 @@ from hvtrain.system.text import format_known
 
 # One point per epoch of a whole run: epoch, seconds, examples, and metrics.
 Curve = list[dict[str, Any]]
+# The content of compare.json, or a strategy's entry in it.
+Record = Mapping[str, Any]
 # A metric and its value.
 Target = tuple[str, float]
 # The epoch that reached it, and the seconds of training up to its end.
@@ -62,9 +64,10 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
     for contestant, entry in zip(contest.contestants, entries):
         speed_ratio = against(speeds[contestant.name], speeds.get(SINGLE, {}))
+        entry["against_single"] = None
         # A ratio of `single` to itself would say nothing.
-        is_compared = speed_ratio and not contestant.is_single
-        entry["against_single"] = asdict(speed_ratio) if is_compared else None
+        if speed_ratio and not contestant.is_single:
+            entry["against_single"] = asdict(speed_ratio)
 
     num_ranks = contest.launcher.num_ranks
     return {
@@ -82,9 +85,8 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
 
 def _on_whole_runs(
     whole: Mapping[str, Training], target: Target | None, reached: Mapping[str, Reached | None]
-) -> list[str]:
+) -> Iterator[str]:
     """States when the target was reached, the test accuracies, and whether the numbers of examples differ."""
-    lines = []
     # In the order of history.csv, which the user sees.
     known = dict.fromkeys(
         name for training in whole.values() for row in training.epochs for name in row.metrics
@@ -92,9 +94,9 @@ def _on_whole_runs(
     if target and whole:
         metric, value = target
         if metric in known:
-            lines.append(on_target(metric, value, reached))
+            yield on_target(metric, value, reached)
         else:
-            lines.append(f"{metric} is not a metric of these runs; they have {', '.join(known)}.")
+            yield f"{metric} is not a metric of these runs; they have {', '.join(known)}."
 
     tests = {name: _test_metrics(training) for name, training in whole.items()}
     # Data sets without test examples have no test metrics.
@@ -102,13 +104,13 @@ def _on_whole_runs(
     first = next(iter(tests.values()), {})
     metric = next((name for name in first if "accuracy" in name), "")
     if metric and len(tests) > 1:
-        lines.append(on_test(metric, {name: metrics[metric] for name, metrics in tests.items()}))
+        yield on_test(metric, {name: metrics[metric] for name, metrics in tests.items()})
 
     examples = {
         name: training.result["num_steps"] * training.result["global_batch"]
         for name, training in whole.items()
     }
-    return lines + on_examples(examples)
+    yield from on_examples(examples)
 
 
 def _entry(
@@ -162,7 +164,7 @@ def _round_entry(number: int, run: Training) -> dict[str, Any]:
     return {"round": number, **measured, **used}
 
 
-def speeds_by_round(entry: Mapping[str, Any]) -> dict[int, float]:
+def speeds_by_round(entry: Record) -> dict[int, float]:
     """Returns examples/s by round of a strategy in compare.json, without rounds that were too short to be timed."""
     speeds = {run["round"]: run["examples_per_second"] for run in entry["rounds"]}
     return {number: speed for number, speed in speeds.items() if speed}
@@ -222,7 +224,7 @@ def _test_metrics(training: Training) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("test_")}
 
 
-def table(comparison: Mapping[str, Any]) -> list[list[str]]:
+def table(comparison: Record) -> list[list[str]]:
     """Returns the table, header first; the row of a strategy that failed has what is known."""
     strategies = comparison["strategies"]
     target = comparison["target"]
@@ -234,9 +236,7 @@ def table(comparison: Mapping[str, Any]) -> list[list[str]]:
     return [list(rows[0]), *(list(row.values()) for row in rows)]
 
 
-def _table_row(
-    entry: Mapping[str, Any], goal: str, tests: Sequence[str], has_gpus: bool
-) -> dict[str, str]:
+def _table_row(entry: Record, goal: str, tests: Sequence[str], has_gpus: bool) -> dict[str, str]:
     """The cells of a strategy by column."""
     against_single = "-"
     if entry["against_single"]:
@@ -265,46 +265,43 @@ def _megabytes(num_bytes: int | None) -> str:
     return format_known(num_bytes and num_bytes / 1e6, ",.0f")
 
 
-def html(comparison: Mapping[str, Any]) -> str:
+def html(comparison: Record) -> str:
     """Returns the self-contained page of a comparison, given the content of compare.json."""
     strategies = comparison["strategies"]
-    names = [entry["name"] for entry in strategies]
+    names = (entry["name"] for entry in strategies)
     return render(
         "compare.html.j2",
         Path(__file__).parent,
         title=f"Strategies compared: {', '.join(names)}",
         comparison=comparison,
         overview=table(comparison),
-        by_round=_by_round(strategies),
         drawn=[(title, page_svg(title, draw, *_CHART_SIZE)) for title, draw in panels(comparison)],
-        versions=", ".join(f"{name} {version}" for name, version in comparison["versions"].items()),
     )
 
 
-def write_png(comparison: Mapping[str, Any], path: Path) -> None:
+def write_png(comparison: Record, path: Path) -> None:
     """Draws all panels, of which there must be at least one, into one picture."""
+    shown = list(panels(comparison))
     # Two in a row, unless there is only one.
-    shown = panels(comparison)
     columns = min(2, len(shown))
     write_panels(shown, path, columns, (_PICTURE_WIDTH / columns, _PANEL_HEIGHT))
 
 
-def panels(comparison: Mapping[str, Any]) -> list[Panel]:
-    """Returns the panels that have something to show."""
+def panels(comparison: Record) -> Iterator[Panel]:
+    """Yields the panels that have something to show."""
     strategies = comparison["strategies"]
     target = comparison["target"] or {"metric": "loss", "value": None}
     points = [point for entry in strategies for point in entry["curve"]]
     # The validation loss, if there is one, shows what was learned.
     loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
 
-    shown: list[Panel] = []
     # A comparison that failed early has nothing to draw.
     if any(entry["rounds"] for entry in strategies):
         speeds = {entry["name"]: list(speeds_by_round(entry).values()) for entry in strategies}
         draw = partial(draw_rounds, values=speeds, colors=SERIES * len(strategies))
-        shown.append(("examples/s (bar: median, dots: rounds)", draw))
+        yield "examples/s (bar: median, dots: rounds)", draw
     if not points:
-        return shown
+        return
 
     # Over seconds the faster strategy leads; over examples, the one that learns more from each.
     curves = [(loss, "seconds"), (loss, "examples")]
@@ -315,14 +312,12 @@ def panels(comparison: Mapping[str, Any]) -> list[Panel]:
         draw = partial(
             _draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goals.get(metric)
         )
-        shown.append((f"{metric} over {_UNITS[unit]}", draw))
-
-    return shown
+        yield f"{metric} over {_UNITS[unit]}", draw
 
 
 def _draw_curves(
     axes: Any,
-    strategies: list[Mapping[str, Any]],
+    strategies: list[Record],
     metric: str,
     unit: str,
     goal: float | None,
@@ -339,19 +334,3 @@ def _draw_curves(
         axes.axhline(goal, color=GREY, linewidth=1, linestyle="--")
     axes.set_xlabel(unit)
     axes.legend(frameon=False, fontsize=8)
-
-
-def _by_round(strategies: list[Mapping[str, Any]]) -> list[list[str]]:
-    """The table of examples/s by strategy and round, header first; empty without rounds."""
-    numbers = sorted({run["round"] for entry in strategies for run in entry["rounds"]})
-    if not numbers:
-        return []
-    rows = [["round", *map(str, numbers)]]
-
-    for entry in strategies:
-        speeds = speeds_by_round(entry)
-        # A strategy that failed has fewer rounds, and a run may have been too short to be timed.
-        cells = [format_known(speeds.get(number), ",.0f") for number in numbers]
-        rows.append([entry["name"], *cells])
-
-    return rows

@@ -7,22 +7,19 @@ so neither TensorFlow nor the data are needed.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.report.charts import SERIES, charts_of_several, svg
-from hvtrain.report.page import FOLDER, REPORT_FILE, render, state_text, write_page, yaml_text
+from hvtrain.report.page import FOLDER, REPORT_FILE, render, write_page, yaml_text
 from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
 from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser
 from hvtrain.system.files import is_remote, page_path, write_atomic
-from hvtrain.system.text import duration, flatten, format_known
-
-# The value to sort by, None if it is unknown, and the text.
-Cell = tuple[Any, str]
+from hvtrain.system.text import flatten, format_known
 
 COMPARISON_FILE = "comparison.html"
 # Settings that differ between any two runs, or say nothing about the training.
@@ -90,14 +87,14 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
     metrics = dict.fromkeys(name for run in runs for name in run.result.get("metrics", {}))
     # The metric of the best checkpoint is a setting, so runs may have different ones, each in a column.
     bests = dict.fromkeys(run.result["best"]["metric"] for run in runs if run.result.get("best"))
-    rows = [_row(run, label, metrics, bests) for run, label in zip(runs, labels)]
     charts = charts_of_several(runs, labels)
 
     return render(
         "comparison.html.j2",
         title=f"{len(runs)} runs",
-        columns=list(rows[0]),
-        rows=[row.values() for row in rows],
+        runs=list(zip(labels, runs)),
+        metrics=metrics,
+        bests=bests,
         labels=labels,
         num_colors=len(SERIES),
         drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts],
@@ -135,40 +132,6 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         for name, values in rows
         if len(set(values)) > 1 and name not in _NOT_COMPARED
     ]
-
-
-def _row(
-    run: RunFiles, label: str, metrics: Iterable[str], bests: Iterable[str]
-) -> dict[str, Cell]:
-    """The cells of a run by column."""
-    result = run.result
-    values = result.get("metrics", {})
-    best = result.get("best") or {}
-    best_values = {best.get("metric"): best.get("value")}
-
-    # A run in progress has a speed, but neither a time nor an efficiency.
-    rate = run.examples_per_second
-    ranks = run.num_ranks
-    # For comparing runs on different numbers of ranks.
-    rate_of_each = rate / ranks if rate and ranks else None
-    split = result.get("split") or {}
-    seconds = result.get("seconds")
-    return {
-        "run": (label, label),
-        "state": (run.state, state_text(run)),
-        **{name: _cell(values.get(name), ".4g") for name in metrics},
-        **{f"best {name}": _cell(best_values.get(name), ".4g") for name in bests},
-        "ranks": (ranks, str(ranks or "")),
-        "examples/s": _cell(rate, ",.0f"),
-        "of each rank": _cell(rate_of_each, ",.0f"),
-        "efficiency": _cell(split.get("efficiency"), ".0%"),
-        "time": (seconds, "" if seconds is None else duration(seconds)),
-        "began": (run.began, run.began),
-    }
-
-
-def _cell(value: float | None, form: str) -> Cell:
-    return value, format_known(value, form, missing="")
 
 
 # Scores and speeds are sorted best first. None stands for unknown, which comes last.

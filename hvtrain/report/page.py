@@ -27,8 +27,6 @@ _DIFF_LEFT_OUT = (
 )
 # Lines of the run's description that the page shows elsewhere.
 _SHOWN_ELSEWHERE = ("versions", "devices", "differs", "run folder", "resumed", "changed")
-# Numbers of the page's colors --series-N. Computation, the useful part of a step, has the first.
-_SERIES_OF_PART = {"data": 3, "compute": 1, "communication": 2}
 
 
 def write_report(folder: Path, with_diff: bool = True) -> None:
@@ -81,17 +79,17 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
         run=run,
         start=start,
         git=git,
-        state=state_text(run),
-        numbers=_numbers(run),
         drawn=[(chart.title, svg(chart)) for chart in charts_of(run)],
         proof=_proof(run.result.get("proof")),
-        split=_split(run.result.get("split")),
         again=_command_again(run),
         data=[(label, ", ".join(phrases)) for label, phrases in data.items()],
         described=[
             item for item in description.items() if item[0] not in (*_SHOWN_ELSEWHERE, *data)
         ],
-        environment=_environment(run, description.get("devices", "")),
+        hosts=[
+            f"{host} ({count} rank{'s' * (count > 1)})"
+            for host, count in start.get("hosts", {}).items()
+        ],
         settings=flatten(run.config).items(),
     )
 
@@ -128,7 +126,9 @@ def _templates(folder: Path) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(yaml=yaml_text, scatter=scatter_svg)
+    filters = {"yaml": yaml_text, "scatter": scatter_svg, "state": state_text, "duration": duration}
+    environment.filters.update(filters)
+    environment.globals.update(share_of_progress=share_of_progress)
     return environment
 
 
@@ -164,73 +164,6 @@ def _proof(proof: dict[str, Any] | None) -> list[tuple[str, bool]]:
     ]
 
 
-def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
-    """Returns the large figures at the top: name, value, and the note below it."""
-    result = run.result
-    metrics = result.get("metrics") or {}
-    # The loss comes last: alone it says less than the metrics of the task.
-    names = sorted(metrics, key=lambda name: name == "test_loss")
-    numbers = [(name, f"{metrics[name]:.4g}", "") for name in names]
-
-    best = result.get("best")
-    if best:
-        numbers.append((f"best {best['metric']}", f"{best['value']:.4g}", f"step {best['step']:,}"))
-    elif not result and run.score:  # The run has not ended, or has failed: its best so far.
-        name, value = run.score
-        numbers.append((name, f"{value:.4g}", "so far"))
-
-    if run.examples_per_second:
-        ranks = run.num_ranks
-        note = f"over {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
-        numbers.append(("examples per second", f"{run.examples_per_second:,.0f}", note))
-
-    split = result.get("split")
-    # A single rank waits for no other.
-    if split and result.get("num_ranks", 1) > 1 and split["efficiency"] is not None:
-        note = split.get("caution") or "of a run whose reductions take no time"
-        numbers.append(("efficiency", f"{split['efficiency']:.0%}", note))
-    newest = run.history[-1].metrics if run.history else {}
-    scale = newest.get("noise_scale")
-    if scale and result:
-        joint_batch = result["global_batch"] * run.config["train"]["accumulate"]
-        share = share_of_progress(scale, joint_batch / result["num_ranks"], joint_batch)
-        note = f"examples; in this batch one makes {share:.0%} of the progress of one in a rank's"
-        numbers.append(("gradient noise scale", f"{scale:,.0f}", note))
-
-    if newest.get("flops_per_second"):
-        note = "of the model, estimated"
-        if newest.get("share_of_peak"):
-            note += f"; {newest['share_of_peak']:.0%} of the devices' peak"
-        numbers.append(("GFLOP/s", f"{newest['flops_per_second'] / 1e9:,.3g}", note))
-
-    if result:
-        seconds = duration(result["seconds"])
-        numbers.append(("time in all", seconds, f"{result['num_steps']:,} steps"))
-    elif run.history:
-        row = run.history[-1]
-        numbers.append(("epochs", f"{row.epoch:,}", f"{row.step:,} steps"))
-
-    if result.get("num_parameters"):
-        numbers.append(("parameters", f"{result['num_parameters']:,}", ""))
-
-    return numbers
-
-
-def _split(split: dict[str, Any] | None) -> list[tuple[str, float, str, int]]:
-    """The parts of a step's time: name, share of the whole, milliseconds, and number of the color."""
-    if not split:
-        return []
-    # Communication is None where it cannot be measured.
-    seconds = {name: split[f"{name}_seconds"] or 0.0 for name in _SERIES_OF_PART}
-    total = sum(seconds.values())
-
-    return [
-        (name, part / total, f"{1000 * part:.2f} ms", _SERIES_OF_PART[name])
-        for name, part in seconds.items()
-        if part
-    ]
-
-
 def _command_again(run: RunFiles) -> str:
     """The command that repeats the run in a new folder."""
     command = ["python", "-m", "hvtrain", "--config-dir", str(run.folder)]
@@ -240,26 +173,3 @@ def _command_again(run: RunFiles) -> str:
         command = ["horovodrun", "-np", str(processes), *command]
 
     return shlex.join(command)
-
-
-def _environment(run: RunFiles, devices: str) -> list[tuple[str, str]]:
-    start = run.last_start
-    # starts.json may be missing or damaged; the result has versions too.
-    versions = start.get("versions") or run.result.get("versions", {})
-    system = start.get("system") or {}
-    git = start.get("git") or {}
-    hosts = [
-        f"{host} ({count} rank{'s' * (count > 1)})"
-        for host, count in start.get("hosts", {}).items()
-    ]
-    rows = {
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "hosts": ", ".join(hosts),
-        "devices": devices,
-        "processor": f"{system['processor']}, {system['cores']} cores" if system else "",
-        "system": system.get("system", ""),
-        "git commit": f"{git['commit']} ({git['branch']})" if git else "",
-        "run folder": str(run.folder),
-    }
-
-    return [(name, text) for name, text in rows.items() if text]
