@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras import layers
+from keras import Model, layers
 
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
@@ -37,7 +37,7 @@ def deeplabv3plus(
     dropout: float = 0.1,
     norm_momentum: float = 0.9,
     **options: Any,
-) -> keras.Model:
+) -> Model:
     """Builds DeepLabv3+: backbone, atrous spatial pyramid pooling, decoder, and bilinear upsampling.
 
     Outputs a logit for each class at each pixel. The backbone's layers keep the names and the weight
@@ -85,7 +85,7 @@ def deeplabv3plus(
         x = _separable(x, filters, 1, f"decoder_separable{number}")
     # In float32 whatever the policy, as in networks.logits.
     x = layers.Conv2D(num_outputs, 1, dtype="float32", name="logits")(x)
-    model = keras.Model(image, _resize(x, image.shape), name="deeplabv3plus")
+    model = Model(image, _resize(x, image.shape), name="deeplabv3plus")
     # Those of the backbone too.
     for layer in model.layers:
         if isinstance(layer, layers.BatchNormalization):
@@ -93,7 +93,7 @@ def deeplabv3plus(
     return model
 
 
-def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]:
+def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
     """Returns the changes, by layer, after which no feature is coarser than output_stride.
 
     A layer behind removed strides has to skip as many positions as they did (algorithme à trous).
@@ -109,13 +109,13 @@ def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]
         ):
             continue
 
-        # A 1x1 kernel needs no dilation.
+        changes[layer.name] = {"strides": 1}
         size = layer.kernel_size[0]
+        # A 1x1 kernel needs no dilation.
         if size == 1:
-            changes[layer.name] = {"strides": 1}
             continue
         rate = max(1, input_stride // output_stride)
-        changes[layer.name] = {"strides": 1, "dilation_rate": rate}
+        changes[layer.name]["dilation_rate"] = rate
         if layer.padding == "valid":
             # The layer before it pads, unevenly for a stride of 2 and an even side.
             (padding,) = parents

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import Model
 
 from hvtrain.checkpoint import store
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
@@ -31,7 +32,7 @@ SOURCES = "a .keras file, a .weights.h5 file, a run folder or a preset of keras-
 Arrays = dict[str, np.ndarray]
 
 
-def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) -> None:
+def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     """Sets the weights of a built model to those of the source (chief only).
 
     Args:
@@ -125,7 +126,7 @@ def _difference(source: str, path: str, array: Any, variable: Any) -> ConfigErro
     )
 
 
-def _read(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
+def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
     """Returns the file or checkpoint that is read, and its weights. Raises ConfigError."""
     is_preset = (path / CONFIG_FILE).is_file()
     if path.is_dir() and not is_preset:
@@ -151,7 +152,7 @@ def _read(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
     raise ConfigError(f"model.weights={path} is of another kind; choose {SOURCES}")
 
 
-def _read_run_folder(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
+def _read_run_folder(path: Path, model: Model) -> tuple[Path, Arrays]:
     """Reads the preferred model of a run folder, or its newest whole checkpoint."""
     # Keras files are preferred: with train.ema they have the averages, and checkpoints the raw weights.
     for name in RUN_FILES:
@@ -168,15 +169,15 @@ def _read_run_folder(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
     )
 
 
-def _read_keras(path: Path, model: keras.Model) -> Arrays:
+def _read_keras(path: Path, model: Model) -> Arrays:
     loaded = keras.models.load_model(path, compile=False)
     # A run saves its model with the preprocessing around the trained one.
-    if loaded.name.endswith("_from_raw") and isinstance(loaded.layers[-1], keras.Model):
+    if loaded.name.endswith("_from_raw") and isinstance(loaded.layers[-1], Model):
         loaded = loaded.layers[-1]
     return _of_model(loaded, model)
 
 
-def _read_preset(path: Path, model: keras.Model) -> Arrays:
+def _read_preset(path: Path, model: Model) -> Arrays:
     """Reads the weights in a preset, including those of its task if the model is of the same class."""
     import keras_hub
 
@@ -187,7 +188,7 @@ def _read_preset(path: Path, model: keras.Model) -> Arrays:
     return _of_model(keras_hub.models.Backbone.from_preset(folder, dtype="float32"), model)
 
 
-def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
+def _of_model(source: Model, model: Model) -> Arrays:
     """Returns the weights of the loaded model `source` by the keys of `model`.
 
     Backbones of keras-hub are matched wherever they are in the two models, and heads if they have
@@ -212,7 +213,7 @@ def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
     return arrays | head if head.keys() <= set(keys.values()) else arrays
 
 
-def _of_checkpoint(arrays: Arrays, model: keras.Model) -> Arrays:
+def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
     """Returns the weights in a checkpoint by the model's keys, LoRA's matrices added to the kernels."""
     # Keys are model/NUMBER/PATH; other keys belong to the optimizer and the ranks.
     weights = {

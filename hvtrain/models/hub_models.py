@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras import layers, ops
+from keras import Model, layers, ops
 
 from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, in_one_line
@@ -45,7 +45,7 @@ def hub_model(
     length: int | None = None,
     backbone: Mapping[str, Any] | None = None,
     **options: Any,
-) -> keras.Model:
+) -> Model:
     """Builds keras_hub.models.<name>, with float32 logits of the shape that the run's task needs.
 
     The model of keras-hub, which has its own fit, is inside a plain keras.Model. A bare backbone gets a dense
@@ -112,7 +112,7 @@ def hub_model(
             f"keras_hub.models.{name} cannot be built: {in_one_line(error)}; change "
             "model.backbone, other options of model, or the shape of the examples"
         ) from error
-    return keras.Model(inputs, outputs, name=kind.__name__)
+    return Model(inputs, outputs, name=kind.__name__)
 
 
 def _import_keras_hub() -> ModuleType:
@@ -141,7 +141,7 @@ def _find_class(hub: ModuleType, name: str) -> Any:
         nearest = f"the nearest: {', '.join(names)}"
         raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; {nearest}")
     chosen = classes[name]
-    if issubclass(chosen, hub.models.Task) and chosen.compute_loss is not keras.Model.compute_loss:
+    if issubclass(chosen, hub.models.Task) and chosen.compute_loss is not Model.compute_loss:
         problem = "has a loss of its own, which runs do not use; choose another class"
         raise ConfigError(f"model.name={name} {problem}")
     return chosen
@@ -168,7 +168,7 @@ def _new_backbone(
     chosen: Any,
     options: dict[str, Any],
     facts: Mapping[str, Any],
-) -> keras.Model:
+) -> Model:
     """Builds the class's backbone, with these options and those facts that it takes."""
     kind = getattr(chosen, "backbone_cls", chosen)
     if kind in (None, hub.models.Backbone):
@@ -190,11 +190,11 @@ def _new_backbone(
 
 def _new_task(
     kind: Any,
-    backbone: keras.Model,
+    backbone: Model,
     folder: str | None,
     options: dict[str, Any],
     num_outputs: int | None,
-) -> keras.Model:
+) -> Model:
     """Builds the task model, with the preset's options, those of the run, and the user's."""
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model", options, parameters)
@@ -249,7 +249,7 @@ def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
             )
 
 
-def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tuple[Any, Any]:
+def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[Any, Any]:
     """Makes symbolic inputs of these tf.TensorSpecs, and maps them to the network's; returns both.
 
     A single array is the tokens or the image. Other inputs of a text model are derived from the
@@ -379,17 +379,17 @@ def task_config(folder: str, kind: type) -> dict[str, Any]:
     return {key: value for key, value in saved["config"].items() if key not in parts}
 
 
-def backbone_of(model: keras.Model) -> keras.Model | None:
+def backbone_of(model: Model) -> Model | None:
     """Returns the keras-hub backbone inside a model; None if it has none."""
     return _hub_layer(model, "Backbone")
 
 
-def task_of(model: keras.Model) -> keras.Model | None:
+def task_of(model: Model) -> Model | None:
     """Returns the keras-hub task model, a backbone and a head, inside a model; None if it has none."""
     return _hub_layer(model, "Task")
 
 
-def _hub_layer(model: keras.Model, class_name: str) -> Any:
+def _hub_layer(model: Model, class_name: str) -> Any:
     # If keras-hub was never imported, no model can contain one of its layers.
     hub = sys.modules.get("keras_hub")
     if hub is None:
