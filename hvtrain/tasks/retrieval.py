@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import is_taking_gradients
-from hvtrain.tasks.examples import first_fault
+from hvtrain.tasks.examples import Columns, Fault, first_fault
 from hvtrain.tasks.task import Losses, Metrics, Task, is_integer
 
 
@@ -113,7 +113,7 @@ class Retrieval(Task):
         self._catalogue = np.asarray(source.fact("catalogue", f"task={self.name}"))
         super().prepare(source)
 
-    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+    def fault(self, targets: np.ndarray, source: Source) -> Fault:
         number = len(self._catalogue)
         is_wrong = (targets < 0) | (targets >= number)
         return first_fault(
@@ -144,6 +144,6 @@ class Retrieval(Task):
         for part in parts:
             part.item_vectors = item_vectors
 
-    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+    def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """The score of each pair of query and item."""
         return {"score": np.prod(outputs, axis=1).sum(axis=1)}

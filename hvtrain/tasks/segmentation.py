@@ -11,7 +11,7 @@ from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import class_names
-from hvtrain.tasks.examples import ReviewedExamples, as_bytes, first_fault, png
+from hvtrain.tasks.examples import Columns, Fault, ReviewedExamples, as_bytes, first_fault, png
 from hvtrain.tasks.task import ClassTask, Losses, Metrics
 
 NUM_PICTURES = 6
@@ -86,7 +86,7 @@ class Segmentation(ClassTask):
                 f"images of {image_size} and masks of {mask_size}; resize one of them"
             )
 
-    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+    def fault(self, targets: np.ndarray, source: Source) -> Fault:
         is_wrong = (targets < 0) | (targets >= source.num_classes)
         # No label equals None.
         is_wrong &= targets != self.ignored_label
@@ -97,7 +97,7 @@ class Segmentation(ClassTask):
 
         return first_fault(is_wrong, problem)
 
-    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+    def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         return {"mask": self.decode(outputs)}
 
     def review(
@@ -139,12 +139,11 @@ def _overlaps(
     union: np.ndarray,
     names: Sequence[str],
 ) -> Figure:
-    rows = []
     # A class that occurs nowhere has no IoU, neither 0 nor 1.
-    for name, correct, total in zip(names, intersection, union):
-        iou = f"{correct / total:.3f}" if total else "does not occur"
-        rows.append([name, iou, int(correct)])
-
+    rows = [
+        [name, f"{correct / total:.3f}" if total else "does not occur", int(correct)]
+        for name, correct, total in zip(names, intersection, union)
+    ]
     note = f"Intersection over union of each class's pixels, in {reviewed.description}."
     return Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)
 
