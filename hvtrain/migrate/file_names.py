@@ -160,15 +160,14 @@ def outdated(literals: Literals) -> list[cst.Call]:
         for literal in literals.literals(path)
         if suffix == WEIGHTS
     }
-    calls = []
-    for call, path in literals.read:
-        for literal in literals.literals(path):
-            is_old = _text(literal).endswith((".h5", ".hdf5")) and not _text(literal).endswith(
-                WEIGHTS
-            )
-            if method_of(call) == "load_weights" and is_old and _before_numbers(literal) in written:
-                calls.append(call)
-    return calls
+    return [
+        call
+        for call, path in literals.read
+        for literal in literals.literals(path)
+        if method_of(call) == "load_weights"
+        and re.search(r"(?<!\.weights)\.h5$|\.hdf5$", _text(literal))
+        and _before_numbers(literal) in written
+    ]
 
 
 def _before_numbers(literal: cst.CSTNode) -> str:

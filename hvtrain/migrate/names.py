@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ from hvtrain.migrate.parsing import (
 )
 from hvtrain.migrate.tables import new_name
 
+_RELATED = re.compile(r"(from|import) (tensorflow|keras|horovod|hvtrain)\b")
 # How to write a name that no import of the script provides, and the import that this needs.
 _WRITTEN = {
     "tensorflow": ("tf", "import tensorflow as tf"),
@@ -156,8 +158,7 @@ def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> It
 
     is_plain: the old statement was `import a.b`, not `from a import b`.
     """
-    groups: dict[str, list[str]] = defaultdict(list)
-
+    groups = defaultdict(list)
     for item, name in zip(imported, new_names):
         if is_plain and not item.alias:
             groups[""].append(name)
@@ -197,12 +198,9 @@ def with_import(text: str, line: str) -> str:
     if any(ast.unparse(node) == line for node in imports):
         return text
 
-    related = ("tensorflow", "keras", "horovod", "hvtrain")
-    modules = [getattr(node, "module", None) or node.names[0].name for node in imports]
-    pairs = [(node, module) for node, module in zip(imports, modules) if module != "__future__"]
+    others = [node for node in imports if getattr(node, "module", "") != "__future__"]
     # Above the first related import, or else above the last of all.
-    below = [node for node, module in pairs if module.partition(".")[0] in related]
-    below = below or [node for node, _ in pairs[-1:]]
+    below = [node for node in others if _RELATED.match(ast.unparse(node))] or others[-1:]
     # Not splitlines(), which also splits at form feeds: Python's line numbers do not count them.
     lines = io.StringIO(text, newline="").readlines()
     if below:

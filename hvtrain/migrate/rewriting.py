@@ -166,12 +166,11 @@ class Pinning(Pass):
         """True if other statements use a name that these assign, such as a session's config."""
         here = names_used("".join(code_of(statement) for statement in statements))
 
-        assigned = {
-            name.value
+        assigned = [
+            assign.target.value
             for statement in statements
-            for target in m.findall(statement, m.AssignTarget(target=m.Name()))
-            for name in m.findall(target, m.Name())
-        }
+            for assign in m.findall(statement, m.AssignTarget(target=m.Name()))
+        ]
         return any(self.used[name] > here[name] for name in assigned)
 
 

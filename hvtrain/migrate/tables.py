@@ -153,8 +153,8 @@ def nearest(name: str) -> str:
 @functools.cache
 def names_of_hvtrain() -> frozenset[str]:
     """The public names of hvtrain.keras."""
-    tree = ast.parse((Path(__file__).parents[1] / "keras/__init__.py").read_text())
-    for node in tree.body:
+    file = Path(__file__).parents[1] / "keras/__init__.py"
+    for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return frozenset(ast.literal_eval(node.value))
     raise AssertionError("hvtrain.keras has no __all__")

@@ -147,12 +147,11 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
     """The run's data set, or a synthetic one of the same shape if it is not on this machine."""
     if examples is None:
         try:
-            source: Source = build(config, "dataset", Source)
+            return build(config, "dataset", Source)
         except DataError as error:
             raise DataError(
                 f"{error}; for a data set on other machines give --examples N"
             ) from error
-        return source
 
     # The stand-in is named after the data set that it stands for.
     name = str(config.dataset["_target_"]).split(".")[-1]
@@ -223,5 +222,4 @@ def gradients(model: keras.Model) -> list[Gradient]:
         for variable in reversed(variables):
             in_order.append(Gradient(num_bytes([variable]), work, tuple(variable.shape)))
             work = 0.0
-
     return in_order

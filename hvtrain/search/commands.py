@@ -19,14 +19,6 @@ from hvtrain.errors import ConfigError
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, positive
 
-FIND_LR_EPILOG = f"""\
-{RUN_SETTINGS}
-
-examples:
-  python -m hvtrain find_lr model=cnn dataset=fashion_mnist                 one process
-  horovodrun -np 4 python -m hvtrain find_lr optimizer=adam --highest 0.1   the rate for four ranks
-"""
-
 
 def find_lr() -> int:
     """Composes the run, trains with growing rates, and prints the suggestion on rank 0."""
@@ -37,7 +29,10 @@ Trains some steps on all ranks while the learning rate grows from --lowest to --
 until the loss rises to several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and
 prints the optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer.
 A schedule's warm-up and decay are applied to this rate.""",
-        FIND_LR_EPILOG,
+        """\
+  python -m hvtrain find_lr model=cnn dataset=fashion_mnist                 one process
+  horovodrun -np 4 python -m hvtrain find_lr optimizer=adam --highest 0.1   the rate for four ranks
+""",
     )
     add_number(parser, "--steps", at_least(10), "steps of the test", 100)
     add_number(parser, "--lowest", positive, "first rate", 1e-5, "RATE")
@@ -101,13 +96,13 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
     )
 
 
-def _trial_parser(command: str, description: str, epilog: str) -> Parser:
+def _trial_parser(command: str, description: str, examples: str) -> Parser:
     """Makes a parser with the options that both commands have."""
     parser = Parser(
         f"python -m hvtrain {command}",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description=description,
-        epilog=epilog,
+        epilog=f"{RUN_SETTINGS}\n\nexamples:\n{examples}",
     )
     parser.add_argument(
         "--output",
@@ -119,13 +114,6 @@ def _trial_parser(command: str, description: str, epilog: str) -> Parser:
     return parser
 
 
-FIND_BATCH_EPILOG = f"""\
-{RUN_SETTINGS}
-
-examples:
-  python -m hvtrain find_batch model=cnn dataset=fashion_mnist           one process
-  horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
-"""
 # So low that weights hardly change, and no size diverges.
 LEARNING_RATE = 1e-9
 # Calls of the graph with each size, of --steps steps each. The first is a warm-up.
@@ -141,7 +129,10 @@ Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size
 than the data set has. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
 that fits, and the fastest: the smallest within 3% of the most examples/s. Writes batch.json and a picture, batch.png.
 A size that would exceed the memory of the host or of its container is not begun.""",
-        FIND_BATCH_EPILOG,
+        """\
+  python -m hvtrain find_batch model=cnn dataset=fashion_mnist           one process
+  horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
+""",
     )
     add_number(parser, "--first", at_least(1), "first size, of a rank", 1)
     add_number(parser, "--largest", at_least(1), "largest size to try; default: as many as fit")

@@ -246,13 +246,17 @@ def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
     return next((trial for trial in ranked(trials, direction) if trial["state"] == FINISHED), None)
 
 
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Returns searched settings as on the command line of a trial."""
+    return [override(name, value) for name, value in settings.items()]
+
+
 def train_command(
     launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]
 ) -> str:
     """Returns the command that trains with these settings again, in a run folder of its own."""
-    searched = [override(name, value) for name, value in settings.items()]
     # The command is printed and saved, so it hides secrets, which the user has to fill in.
-    return command_line("launch", [*launcher, "--", *overrides, *searched])
+    return command_line("launch", [*launcher, "--", *overrides, *as_overrides(settings)])
 
 
 def results_table(results: Results) -> list[list[str]]:

@@ -29,6 +29,7 @@ from hvtrain.search.search_space import MAX, MIN, Goal, SearchSpace, goal_of, re
 from hvtrain.search.study import (
     IsHopeless,
     Study,
+    as_overrides,
     best_of,
     in_short,
     result_lines,
@@ -132,13 +133,7 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
                 f"{argument} came, and {space.path} searches that setting; leave it out of one of them"
             )
 
-    configs = []
-    for example in space.examples():
-        # As on the command line of a trial.
-        searched = [override(name, value) for name, value in example.items()]
-        configs.append(composed([*overrides, *searched]))
-
-    return configs
+    return [composed([*overrides, *as_overrides(example)]) for example in space.examples()]
 
 
 def _take(lock: RunLock, folder: Path) -> None:
@@ -287,12 +282,11 @@ class Trials:
         )
 
     def _command(self, number: int, settings: dict[str, Any]) -> list[str]:
-        searched = [override(name, value) for name, value in settings.items()]
         # The user waits for the sweep as a whole, so its trials send no notices.
         own = [override("run.dir", str(self._run_folder(number))), "notify=[]"]
         # Through the launcher, which ends all ranks of a pruned trial.
         launch = [sys.executable, "-m", "hvtrain", "launch", *self.launcher, "--"]
-        return [*launch, *self.overrides, *searched, *own]
+        return [*launch, *self.overrides, *as_overrides(settings), *own]
 
     def _run_folder(self, number: int) -> Path:
         return self.folder / f"trial-{number}"

@@ -235,16 +235,14 @@ def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any
 
     Returns the indices of those that have not accepted it in time.
     """
-    taken: set[int] = set()
+    failed = set(range(len(servers)))
 
     def send_to(index: int) -> None:
         if servers[index].notify(**notice):
-            taken.add(index)
+            failed.discard(index)
 
     # One slow server must not keep the others waiting.
-    threads = [
-        threading.Thread(target=send_to, args=[index], daemon=True) for index in range(len(servers))
-    ]
+    threads = [threading.Thread(target=send_to, args=[index], daemon=True) for index in failed]
     for thread in threads:
         thread.start()
 
@@ -252,7 +250,7 @@ def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
-    return [index for index in range(len(servers)) if index not in taken]
+    return sorted(failed)
 
 
 def write_answer(indices: list[int]) -> None:
