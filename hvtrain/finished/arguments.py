@@ -45,7 +45,7 @@ class FinishedConfig:
     folder: Path
     config: RunConfig
     arguments: dict[str, str]
-    has_own_data: bool = True
+    has_own_data: bool
 
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
         """Returns the argument of that name. Raises ConfigError if its value is not allowed."""

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import keras
@@ -70,7 +69,7 @@ def hub_model(
         ConfigError: keras-hub, the class or the preset is missing, or options are invalid.
     """
     hub = _import_keras_hub()
-    chosen = _find_class(hub, name)
+    chosen = _find_class(name)
     is_task = issubclass(chosen, hub.models.Task)
     backbone_options = dict(backbone or {})
     dropout = 0.0
@@ -98,9 +97,9 @@ def hub_model(
                 **backbone_options,
             )
         else:
-            network = _new_backbone(hub, chosen, backbone_options, facts)
+            network = _new_backbone(chosen, backbone_options, facts)
         _check_size(network, facts)
-        kind = _class_for_backbone(hub, chosen, type(network))
+        kind = _class_for_backbone(chosen, type(network))
         if is_task:
             network = _new_task(kind, network, folder, options, num_outputs)
         inputs, named_inputs = fit_inputs(network, input_spec, padding_token)
@@ -115,7 +114,7 @@ def hub_model(
     return Model(inputs, outputs, name=kind.__name__)
 
 
-def _import_keras_hub() -> ModuleType:
+def _import_keras_hub() -> Any:
     try:
         import keras_hub
     except ImportError as error:
@@ -126,33 +125,36 @@ def _import_keras_hub() -> ModuleType:
     return keras_hub
 
 
-def _classes(hub: ModuleType) -> dict[str, Any]:
+def _classes() -> dict[str, Any]:
     """Returns the classes of backbones and tasks, by name."""
-    bases = (hub.models.Backbone, hub.models.Task)
-    classes = inspect.getmembers(hub.models, inspect.isclass)
+    from keras_hub import models
+
+    bases = (models.Backbone, models.Task)
+    classes = inspect.getmembers(models, inspect.isclass)
     return {name: kind for name, kind in classes if issubclass(kind, bases)}
 
 
-def _find_class(hub: ModuleType, name: str) -> Any:
-    classes = _classes(hub)
+def _find_class(name: str) -> Any:
+    classes = _classes()
     if name not in classes:
         # If no name is near, two examples show what such names look like.
         names = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
         nearest = f"the nearest: {', '.join(names)}"
         raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; {nearest}")
     chosen = classes[name]
-    if issubclass(chosen, hub.models.Task) and chosen.compute_loss is not Model.compute_loss:
+    is_task = hasattr(chosen, "backbone_cls")
+    if is_task and chosen.compute_loss is not Model.compute_loss:
         problem = "has a loss of its own, which runs do not use; choose another class"
         raise ConfigError(f"model.name={name} {problem}")
     return chosen
 
 
-def _class_for_backbone(hub: ModuleType, chosen: Any, backbone: type) -> Any:
+def _class_for_backbone(chosen: Any, backbone: type) -> Any:
     """Returns the chosen class, or its subclass for that backbone.
 
     TextClassifier with a BertBackbone becomes BertTextClassifier.
     """
-    kinds = set(_classes(hub).values())
+    kinds = set(_classes().values())
     suitable = {kind for kind in kinds if backbone in (kind, getattr(kind, "backbone_cls", None))}
     matches = {chosen} & suitable or {kind for kind in suitable if issubclass(kind, chosen)}
     if len(matches) != 1:
@@ -164,15 +166,14 @@ def _class_for_backbone(hub: ModuleType, chosen: Any, backbone: type) -> Any:
 
 
 def _new_backbone(
-    hub: ModuleType,
     chosen: Any,
     options: dict[str, Any],
     facts: Mapping[str, Any],
 ) -> Model:
     """Builds the class's backbone, with these options and those facts that it takes."""
     kind = getattr(chosen, "backbone_cls", chosen)
-    if kind in (None, hub.models.Backbone):
-        subclasses = {kind for kind in _classes(hub).values() if issubclass(kind, chosen)}
+    if kind is None or kind.__name__ == "Backbone":
+        subclasses = {kind for kind in _classes().values() if issubclass(kind, chosen)}
         examples = sorted(kind.__name__ for kind in subclasses - {chosen})[:4]
         raise ConfigError(
             f"model.name={chosen.__name__} is a kind of models; choose one, such as "

@@ -69,7 +69,7 @@ def main() -> int:
     )
 
     make_output(folder, may_hold_files=True)
-    print("\n".join(report.run_lines(run, options.overrides, options.ranks_per_host)), flush=True)
+    print("\n".join(report.run_lines(run, options)), flush=True)
 
     # After the lines above are printed: measuring takes a while, and may fail.
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
@@ -83,7 +83,7 @@ def main() -> int:
             rules = replace(rules, cycle_seconds=0.0)
 
         work = Work(step_seconds, run.messages)
-        accumulate = run.config.train.accumulate
+        accumulate = config.train.accumulate
         own = method_of(config.strategy)
         methods = METHODS if options.advise else ()
         # Ranks of a host share its cores.

@@ -25,8 +25,6 @@ CURVES_FILE = "curves.png"
 _DIFF_LEFT_OUT = (
     f"Their diff is left out here, since a tracker gets this page; {STARTS_FILE} has it."
 )
-# Lines of the run's description that the page shows elsewhere.
-_SHOWN_ELSEWHERE = ("versions", "devices", "differs", "run folder", "resumed", "changed")
 
 
 def write_report(folder: Path, with_diff: bool = True) -> None:
@@ -69,7 +67,6 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
     if git and not with_diff:
         # The names of changed files stay: they show that the commit alone does not reproduce the run.
         git = {**git, "diff": _DIFF_LEFT_OUT}
-    description = start.get("described", {})
     # The result has the full phrases; the description of the start shortens them.
     data = run.result.get("data") or {}
 
@@ -83,9 +80,6 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
         proof=_proof(run.result.get("proof")),
         again=_command_again(run),
         data=[(label, ", ".join(phrases)) for label, phrases in data.items()],
-        described=[
-            item for item in description.items() if item[0] not in (*_SHOWN_ELSEWHERE, *data)
-        ],
         hosts=[
             f"{host} ({count} rank{'s' * (count > 1)})"
             for host, count in start.get("hosts", {}).items()

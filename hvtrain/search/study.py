@@ -75,7 +75,7 @@ class Study:
 
         # Its log lines would appear between those of the sweep.
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self._optuna = optuna
+
         self._states = optuna.trial.TrialState
         self._space = space
         self._distributions = {
@@ -120,11 +120,11 @@ class Study:
         values = {trial.value for trial in self._trials_in(self._states.COMPLETE)}
         if len(values) < LEAST_TO_COMPARE:
             return {}
-        importance = self._optuna.importance
-        # Its trees are random; with a seed the same trials give the same shares.
-        evaluator = importance.FanovaImportanceEvaluator(seed=0)
-        shares = importance.get_param_importances(self._study, evaluator=evaluator)
+        from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
+        # Its trees are random; with a seed the same trials give the same shares.
+        evaluator = FanovaImportanceEvaluator(seed=0)
+        shares = get_param_importances(self._study, evaluator=evaluator)
         return {name: float(share) for name, share in shares.items()}
 
     def try_next(self, run: RunTrial) -> Any:

@@ -254,7 +254,7 @@ def class_names(source: Source, number: int) -> list[str]:
     return [str(name) for name in names]
 
 
-def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.Loss:
+def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
     """Returns a copy of a sparse cross-entropy that also takes mixed classes, and smooths targets in training.
 
     Targets of the same rank as the outputs hold each class's share; others are class indices. Keras
