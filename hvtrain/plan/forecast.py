@@ -130,16 +130,17 @@ def forecast(
     # The base strategy, a single process, does not start Horovod.
     model = build_model(config, source, open_task(config, source), plan, Strategy())
 
+    batch_size = max(plan.batch_sizes)
     return Forecast(
-        config=config,
-        plan=plan,
-        schedule=schedule,
-        source=source,
-        footprint=footprint(model, max(plan.batch_sizes), num_ranks),
-        gradients=gradients(model),
-        row_bytes=_row_bytes(model) * max(plan.batch_sizes),
-        model_name=model.name,
-        num_parameters=model.count_params(),
+        config,
+        plan,
+        schedule,
+        source,
+        footprint(model, batch_size, num_ranks),
+        gradients(model),
+        _row_bytes(model) * batch_size,
+        model.name,
+        model.count_params(),
     )
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.run_files import STARTS_FILE, proof_in_words
+from hvtrain.core.run_files import proof_in_words
 from hvtrain.core.step_plan import MOST_LEFT_OUT, share_of_progress
 from hvtrain.core.version import VERSION
 from hvtrain.errors import in_one_line
@@ -22,9 +22,6 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 REPORT_FILE = "report.html"
 CURVES_FILE = "curves.png"
-_DIFF_LEFT_OUT = (
-    f"Their diff is left out here, since a tracker gets this page; {STARTS_FILE} has it."
-)
 
 
 def write_report(folder: Path, with_diff: bool = True) -> None:
@@ -63,23 +60,14 @@ def write_page(run: RunFiles, path: Path, with_diff: bool = True) -> list[Path]:
 def html(run: RunFiles, with_diff: bool = True) -> str:
     """Returns the page of a run, with or without the uncommitted changes of the user's checkout."""
     start = run.last_start
-    git = start.get("git")
-    if git and not with_diff:
-        # The names of changed files stay: they show that the commit alone does not reproduce the run.
-        git = {**git, "diff": _DIFF_LEFT_OUT}
-    # The result has the full phrases; the description of the start shortens them.
-    data = run.result.get("data") or {}
-
     return render(
         "page.html.j2",
         title=run.name,
         run=run,
         start=start,
-        git=git,
+        with_diff=with_diff,
         drawn=[(chart.title, svg(chart)) for chart in charts_of(run)],
-        proof=_proof(run.result.get("proof")),
         again=_command_again(run),
-        data=[(label, ", ".join(phrases)) for label, phrases in data.items()],
         hosts=[
             f"{host} ({count} rank{'s' * (count > 1)})"
             for host, count in start.get("hosts", {}).items()
@@ -120,9 +108,15 @@ def _templates(folder: Path) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"yaml": yaml_text, "scatter": scatter_svg, "state": state_text, "duration": duration}
+    filters = {
+        "yaml": yaml_text,
+        "scatter": scatter_svg,
+        "state": state_text,
+        "duration": duration,
+        "proof_in_words": proof_in_words,
+    }
     environment.filters.update(filters)
-    environment.globals.update(share_of_progress=share_of_progress)
+    environment.globals.update(share_of_progress=share_of_progress, MOST_LEFT_OUT=MOST_LEFT_OUT)
     return environment
 
 
@@ -142,20 +136,6 @@ def yaml_text(value: Any) -> str:
         return str(value).lower()
 
     return str(value)
-
-
-def _proof(proof: dict[str, Any] | None) -> list[tuple[str, bool]]:
-    """Returns a capitalized line for each item of the proof, and whether it is proved."""
-    if not proof:
-        return []
-    unproved = ["not compared", "nothing to prove"]
-    least = (1 - MOST_LEFT_OUT) * proof["examples"]
-    if any(count < least for count in proof["examples_each_epoch"]):
-        unproved.append("samples seen")
-    return [
-        (line[:1].upper() + line[1:], not any(text in line for text in unproved))
-        for line in proof_in_words(proof).split("; ")
-    ]
 
 
 def _command_again(run: RunFiles) -> str:
