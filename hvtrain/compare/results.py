@@ -267,12 +267,9 @@ def _megabytes(num_bytes: int | None) -> str:
 
 def html(comparison: Record) -> str:
     """Returns the self-contained page of a comparison, given the content of compare.json."""
-    strategies = comparison["strategies"]
-    names = (entry["name"] for entry in strategies)
     return render(
         "compare.html.j2",
         Path(__file__).parent,
-        title=f"Strategies compared: {', '.join(names)}",
         comparison=comparison,
         overview=table(comparison),
         drawn=[(title, page_svg(title, draw, *_CHART_SIZE)) for title, draw in panels(comparison)],

@@ -241,7 +241,7 @@ def by_name(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 # By format: the functions that write a model to a path, and that open it as other programs would.
-FORMATS: dict[str, tuple[Callable[[Model, Path], None], Callable[[Path], Runtime]]] = {
+FORMATS: dict[str, tuple[Any, Callable[[Path], Runtime]]] = {
     "keras": (Model.save, _open_keras),
     "savedmodel": (_write_saved_model, _open_saved_model),
     "onnx": (_write_onnx, _open_onnx),

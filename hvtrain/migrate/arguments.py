@@ -25,9 +25,8 @@ from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
 KERAS_MODELS = ("Sequential", "Model")
 # hvd.allreduce(x, False)
-_AVERAGES = m.Call(
-    args=[m.Arg(), m.Arg(m.Name("True") | m.Name("False"), keyword=None), m.ZeroOrMore()]
-)
+_BOOLEAN = m.Name("True") | m.Name("False")
+_AVERAGES = m.Call(args=[m.Arg(), m.Arg(_BOOLEAN, keyword=None), m.ZeroOrMore()])
 OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
 
@@ -256,9 +255,7 @@ def _warmup(call: Call) -> Call:
         return with_args(call, [keyword("initial_lr", expression("None")), *call.args])
     is_whole = first.keyword is None and m.matches(first.value, m.Integer())
     second = argument(call, "warmup_epochs", 1)
-    has_epochs = second is not None and not m.matches(
-        second.value, m.Name("True") | m.Name("False")
-    )
+    has_epochs = second is not None and not m.matches(second.value, _BOOLEAN)
     if is_whole and not has_epochs:
         return with_args(call, [Arg(expression("None")), *call.args])
     return call

@@ -5,6 +5,7 @@ from collections import Counter
 
 import libcst as cst
 import libcst.matchers as m
+from libcst import Call
 from libcst.metadata import MetadataWrapper
 
 from hvtrain.migrate.file_names import WEIGHTS, Literals, outdated
@@ -77,7 +78,7 @@ class _Undecided(Literals):
         self._names = names_used(text)
         # The name that a callback is assigned to; "" without one.
         self._target = ""
-        self._writers: list[tuple[cst.Call, str]] = []
+        self._writers: list[tuple[Call, str]] = []
         # Loop variables over the weights of a model.
         self._weights: set[str] = set()
         self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
@@ -167,7 +168,7 @@ class _Undecided(Literals):
 
     visit_CompFor = visit_For
 
-    def _name_of_a_weight(self, node: cst.Comparison | cst.Call) -> None:
+    def _name_of_a_weight(self, node: cst.Comparison | Call) -> None:
         """Reports code that looks for the name of a layer in the name of a weight."""
         # Names of Keras's own weights (kernel, bias) mean the same as before.
         texts = [code_of(text).strip("'\"") for text in m.findall(node, m.SimpleString())]
@@ -184,7 +185,7 @@ class _Undecided(Literals):
 
     visit_Comparison = _name_of_a_weight
 
-    def visit_Call(self, node: cst.Call) -> None:
+    def visit_Call(self, node: Call) -> None:
         super().visit_Call(node)
         name = self.imported(node.func)
         for removed, fix in entries(REMOVED_ARGUMENTS, name, method_of(node)).items():
@@ -215,7 +216,7 @@ class _Undecided(Literals):
         if not name and isinstance(node.func, cst.Attribute):
             self._method(node, node.func)
 
-    def _schedule(self, node: cst.Call) -> None:
+    def _schedule(self, node: Call) -> None:
         """Reports a multiplier that may be a number, which used to be a factor, not the base of a power."""
         initial_lr = argument(node, "initial_lr", 0)
         multiplier = argument(node, "multiplier", 1)
@@ -234,7 +235,7 @@ class _Undecided(Literals):
                 f"if {code} is a number, older versions took it as a factor; write lambda epoch: {code}",
             )
 
-    def _warmup(self, node: cst.Call) -> None:
+    def _warmup(self, node: Call) -> None:
         """Reports a first argument that may be warmup_epochs, which came first before Horovod 0.20."""
         first = argument(node, "initial_lr", 0)
         if first is None or first.keyword or argument(node, "warmup_epochs", 1):
@@ -247,7 +248,7 @@ class _Undecided(Literals):
                 f"initial_lr=None, warmup_epochs={code}",
             )
 
-    def _method(self, node: cst.Call, func: cst.Attribute) -> None:
+    def _method(self, node: Call, func: cst.Attribute) -> None:
         method = func.attr.value
         if method in self.methods:
             self.report(node, f"{method} {self.methods[method]}")
@@ -276,7 +277,7 @@ class _Undecided(Literals):
         if method == "save_weights" or saves_model:
             self._written_by_all(node, "put it under if hvd.rank() == 0")
 
-    def _callback(self, node: cst.Call, name: str) -> None:
+    def _callback(self, node: Call, name: str) -> None:
         if name in _DECIDE and any(self._conditions):
             self.report(
                 node, f"{name} on rank 0 alone would part it from the others; use it on all ranks"
@@ -287,11 +288,11 @@ class _Undecided(Literals):
         elif name in _WRITERS:
             self._written_by_all(node, "use this callback on rank 0 only")
 
-    def _optimizer(self, node: cst.Call) -> None:
+    def _optimizer(self, node: Call) -> None:
         rate = argument(node, "learning_rate", 0)
         values = [rate.value, *self.values.get(dotted(rate.value), [])] if rate else []
         if any(
-            isinstance(value, cst.Call) and self.imported(value.func) == "tensorflow.Variable"
+            isinstance(value, Call) and self.imported(value.func) == "tensorflow.Variable"
             for value in values
         ):
             self.report(
@@ -305,7 +306,7 @@ class _Undecided(Literals):
             if any(re.search(r"\blr['\"]?\s*[:=]", code_of(option)) for option in options):
                 self.report(node, "lr in these arguments is learning_rate on Keras 3; rename it")
 
-    def _written_by_all(self, node: cst.Call, fix: str) -> None:
+    def _written_by_all(self, node: Call, fix: str) -> None:
         if self.uses_horovod and not any(self._conditions):
             self.report(node, f"all ranks would write the same file; {fix}")
 

@@ -34,16 +34,6 @@ if TYPE_CHECKING:
 
 # A run counts the first ten steps as its warm-up (training/callbacks/epochs.py).
 MEASURED_STEPS = 30
-EPILOG = f"""\
-{RUN_SETTINGS}
-
-examples:
-  python -m hvtrain plan -np 512 --ranks-per-host 4 --step-seconds 0.3 --link-gbits 25 \\
-      model=resnet50 dataset=synthetic train.batch_size=64
-  python -m hvtrain plan -np 2 --measure --calibrate allreduce/.../allreduce.json model=cnn
-
-docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.
-"""
 
 
 def main() -> int:
@@ -189,7 +179,16 @@ def _parser() -> Parser:
 Says before anything is started what a run on N ranks will be: global batch, learning rate, steps, memory, checkpoints
 and the line that starts it; and, from one rank's step time and the links, how long a step takes on 1 to N ranks.
 Nothing is trained or reduced.""",
-        epilog=EPILOG,
+        epilog=f"""\
+{RUN_SETTINGS}
+
+examples:
+  python -m hvtrain plan -np 512 --ranks-per-host 4 --step-seconds 0.3 --link-gbits 25 \\
+      model=resnet50 dataset=synthetic train.batch_size=64
+  python -m hvtrain plan -np 2 --measure --calibrate allreduce/.../allreduce.json model=cnn
+
+docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.
+""",
     )
     option = parser.add_argument
     option("-np", type=at_least(1), required=True, metavar="N", help="ranks")

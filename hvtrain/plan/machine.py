@@ -60,9 +60,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     """
     from scipy.optimize import nnls  # Takes half a second, and only --calibrate needs it.
 
-    ranks = np.array([measurement.num_ranks for measurement in measurements])
-    sizes = np.array([measurement.num_bytes for measurement in measurements], float)
-    seconds = np.array([measurement.seconds for measurement in measurements], float)
+    rows = [(each.num_ranks, each.num_bytes, each.seconds) for each in measurements]
+    ranks, sizes, seconds = np.array(rows, float).reshape(-1, 3).T
     if len(set(sizes)) < 2 or ranks.min() < 2:
         raise ConfigError(
             f"{len(measurements)} measured allreduces cannot give latency and bandwidth; "

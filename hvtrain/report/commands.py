@@ -91,7 +91,6 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
 
     return render(
         "comparison.html.j2",
-        title=f"{len(runs)} runs",
         runs=list(zip(labels, runs)),
         metrics=metrics,
         bests=bests,

@@ -62,7 +62,6 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
     start = run.last_start
     return render(
         "page.html.j2",
-        title=run.name,
         run=run,
         start=start,
         with_diff=with_diff,

@@ -46,19 +46,6 @@ from hvtrain.system.secrets import command_line, without_secrets
 from hvtrain.system.text import duration
 
 SECONDS_BETWEEN_LOOKS = 0.5
-EPILOG = f"""\
-{RUN_SETTINGS}
-SPACE is one of conf/sweep, of the folder sweep of --config-dir, or a YAML file:
-  optimizer.learning_rate: {{low: 1.0e-4, high: 1.0e-1, log: true}}
-  model.dropout: {{low: 0.0, high: 0.5, step: 0.1}}
-  optimizer: {{choices: [adam, sgd]}}
-
-examples:
-  python -m hvtrain sweep sweep=optimizer trials=20 -np 2 dataset=digits dataset.num_validation=300
-  python -m hvtrain sweep sweep=my.yaml trials=50 -np 8 -H s1:4,s2:4 --metric val_loss model=resnet50 ...
-
-The same command again goes on with a sweep that was ended; docs/sweep.md has more.
-"""
 
 
 def main() -> int:
@@ -160,7 +147,19 @@ def _parser() -> Parser:
 Trains with one choice of settings after the other, each on N ranks, and finds good ones by optuna (TPE). Ends trials
 that lag behind the median of the others. Writes sweep.csv, sweep.json and sweep.png, and prints the line that trains
 with the best settings again. trials: results in all, those that are there included; default: 20.""",
-        epilog=EPILOG,
+        epilog=f"""\
+{RUN_SETTINGS}
+SPACE is one of conf/sweep, of the folder sweep of --config-dir, or a YAML file:
+  optimizer.learning_rate: {{low: 1.0e-4, high: 1.0e-1, log: true}}
+  model.dropout: {{low: 0.0, high: 0.5, step: 0.1}}
+  optimizer: {{choices: [adam, sgd]}}
+
+examples:
+  python -m hvtrain sweep sweep=optimizer trials=20 -np 2 dataset=digits dataset.num_validation=300
+  python -m hvtrain sweep sweep=my.yaml trials=50 -np 8 -H s1:4,s2:4 --metric val_loss model=resnet50 ...
+
+The same command again goes on with a sweep that was ended; docs/sweep.md has more.
+""",
     )
     option = parser.add_argument
     add_number(parser, "-np", at_least(1), "ranks of a trial", 2)
