@@ -22,7 +22,7 @@ ENDS = {
     # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280 channels.
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
-STRIDES = (8, 16, 32)
+
 # Filters of the low-level features, few enough not to outweigh the others (the paper's table 1).
 LOW_FILTERS = 48
 
@@ -64,7 +64,19 @@ def deeplabv3plus(
         ConfigError: an unknown backbone or stride, or a momentum outside 0 ... 1. Other arguments
             are checked by Keras's layers, which raise ValueError or TypeError.
     """
-    _check(backbone, output_stride, norm_momentum)
+    if backbone not in ENDS:
+        raise ConfigError(
+            f"deeplabv3plus was given backbone={backbone}; {nearest(str(backbone), list(ENDS))}"
+        )
+    if output_stride not in (8, 16, 32):
+        raise ConfigError(
+            f"deeplabv3plus was given output_stride={output_stride}; it needs 8, 16 or 32"
+        )
+    if not 0 < norm_momentum < 1:
+        raise ConfigError(
+            f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a fraction, such as 0.9"
+        )
+
     image = keras.Input(image_shape, name="image")
     trunk = body(image_shape, backbone, **options)
     # The backbone again, with another stride.
@@ -121,21 +133,6 @@ def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
             (padding,) = parents
             changes[padding.name] = {"padding": rate * (size // 2)}
     return changes
-
-
-def _check(backbone: str, output_stride: int, norm_momentum: float) -> None:
-    if backbone not in ENDS:
-        raise ConfigError(
-            f"deeplabv3plus was given backbone={backbone}; {nearest(str(backbone), list(ENDS))}"
-        )
-    if output_stride not in STRIDES:
-        raise ConfigError(
-            f"deeplabv3plus was given output_stride={output_stride}; it needs 8, 16 or 32"
-        )
-    if not 0 < norm_momentum < 1:
-        raise ConfigError(
-            f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a fraction, such as 0.9"
-        )
 
 
 def _pyramid(features: Any, filters: int, rates: Sequence[int]) -> Any:

@@ -144,8 +144,9 @@ def _find_class(name: str) -> Any:
     chosen = classes[name]
     is_task = hasattr(chosen, "backbone_cls")
     if is_task and chosen.compute_loss is not Model.compute_loss:
-        problem = "has a loss of its own, which runs do not use; choose another class"
-        raise ConfigError(f"model.name={name} {problem}")
+        raise ConfigError(
+            f"model.name={name} has a loss of its own, which runs do not use; choose another class"
+        )
     return chosen
 
 

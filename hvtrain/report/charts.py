@@ -250,8 +250,7 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
         _draw(chart, axes)
 
     panels = [(chart.title, partial(draw, chart=chart)) for chart in charts]
-    columns = min(3, len(charts))
-    write_panels(panels, path, columns, (_WIDTH, _HEIGHT + 0.3), dpi=110)
+    write_panels(panels, path, min(3, len(charts)), (_WIDTH, _HEIGHT + 0.3), dpi=110)
 
 
 def _with_points(charts: Iterable[Chart]) -> list[Chart]:

@@ -211,8 +211,7 @@ class Goal:
         """
         # The newest start: an earlier one may have had other settings.
         last = starts[-1] if starts else {}
-        directions = {1: MAX, -1: MIN}
-        of_task = directions.get(last.get("sign", 0), self.direction)
+        of_task = {1: MAX, -1: MIN}.get(last.get("sign", 0), self.direction)
         if not self.is_explicit and last.get("best") == self.metric and of_task != self.direction:
             raise ConfigError(
                 f"{self.metric} looked like one whose {self.direction} is best, and the task says {of_task}; add "

@@ -55,8 +55,7 @@ class InBatchSoftmax(keras.losses.Loss):
             return tf.nn.sparse_softmax_cross_entropy_with_logits(targets, scores)
 
         items = self.joint_batch(targets)
-        vectors = self.joint_batch(y_pred[:, 1])
-        scores = queries @ tf.transpose(vectors)
+        scores = queries @ tf.transpose(self.joint_batch(y_pred[:, 1]))
         own = tf.reduce_sum(queries * y_pred[:, 1], axis=1)
         # The query's own item is in the first column, and is masked in all others.
         others = tf.where(targets[:, None] == items, scores.dtype.min, scores)

@@ -69,12 +69,13 @@ class Notice:
             raise ConfigError(f"notify needs apprise, which is not installed; install: {INSTALL}")
 
         self._addresses = list(chosen)
-        variables = {
-            name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCH)
-        }
         sender = subprocess.Popen(
             [sys.executable, "-m", "hvtrain.trackers.notice", str(os.getpid())],
-            env=variables,
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(_OF_A_LAUNCH)
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # apprise may write secrets there, and launchers wait until it is closed.
