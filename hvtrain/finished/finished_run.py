@@ -92,8 +92,7 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
     """Joins the launcher's ranks, on Horovod by default, and leaves them at the end (every rank)."""
     strategy = strategy or HorovodStrategy()
     with report_failures(strategy):
-        topology = strategy.start()
-        console.start_log(topology.is_chief)
+        console.start_log(strategy.start().is_chief)
         # The log of a run's start would only hide the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         strategy.start_watchdog(config.watchdog.abort_seconds)
