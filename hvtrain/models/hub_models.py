@@ -142,8 +142,7 @@ def _find_class(name: str) -> Any:
         nearest = f"the nearest: {', '.join(names)}"
         raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; {nearest}")
     chosen = classes[name]
-    is_task = hasattr(chosen, "backbone_cls")
-    if is_task and chosen.compute_loss is not Model.compute_loss:
+    if hasattr(chosen, "backbone_cls") and chosen.compute_loss is not Model.compute_loss:
         raise ConfigError(
             f"model.name={name} has a loss of its own, which runs do not use; choose another class"
         )

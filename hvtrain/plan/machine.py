@@ -152,7 +152,7 @@ def machine_of(
     for measurements in files:
         reduced = [measurement for measurement in measurements if not measurement.kind]
         others += [measurement for measurement in measurements if measurement.kind]
-        groups[machine.slowest(measurements[0].num_ranks)] += reduced
+        groups[machine.slowest(measurements[0].num_ranks)].extend(reduced)
 
     # Fitted by link: the same link may be measured on several numbers of ranks.
     for name, measurements in groups.items():
