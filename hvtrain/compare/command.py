@@ -20,17 +20,6 @@ from hvtrain.system.host_facts import processor, versions
 from hvtrain.system.secrets import command_line, without_secrets
 from hvtrain.system.text import aligned
 
-EPILOG = f"""\
-{RUN_SETTINGS}
-A strategy with settings of its own is written NAME@SETTING=VALUE@...
-
-examples:
-  python -m hvtrain compare strategy=single,horovod,multi_worker_mirrored -np 2 model=cnn dataset=fashion_mnist
-  python -m hvtrain compare strategy=horovod,horovod@compression=fp16 -np 8 -H s1:4,s2:4 --speed-only model=resnet50 ...
-
-docs/compare.md has the method, and measured comparisons.
-"""
-
 
 def main() -> int:
     """Checks all runs, then starts them one after another. Returns 1 if one of them failed."""
@@ -165,7 +154,16 @@ def _parser() -> Parser:
         description="""\
 Runs the same training under each strategy: short runs that take turns, for the speed, then one whole run of each.
 Prints a table and the conclusions, and writes compare.html, compare.json and compare.png.""",
-        epilog=EPILOG,
+        epilog=f"""\
+{RUN_SETTINGS}
+A strategy with settings of its own is written NAME@SETTING=VALUE@...
+
+examples:
+  python -m hvtrain compare strategy=single,horovod,multi_worker_mirrored -np 2 model=cnn dataset=fashion_mnist
+  python -m hvtrain compare strategy=horovod,horovod@compression=fp16 -np 8 -H s1:4,s2:4 --speed-only model=resnet50 ...
+
+docs/compare.md has the method, and measured comparisons.
+""",
     )
     option = parser.add_argument
     add_number(parser, "-np", at_least(1), "ranks, workers or replicas", 2)

@@ -129,22 +129,12 @@ def on_target(metric: str, value: float, reached: Mapping[str, tuple[int, float]
     >>> on_target("val_accuracy", 0.97, {"single": (3, 12.5), "horovod": (2, 8.0), "mirrored": None})
     'val_accuracy 0.97: horovod after 8.0 s (epoch 2), single after 12.5 s (epoch 3); not reached: mirrored.'
     """
-    times = []
-    missing = []
-    for name, epoch_and_seconds in reached.items():
-        if epoch_and_seconds is None:
-            missing.append(name)
-        else:
-            epoch, seconds = epoch_and_seconds
-            times.append((seconds, name, epoch))
-
-    parts = [
-        f"{name} after {seconds:.1f} s (epoch {epoch})" for seconds, name, epoch in sorted(times)
-    ]
+    missing = [name for name, moment in reached.items() if moment is None]
+    times = sorted((moment[1], name, moment[0]) for name, moment in reached.items() if moment)
+    parts = [f"{name} after {seconds:.1f} s (epoch {epoch})" for seconds, name, epoch in times]
     text = f"{metric} {value:.4g}: {', '.join(parts) or 'no strategy'}"
     if missing:
         text += f"; not reached: {', '.join(missing)}"
-
     return f"{text}."
 
 
@@ -184,12 +174,10 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
 
     The time of a rank's own work in a step comes from the rounds of horovod; None if it was not measured.
     """
-    strategies = comparison["strategies"]
-    entry = next(
-        (entry for entry in strategies if entry["name"].partition("@")[0] == PLANNED), None
+    entries = (
+        entry for entry in comparison["strategies"] if entry["name"].partition("@")[0] == PLANNED
     )
-    if entry is None:
-        return None
+    entry = next(entries, {"rounds": ()})
     splits = [run["split"] for run in entry["rounds"] if run["split"]]
     if not splits:
         return None

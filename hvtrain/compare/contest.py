@@ -132,17 +132,17 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
         # Some strategies cannot pad, and all have to train on the same batches.
         overrides.append("data.uneven=trim")
 
-    differences: tuple[str, ...] = ()
+    differences = []
+    if strategy == SINGLE:
+        differences.append(ORDER)
     if strategy == SINGLE and single_batch == RANK:
-        differences = (ORDER, "takes the batch and the learning rate of one rank")
+        differences.append("takes the batch and the learning rate of one rank")
     elif strategy == SINGLE:
         overrides += joint_overrides(config, num_ranks)
         composed(overrides)  # Raises if the added settings do not fit.
-        differences = (ORDER,)
-        if learning_rate_factor(config.train, num_ranks) != 1 and config.schedule.get(
-            "warmup_epochs"
-        ):
-            differences += ("has no warm-up: its learning rate begins at the peak",)
+        is_scaled = learning_rate_factor(config.train, num_ranks) != 1
+        if is_scaled and config.schedule.get("warmup_epochs"):
+            differences.append("has no warm-up: its learning rate begins at the peak")
 
     return Contestant(
         name,
@@ -150,7 +150,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
         tuple(overrides),
         config.train.accumulate,
         has_servers="num_ps" in config.strategy,
-        differences=differences,
+        differences=tuple(differences),
     )
 
 
@@ -280,7 +280,6 @@ class Contest:
         short_runs = [training for rounds in self.rounds.values() for training in rounds.values()]
 
         known_seconds = 0.0
-        num_known = 0
         num_unknown = 0
         for contestant, number in schedule:
             if contestant.name in self.errors:
@@ -289,12 +288,11 @@ class Contest:
             # A short run says nothing about a whole one, which trains, validates and saves.
             if similar:
                 known_seconds += mean(training.seconds for training in similar)
-                num_known += 1
             else:
                 num_unknown += 1
 
         parts = []
-        if num_known:
+        if known_seconds:
             parts.append(f"about {duration(known_seconds)}")
         if num_unknown:
             parts.append(f"{num_unknown} runs of unknown length")

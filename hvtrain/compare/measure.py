@@ -65,7 +65,6 @@ def train(command: Sequence[str], cores: set[int], folder: Path) -> Training:
     # GPU memory held by other processes does not count.
     gpu_before = gpu_bytes()
     peak_bytes = 0
-
     peak_gpu_bytes = 0
     with started(command, log, cores) as process:
         while not ends_within(process, SECONDS_BETWEEN_SAMPLES):

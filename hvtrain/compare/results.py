@@ -1,7 +1,7 @@
 """The results of a comparison: the plain values of compare.json, and their table, page and picture."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import cycle
@@ -26,6 +26,12 @@ from hvtrain.system.text import format_known
 
 # One point per epoch of a whole run: epoch, seconds, examples, and metrics.
 Curve = list[dict[str, Any]]
+# The content of compare.json, or a strategy's entry in it.
+Record = Mapping[str, Any]
+# A metric and its value.
+Target = tuple[str, float]
+# The epoch that reached it, and the seconds of training up to its end.
+Reached = tuple[int, float]
 
 # The default target metric is the first of these that all runs have. Validation says more than training.
 _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
@@ -37,12 +43,12 @@ _PANEL_HEIGHT = 4.0
 _UNITS = {"seconds": "seconds of training", "examples": "examples"}
 
 
-def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any]:
+def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
     """Returns a comparison's part of compare.json: the target, an entry for each strategy, and the conclusions.
 
     Args:
         contest: the comparison, with its runs so far.
-        target: metric and value; None: the best value that all whole runs reached.
+        target: None: the best value that all whole runs reached.
     """
     curves = {name: curve(training) for name, training in contest.whole.items()}
     # The default target is a value that all runs reach, so that all have a time.
@@ -57,14 +63,13 @@ def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any
     ]
     speeds = {entry["name"]: speeds_by_round(entry) for entry in entries}
     for contestant, entry in zip(contest.contestants, entries):
-        entry["against_single"] = None
         speed_ratio = against(speeds[contestant.name], speeds.get(SINGLE, {}))
+        entry["against_single"] = None
         # A ratio of `single` to itself would say nothing.
         if speed_ratio and not contestant.is_single:
             entry["against_single"] = asdict(speed_ratio)
 
     num_ranks = contest.launcher.num_ranks
-
     return {
         "num_ranks": num_ranks,
         "target": {"metric": target[0], "value": target[1]} if target else None,
@@ -72,67 +77,53 @@ def summary(contest: Contest, target: tuple[str, float] | None) -> dict[str, Any
         "conclusion": [
             *on_speed(speeds),
             *on_scaling(speeds, num_ranks),
-            *_on_target(target, reached, contest.whole),
-            *_on_whole_runs(contest.whole),
+            *_on_whole_runs(contest.whole, target, reached),
             *(f"{name} failed: {error}" for name, error in contest.errors.items()),
         ],
     }
 
 
-def _on_target(
-    target: tuple[str, float] | None,
-    reached: Mapping[str, tuple[int, float] | None],
-    whole: Mapping[str, Training],
-) -> list[str]:
-    if not target or not whole:
-        return []
-    metric, value = target
+def _on_whole_runs(
+    whole: Mapping[str, Training], target: Target | None, reached: Mapping[str, Reached | None]
+) -> Iterator[str]:
+    """States when the target was reached, the test accuracies, and whether the numbers of examples differ."""
     # In the order of history.csv, which the user sees.
     known = dict.fromkeys(
         name for training in whole.values() for row in training.epochs for name in row.metrics
     )
-    if metric not in known:
-        return [f"{metric} is not a metric of these runs; they have {', '.join(known)}."]
+    if target and whole:
+        metric, value = target
+        if metric in known:
+            yield on_target(metric, value, reached)
+        else:
+            yield f"{metric} is not a metric of these runs; they have {', '.join(known)}."
 
-    return [on_target(metric, value, reached)]
-
-
-def _on_whole_runs(whole: Mapping[str, Training]) -> list[str]:
-    """States the test accuracies, and whether the runs trained on different numbers of examples."""
-    lines = []
     tests = {name: _test_metrics(training) for name, training in whole.items()}
     # Data sets without test examples have no test metrics.
     tests = {name: metrics for name, metrics in tests.items() if metrics}
-    if len(tests) > 1:
-        first, *_ = tests.values()
-        accuracies = [name for name in first if "accuracy" in name]
-        if accuracies:
-            metric = accuracies[0]
-            lines.append(
-                on_test(metric, {name: metrics[metric] for name, metrics in tests.items()})
-            )
+    first = next(iter(tests.values()), {})
+    metric = next((name for name in first if "accuracy" in name), "")
+    if metric and len(tests) > 1:
+        yield on_test(metric, {name: metrics[metric] for name, metrics in tests.items()})
 
-    results = {name: training.result for name, training in whole.items()}
     examples = {
-        name: result["num_steps"] * result["global_batch"] for name, result in results.items()
+        name: training.result["num_steps"] * training.result["global_batch"]
+        for name, training in whole.items()
     }
-
-    return lines + on_examples(examples)
+    yield from on_examples(examples)
 
 
 def _entry(
     contestant: Contestant,
     contest: Contest,
     points: Curve,
-    reached: tuple[int, float] | None,
+    reached: Reached | None,
 ) -> dict[str, Any]:
     """Returns a strategy's entry in compare.json. What only a whole run measures is None or empty without one."""
     name = contestant.name
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
-    runs = list(rounds.values())
-    if whole:
-        runs.append(whole)
+    runs = [*rounds.values(), *filter(None, [whole])]
     # Facts that are the same in all runs of a strategy are taken from the last one.
     record = runs[-1].result if runs else {}
     target_epoch, target_seconds = reached or (None, None)
@@ -173,7 +164,7 @@ def _round_entry(number: int, run: Training) -> dict[str, Any]:
     return {"round": number, **measured, **used}
 
 
-def speeds_by_round(entry: Mapping[str, Any]) -> dict[int, float]:
+def speeds_by_round(entry: Record) -> dict[int, float]:
     """Returns examples/s by round of a strategy in compare.json, without rounds that were too short to be timed."""
     speeds = {run["round"]: run["examples_per_second"] for run in entry["rounds"]}
     return {number: speed for number, speed in speeds.items() if speed}
@@ -190,21 +181,15 @@ def curve(training: Training) -> Curve:
     points = []
     for record in training.epochs:
         seconds += record.seconds
+        point = {"epoch": record.epoch, "seconds": seconds, "examples": record.step * batch}
         # JSON has neither NaN nor infinity.
         metrics = {name: value for name, value in record.metrics.items() if math.isfinite(value)}
-        points.append(
-            {
-                "epoch": record.epoch,
-                "seconds": seconds,
-                "examples": record.step * batch,
-                **metrics,
-            }
-        )
+        points.append(point | metrics)
 
     return points
 
 
-def reached_at(points: Curve, metric: str, value: float) -> tuple[int, float] | None:
+def reached_at(points: Curve, metric: str, value: float) -> Reached | None:
     """Returns the first epoch whose metric reaches the value, and the seconds of training up to its end."""
     sign = _sign(metric)
     # The first epoch counts: a metric may reach the value and then fall back.
@@ -215,7 +200,7 @@ def reached_at(points: Curve, metric: str, value: float) -> tuple[int, float] | 
     return None
 
 
-def best_of_all(curves: Sequence[Curve]) -> tuple[str, float] | None:
+def best_of_all(curves: Sequence[Curve]) -> Target | None:
     """Returns the metric to compare, of validation if possible, and the best value that every run reached."""
     names = [{name for point in points for name in point} for points in curves]
     # A target that a run does not measure would say nothing about that run.
@@ -239,23 +224,19 @@ def _test_metrics(training: Training) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("test_")}
 
 
-def table(comparison: Mapping[str, Any]) -> list[list[str]]:
+def table(comparison: Record) -> list[list[str]]:
     """Returns the table, header first; the row of a strategy that failed has what is known."""
     strategies = comparison["strategies"]
     target = comparison["target"]
     tests = list(dict.fromkeys(name for entry in strategies for name in entry["tests"]))
     has_gpus = any(entry["gpu_bytes"] for entry in strategies)
 
-    goal = "target"
-    if target:
-        goal = f"{target['metric']} {target['value']:.4g}"
+    goal = f"{target['metric']} {target['value']:.4g}" if target else "target"
     rows = [_table_row(entry, goal, tests, has_gpus) for entry in strategies]
     return [list(rows[0]), *(list(row.values()) for row in rows)]
 
 
-def _table_row(
-    entry: Mapping[str, Any], goal: str, tests: Sequence[str], has_gpus: bool
-) -> dict[str, str]:
+def _table_row(entry: Record, goal: str, tests: Sequence[str], has_gpus: bool) -> dict[str, str]:
     """The cells of a strategy by column."""
     against_single = "-"
     if entry["against_single"]:
@@ -266,7 +247,6 @@ def _table_row(
     if entry["target_epoch"]:
         target = f"{entry['target_seconds']:.1f} (epoch {entry['target_epoch']})"
 
-    gpus = {"GPU MB": _megabytes(entry["gpu_bytes"])} if has_gpus else {}
     return {
         "strategy": entry["name"],
         "examples/s": format_known(entry["examples_per_second"], ",.0f"),
@@ -274,7 +254,7 @@ def _table_row(
         f"s to {goal}": target,
         **{name: format_known(entry["tests"].get(name), ".4f") for name in tests},
         "memory MB": _megabytes(entry["peak_bytes"]),
-        **gpus,
+        **({"GPU MB": _megabytes(entry["gpu_bytes"])} if has_gpus else {}),
         "CPU s": format_known(entry["cpu_seconds"], ",.0f"),
         # A failure shows in the last column, so that what was measured keeps its place.
         "s in all": "failed" if entry["error"] else format_known(entry["seconds"], ",.0f"),
@@ -285,66 +265,56 @@ def _megabytes(num_bytes: int | None) -> str:
     return format_known(num_bytes and num_bytes / 1e6, ",.0f")
 
 
-def html(comparison: Mapping[str, Any]) -> str:
+def html(comparison: Record) -> str:
     """Returns the self-contained page of a comparison, given the content of compare.json."""
-    strategies = comparison["strategies"]
-    names = [entry["name"] for entry in strategies]
     return render(
         "compare.html.j2",
         Path(__file__).parent,
-        title=f"Strategies compared: {', '.join(names)}",
         comparison=comparison,
         overview=table(comparison),
-        by_round=_by_round(strategies),
         drawn=[(title, page_svg(title, draw, *_CHART_SIZE)) for title, draw in panels(comparison)],
-        versions=", ".join(f"{name} {version}" for name, version in comparison["versions"].items()),
     )
 
 
-def write_png(comparison: Mapping[str, Any], path: Path) -> None:
+def write_png(comparison: Record, path: Path) -> None:
     """Draws all panels, of which there must be at least one, into one picture."""
+    shown = list(panels(comparison))
     # Two in a row, unless there is only one.
-    shown = panels(comparison)
     columns = min(2, len(shown))
     write_panels(shown, path, columns, (_PICTURE_WIDTH / columns, _PANEL_HEIGHT))
 
 
-def panels(comparison: Mapping[str, Any]) -> list[Panel]:
-    """Returns the panels that have something to show."""
+def panels(comparison: Record) -> Iterator[Panel]:
+    """Yields the panels that have something to show."""
     strategies = comparison["strategies"]
     target = comparison["target"] or {"metric": "loss", "value": None}
     points = [point for entry in strategies for point in entry["curve"]]
     # The validation loss, if there is one, shows what was learned.
-    loss = "loss"
-    if any("val_loss" in point for point in points):
-        loss = "val_loss"
+    loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
 
-    shown: list[Panel] = []
     # A comparison that failed early has nothing to draw.
     if any(entry["rounds"] for entry in strategies):
         speeds = {entry["name"]: list(speeds_by_round(entry).values()) for entry in strategies}
         draw = partial(draw_rounds, values=speeds, colors=SERIES * len(strategies))
-        shown.append(("examples/s (bar: median, dots: rounds)", draw))
+        yield "examples/s (bar: median, dots: rounds)", draw
     if not points:
-        return shown
+        return
 
     # Over seconds the faster strategy leads; over examples, the one that learns more from each.
     curves = [(loss, "seconds"), (loss, "examples")]
     if target["metric"] != loss:
         curves.append((target["metric"], "seconds"))
+    goals = {target["metric"]: target["value"]}
     for metric, unit in curves:
-        goal = None
-        if metric == target["metric"]:
-            goal = target["value"]
-        draw = partial(_draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goal)
-        shown.append((f"{metric} over {_UNITS[unit]}", draw))
-
-    return shown
+        draw = partial(
+            _draw_curves, strategies=strategies, metric=metric, unit=unit, goal=goals.get(metric)
+        )
+        yield f"{metric} over {_UNITS[unit]}", draw
 
 
 def _draw_curves(
     axes: Any,
-    strategies: list[Mapping[str, Any]],
+    strategies: list[Record],
     metric: str,
     unit: str,
     goal: float | None,
@@ -361,19 +331,3 @@ def _draw_curves(
         axes.axhline(goal, color=GREY, linewidth=1, linestyle="--")
     axes.set_xlabel(unit)
     axes.legend(frameon=False, fontsize=8)
-
-
-def _by_round(strategies: list[Mapping[str, Any]]) -> list[list[str]]:
-    """The table of examples/s by strategy and round, header first; empty without rounds."""
-    numbers = sorted({run["round"] for entry in strategies for run in entry["rounds"]})
-    if not numbers:
-        return []
-    rows = [["round", *map(str, numbers)]]
-
-    for entry in strategies:
-        speeds = speeds_by_round(entry)
-        # A strategy that failed has fewer rounds, and a run may have been too short to be timed.
-        cells = [format_known(speeds.get(number), ",.0f") for number in numbers]
-        rows.append([entry["name"], *cells])
-
-    return rows

@@ -17,6 +17,7 @@ from hvtrain.config.compose import compose
 from hvtrain.config.schema import RunConfig, from_dict
 from hvtrain.core.run_files import CONFIG_FILE
 from hvtrain.errors import ConfigError
+from hvtrain.report.run_files import is_run_folder
 from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser, take_values
 from hvtrain.training.run_folder import CONFIG_HEADER
@@ -44,7 +45,7 @@ class FinishedConfig:
     folder: Path
     config: RunConfig
     arguments: dict[str, str]
-    has_own_data: bool = True
+    has_own_data: bool
 
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
         """Returns the argument of that name. Raises ConfigError if its value is not allowed."""
@@ -121,7 +122,7 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
         raise ConfigError("RUN is missing; name the folder of a run, such as runs/first")
     folder = path_of(own.pop("run"))
     # A folder of settings alone has no model to open.
-    if not (folder / CONFIG_FILE).is_file() or not (folder / "checkpoints").is_dir():
+    if not is_run_folder(folder):
         raise ConfigError(
             f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/"
         )
@@ -189,13 +190,12 @@ def _targets(name: str, tree: Any) -> Iterator[tuple[str, str]]:
     # A run's settings contain ${run.dir}, which names no code.
     if isinstance(tree, str) and "${" in tree.replace("${run.dir}", ""):
         yield name, tree
-    branches: Any = ()
-    if isinstance(tree, dict):
-        branches = tree.items()
-    elif isinstance(tree, list):
-        branches = enumerate(tree)
+    if isinstance(tree, list):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, dict):
+        return
 
-    for key, value in branches:
+    for key, value in tree.items():
         if key == "_target_":
             yield f"{name}._target_", str(value)
         else:

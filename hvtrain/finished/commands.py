@@ -14,22 +14,19 @@ from hvtrain.system import console
 from hvtrain.system.command import at_least, not_negative
 from hvtrain.system.files import is_remote, page_path, read_json, write_json
 
-EVALUATE_ABOUT = """\
-Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing. SPLIT is train,
-validation or test (default)."""
-EVALUATE_EXAMPLES = """\
-  python -m hvtrain evaluate runs/first
-  horovodrun -np 2 python -m hvtrain evaluate runs/first split=validation checkpoint=last --output metrics.json
-"""
-
 
 def evaluate() -> int:
     """Opens the run, evaluates it, prints the metrics, and writes them if asked to."""
     options, finished = parse_command(
         "evaluate",
         "[split=SPLIT] [checkpoint=best|last] [--output FILE]",
-        EVALUATE_ABOUT,
-        EVALUATE_EXAMPLES,
+        """\
+Evaluates a finished run, by default its best checkpoint on the test data, and changes nothing. SPLIT is train,
+validation or test (default).""",
+        """\
+  python -m hvtrain evaluate runs/first
+  horovodrun -np 2 python -m hvtrain evaluate runs/first split=validation checkpoint=last --output metrics.json
+""",
         "split",
         output={"metavar": "FILE", "help": "write the metrics as JSON"},
     )
@@ -58,15 +55,8 @@ def evaluate() -> int:
     return 0
 
 
-PREDICT_ABOUT = """\
-Writes what a finished run predicts for each example, in order, and changes nothing in the run. SPLIT is train,
-validation or test (default)."""
 OUTPUT_HELP = """\
 FILE.csv or FILE.parquet, or a folder for masks, also as s3://...; default: predictions.csv or masks, in this folder"""
-PREDICT_EXAMPLES = """\
-  python -m hvtrain predict runs/first --output predictions.parquet
-  horovodrun -np 2 python -m hvtrain predict runs/leaves input=new_pictures --output leaves.csv
-"""
 
 
 def predict() -> int:
@@ -74,8 +64,13 @@ def predict() -> int:
     options, finished = parse_command(
         "predict",
         "[split=SPLIT | input=PATH] [checkpoint=best|last] [--output FILE]",
-        PREDICT_ABOUT,
-        PREDICT_EXAMPLES,
+        """\
+Writes what a finished run predicts for each example, in order, and changes nothing in the run. SPLIT is train,
+validation or test (default).""",
+        """\
+  python -m hvtrain predict runs/first --output predictions.parquet
+  horovodrun -np 2 python -m hvtrain predict runs/leaves input=new_pictures --output leaves.csv
+""",
         "split",
         "input",
         output={"metavar": "FILE", "help": OUTPUT_HELP},
@@ -125,7 +120,7 @@ def predict() -> int:
                 writer.discard()
             raise
 
-        skipped = run.left_out()
+        skipped = run.left_out()  # Every rank takes part.
         if run.is_chief:
             for item in skipped:
                 print(f"left out: {item.location}: {item.problem}")
@@ -138,15 +133,6 @@ def predict() -> int:
 
 # By format; SavedModels and exports for the Hugging Face Hub are folders.
 SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite", "hf": ""}
-EXPORT_ABOUT = """\
-Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
-for digits.onnx). The exported model is first compared with the run's own on examples of its data. format=hf writes a
-folder with a model card, as Hugging Face's hub has them, and repo= uploads it."""
-EXPORT_EXAMPLES = """\
-  python -m hvtrain export runs/first format=savedmodel
-  python -m hvtrain export runs/first format=onnx checkpoint=last --output digits.onnx
-  python -m hvtrain export runs/first format=hf repo=hf://USER/digits
-"""
 
 
 def export() -> int:
@@ -154,8 +140,15 @@ def export() -> int:
     options, finished = parse_command(
         "export",
         f"format={'|'.join(SUFFIXES)} [checkpoint=best|last] [repo=hf://USER/NAME] [--output PATH]",
-        EXPORT_ABOUT,
-        EXPORT_EXAMPLES,
+        """\
+Writes the model of a finished run, in float32 and with its preprocessing, and a description beside it (digits.json
+for digits.onnx). The exported model is first compared with the run's own on examples of its data. format=hf writes a
+folder with a model card, as Hugging Face's hub has them, and repo= uploads it.""",
+        """\
+  python -m hvtrain export runs/first format=savedmodel
+  python -m hvtrain export runs/first format=onnx checkpoint=last --output digits.onnx
+  python -m hvtrain export runs/first format=hf repo=hf://USER/digits
+""",
         "format",
         "repo",
         output={
@@ -167,8 +160,8 @@ def export() -> int:
     _refuse_launcher("export")
     output = Output(options.output or "")
     path = output_path(options.output and str(output.path), finished.folder.name, model_format)
-    repo = finished.arguments.get("repo", "")
-    if finished.arguments.get("repo") == "":
+    repo = finished.arguments.get("repo")
+    if repo == "":
         raise ConfigError("repo= has no value; give hf://USER/NAME, or leave it out")
     if repo and model_format != "hf":
         raise ConfigError(f"repo={repo} goes with format=hf; add it, or leave repo out")
@@ -187,7 +180,7 @@ def export() -> int:
         output.send()
         print(f"{run.checkpoint} in {options.output or path}; {verdict}")
 
-    if api:
+    if repo:
         upload(api, path, repo)
         print(f'uploaded; keras.saving.load_model("{repo}") loads it')
 
@@ -230,18 +223,15 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
     return path
 
 
-GENERATE_EXAMPLES = """\
-  python -m hvtrain generate runs/tales "prompt=The statement" --tokens 100 --temperature 0.5
-"""
-
-
 def generate() -> int:
     """Opens the run in this process and prints the prompt with its continuation."""
     options, finished = parse_command(
         "generate",
         "prompt=TEXT [checkpoint=best|last] [OPTION ...]",
         "Prints the prompt and the trained model's continuation. The same seed gives the same text.",
-        GENERATE_EXAMPLES,
+        """\
+  python -m hvtrain generate runs/tales "prompt=The statement" --tokens 100 --temperature 0.5
+""",
         "prompt",
         tokens={
             "type": at_least(1),

@@ -4,6 +4,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import Model
 
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.finished.finished_run import FinishedRun
@@ -160,9 +162,8 @@ def compare_outputs(
                 raise ConfigError(
                     f"the model in format={model_format} gives {wrong[0]}; choose another format"
                 )
-            largest_here = np.max(np.abs(array - reference), initial=0.0)
-            # Python's max may lose a NaN.
-            difference = float(np.maximum(difference, largest_here))
+            # Unlike Python's max, this keeps a NaN.
+            difference = float(np.max(np.abs(array - reference), initial=difference))
             largest = max(largest, float(np.max(np.abs(reference), initial=0.0)))
 
     if not difference <= LARGEST_DIFFERENCE * largest:  # Also if it is NaN.
@@ -177,15 +178,11 @@ def compare_outputs(
     )
 
 
-def _write_folder(model: keras.Model, path: Path) -> None:
-    model.save(path, zipped=False)
-
-
-def _write_saved_model(model: keras.Model, path: Path) -> None:
+def _write_saved_model(model: Model, path: Path) -> None:
     model.export(str(path), format="tf_saved_model", verbose=False)
 
 
-def _write_onnx(model: keras.Model, path: Path) -> None:
+def _write_onnx(model: Model, path: Path) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization):
             # tf2onnx turns each tensor that a function captures into an input; arrays become
@@ -197,7 +194,7 @@ def _write_onnx(model: keras.Model, path: Path) -> None:
         model.export(str(path), format="onnx", verbose=False)
 
 
-def _write_tflite(model: keras.Model, path: Path) -> None:
+def _write_tflite(model: Model, path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _write_saved_model(model, Path(folder))
         path.write_bytes(tf.lite.TFLiteConverter.from_saved_model(folder).convert())
@@ -244,10 +241,10 @@ def by_name(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 # By format: the functions that write a model to a path, and that open it as other programs would.
-FORMATS: dict[str, tuple[Callable[[keras.Model, Path], None], Callable[[Path], Runtime]]] = {
-    "keras": (keras.Model.save, _open_keras),
+FORMATS: dict[str, tuple[Any, Callable[[Path], Runtime]]] = {
+    "keras": (Model.save, _open_keras),
     "savedmodel": (_write_saved_model, _open_saved_model),
     "onnx": (_write_onnx, _open_onnx),
     "tflite": (_write_tflite, _open_tflite),
-    "hf": (_write_folder, _open_keras),
+    "hf": (partial(Model.save, zipped=False), _open_keras),
 }

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import Model
 
 from hvtrain.checkpoint import store, writer
 from hvtrain.config.schema import RunConfig
@@ -49,7 +49,7 @@ class FinishedRun:
     strategy: Strategy
     source: Source
     task: Task
-    model: keras.Model
+    model: Model
     checkpoint: str
     kinds: kinds.Kinds
 
@@ -57,7 +57,7 @@ class FinishedRun:
     def is_chief(self) -> bool:
         return self.strategy.topology.is_chief
 
-    def in_float32(self) -> keras.Model:
+    def in_float32(self) -> Model:
         """Returns the trained model if it is of float32, else a float32 copy with the same weights."""
         if self.config.train.precision == "float32":
             return self.model
@@ -92,8 +92,7 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
     """Joins the launcher's ranks, on Horovod by default, and leaves them at the end (every rank)."""
     strategy = strategy or HorovodStrategy()
     with report_failures(strategy):
-        topology = strategy.start()
-        console.start_log(topology.is_chief)
+        console.start_log(strategy.start().is_chief)
         # The log of a run's start would only hide the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         strategy.start_watchdog(config.watchdog.abort_seconds)
@@ -122,15 +121,34 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     # A split of the run's own data is compared with the manifest below, so its kinds need no check.
     if finished.has_own_data and uses_split:
         kept = {}
+
+    def open_like_in_training() -> Source:
+        source = open_source(config)
+        if files:
+            fitted.apply(source, files)
+        if kept:
+            # Checked before a model is built: the checkpoint would not fit a model for other inputs.
+            kinds.check(source.name, kept, kinds.spec_kinds(source), config.guard.data)
+        return source
+
     seed_everything(config, strategy.topology.rank)
-    source = comm.all_or_raise(lambda: _open_like(config, files, kept))
+    source = comm.all_or_raise(open_like_in_training)
     # Before the model is built: with another number of classes the weights would not fit.
     comm.all_or_raise(lambda: fitted.check_classes(source, files, config.guard.data))
     task = comm.all_or_raise(lambda: open_task(config, source))
     model = comm.all_or_raise(lambda: _compiled_model(config, source, task, strategy))
 
     path = finished.folder / "checkpoints" / store.folder_name(step)
-    manifest = comm.on_chief(lambda: _load_weights(config, source, model, path, kept))
+
+    def set_weights() -> Any:
+        """Returns the manifest of the run's data."""
+        try:
+            return load_weights(config, model, path)
+        except CheckpointError as error:
+            # Weights of layers that depend on the image size fit no other size.
+            raise CheckpointError(f"{error}{kinds.size_advice(kept, source)}") from error
+
+    manifest = comm.on_chief(set_weights)
     # Only the chief has read the checkpoint, so its files need not be on the other hosts.
     comm.broadcast_model(model)
 
@@ -179,34 +197,7 @@ def checkpoint_step(finished: FinishedConfig) -> int:
     return store.step_of(checkpoints[-1])
 
 
-def _open_like(config: RunConfig, files: dict[str, bytes], kept: kinds.Kinds) -> Source:
-    """Opens the data set. Raises DataError if its inputs are of another kind than in training."""
-    source = open_source(config)
-    if files:
-        fitted.apply(source, files)
-    if kept:
-        # Checked before a model is built: the checkpoint would not fit a model for other inputs.
-        kinds.check(source.name, kept, kinds.spec_kinds(source), config.guard.data)
-    return source
-
-
-def _load_weights(
-    config: RunConfig, source: Source, model: keras.Model, path: Path, kept: kinds.Kinds
-) -> Any:
-    """Sets the weights; returns the manifest of the run's data.
-
-    Raises CheckpointError if they do not fit (chief).
-    """
-    try:
-        return load_weights(config, model, path)
-    except CheckpointError as error:
-        # Weights of layers that depend on the image size fit no other size.
-        raise CheckpointError(f"{error}{kinds.size_advice(kept, source)}") from error
-
-
-def _compiled_model(
-    config: RunConfig, source: Source, task: Task, strategy: Strategy
-) -> keras.Model:
+def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> Model:
     # Seeded again, which resets layer names: they must match the checkpoint, whatever layers data and task have made.
     seed_everything(config, strategy.topology.rank)
     model = build_network(config, source, task, strategy.topology.size)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 
 from hvtrain.errors import ConfigError, in_one_line
@@ -25,13 +26,23 @@ TASKS = {
 }
 CARD = """\
 ---
-{head}---
+{{ head }}---
 
-# {name}
+# {{ name }}
 
-A model{size} for {task}, trained on {dataset} by hvtrain, as of {checkpoint}.
+A model
+{%- if result.num_parameters %} of {{ "{:,}".format(result.num_parameters) }} parameters{% endif %}
+ for {{ task }}, trained on {{ facts.dataset }} by hvtrain, as of {{ facts.checkpoint }}.
 
-{metrics}
+{% if metrics %}
+| metric | value |
+|---|---|
+{% for key, value in metrics.items() %}
+| {{ key }} | {{ "%.4g" | format(value) }} |
+{% endfor %}
+{% else %}
+It was not tested.
+{% endif %}
 
 ## Use
 
@@ -39,12 +50,14 @@ A model{size} for {task}, trained on {dataset} by hvtrain, as of {checkpoint}.
 import keras
 import tensorflow as tf
 
-model = keras.saving.load_model("{address}")
-inputs = {example}
+model = keras.saving.load_model("{{ address }}")
+inputs = {{ example }}
 outputs = model(inputs)
 ```
 
-Inputs: {values}. Outputs: {outputs}.{classes}
+Inputs: {{ values }}. Outputs: {{ facts.output["values"] }}.
+{%- if facts.class_names %} Classes, in their order: {{ facts.class_names | join(", ") }}.{% endif %}
+
 """
 
 
@@ -78,29 +91,17 @@ def model_card(
         results = [{"task": {"type": pipeline or task}, "dataset": dataset, "metrics": values}]
         head |= {"metrics": types, "model-index": [{"name": name, "results": results}]}
 
-    rows = [
-        "| metric | value |",
-        "|---|---|",
-        *(f"| {key} | {value:.4g} |" for key, value in metrics.items()),
-    ]
-    class_names = facts["class_names"]
     # A run that is still going, or was stopped, has no result.
-    num_parameters = result.get("num_parameters")
-    return CARD.format(
+    return jinja2.Template(CARD, trim_blocks=True, keep_trailing_newline=True).render(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         name=name,
-        size=f" of {num_parameters:,} parameters" if num_parameters else "",
         task=task,
-        dataset=facts["dataset"],
-        checkpoint=facts["checkpoint"],
-        metrics="\n".join(rows) if metrics else "It was not tested.",
+        facts=facts,
+        result=result,
+        metrics=metrics,
         address=address,
         example=example_code(inputs),
         values=inputs.get("values", unnamed) if _is_array(inputs) else unnamed,
-        outputs=facts["output"]["values"],
-        classes=f" Classes, in their order: {', '.join(map(str, class_names))}."
-        if class_names
-        else "",
     )
 
 

@@ -95,10 +95,9 @@ def of_split(run: FinishedRun, split: str) -> Examples:
     def batches() -> Iterator[Batch]:
         num_before = 0
         for batch in data:
-            columns: dict[str, np.ndarray] = {}
             elements = list(batch)
             num_rows = len(tf.nest.flatten(batch)[0])
-            columns |= {
+            columns = {
                 name: values[num_before : num_before + num_rows] for name, values in ids.items()
             }
             num_before += num_rows
@@ -140,10 +139,8 @@ def of_input(run: FinishedRun, path: Path) -> Examples:
         raise ConfigError(f"input={path} has no images ({', '.join(SUFFIXES)}); give {NEEDED}")
 
     shape = run.source.preprocessing().shape
-    takes_images = (
-        isinstance(shape, tuple) and len(shape) in (2, 3) and hasattr(run.source, "image_shape")
-    )
-    if not takes_images:
+    is_image_shape = isinstance(shape, tuple) and len(shape) in (2, 3)
+    if not is_image_shape or not hasattr(run.source, "image_shape"):
         raise ConfigError(
             f"input={path} has images, and the model does not take images; give {NEEDED}"
         )
@@ -174,7 +171,6 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
             batch = tf.cast(pixels, tf.float32)[tf.newaxis]
             if not has_channels:
                 batch = batch[..., 0]
-
             return keras.ops.convert_to_numpy(preprocessing(batch))[0]
         except Exception as error:
             raise DataError(
@@ -185,10 +181,8 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
         for part in _parts(run, len(files)):
             # Relative paths: a folder gives the same names wherever it is.
             names = [str(file.relative_to(root)) for file in files[part]]
-            yield (
-                np.stack([preprocessed(file) for file in files[part]]),
-                {"file": np.array(names, object)},
-            )
+            pixels = np.stack([preprocessed(file) for file in files[part]])
+            yield pixels, {"file": np.array(names, object)}
 
     return Examples(str(path), len(files), batches)
 
@@ -212,21 +206,13 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
             _refuse_shape(path, array, "columns by name")
         dtype = spec.dtype.name
 
-    fits = array.ndim == len(shape) + 1
-    for needed, length in zip(shape, array.shape[1:]):
-        # None in the shape stands for any length.
-        fits = fits and needed in (None, length)
-    if not fits:
+    if not tf.TensorShape([None, *shape]).is_compatible_with(array.shape):
         _refuse_shape(path, array, f"[examples, {', '.join(map(str, shape))}]")
 
     def batches() -> Iterator[Batch]:
         for part in _parts(run, len(array)):
-            yield (
-                preprocessing(
-                    tf.constant(_converted(np.asarray(array[part]), dtype, f"input={path}"))
-                ),
-                {},
-            )
+            numbers = _converted(np.asarray(array[part]), dtype, f"input={path}")
+            yield preprocessing(tf.constant(numbers)), {}
 
     return Examples(str(path), len(array), batches)
 
@@ -261,7 +247,18 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
         raise ConfigError(
             f"input={path} is a table, and the model takes no columns by name; give {NEEDED}"
         )
-    _warn_of_unknown(run, path, rows.unknown)
+    note = ""
+    if rows.unknown:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in rows.unknown.items())
+        note = f"; rows with names that training did not have: {shares}"
+    for name, share in rows.unknown.items():
+        if share >= MANY_UNKNOWN and run.is_chief:
+            log.warning(
+                "input=%s: %.0f%% of the rows have a %s that training did not have; the model knows nothing of them",
+                path,
+                100 * share,
+                name,
+            )
 
     def batches() -> Iterator[Batch]:
         for part in _parts(run, rows.num_rows):
@@ -269,7 +266,7 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
             columns = {name: tf.constant(array, spec[name].dtype) for name, array in raw.items()}
             yield preprocessing(columns), {name: values[part] for name, values in rows.ids.items()}
 
-    return Examples(str(path), rows.num_rows, batches, note=_unknown_note(rows.unknown))
+    return Examples(str(path), rows.num_rows, batches, note=note)
 
 
 def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
@@ -297,25 +294,5 @@ def _column_of(name: str, part: tf.TensorSpec) -> Column:
         return Column(name, name, "name", "string")
     if length > 1:
         return Column(name, name, "vector", part.dtype.name, length=length)
-    if part.dtype.is_integer:
-        return Column(name, name, "integer", part.dtype.name)
-    return Column(name, name, "number", part.dtype.name)
-
-
-def _unknown_note(unknown: Mapping[str, float]) -> str:
-    """Returns the share of rows with names unknown in training, for the last line of predict."""
-    if not unknown:
-        return ""
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in unknown.items())
-    return f"; rows with names that training did not have: {shares}"
-
-
-def _warn_of_unknown(run: FinishedRun, path: Path, unknown: Mapping[str, float]) -> None:
-    for name, share in unknown.items():
-        if share >= MANY_UNKNOWN and run.strategy.topology.is_chief:
-            log.warning(
-                "input=%s: %.0f%% of the rows have a %s that training did not have; the model knows nothing of them",
-                path,
-                100 * share,
-                name,
-            )
+    kind = "integer" if part.dtype.is_integer else "number"
+    return Column(name, name, kind, part.dtype.name)

@@ -2,12 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvtrain.data.kinds import warn_of_lost_classes
 from hvtrain.errors import ConfigError
@@ -85,8 +83,15 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
             f"split={split} of {source.name} has no examples; it has {', '.join(known)}"
         )
 
+    def check_data() -> None:
+        """Checks the kind of this rank's first batch, and the classes of a split."""
+        for inputs, *_ in data.take(1).as_numpy_iterator():
+            run.check_kind(source.name, inputs)
+        if run.is_chief:
+            warn_of_lost_classes(source, run.kinds, split)
+
     if run.kinds:
-        run.strategy.comm.all_or_raise(lambda: _check_data(run, data, split))
+        run.strategy.comm.all_or_raise(check_data)
     progress = ProgressLines("evaluated", total, topology.is_chief)
 
     def on_test_batch_end(batch: int, logs: Any) -> None:
@@ -113,14 +118,6 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
     }
 
 
-def _check_data(run: FinishedRun, data: tf.data.Dataset, split: str) -> None:
-    """Checks the kind of this rank's first batch, and the classes of a split."""
-    for inputs, *_ in data.take(1).as_numpy_iterator():
-        run.check_kind(run.source.name, inputs)
-    if run.is_chief:
-        warn_of_lost_classes(run.source, run.kinds, split)
-
-
 def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
     """Yields rows in the order of the examples, the same on every rank (every rank).
 
@@ -145,16 +142,14 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
             run.check_kind(examples.name, inputs)
         return batch
 
-    def next_rows(batch: Batch | None) -> Rows | None:
-        return batch and rows_of(run, batch, forward)
-
     while True:
         # A rank that has no batches left continues until all ranks are done.
         batch = comm.all_or_raise(next_batch)
         if batch is None and calls_together:
             forward(blank)
-        by_rank = comm.gather(comm.all_or_raise(partial(next_rows, batch)))
-        blocks = [rows for rows in by_rank if rows is not None]
+        # Called at once.
+        rows = comm.all_or_raise(lambda: batch and rows_of(run, batch, forward))  # noqa: B023
+        blocks = [block for block in comm.gather(rows) if block is not None]
         if not blocks:
             return
         rows = joined(blocks, examples.is_interleaved)
@@ -174,9 +169,7 @@ def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Ro
 
     outputs = keras.tree.map_structure(as_float32, forward(inputs))
     columns = flat(run.task.columns(outputs, run.source), run.task.targets_are_masks)
-
     rows = dict(input_columns)
-
     for name, array in columns.items():
         # A label or an output may have the name of another column.
         is_taken = name == "example" or name in input_columns
@@ -201,7 +194,7 @@ def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
         elif array.ndim == 2 and array.shape[1] == 1:
             rows[name] = array[:, 0]
         elif array.ndim == 2:
-            rows |= {f"{name}.{index}": array[:, index] for index in range(array.shape[1])}
+            rows |= {f"{name}.{index}": column for index, column in enumerate(array.T)}
         else:
             raise ConfigError(
                 f"the predictions of an example are of shape {list(array.shape[1:])}, which is no row of a table; use "

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import libcst as cst
 import libcst.matchers as m
+from libcst import Arg, Call
 
 from hvtrain.migrate.parsing import (
     HVTRAIN,
@@ -24,9 +25,8 @@ from hvtrain.migrate.tables import ARGUMENTS, RENAMED_METHODS, entries
 SETS_RATES = ("LearningRate", "ReduceLROnPlateau")
 KERAS_MODELS = ("Sequential", "Model")
 # hvd.allreduce(x, False)
-_AVERAGES = m.Call(
-    args=[m.Arg(), m.Arg(m.Name("True") | m.Name("False"), keyword=None), m.ZeroOrMore()]
-)
+_BOOLEAN = m.Name("True") | m.Name("False")
+_AVERAGES = m.Call(args=[m.Arg(), m.Arg(_BOOLEAN, keyword=None), m.ZeroOrMore()])
 OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
 
@@ -43,24 +43,25 @@ class Arguments(Pass):
         self.uses_horovod = uses_horovod
         self.sets_rates = any(name in text for name in SETS_RATES)
         self.clips = "clip_by_" in text
-        # Parameters of the compile methods of the script's own models, by their class.
-        self.compiles: dict[str, cst.Parameters] = {}
-        # Names of parsed command lines, such as opt, whose lr is the script's own.
-        self.options: set[str] = set()
         # True once the script needs `import keras`.
         self.needs_keras = False
-        # The class of the object that each name is assigned.
-        self.class_of: dict[str, str] = {}
         # For each surrounding class, whether it is an optimizer.
         self._in_optimizer: list[bool] = []
 
     def visit_Module(self, node: cst.Module) -> None:
         super().visit_Module(node)
-        for owner in m.findall(node, m.ClassDef()):
-            for method in m.findall(owner, m.FunctionDef(name=m.Name("compile"))):
-                self.compiles[owner.name.value] = method.params
-        for assign in m.findall(node, m.Assign(value=m.Call(func=m.Name()))):
-            self.class_of[dotted(assign.targets[0].target)] = assign.value.func.value
+        # Parameters of the compile methods of the script's own models, by their class.
+        self.compiles = {
+            owner.name.value: method.params
+            for owner in m.findall(node, m.ClassDef())
+            for method in m.findall(owner, m.FunctionDef(name=m.Name("compile")))
+        }
+        # The class of the object that each name is assigned.
+        self.class_of = {
+            dotted(assign.targets[0].target): assign.value.func.value
+            for assign in m.findall(node, m.Assign(value=m.Call(func=m.Name())))
+        }
+        # Names of parsed command lines, such as opt, whose lr is the script's own.
         parsed = m.Assign(value=m.Call(func=m.Attribute(attr=m.Name("parse_args"))))
         self.options = {dotted(assign.targets[0].target) for assign in m.findall(node, parsed)}
 
@@ -93,7 +94,7 @@ class Arguments(Pass):
             return updated_node.with_changes(attr=cst.Name("learning_rate"))
         return updated_node
 
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+    def leave_Call(self, original_node: Call, updated_node: Call) -> cst.BaseExpression:
         name = self.imported(original_node.func)
         if not name:
             return self._method(updated_node)
@@ -110,28 +111,25 @@ class Arguments(Pass):
             return _schedule(call)
         return call
 
-    def _optimizer(self, call: cst.Call) -> cst.Call:
+    def _optimizer(self, call: Call) -> Call:
         """Drops defaults that Keras 3 refuses, and turns decay=, which acted on each step, into a schedule."""
         no_epsilon = m.Arg(keyword=m.Name("epsilon"), value=m.Name("None"))
         is_dynamic = m.Arg(keyword=m.Name("dynamic"), value=m.Name("True"))
         args = [arg for arg in call.args if not m.matches(arg, no_epsilon | is_dynamic)]
         decay = argument(call, "decay")
         rate = argument(call, "learning_rate", 0)
-        if decay is None:
-            return with_args(call, args)
-
         without_decay = [arg for arg in args if arg is not decay]
-        if is_number(decay.value) and float(code_of(decay.value)) == 0:
+        if decay and is_number(decay.value) and float(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
         # A callback could not set the rate of a schedule; undecided.py reports it.
-        if rate is None or self.sets_rates:
+        if decay is None or rate is None or self.sets_rates:
             return with_args(call, args)
 
         self.needs_keras = True
         code = f"keras.optimizers.schedules.InverseTimeDecay({code_of(rate.value)}, 1, {code_of(decay.value)})"
         return with_args(call, _replaced(without_decay, rate, expression(code)))
 
-    def _method(self, call: cst.Call) -> cst.BaseExpression:
+    def _method(self, call: Call) -> cst.BaseExpression:
         if not isinstance(call.func, cst.Attribute):
             return call
 
@@ -163,7 +161,7 @@ class Arguments(Pass):
             return self._compile(call)
         return call
 
-    def _super(self, call: cst.Call, method: str) -> cst.Call:
+    def _super(self, call: Call, method: str) -> Call:
         """Changes what a class of the script passes to its Keras base class.
 
         Arguments that it received are changed elsewhere.
@@ -178,7 +176,7 @@ class Arguments(Pass):
                 return self._compile(call)
         return call
 
-    def _takes_jit_compile(self, call: cst.Call) -> bool:
+    def _takes_jit_compile(self, call: Call) -> bool:
         """False for a compile method that the script defines without this argument.
 
         Inside it, super().compile gets the argument.
@@ -193,7 +191,7 @@ class Arguments(Pass):
                 return "jit_compile" in own
         return True
 
-    def _compile(self, call: cst.Call) -> cst.Call:
+    def _compile(self, call: Call) -> Call:
         """Turns XLA off, which cannot compile Horovod's operations (horovod#2590)."""
         if (
             not self.uses_horovod
@@ -207,16 +205,16 @@ class Arguments(Pass):
         return with_args(call, _replaced(call.args, jit_compile, cst.Name("False")))
 
 
-def _replaced(args: Sequence[cst.Arg], old: cst.Arg, value: cst.BaseExpression) -> list[cst.Arg]:
+def _replaced(args: Sequence[Arg], old: Arg, value: cst.BaseExpression) -> list[Arg]:
     """Returns the arguments, with the value of one of them replaced."""
     return [arg.with_changes(value=value) if arg is old else arg for arg in args]
 
 
-def _with_method(call: cst.Call, method: str) -> cst.Call:
+def _with_method(call: Call, method: str) -> Call:
     return call.with_changes(func=call.func.with_changes(attr=cst.Name(method)))
 
 
-def _compute_loss(call: cst.Call) -> cst.Call:
+def _compute_loss(call: Call) -> Call:
     """compiled_loss(y, prediction) becomes compute_loss(y=y, y_pred=prediction), which adds the regularization."""
     if any(arg.keyword and arg.keyword.value != "regularization_losses" for arg in call.args):
         return call
@@ -224,7 +222,7 @@ def _compute_loss(call: cst.Call) -> cst.Call:
     return _with_method(with_args(call, args), "compute_loss")
 
 
-def _with_keywords(call: cst.Call, names: list[str]) -> cst.Call:
+def _with_keywords(call: Call, names: list[str]) -> Call:
     """Passes positional arguments by keyword, except the first one and those after the last name."""
     args = list(call.args)
     for number, name in enumerate(names[: len(args)]):
@@ -233,9 +231,9 @@ def _with_keywords(call: cst.Call, names: list[str]) -> cst.Call:
     return with_args(call, args)
 
 
-def _with_names(call: cst.Call, new_names: Mapping[str, str | None]) -> cst.Call:
+def _with_names(call: Call, new_names: Mapping[str, str | None]) -> Call:
     """Renames and drops arguments by keyword."""
-    args: list[cst.Arg] = []
+    args: list[Arg] = []
     for arg in call.args:
         name = arg.keyword.value if arg.keyword else ""
         new_name = new_names.get(name, name)
@@ -247,7 +245,7 @@ def _with_names(call: cst.Call, new_names: Mapping[str, str | None]) -> cst.Call
     return with_args(call, args)
 
 
-def _warmup(call: cst.Call) -> cst.Call:
+def _warmup(call: Call) -> Call:
     """Adds initial_lr, which Horovod before 0.20 did not have; None means the optimizer's rate.
 
     There, warmup_epochs came first. It is recognized by a whole number, which no learning rate is.
@@ -257,15 +255,13 @@ def _warmup(call: cst.Call) -> cst.Call:
         return with_args(call, [keyword("initial_lr", expression("None")), *call.args])
     is_whole = first.keyword is None and m.matches(first.value, m.Integer())
     second = argument(call, "warmup_epochs", 1)
-    has_epochs = second is not None and not m.matches(
-        second.value, m.Name("True") | m.Name("False")
-    )
+    has_epochs = second is not None and not m.matches(second.value, _BOOLEAN)
     if is_whole and not has_epochs:
-        return with_args(call, [cst.Arg(expression("None")), *call.args])
+        return with_args(call, [Arg(expression("None")), *call.args])
     return call
 
 
-def _schedule(call: cst.Call) -> cst.Call:
+def _schedule(call: Call) -> Call:
     """Adds initial_lr, which Horovod before 0.20 did not have.
 
     There, the multiplier came first, and a number was a factor, not yet the base of a power.
@@ -280,7 +276,7 @@ def _schedule(call: cst.Call) -> cst.Call:
 
     is_lambda = bool(positional) and isinstance(positional[0].value, cst.Lambda)
     if multiplier in positional or is_lambda:
-        initial_lr = cst.Arg(expression("None"))
+        initial_lr = Arg(expression("None"))
     elif multiplier is not None and not positional:
         initial_lr = keyword("initial_lr", expression("None"))
     else:

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
 END_COLOR = "\x1b[0m"
 COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
-EPILOG = """\
+
+
+def main() -> int:
+    """Migrates the files of the command line; all of them are read before any is written."""
+    parser = Parser(
+        "python -m hvtrain migrate",
+        usage="%(prog)s [--write] FILE|FOLDER ...",
+        description="""\
+Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3, and reports each line that it cannot
+decide. Shows the changes as a diff, and writes nothing without --write.""",
+        epilog="""\
 exit codes:
   0   nothing is left to decide
   1   the reported lines are left to you, or files of a folder that are not Python 3
@@ -27,18 +37,7 @@ examples:
   python -m hvtrain migrate src/ --write        all Python files of a folder
 
 The script keeps its layout and comments. docs/migration.md lists what changes.
-"""
-
-
-def main() -> int:
-    """Migrates the files of the command line; all of them are read before any is written."""
-    parser = Parser(
-        "python -m hvtrain migrate",
-        usage="%(prog)s [--write] FILE|FOLDER ...",
-        description="""\
-Rewrites scripts for Horovod on Keras 2 or tf.keras to hvtrain.keras on Keras 3, and reports each line that it cannot
-decide. Shows the changes as a diff, and writes nothing without --write.""",
-        epilog=EPILOG,
+""",
     )
 
     parser.add_argument(

@@ -4,8 +4,9 @@ import re
 
 import libcst as cst
 import libcst.matchers as m
+from libcst import BaseExpression, Call, CSTNode, FormattedStringText, SimpleString
 
-from hvtrain.migrate.parsing import Pass, argument, dotted, is_model_name, method_of
+from hvtrain.migrate.parsing import Names, Pass, argument, dotted, is_model_name, method_of
 
 WEIGHTS = ".weights.h5"
 MODEL = ".keras"
@@ -13,7 +14,7 @@ _OLD_SUFFIXES = (".weights.h5", ".keras", ".hdf5", ".h5", ".ckpt", ".tf")
 _READERS = ("load_weights", "load_model", "exists", "isfile")
 
 
-class Literals(Pass):
+class Literals(Names, cst.CSTVisitor):
     """Finds the string literals of file names, including those behind a variable or a command-line option.
 
     Attributes:
@@ -24,23 +25,19 @@ class Literals(Pass):
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: dict[str, list[cst.BaseExpression]] = {}
-        self.written: list[tuple[cst.Call, cst.BaseExpression, str]] = []
-        self.read: list[tuple[cst.Call, cst.BaseExpression]] = []
+        self.values: dict[str, list[BaseExpression]] = {}
+        self.written: list[tuple[Call, BaseExpression, str]] = []
+        self.read: list[tuple[Call, BaseExpression]] = []
 
     def visit_Assign(self, node: cst.Assign) -> None:
         self.values.setdefault(dotted(node.targets[0].target), []).append(node.value)
 
-    def visit_Call(self, node: cst.Call) -> None:
+    def visit_Call(self, node: Call) -> None:
         name = self.imported(node.func)
         method = method_of(node)
         default = argument(node, "default")
         # parser.add_argument("--weights", default="w.h5") is args.weights elsewhere.
-        if (
-            method == "add_argument"
-            and default
-            and isinstance(node.args[0].value, cst.SimpleString)
-        ):
+        if method == "add_argument" and default and isinstance(node.args[0].value, SimpleString):
             option = node.args[0].value.raw_value.lstrip("-").replace("-", "_")
             self.values.setdefault(f"args.{option}", []).append(default.value)
 
@@ -54,24 +51,24 @@ class Literals(Pass):
             self.read.append((node, node.args[0].value))
 
     def literals(
-        self, node: cst.BaseExpression, seen: frozenset[str] = frozenset()
-    ) -> list[cst.BaseExpression]:
+        self, node: BaseExpression, seen: frozenset[str] = frozenset()
+    ) -> list[BaseExpression]:
         """The string literals that a path ends in; empty if they are not in the script.
 
         seen: names that led here; path = Path(path) leads nowhere.
         """
-        if isinstance(node, cst.SimpleString):
+        if isinstance(node, SimpleString):
             return [node]
         # f"w-{epoch}.h5": the end counts.
         if isinstance(node, cst.FormattedString) and isinstance(
-            node.parts[-1], cst.FormattedStringText
+            node.parts[-1], FormattedStringText
         ):
             return [node.parts[-1]]
         if isinstance(node, cst.BinaryOperation):
             # "name-%d.h5" % step, or folder + "name.h5" and folder / "name.h5"
             is_format = isinstance(node.operator, cst.Modulo)
             return self.literals(node.left if is_format else node.right, seen)
-        if isinstance(node, cst.Call):
+        if isinstance(node, Call):
             if method_of(node) == "format":
                 return self.literals(node.func.value, seen)
             # os.path.join(folder, "w.h5"), Path("w.h5")
@@ -97,7 +94,7 @@ class FileNames(Pass):
     def __init__(self, literals: Literals) -> None:
         super().__init__()
 
-        self.nodes: dict[cst.CSTNode, str] = {}
+        self.nodes: dict[CSTNode, str] = {}
         self.texts: dict[str, str] = {}
         for _, path, suffix in literals.written:
             for literal in literals.literals(path):
@@ -114,19 +111,19 @@ class FileNames(Pass):
                     self.nodes[literal] = self.texts[text]
 
     def leave_SimpleString(
-        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
-    ) -> cst.SimpleString:
+        self, original_node: SimpleString, updated_node: SimpleString
+    ) -> SimpleString:
         quote = updated_node.quote
         return updated_node.with_changes(
             value=f"{updated_node.prefix}{quote}{self._new(original_node)}{quote}"
         )
 
     def leave_FormattedStringText(
-        self, original_node: cst.FormattedStringText, updated_node: cst.FormattedStringText
-    ) -> cst.FormattedStringText:
+        self, original_node: FormattedStringText, updated_node: FormattedStringText
+    ) -> FormattedStringText:
         return updated_node.with_changes(value=self._new(original_node))
 
-    def _new(self, node: cst.CSTNode) -> str:
+    def _new(self, node: CSTNode) -> str:
         """The text of a literal, renamed if it is the name of a file."""
         text = _text(node)
         # A word without a dot, such as "model", means other things elsewhere.
@@ -152,7 +149,7 @@ def with_suffix(text: str, suffix: str) -> str:
     return text + suffix
 
 
-def outdated(literals: Literals) -> list[cst.Call]:
+def outdated(literals: Literals) -> list[Call]:
     """Calls that read weights under an old suffix, though the script writes files of such a name with the new one."""
     written = {
         _before_numbers(literal)
@@ -160,30 +157,29 @@ def outdated(literals: Literals) -> list[cst.Call]:
         for literal in literals.literals(path)
         if suffix == WEIGHTS
     }
-    calls = []
-    for call, path in literals.read:
-        for literal in literals.literals(path):
-            is_old = _text(literal).endswith((".h5", ".hdf5")) and not _text(literal).endswith(
-                WEIGHTS
-            )
-            if method_of(call) == "load_weights" and is_old and _before_numbers(literal) in written:
-                calls.append(call)
-    return calls
+    return [
+        call
+        for call, path in literals.read
+        for literal in literals.literals(path)
+        if method_of(call) == "load_weights"
+        and re.search(r"(?<!\.weights)\.h5$|\.hdf5$", _text(literal))
+        and _before_numbers(literal) in written
+    ]
 
 
-def _before_numbers(literal: cst.CSTNode) -> str:
+def _before_numbers(literal: CSTNode) -> str:
     """What w-10.h5, w-{epoch}.weights.h5 and w-%d.h5 have in common."""
     stem = _text(literal).removesuffix(WEIGHTS)
     return re.split(r"[{%\d]|\.h5$|\.hdf5$", stem)[0].rstrip(".-_")
 
 
-def _text(node: cst.CSTNode) -> str:
-    if isinstance(node, cst.SimpleString):
+def _text(node: CSTNode) -> str:
+    if isinstance(node, SimpleString):
         return node.raw_value
     return node.value
 
 
-def _suffix(call: cst.Call, name: str, method: str) -> str:
+def _suffix(call: Call, name: str, method: str) -> str:
     """The suffix of the file that this call writes; empty if it writes none."""
     if name.startswith("keras.callbacks.ModelCheckpoint"):
         only_weights = argument(call, "save_weights_only", 3)

@@ -2,10 +2,12 @@
 
 import ast
 import io
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
 import libcst as cst
+from libcst import Attribute, Import, ImportFrom
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import RemoveImportsVisitor
 
@@ -23,6 +25,7 @@ from hvtrain.migrate.parsing import (
 )
 from hvtrain.migrate.tables import new_name
 
+_RELATED = re.compile(r"(from|import) (tensorflow|keras|horovod|hvtrain)\b")
 # How to write a name that no import of the script provides, and the import that this needs.
 _WRITTEN = {
     "tensorflow": ("tf", "import tensorflow as tf"),
@@ -52,17 +55,17 @@ class _Names(Pass):
         self.keeps_horovod = keeps_horovod
         self.missing: set[str] = set()
 
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
+    def visit_Attribute(self, node: Attribute) -> bool:
         return not dotted(node)  # A chain of names is one name.
 
     def leave_Attribute(
-        self, original_node: cst.Attribute, updated_node: cst.Attribute
+        self, original_node: Attribute, updated_node: Attribute
     ) -> cst.BaseExpression:
         """Renames a chain of names, unless renaming its import is enough."""
         name = self.imported(original_node)
         # The name that an import has bound: `tf` of tf.keras.layers.Dense.
         base: cst.BaseExpression = original_node
-        while isinstance(base, cst.Attribute):
+        while isinstance(base, Attribute):
             base = base.value
 
         imported = self.imported(base)
@@ -101,7 +104,7 @@ class _Names(Pass):
             return expression(new)
         return expression(new.rpartition(".")[2])
 
-    def visit_Import(self, node: cst.Import | cst.ImportFrom) -> bool:
+    def visit_Import(self, node: Import | ImportFrom) -> bool:
         # leave_SimpleStatementLine renames the whole statement.
         return False
 
@@ -113,7 +116,7 @@ class _Names(Pass):
         """Renames an import, which may become several: its names may now be in different places."""
         # Several statements on one line are rare, and would lose their layout.
         if len(original_node.body) > 1 or not isinstance(
-            original_node.body[0], cst.Import | cst.ImportFrom
+            original_node.body[0], Import | ImportFrom
         ):
             return updated_node
 
@@ -125,14 +128,10 @@ class _Names(Pass):
 
         statements = [
             cst.parse_statement(line)
-            for line in _lines(imported, new_names, isinstance(statement, cst.Import))
+            for line in _lines(imported, new_names, isinstance(statement, Import))
         ]
         # In brackets, each name may have its own line and comment.
-        if (
-            len(statements) == 1
-            and isinstance(statement, cst.ImportFrom)
-            and "(" in code_of(statement)
-        ):
+        if len(statements) == 1 and isinstance(statement, ImportFrom) and "(" in code_of(statement):
             statements = [updated_node.with_changes(body=[_same_layout(statement, statements[0])])]
         else:
             statements[-1] = statements[-1].with_changes(
@@ -156,8 +155,7 @@ def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> It
 
     is_plain: the old statement was `import a.b`, not `from a import b`.
     """
-    groups: dict[str, list[str]] = defaultdict(list)
-
+    groups = defaultdict(list)
     for item, name in zip(imported, new_names):
         if is_plain and not item.alias:
             groups[""].append(name)
@@ -180,7 +178,7 @@ def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> It
             yield from (f"import {name}" for name in names)
 
 
-def _same_layout(old: cst.ImportFrom, line: cst.BaseStatement) -> cst.ImportFrom:
+def _same_layout(old: ImportFrom, line: cst.BaseStatement) -> ImportFrom:
     """The old statement with its brackets and comments, but with the new module and names."""
     new = line.body[0]
     names = [
@@ -197,12 +195,9 @@ def with_import(text: str, line: str) -> str:
     if any(ast.unparse(node) == line for node in imports):
         return text
 
-    related = ("tensorflow", "keras", "horovod", "hvtrain")
-    modules = [getattr(node, "module", None) or node.names[0].name for node in imports]
-    pairs = [(node, module) for node, module in zip(imports, modules) if module != "__future__"]
+    others = [node for node in imports if getattr(node, "module", "") != "__future__"]
     # Above the first related import, or else above the last of all.
-    below = [node for node, module in pairs if module.partition(".")[0] in related]
-    below = below or [node for node, _ in pairs[-1:]]
+    below = [node for node in others if _RELATED.match(ast.unparse(node))] or others[-1:]
     # Not splitlines(), which also splits at form feeds: Python's line numbers do not count them.
     lines = io.StringIO(text, newline="").readlines()
     if below:
@@ -227,7 +222,7 @@ def without_unused(old: str, new: str) -> str:
         source, _, last = item.name.rpartition(".")
         if item.bound not in unused:
             continue
-        if isinstance(statement, cst.Import):
+        if isinstance(statement, Import):
             RemoveImportsVisitor.remove_unused_import(context, item.name, asname=item.alias or None)
         else:
             alias = None if item.alias == last else item.alias

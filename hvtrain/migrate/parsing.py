@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 import libcst.matchers as m
+from libcst import Arg, Call, CSTNode
 from libcst.metadata import (
     MetadataWrapper,
     PositionProvider,
@@ -55,25 +56,25 @@ def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
     return imported
 
 
-def imports_in(module: cst.Module) -> Iterator[tuple[cst.CSTNode, Imported]]:
+def imports_in(module: cst.Module) -> Iterator[tuple[CSTNode, Imported]]:
     """Yields the import statements of a script in order, once for each name that they import."""
     for statement in m.findall(module, m.Import() | m.ImportFrom()):
         for item in imports(cst.ensure_type(statement, cst.Import | cst.ImportFrom)):
             yield statement, item
 
 
-class Pass(cst.CSTTransformer):
-    """One pass over a script; knows the full names of its imports."""
+class Names(cst.MetadataDependent):
+    """A part of each pass over a script, which knows the full names of the script's imports."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
     def visit_Module(self, node: cst.Module) -> None:
         self._imports = [(self.line_of(statement), item) for statement, item in imports_in(node)]
 
-    def line_of(self, node: cst.CSTNode) -> int:
+    def line_of(self, node: CSTNode) -> int:
         return self.get_metadata(PositionProvider, node).start.line
 
-    def imported(self, node: cst.CSTNode) -> str:
+    def imported(self, node: CSTNode) -> str:
         """The full name behind a dotted name; empty if it does not come from an import.
 
         `tf.keras.Input` is tensorflow.keras.Input after `import tensorflow as tf`.
@@ -96,12 +97,16 @@ class Pass(cst.CSTTransformer):
         return max(lines, key=lambda name: lines[name])
 
 
+class Pass(Names, cst.CSTTransformer):
+    """One pass that changes a script."""
+
+
 def apply(text: str, transformer: Pass) -> str:
     """Returns the script after this pass."""
     return MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True).visit(transformer).code
 
 
-def dotted(node: cst.CSTNode | None) -> str:
+def dotted(node: CSTNode | None) -> str:
     """`a.b.c` as written; empty for anything but names and dots."""
     if isinstance(node, cst.Name):
         return node.value
@@ -112,17 +117,17 @@ def dotted(node: cst.CSTNode | None) -> str:
     return ""
 
 
-def method_of(call: cst.Call) -> str:
+def method_of(call: Call) -> str:
     """The name after the last dot of the called function; empty if there is no dot."""
     return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
-def is_model_name(node: cst.CSTNode) -> bool:
+def is_model_name(node: CSTNode) -> bool:
     """True for a name such as model or self.unet, which scripts give to models."""
     return dotted(node).lower().endswith(("model", "net", "network"))
 
 
-def is_number(node: cst.CSTNode) -> bool:
+def is_number(node: CSTNode) -> bool:
     """True for a number that is written out: 3, 1e-1, -2."""
     digits = m.Integer() | m.Float()
     return m.matches(node, digits | m.UnaryOperation(expression=digits))
@@ -132,7 +137,7 @@ def expression(code: str) -> cst.BaseExpression:
     return cst.parse_expression(code)
 
 
-def code_of(node: cst.CSTNode) -> str:
+def code_of(node: CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
 
 
@@ -144,7 +149,7 @@ def names_used(text: str) -> Counter[str]:
     return Counter(node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
 
 
-def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.Arg | None:
+def argument(call: Call, keyword: str, position: int | None = None) -> Arg | None:
     """Returns the argument with this keyword, or the positional one at this position; None after * or **."""
     for number, arg in enumerate(call.args):
         if arg.star:
@@ -156,7 +161,7 @@ def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.A
     return None
 
 
-def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
+def with_args(call: Call, args: Sequence[Arg]) -> Call:
     """Returns the call with these arguments, in its old layout."""
     if not args or not call.args:
         return call.with_changes(args=list(args))
@@ -176,7 +181,7 @@ def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
     return call.with_changes(args=[*new_args, args[-1].with_changes(comma=end)])
 
 
-def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+def keyword(name: str, value: cst.BaseExpression) -> Arg:
     """The argument name=value, without spaces."""
     tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    return cst.Arg(value, keyword=cst.Name(name), equal=tight)
+    return Arg(value, keyword=cst.Name(name), equal=tight)

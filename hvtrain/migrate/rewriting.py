@@ -91,7 +91,9 @@ def migrate(text: str, name: str = "script") -> Rewritten:
         where = f"{name}, line {line}" if line else name
         raise ConfigError(f"{where} is not Python: {reason}; fix it first") from error
 
-    alias = _alias(module)
+    # The name by which the script imports Horovod; empty if it does not.
+    aliases = (item.alias or item.name for _, item in imports_in(module) if item.name in _HOROVOD)
+    alias = next(aliases, "")
     uses_horovod = bool(alias)
     is_graph = bool(_GRAPH_MODE.search(text))
     new = text
@@ -110,12 +112,6 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     wrapper.visit(literals)
     new = wrapper.visit(FileNames(literals)).code
     return Rewritten(text, new, tuple(undecided(new, uses_horovod, is_graph)))
-
-
-def _alias(module: cst.Module) -> str:
-    """The name by which the script imports Horovod; empty if it does not."""
-    aliases = (item.alias or item.name for _, item in imports_in(module) if item.name in _HOROVOD)
-    return next(aliases, "")
 
 
 class Pinning(Pass):
@@ -170,12 +166,11 @@ class Pinning(Pass):
         """True if other statements use a name that these assign, such as a session's config."""
         here = names_used("".join(code_of(statement) for statement in statements))
 
-        assigned = {
-            name.value
+        assigned = [
+            assign.target.value
             for statement in statements
-            for target in m.findall(statement, m.AssignTarget(target=m.Name()))
-            for name in m.findall(target, m.Name())
-        }
+            for assign in m.findall(statement, m.AssignTarget(target=m.Name()))
+        ]
         return any(self.used[name] > here[name] for name in assigned)
 
 

@@ -22,16 +22,14 @@ TF_KERAS = "keras/_tf_keras/keras"
 TENSORFLOW = "tensorflow/_api/v2"
 
 _TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text("utf-8"))
-_BACKEND = {
-    f"keras.backend.{name}": f"keras.ops.{name}" for name in _TABLES["backend_in_ops"].split()
-}
-_EXACT: dict[str, str] = {**_BACKEND, **_TABLES["exact"]}
-_GRAPH_MODE = {
+_BACKEND = _TABLES["backend_in_ops"].split()
+_EXACT: dict[str, str] = {f"keras.backend.{name}": f"keras.ops.{name}" for name in _BACKEND}
+_EXACT |= _TABLES["exact"]
+ADVICE: dict[str, str] = _TABLES["advice"] | {
     f"{module}.{name}": _TABLES["graph_mode"]["advice"]
     for module in ("tensorflow", "tensorflow.compat.v1")
     for name in _TABLES["graph_mode"]["names"].split()
 }
-ADVICE: dict[str, str] = {**_TABLES["advice"], **_GRAPH_MODE}
 ARGUMENTS: dict[str, dict[str, str | None]] = _TABLES["arguments"]
 REMOVED_ARGUMENTS: dict[str, dict[str, str]] = _TABLES["removed_arguments"]
 RENAMED_METHODS = {name: line.split() for name, line in _TABLES["renamed_methods"].items()}
@@ -155,8 +153,8 @@ def nearest(name: str) -> str:
 @functools.cache
 def names_of_hvtrain() -> frozenset[str]:
     """The public names of hvtrain.keras."""
-    tree = ast.parse((Path(__file__).parents[1] / "keras/__init__.py").read_text())
-    for node in tree.body:
+    file = Path(__file__).parents[1] / "keras/__init__.py"
+    for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return frozenset(ast.literal_eval(node.value))
     raise AssertionError("hvtrain.keras has no __all__")

@@ -2,10 +2,10 @@
 
 import re
 from collections import Counter
-from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
+from libcst import Call
 from libcst.metadata import MetadataWrapper
 
 from hvtrain.migrate.file_names import WEIGHTS, Literals, outdated
@@ -78,7 +78,7 @@ class _Undecided(Literals):
         self._names = names_used(text)
         # The name that a callback is assigned to; "" without one.
         self._target = ""
-        self._writers: list[tuple[cst.Call, str]] = []
+        self._writers: list[tuple[Call, str]] = []
         # Loop variables over the weights of a model.
         self._weights: set[str] = set()
         self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
@@ -90,9 +90,8 @@ class _Undecided(Literals):
         # `if hvd.rank() == 0:` around a call, or `callbacks = [...] if hvd.rank() == 0 else []`
         self._conditions.append(self._is_about_rank(node.test))
 
-    def leave_If(self, original_node: Any, updated_node: Any) -> Any:
+    def leave_If(self, original_node: cst.If | cst.IfExp) -> None:
         self._conditions.pop()
-        return updated_node
 
     def _is_about_rank(self, test: cst.BaseExpression) -> bool:
         return "rank()" in code_of(test) or any(
@@ -105,9 +104,8 @@ class _Undecided(Literals):
         if isinstance(node.value, cst.Comparison) and "rank()" in code_of(node.value):
             self._asks_rank.add(self._target)
 
-    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
+    def leave_Assign(self, original_node: cst.Assign) -> None:
         self._target = ""
-        return updated_node
 
     def visit_Name(self, node: cst.Name) -> None:
         self._for_rank_0[node.value] += any(self._conditions)
@@ -170,10 +168,7 @@ class _Undecided(Literals):
 
     visit_CompFor = visit_For
 
-    def visit_Comparison(self, node: cst.Comparison) -> None:
-        self._name_of_a_weight(node)
-
-    def _name_of_a_weight(self, node: cst.Comparison | cst.Call) -> None:
+    def _name_of_a_weight(self, node: cst.Comparison | Call) -> None:
         """Reports code that looks for the name of a layer in the name of a weight."""
         # Names of Keras's own weights (kernel, bias) mean the same as before.
         texts = [code_of(text).strip("'\"") for text in m.findall(node, m.SimpleString())]
@@ -188,7 +183,9 @@ class _Undecided(Literals):
                     f"on Keras 3 {name}.name is kernel or gamma, without the layer; use {name}.path",
                 )
 
-    def visit_Call(self, node: cst.Call) -> None:
+    visit_Comparison = _name_of_a_weight
+
+    def visit_Call(self, node: Call) -> None:
         super().visit_Call(node)
         name = self.imported(node.func)
         for removed, fix in entries(REMOVED_ARGUMENTS, name, method_of(node)).items():
@@ -209,10 +206,9 @@ class _Undecided(Literals):
             self._callback(node, name.rpartition(".")[2])
         if name.startswith("keras.optimizers."):
             self._optimizer(node)
-        is_compiled = m.Call(
-            args=[m.ZeroOrMore(), m.Arg(m.Name("True"), m.Name("jit_compile")), m.ZeroOrMore()]
-        )
-        if name == "tensorflow.function" and self.uses_horovod and m.matches(node, is_compiled):
+        compiled = m.Arg(m.Name("True"), m.Name("jit_compile"))
+        is_compiled = any(m.matches(arg, compiled) for arg in node.args)
+        if name == "tensorflow.function" and self.uses_horovod and is_compiled:
             self.report(
                 node,
                 "XLA cannot compile an operation of Horovod; leave jit_compile out of a function that reduces",
@@ -220,7 +216,7 @@ class _Undecided(Literals):
         if not name and isinstance(node.func, cst.Attribute):
             self._method(node, node.func)
 
-    def _schedule(self, node: cst.Call) -> None:
+    def _schedule(self, node: Call) -> None:
         """Reports a multiplier that may be a number, which used to be a factor, not the base of a power."""
         initial_lr = argument(node, "initial_lr", 0)
         multiplier = argument(node, "multiplier", 1)
@@ -239,7 +235,7 @@ class _Undecided(Literals):
                 f"if {code} is a number, older versions took it as a factor; write lambda epoch: {code}",
             )
 
-    def _warmup(self, node: cst.Call) -> None:
+    def _warmup(self, node: Call) -> None:
         """Reports a first argument that may be warmup_epochs, which came first before Horovod 0.20."""
         first = argument(node, "initial_lr", 0)
         if first is None or first.keyword or argument(node, "warmup_epochs", 1):
@@ -252,7 +248,7 @@ class _Undecided(Literals):
                 f"initial_lr=None, warmup_epochs={code}",
             )
 
-    def _method(self, node: cst.Call, func: cst.Attribute) -> None:
+    def _method(self, node: Call, func: cst.Attribute) -> None:
         method = func.attr.value
         if method in self.methods:
             self.report(node, f"{method} {self.methods[method]}")
@@ -281,7 +277,7 @@ class _Undecided(Literals):
         if method == "save_weights" or saves_model:
             self._written_by_all(node, "put it under if hvd.rank() == 0")
 
-    def _callback(self, node: cst.Call, name: str) -> None:
+    def _callback(self, node: Call, name: str) -> None:
         if name in _DECIDE and any(self._conditions):
             self.report(
                 node, f"{name} on rank 0 alone would part it from the others; use it on all ranks"
@@ -292,11 +288,11 @@ class _Undecided(Literals):
         elif name in _WRITERS:
             self._written_by_all(node, "use this callback on rank 0 only")
 
-    def _optimizer(self, node: cst.Call) -> None:
+    def _optimizer(self, node: Call) -> None:
         rate = argument(node, "learning_rate", 0)
         values = [rate.value, *self.values.get(dotted(rate.value), [])] if rate else []
         if any(
-            isinstance(value, cst.Call) and self.imported(value.func) == "tensorflow.Variable"
+            isinstance(value, Call) and self.imported(value.func) == "tensorflow.Variable"
             for value in values
         ):
             self.report(
@@ -310,11 +306,11 @@ class _Undecided(Literals):
             if any(re.search(r"\blr['\"]?\s*[:=]", code_of(option)) for option in options):
                 self.report(node, "lr in these arguments is learning_rate on Keras 3; rename it")
 
-    def _written_by_all(self, node: cst.Call, fix: str) -> None:
+    def _written_by_all(self, node: Call, fix: str) -> None:
         if self.uses_horovod and not any(self._conditions):
             self.report(node, f"all ranks would write the same file; {fix}")
 
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+    def leave_Module(self, original_node: cst.Module) -> None:
         for call, name in self._writers:
             # Unless each use is guarded, as in `if hvd.rank() == 0: callbacks.append(checkpoint)`.
             if not self._for_rank_0[name] or self._for_rank_0[name] < self._names[name] - 1:
@@ -330,4 +326,3 @@ class _Undecided(Literals):
                     call,
                     f"Keras 3 needs a file name that ends in {WEIGHTS}, and the name is not in the script",
                 )
-        return updated_node

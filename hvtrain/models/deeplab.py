@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras import layers
+from keras import Model, layers
 
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
@@ -22,7 +22,7 @@ ENDS = {
     # As in the authors' code: before block 2 is narrowed, and without the last convolution to 1,280 channels.
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
-STRIDES = (8, 16, 32)
+
 # Filters of the low-level features, few enough not to outweigh the others (the paper's table 1).
 LOW_FILTERS = 48
 
@@ -37,7 +37,7 @@ def deeplabv3plus(
     dropout: float = 0.1,
     norm_momentum: float = 0.9,
     **options: Any,
-) -> keras.Model:
+) -> Model:
     """Builds DeepLabv3+: backbone, atrous spatial pyramid pooling, decoder, and bilinear upsampling.
 
     Outputs a logit for each class at each pixel. The backbone's layers keep the names and the weight
@@ -64,36 +64,48 @@ def deeplabv3plus(
         ConfigError: an unknown backbone or stride, or a momentum outside 0 ... 1. Other arguments
             are checked by Keras's layers, which raise ValueError or TypeError.
     """
-    _check(backbone, output_stride, norm_momentum)
+    if backbone not in ENDS:
+        raise ConfigError(
+            f"deeplabv3plus was given backbone={backbone}; {nearest(str(backbone), list(ENDS))}"
+        )
+    if output_stride not in (8, 16, 32):
+        raise ConfigError(
+            f"deeplabv3plus was given output_stride={output_stride}; it needs 8, 16 or 32"
+        )
+    if not 0 < norm_momentum < 1:
+        raise ConfigError(
+            f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a fraction, such as 0.9"
+        )
+
     image = keras.Input(image_shape, name="image")
     trunk = body(image_shape, backbone, **options)
-    changes = dilated(trunk, output_stride)
-    for layer in trunk.layers:
-        if isinstance(layer, layers.BatchNormalization):
-            changes[layer.name] = {"momentum": norm_momentum}
-
-    # The backbone again, with these changes.
-    trunk = clone(trunk, image, changes)
+    # The backbone again, with another stride.
+    trunk = clone(trunk, image, dilated(trunk, output_stride))
     low, high = (trunk.get_layer(name).output for name in ENDS[backbone])
 
-    # 6, 12 and 18 at a stride of 16, doubled at 8, as in DeepLabv3 (Chen et al. 2017,
-    # arXiv:1706.05587).
-    default_rates = [96 // output_stride * factor for factor in (1, 2, 3)]
-    rates = default_rates if atrous_rates is None else atrous_rates
-    x = _pyramid(high, filters, rates, norm_momentum)
+    if atrous_rates is None:
+        # 6, 12 and 18 at a stride of 16, doubled at 8, as in DeepLabv3 (Chen et al. 2017,
+        # arXiv:1706.05587).
+        atrous_rates = [96 // output_stride * factor for factor in (1, 2, 3)]
+    x = _pyramid(high, filters, atrous_rates)
     if dropout:
         x = layers.Dropout(dropout, name="aspp_dropout")(x)
     # The decoder: two convolutions after the concatenation, the best choice in the paper.
-    low = _pointwise(low, LOW_FILTERS, "decoder_low", norm_momentum)
+    low = _pointwise(low, LOW_FILTERS, "decoder_low")
     x = layers.Concatenate(name="decoder_concat")([_resize(x, low.shape), low])
     for number in (1, 2):
-        x = _separable(x, filters, 1, f"decoder_separable{number}", norm_momentum)
+        x = _separable(x, filters, 1, f"decoder_separable{number}")
     # In float32 whatever the policy, as in networks.logits.
     x = layers.Conv2D(num_outputs, 1, dtype="float32", name="logits")(x)
-    return keras.Model(image, _resize(x, image.shape), name="deeplabv3plus")
+    model = Model(image, _resize(x, image.shape), name="deeplabv3plus")
+    # Those of the backbone too.
+    for layer in model.layers:
+        if isinstance(layer, layers.BatchNormalization):
+            layer.momentum = norm_momentum
+    return model
 
 
-def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]:
+def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
     """Returns the changes, by layer, after which no feature is coarser than output_stride.
 
     A layer behind removed strides has to skip as many positions as they did (algorithme à trous).
@@ -109,13 +121,13 @@ def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]
         ):
             continue
 
-        # A 1x1 kernel needs no dilation.
+        changes[layer.name] = {"strides": 1}
         size = layer.kernel_size[0]
+        # A 1x1 kernel needs no dilation.
         if size == 1:
-            changes[layer.name] = {"strides": 1}
             continue
         rate = max(1, input_stride // output_stride)
-        changes[layer.name] = {"strides": 1, "dilation_rate": rate}
+        changes[layer.name]["dilation_rate"] = rate
         if layer.padding == "valid":
             # The layer before it pads, unevenly for a stride of 2 and an even side.
             (padding,) = parents
@@ -123,39 +135,19 @@ def dilated(trunk: keras.Model, output_stride: int) -> dict[str, dict[str, Any]]
     return changes
 
 
-def _check(backbone: str, output_stride: int, norm_momentum: float) -> None:
-    if backbone not in ENDS:
-        raise ConfigError(
-            f"deeplabv3plus was given backbone={backbone}; {nearest(str(backbone), list(ENDS))}"
-        )
-    if output_stride not in STRIDES:
-        raise ConfigError(
-            f"deeplabv3plus was given output_stride={output_stride}; it needs 8, 16 or 32"
-        )
-    if not 0 < norm_momentum < 1:
-        raise ConfigError(
-            f"deeplabv3plus was given norm_momentum={norm_momentum}; it needs a fraction, such as 0.9"
-        )
-
-
-def _pyramid(features: Any, filters: int, rates: Sequence[int], momentum: float) -> Any:
+def _pyramid(features: Any, filters: int, rates: Sequence[int]) -> Any:
     """Atrous spatial pyramid pooling: features at several scales, and their mean over the image."""
-    branches = [_pointwise(features, filters, "aspp_point", momentum)]
+    branches = [_pointwise(features, filters, "aspp_point")]
     for number, rate in enumerate(rates, start=1):
-        branches.append(_separable(features, filters, rate, f"aspp_rate{number}", momentum))
+        branches.append(_separable(features, filters, rate, f"aspp_rate{number}"))
     # Image-level features, as in DeepLabv3: the mean over the image, at each position.
     whole = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_pool")(features)
-    whole = _pointwise(whole, filters, "aspp_whole", momentum)
+    whole = _pointwise(whole, filters, "aspp_whole")
     branches.append(_resize(whole, features.shape))
-    return _pointwise(
-        layers.Concatenate(name="aspp_concat")(branches),
-        filters,
-        "aspp_project",
-        momentum,
-    )
+    return _pointwise(layers.Concatenate(name="aspp_concat")(branches), filters, "aspp_project")
 
 
-def _pointwise(x: Any, filters: int, name: str, momentum: float) -> Any:
+def _pointwise(x: Any, filters: int, name: str) -> Any:
     x = layers.Conv2D(
         filters,
         1,
@@ -163,10 +155,10 @@ def _pointwise(x: Any, filters: int, name: str, momentum: float) -> Any:
         kernel_initializer="he_normal",
         name=name,
     )(x)
-    return _normalized(x, name, momentum)
+    return _normalized(x, name)
 
 
-def _separable(x: Any, filters: int, rate: int, name: str, momentum: float) -> Any:
+def _separable(x: Any, filters: int, rate: int, name: str) -> Any:
     """Separable 3x3 convolution, with normalization after both of its parts, as in the paper."""
     depthwise = f"{name}_depthwise"
     x = layers.DepthwiseConv2D(
@@ -176,11 +168,11 @@ def _separable(x: Any, filters: int, rate: int, name: str, momentum: float) -> A
         use_bias=False,
         name=depthwise,
     )(x)
-    return _pointwise(_normalized(x, depthwise, momentum), filters, name, momentum)
+    return _pointwise(_normalized(x, depthwise), filters, name)
 
 
-def _normalized(x: Any, name: str, momentum: float) -> Any:
-    x = layers.BatchNormalization(momentum=momentum, epsilon=1e-5, name=f"{name}_norm")(x)
+def _normalized(x: Any, name: str) -> Any:
+    x = layers.BatchNormalization(epsilon=1e-5, name=f"{name}_norm")(x)
     return layers.ReLU(name=f"{name}_relu")(x)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import Model
 
 from hvtrain.checkpoint import store
 from hvtrain.errors import CheckpointError, ConfigError, in_one_line
@@ -31,7 +32,7 @@ SOURCES = "a .keras file, a .weights.h5 file, a run folder or a preset of keras-
 Arrays = dict[str, np.ndarray]
 
 
-def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) -> None:
+def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     """Sets the weights of a built model to those of the source (chief only).
 
     Args:
@@ -47,10 +48,11 @@ def begin_with(model: keras.Model, source: str, excepted: Sequence[str] = ()) ->
     excepted_ids = set()
     for pattern in excepted:
         excepted_ids |= set(map(id, find_variables(model, pattern, "model.weights_except")))
-    own = _keyed(parts(model))
-    for key, variable in list(own.items()):
-        if id(variable) in excepted_ids:
-            del own[key]
+    own = {
+        key: variable
+        for key, variable in _keyed(parts(model)).items()
+        if id(variable) not in excepted_ids
+    }
 
     def fits(key: str) -> bool:
         return key in arrays and arrays[key].shape == _whole_shape(own[key])
@@ -124,7 +126,7 @@ def _difference(source: str, path: str, array: Any, variable: Any) -> ConfigErro
     )
 
 
-def _read(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
+def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
     """Returns the file or checkpoint that is read, and its weights. Raises ConfigError."""
     is_preset = (path / CONFIG_FILE).is_file()
     if path.is_dir() and not is_preset:
@@ -150,7 +152,7 @@ def _read(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
     raise ConfigError(f"model.weights={path} is of another kind; choose {SOURCES}")
 
 
-def _read_run_folder(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
+def _read_run_folder(path: Path, model: Model) -> tuple[Path, Arrays]:
     """Reads the preferred model of a run folder, or its newest whole checkpoint."""
     # Keras files are preferred: with train.ema they have the averages, and checkpoints the raw weights.
     for name in RUN_FILES:
@@ -167,15 +169,15 @@ def _read_run_folder(path: Path, model: keras.Model) -> tuple[Path, Arrays]:
     )
 
 
-def _read_keras(path: Path, model: keras.Model) -> Arrays:
+def _read_keras(path: Path, model: Model) -> Arrays:
     loaded = keras.models.load_model(path, compile=False)
     # A run saves its model with the preprocessing around the trained one.
-    if loaded.name.endswith("_from_raw") and isinstance(loaded.layers[-1], keras.Model):
+    if loaded.name.endswith("_from_raw") and isinstance(loaded.layers[-1], Model):
         loaded = loaded.layers[-1]
     return _of_model(loaded, model)
 
 
-def _read_preset(path: Path, model: keras.Model) -> Arrays:
+def _read_preset(path: Path, model: Model) -> Arrays:
     """Reads the weights in a preset, including those of its task if the model is of the same class."""
     import keras_hub
 
@@ -186,7 +188,7 @@ def _read_preset(path: Path, model: keras.Model) -> Arrays:
     return _of_model(keras_hub.models.Backbone.from_preset(folder, dtype="float32"), model)
 
 
-def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
+def _of_model(source: Model, model: Model) -> Arrays:
     """Returns the weights of the loaded model `source` by the keys of `model`.
 
     Backbones of keras-hub are matched wherever they are in the two models, and heads if they have
@@ -211,11 +213,12 @@ def _of_model(source: keras.Model, model: keras.Model) -> Arrays:
     return arrays | head if head.keys() <= set(keys.values()) else arrays
 
 
-def _of_checkpoint(arrays: Arrays, model: keras.Model) -> Arrays:
+def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
     """Returns the weights in a checkpoint by the model's keys, LoRA's matrices added to the kernels."""
     # Keys are model/NUMBER/PATH; other keys belong to the optimizer and the ranks.
-    model_arrays = {key: array for key, array in arrays.items() if key.startswith("model/")}
-    weights = {key.split("/", 2)[2]: array for key, array in model_arrays.items()}
+    weights = {
+        key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith("model/")
+    }
     for path in [path for path in weights if path.endswith("_a") and "/lora_" in path]:
         # lora_kernel_a and lora_kernel_b belong to kernel.
         first = weights.pop(path)

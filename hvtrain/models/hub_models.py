@@ -11,12 +11,11 @@ import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras import layers, ops
+from keras import Model, layers, ops
 
 from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, in_one_line
@@ -45,7 +44,7 @@ def hub_model(
     length: int | None = None,
     backbone: Mapping[str, Any] | None = None,
     **options: Any,
-) -> keras.Model:
+) -> Model:
     """Builds keras_hub.models.<name>, with float32 logits of the shape that the run's task needs.
 
     The model of keras-hub, which has its own fit, is inside a plain keras.Model. A bare backbone gets a dense
@@ -70,7 +69,7 @@ def hub_model(
         ConfigError: keras-hub, the class or the preset is missing, or options are invalid.
     """
     hub = _import_keras_hub()
-    chosen = _find_class(hub, name)
+    chosen = _find_class(name)
     is_task = issubclass(chosen, hub.models.Task)
     backbone_options = dict(backbone or {})
     dropout = 0.0
@@ -98,9 +97,9 @@ def hub_model(
                 **backbone_options,
             )
         else:
-            network = _new_backbone(hub, chosen, backbone_options, facts)
+            network = _new_backbone(chosen, backbone_options, facts)
         _check_size(network, facts)
-        kind = _class_for_backbone(hub, chosen, type(network))
+        kind = _class_for_backbone(chosen, type(network))
         if is_task:
             network = _new_task(kind, network, folder, options, num_outputs)
         inputs, named_inputs = fit_inputs(network, input_spec, padding_token)
@@ -112,10 +111,10 @@ def hub_model(
             f"keras_hub.models.{name} cannot be built: {in_one_line(error)}; change "
             "model.backbone, other options of model, or the shape of the examples"
         ) from error
-    return keras.Model(inputs, outputs, name=kind.__name__)
+    return Model(inputs, outputs, name=kind.__name__)
 
 
-def _import_keras_hub() -> ModuleType:
+def _import_keras_hub() -> Any:
     try:
         import keras_hub
     except ImportError as error:
@@ -126,33 +125,36 @@ def _import_keras_hub() -> ModuleType:
     return keras_hub
 
 
-def _classes(hub: ModuleType) -> dict[str, Any]:
+def _classes() -> dict[str, Any]:
     """Returns the classes of backbones and tasks, by name."""
-    bases = (hub.models.Backbone, hub.models.Task)
-    classes = {name: value for name, value in vars(hub.models).items() if inspect.isclass(value)}
-    return {name: kind for name, kind in classes.items() if issubclass(kind, bases)}
+    from keras_hub import models
+
+    bases = (models.Backbone, models.Task)
+    classes = inspect.getmembers(models, inspect.isclass)
+    return {name: kind for name, kind in classes if issubclass(kind, bases)}
 
 
-def _find_class(hub: ModuleType, name: str) -> Any:
-    classes = _classes(hub)
+def _find_class(name: str) -> Any:
+    classes = _classes()
     if name not in classes:
         # If no name is near, two examples show what such names look like.
         names = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
         nearest = f"the nearest: {', '.join(names)}"
         raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; {nearest}")
     chosen = classes[name]
-    if issubclass(chosen, hub.models.Task) and chosen.compute_loss is not keras.Model.compute_loss:
-        problem = "has a loss of its own, which runs do not use; choose another class"
-        raise ConfigError(f"model.name={name} {problem}")
+    if hasattr(chosen, "backbone_cls") and chosen.compute_loss is not Model.compute_loss:
+        raise ConfigError(
+            f"model.name={name} has a loss of its own, which runs do not use; choose another class"
+        )
     return chosen
 
 
-def _class_for_backbone(hub: ModuleType, chosen: Any, backbone: type) -> Any:
+def _class_for_backbone(chosen: Any, backbone: type) -> Any:
     """Returns the chosen class, or its subclass for that backbone.
 
     TextClassifier with a BertBackbone becomes BertTextClassifier.
     """
-    kinds = set(_classes(hub).values())
+    kinds = set(_classes().values())
     suitable = {kind for kind in kinds if backbone in (kind, getattr(kind, "backbone_cls", None))}
     matches = {chosen} & suitable or {kind for kind in suitable if issubclass(kind, chosen)}
     if len(matches) != 1:
@@ -164,15 +166,14 @@ def _class_for_backbone(hub: ModuleType, chosen: Any, backbone: type) -> Any:
 
 
 def _new_backbone(
-    hub: ModuleType,
     chosen: Any,
     options: dict[str, Any],
     facts: Mapping[str, Any],
-) -> keras.Model:
+) -> Model:
     """Builds the class's backbone, with these options and those facts that it takes."""
     kind = getattr(chosen, "backbone_cls", chosen)
-    if kind in (None, hub.models.Backbone):
-        subclasses = {kind for kind in _classes(hub).values() if issubclass(kind, chosen)}
+    if kind is None or kind.__name__ == "Backbone":
+        subclasses = {kind for kind in _classes().values() if issubclass(kind, chosen)}
         examples = sorted(kind.__name__ for kind in subclasses - {chosen})[:4]
         raise ConfigError(
             f"model.name={chosen.__name__} is a kind of models; choose one, such as "
@@ -190,11 +191,11 @@ def _new_backbone(
 
 def _new_task(
     kind: Any,
-    backbone: keras.Model,
+    backbone: Model,
     folder: str | None,
     options: dict[str, Any],
     num_outputs: int | None,
-) -> keras.Model:
+) -> Model:
     """Builds the task model, with the preset's options, those of the run, and the user's."""
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model", options, parameters)
@@ -249,7 +250,7 @@ def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
             )
 
 
-def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tuple[Any, Any]:
+def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[Any, Any]:
     """Makes symbolic inputs of these tf.TensorSpecs, and maps them to the network's; returns both.
 
     A single array is the tokens or the image. Other inputs of a text model are derived from the
@@ -263,10 +264,8 @@ def fit_inputs(network: keras.Model, spec: Any, padding_token: int | None) -> tu
     expected = dict(network.input) if has_names else {"image": network.input}
     data_inputs = inputs
     if not isinstance(inputs, Mapping):
-        name = next(iter(expected))
         # A text model also takes a mask and the like, which are derived.
-        if TOKENS in expected:
-            name = TOKENS
+        name = TOKENS if TOKENS in expected else next(iter(expected))
         data_inputs = {name: inputs}
 
     named = dict(data_inputs)
@@ -381,17 +380,17 @@ def task_config(folder: str, kind: type) -> dict[str, Any]:
     return {key: value for key, value in saved["config"].items() if key not in parts}
 
 
-def backbone_of(model: keras.Model) -> keras.Model | None:
+def backbone_of(model: Model) -> Model | None:
     """Returns the keras-hub backbone inside a model; None if it has none."""
     return _hub_layer(model, "Backbone")
 
 
-def task_of(model: keras.Model) -> keras.Model | None:
+def task_of(model: Model) -> Model | None:
     """Returns the keras-hub task model, a backbone and a head, inside a model; None if it has none."""
     return _hub_layer(model, "Task")
 
 
-def _hub_layer(model: keras.Model, class_name: str) -> Any:
+def _hub_layer(model: Model, class_name: str) -> Any:
     # If keras-hub was never imported, no model can contain one of its layers.
     hub = sys.modules.get("keras_hub")
     if hub is None:

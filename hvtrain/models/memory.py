@@ -17,11 +17,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import Model, layers
 
 from hvtrain.errors import ConfigError
 
 # Layers whose output shares the memory of their input.
-_VIEWS = (keras.layers.Flatten, keras.layers.Reshape, keras.layers.Identity)
+_VIEWS = (layers.Flatten, layers.Reshape, layers.Identity)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Footprint:
         return self.weight_bytes + self.slot_bytes + self.elsewhere_bytes
 
 
-def footprint(model: keras.Model, batch_size: int, num_ranks: int = 1) -> Footprint:
+def footprint(model: Model, batch_size: int, num_ranks: int = 1) -> Footprint:
     """Returns the sizes of a compiled model whose optimizer is built.
 
     Activations are the outputs of all layers, kept for the backward pass. They are an estimate,
@@ -77,7 +78,7 @@ def footprint(model: keras.Model, batch_size: int, num_ranks: int = 1) -> Footpr
     )
 
 
-def sharded_layers(model: keras.Model) -> list[Any]:
+def sharded_layers(model: Model) -> list[Any]:
     """Returns the layers whose tables are sharded, or will be on several ranks."""
     # Not by their class, which would import Horovod.
     return [layer for layer in model._flatten_layers() if hasattr(layer, "row_variables")]
@@ -93,7 +94,7 @@ def num_bytes(variables: Iterable[Any]) -> int:
 def innermost_layers(model: Any) -> Iterator[Any]:
     """Yields the innermost layers, including those of nested models."""
     for layer in model.layers:
-        yield from innermost_layers(layer) if isinstance(layer, keras.Model) else [layer]
+        yield from innermost_layers(layer) if isinstance(layer, Model) else [layer]
 
 
 def example_shape(layer: Any) -> tuple[int, ...] | None:
@@ -119,7 +120,7 @@ def _activation_bytes(model: Any, batch_size: int) -> int | None:
     return total * batch_size
 
 
-def flops_per_example(model: keras.Model) -> float | None:
+def flops_per_example(model: Model) -> float | None:
     """Estimates the floating-point operations of a training step for one example.
 
     Each weight of a kernel is multiplied and added once at each position of its layer's output, and attention
@@ -144,14 +145,14 @@ def flops_per_example(model: keras.Model) -> float | None:
             inputs = node.input_tensors[0]
             shape = node.outputs[0].shape[1:]
             positions = shape[:-1]
-            if isinstance(layer, keras.layers.Embedding) and not _is_floating(inputs):
+            if isinstance(layer, layers.Embedding) and not _is_floating(inputs):
                 continue  # A look-up multiplies nothing.
-            if isinstance(layer, keras.layers.RNN):
+            if isinstance(layer, layers.RNN):
                 positions = inputs.shape[1:2]
             if None in shape or None in positions:
                 return None
             total += math.prod(positions) * kernels
-            if isinstance(layer, keras.layers.MultiHeadAttention):
+            if isinstance(layer, layers.MultiHeadAttention):
                 total += 2 * math.prod(positions) * math.prod(shape)
     return 6.0 * total or None
 
@@ -169,7 +170,7 @@ class Segment:
     gives: Sequence[Any]
 
 
-def recompute(model: keras.Model) -> None:
+def recompute(model: Model) -> None:
     """Makes a built model keep only the tensors that pass from one segment of its layers to the next.
 
     The backward pass recomputes the rest, with the same random numbers and without changing state
@@ -191,7 +192,7 @@ def recompute(model: keras.Model) -> None:
 
     graph: Any = max(graphs, key=lambda graph: len(graph._nodes))
     segments = divide(graph)
-    weight_ids = {id(variable) for variable in model.weights}
+    weight_ids = set(map(id, model.weights))
     states = [variable for variable in model.variables if id(variable) not in weight_ids]
     run_plainly = graph._run_through_graph
 
@@ -205,7 +206,7 @@ def recompute(model: keras.Model) -> None:
         if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
             return run_plainly(inputs, operation_fn, call_fn)
 
-        known = {id(symbol): tensor for symbol, tensor in zip(graph.inputs, tensors)}
+        known = dict(zip(map(id, graph.inputs), tensors))
         for segment in segments:
             # The last segment would be recomputed at once, and inputs that are integers have no gradient.
             if segment is segments[-1] or not any(map(_is_floating, segment.takes)):
@@ -226,20 +227,22 @@ def divide(graph: Any) -> list[Segment]:
     Segments end where few values are in use, such as between the blocks of a residual network.
     """
     # In the order of Keras's own loop, from the inputs to the outputs.
-    nodes: list[Any] = []
-    for depth in sorted(graph._nodes_by_depth, reverse=True):
-        nodes += graph._nodes_by_depth[depth]
-    nodes = [node for node in nodes if node.operation and not node.is_input]
+    nodes = [
+        node
+        for depth in sorted(graph._nodes_by_depth, reverse=True)
+        for node in graph._nodes_by_depth[depth]
+        if node.operation and not node.is_input
+    ]
 
     last_use: dict[int, int] = {}
     for index, node in enumerate(nodes):
-        last_use.update({id(tensor): index for tensor in node.input_tensors})
-    last_use.update({id(tensor): len(nodes) for tensor in graph.outputs})
+        last_use.update(dict.fromkeys(map(id, node.input_tensors), index))
+    last_use.update(dict.fromkeys(map(id, graph.outputs), len(nodes)))
 
     # After each call: the elements that later calls still use, and the elements of all outputs so far.
-    in_use: list[int] = []
+    in_use = [0]
     totals = [0]
-    live: dict[int, Any] = {id(tensor): tensor for tensor in graph.inputs}
+    live = {id(tensor): tensor for tensor in graph.inputs}
     for index, node in enumerate(nodes):
         live.update({id(tensor): tensor for tensor in node.outputs})
         # What no later call takes is free again.
@@ -255,7 +258,7 @@ def divide(graph: Any) -> list[Segment]:
         limit = totals[-1] / number / 2
         near = [index for index in range(1, len(nodes)) if distance[index] <= limit]
         if near:
-            cuts.add(min(near, key=lambda index: (in_use[index - 1], distance[index])))
+            cuts.add(min(near, key=lambda index: (in_use[index], distance[index])))
     return [_segment(nodes[begin:end], end, last_use) for begin, end in pairwise(sorted(cuts))]
 
 
@@ -280,7 +283,7 @@ def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], 
     for node in segment.nodes:
         args, kwargs = node.arguments.fill_in(known)
         outputs = keras.tree.flatten(operation_fn(node.operation)(*args, **kwargs))
-        known.update({id(symbol): tensor for symbol, tensor in zip(node.outputs, outputs)})
+        known.update(zip(map(id, node.outputs), outputs))
 
 
 def _run_twice(
@@ -304,8 +307,7 @@ def _run_twice(
 
     def forward(*tensors: Any) -> Any:
         nonlocal is_again
-        local = {id(symbol): known[id(symbol)] for symbol in segment.takes}
-        local.update({id(symbol): tensor for symbol, tensor in zip(takes, tensors)})
+        local = known | dict(zip(map(id, takes), tensors))
 
         # TensorFlow calls this function once now, and again when it takes the gradient.
         if is_again:
@@ -321,14 +323,14 @@ def _run_twice(
         return tuple(local[id(symbol)] for symbol in gives)
 
     results = tf.recompute_grad(forward)(*(known[id(symbol)] for symbol in takes))
-    known.update({id(symbol): tensor for symbol, tensor in zip(gives, results)})
+    known.update(zip(map(id, gives), results))
 
 
 def _refuse_losses(segment: Segment) -> None:
     """Raises ConfigError for losses on activations, whose gradients would be lost."""
     for node in segment.nodes:
         operation = node.operation
-        if not isinstance(operation, keras.layers.Layer):
+        if not isinstance(operation, layers.Layer):
             continue
         if any(layer._losses for layer in operation._flatten_layers()):
             raise ConfigError(

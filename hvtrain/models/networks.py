@@ -6,11 +6,12 @@ builders share.
 
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
-from keras import layers, ops
+from keras import Model, layers, ops
 
 from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
@@ -85,7 +86,7 @@ def mlp(
     hidden: Sequence[int] = (128, 64),
     activation: str = "relu",
     dropout: float = 0.0,
-) -> keras.Model:
+) -> Model:
     """Builds dense layers, each followed by dropout if that is not 0, for images or rows of numbers.
 
     Args:
@@ -101,14 +102,14 @@ def mlp(
         x = layers.Dense(units, activation=activation, name=f"dense{i}")(x)
         if dropout:
             x = layers.Dropout(dropout, name=f"dropout{i}")(x)
-    return keras.Model(inputs, logits(x, num_outputs), name="mlp")
+    return Model(inputs, logits(x, num_outputs), name="mlp")
 
 
 def cnn(
     image_shape: Sequence[int],
     num_outputs: int,
     dropout: Sequence[float] = (0.25, 0.5),
-) -> keras.Model:
+) -> Model:
     """Builds the classic Keras MNIST network, for images of 6x6 or more.
 
     1,199,882 parameters on 28x28x1 with 10 classes.
@@ -131,14 +132,14 @@ def cnn(
     x = layers.Flatten(name="flatten")(x)
     x = layers.Dense(128, activation="relu", name="dense")(x)
     x = layers.Dropout(dropout[1], name="dropout2")(x)
-    return keras.Model(image, logits(x, num_outputs), name="cnn")
+    return Model(image, logits(x, num_outputs), name="cnn")
 
 
 def resnet20(
     image_shape: Sequence[int],
     num_outputs: int,
     blocks_per_stage: int = 3,
-) -> keras.Model:
+) -> Model:
     """Builds three stages of residual blocks, as in He et al. 2015 for CIFAR-10.
 
     See arXiv:1512.03385, section 4.2. 272,474 trainable parameters on 32x32x3 with 10 classes
@@ -162,7 +163,7 @@ def resnet20(
             x = _residual_block(x, filters, strides, name=f"stage{stage}_block{block}")
 
     x = layers.GlobalAveragePooling2D(name="pool")(x)
-    return keras.Model(
+    return Model(
         image,
         logits(x, num_outputs, "he_normal"),
         name=f"resnet{6 * blocks_per_stage + 2}",
@@ -196,7 +197,7 @@ def separable_cnn(
     activation: str = "selu",
     initializer: str = "lecun_normal",
     depthwise_initializer: str = "unit_gain",
-) -> keras.Model:
+) -> Model:
     """Builds Chollet's separable convolutions between one plain convolution and one dense layer.
 
     Chollet 2017, arXiv:1610.02357; docs/separable.md trains it. 2,887,306 parameters on 28x28x1
@@ -234,7 +235,7 @@ def separable_cnn(
 
     x = layers.Flatten(name="flatten")(x)
     x = layers.Dense(512, name="dense", **dense)(x)
-    return keras.Model(image, logits(x, num_outputs, initializer), name="separable_cnn")
+    return Model(image, logits(x, num_outputs, initializer), name="separable_cnn")
 
 
 def _depthwise(name: str) -> keras.initializers.Initializer:
@@ -250,7 +251,7 @@ def application(
     name: str,
     dropout: float = 0.0,
     **options: Any,
-) -> keras.Model:
+) -> Model:
     """Builds keras.applications.<name> with random weights, pooling, dropout and a dense layer of logits.
 
     Two things differ from Keras's own, so the network is built once and then cloned layer by layer:
@@ -275,10 +276,10 @@ def application(
     x = clone(trunk, image).output
     if dropout:
         x = layers.Dropout(dropout, name="dropout")(x)
-    return keras.Model(image, logits(x, num_outputs), name=trunk.name)
+    return Model(image, logits(x, num_outputs), name=trunk.name)
 
 
-def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> keras.Model:
+def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> Model:
     """Builds ResNet-50 for RGB images with values 0 ... 1, as Goyal et al. 2017 train it on ImageNet.
 
     See arXiv:1706.02677, section 5.1. 25,557,032 trainable parameters on 1000 classes. It differs
@@ -314,15 +315,10 @@ def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> keras.Model:
     # A list, as Keras gives the inputs of a network that was built on a tensor.
     x = clone(trunk, [image], changes).output
     x = logits(x, num_outputs, keras.initializers.RandomNormal(stddev=0.01))
-    return keras.Model(image, x, name="resnet50_v1_5")
+    return Model(image, x, name="resnet50_v1_5")
 
 
-def body(
-    image_shape: Sequence[int],
-    name: str,
-    pooling: str | None = None,
-    **options: Any,
-) -> keras.Model:
+def body(image_shape: Sequence[int], name: str, **options: Any) -> Model:
     """Builds Keras's own network without its head, with random weights; raises as `application`."""
     # Functions only: keras.applications also has their modules.
     networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))
@@ -333,17 +329,16 @@ def body(
     return networks[name](
         include_top=False,
         weights=None,
-        pooling=pooling,
         input_shape=tuple(image_shape),
         **options,
     )
 
 
 def clone(
-    trunk: keras.Model,
+    trunk: Model,
     image: Any,
     changes: Mapping[str, dict[str, Any]] | None = None,
-) -> keras.Model:
+) -> Model:
     """Rebuilds a network of keras.applications on another input, with fresh names.
 
     Args:
@@ -368,18 +363,18 @@ def clone(
     return keras.models.clone_model(trunk, input_tensors=image, clone_function=rebuild)
 
 
-def _fresh_names(model: keras.Model) -> dict[str, str]:
+def _fresh_names(model: Model) -> dict[str, str]:
     """Maps names that Keras made from a class and a number to names that count within the model.
 
     In a second InceptionV3 of a process the first layer is conv2d_94 instead of conv2d, so it could
     not load a checkpoint of the first. Counted within the model, both have the same names.
     """
-    numbered: dict[str, list[tuple[int, str]]] = {}
+    numbered = defaultdict(list)
     for layer in model.layers:
         prefix, number = re.fullmatch(r"(.*?)(?:_(\d+))?", layer.name).groups()  # type: ignore[union-attr]
         # Keras names a Conv2D conv2d, and a SeparableConv2D separable_conv2d.
         if prefix.replace("_", "") == type(layer).__name__.lower():
-            numbered.setdefault(prefix, []).append((int(number or 0), layer.name))
+            numbered[prefix].append((int(number or 0), layer.name))
 
     names = {}
     for prefix, old_names in numbered.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import keras
+from keras import Model, layers
 
 from hvtrain.config.schema import RunConfig
 from hvtrain.errors import ConfigError
@@ -21,7 +21,7 @@ from hvtrain.models.hub_models import backbone_of
 from hvtrain.models.memory import recompute
 
 # Layers that Keras can add LoRA's matrices to.
-LORA_LAYERS = (keras.layers.Dense, keras.layers.EinsumDense, keras.layers.Embedding)
+LORA_LAYERS = (layers.Dense, layers.EinsumDense, layers.Embedding)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Part:
     path: its path in the model, without the model's name. variables: its own, without those of inner layers.
     """
 
-    layer: keras.layers.Layer
+    layer: layers.Layer
     path: str
     variables: tuple[Any, ...]
 
@@ -44,7 +44,7 @@ class Part:
         )
 
 
-def parts(model: keras.Model) -> list[Part]:
+def parts(model: Model) -> list[Part]:
     """Returns each layer that has variables of its own, in the order of model.weights.
 
     Unlike Keras's paths of variables, these paths do not depend on how the layers were built: a
@@ -70,7 +70,7 @@ def parts(model: keras.Model) -> list[Part]:
     return list(walk(model, ""))
 
 
-def head_of(model: keras.Model) -> list[Part]:
+def head_of(model: Model) -> list[Part]:
     """Returns the head, which may be replaced for another task.
 
     It is the last layer with weights, or everything after a backbone of keras-hub.
@@ -78,11 +78,11 @@ def head_of(model: keras.Model) -> list[Part]:
     backbone = backbone_of(model)
     if backbone is None:
         return parts(model)[-1:]
-    backbone_ids = {id(layer) for layer in backbone._flatten_layers()}
+    backbone_ids = set(map(id, backbone._flatten_layers()))
     return [part for part in parts(model) if id(part.layer) not in backbone_ids]
 
 
-def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
+def find_variables(model: Model, pattern: str, setting: str) -> list[Any]:
     """Returns the variables that the pattern names.
 
     Raises:
@@ -97,14 +97,8 @@ def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
             if any(fnmatchcase(name, pattern) for name in names):
                 matches.append(variable)
 
-    trainable_ids = {id(variable) for variable in model.trainable_variables}
-    if trainable_ids.isdisjoint(map(id, matches)):
-        nearest = difflib.get_close_matches(
-            pattern.strip("*/"),
-            known_names,
-            n=4,
-            cutoff=0.5,
-        )
+    if set(map(id, matches)).isdisjoint(map(id, model.trainable_variables)):
+        nearest = difflib.get_close_matches(pattern.strip("*/"), known_names, n=4, cutoff=0.5)
         # If none is near, a few names of the model are better than no hint.
         nearest = nearest or list(known_names)[:4]
         raise ConfigError(
@@ -113,28 +107,27 @@ def find_variables(model: keras.Model, pattern: str, setting: str) -> list[Any]:
     return matches
 
 
-def sharded_tables(model: keras.Model) -> list[tuple[Any, int]]:
+def sharded_tables(model: Model) -> list[tuple[Any, int]]:
     """Returns this rank's rows of each sharded table, as keras.table_rows.Rows, and the size of a row."""
     tables = [variable for variable in model.weights if hasattr(variable, "rank_part")]
     return [(table.rank_part, math.prod(table.shape[1:])) for table in tables]
 
 
-def num_parameters(model: keras.Model) -> int:
+def num_parameters(model: Model) -> int:
     """Returns the number of weights, including the rows of sharded tables that are on other ranks."""
     on_others = sum((rows.num_rows - rows.num_own) * size for rows, size in sharded_tables(model))
     return model.count_params() + on_others
 
 
-def describe_tables(model: keras.Model) -> str:
+def describe_tables(model: Model) -> str:
     """Describes the sharded tables for the run's summary; empty if there are none."""
-    tables = [
+    return "; ".join(
         f"{rows.table} {rows.num_rows:,} x {size:,}, row r on rank r mod {rows.num_ranks}"
         for rows, size in sharded_tables(model)
-    ]
-    return "; ".join(tables)
+    )
 
 
-def describe_trainable(model: keras.Model) -> str:
+def describe_trainable(model: Model) -> str:
     """Describes the share of parameters that are trained; empty if all trainable ones are."""
     # Moving statistics are never trained, and do not count.
     num_trainable = sum(
@@ -150,7 +143,7 @@ def _size(variable: Any) -> int:
     return math.prod(variable.shape)
 
 
-def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
+def change_parts(model: Model, config: RunConfig, size: int) -> None:
     """Applies the settings that change a built model, in place; each rank does the same.
 
     These are train.sync_batch_norm, model.lora_rank, model.freeze and train.remat.
@@ -175,7 +168,7 @@ def change_parts(model: keras.Model, config: RunConfig, size: int) -> None:
         recompute(model)
 
 
-def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
+def freeze(model: Model, patterns: Sequence[str]) -> None:
     """Freezes the variables that match the patterns.
 
     A layer that is frozen completely runs in inference mode.
@@ -184,9 +177,9 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
         ConfigError: a pattern matches nothing trainable, or nothing trainable is left.
     """
     # By identity, as in `parts`.
-    frozen_ids = set()
+    frozen_ids: set[int] = set()
     for pattern in patterns:
-        frozen_ids |= set(map(id, find_variables(model, pattern, "model.freeze")))
+        frozen_ids.update(map(id, find_variables(model, pattern, "model.freeze")))
     for part in parts(model):
         frozen = [variable for variable in part.variables if id(variable) in frozen_ids]
         for variable in frozen:
@@ -201,7 +194,7 @@ def freeze(model: keras.Model, patterns: Sequence[str]) -> None:
         )
 
 
-def add_lora(model: keras.Model, rank: int) -> None:
+def add_lora(model: Model, rank: int) -> None:
     """Freezes everything but the head, and trains two small matrices in place of each large one.
 
     Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685), for the LORA_LAYERS. The head, see
@@ -233,9 +226,9 @@ def add_lora(model: keras.Model, rank: int) -> None:
     for part in body:
         for variable in part.variables:
             variable.trainable = False
-    trained_ids = head_paths.keys() | {id(layer) for layer in adapted}
+    trained_ids = head_paths.keys() | set(map(id, adapted))
     for layer in model._flatten_layers(include_self=False):
-        if trained_ids.isdisjoint(id(inner) for inner in layer._flatten_layers()):
+        if trained_ids.isdisjoint(map(id, layer._flatten_layers())):
             layer.trainable = False  # Batch normalization then runs as in inference.
     for layer in adapted:
         layer.enable_lora(rank)
@@ -244,31 +237,23 @@ def add_lora(model: keras.Model, rank: int) -> None:
 
 def _constraint(layer: Any) -> Any:
     # Keras cannot add the matrices to a kernel with a constraint; such a layer stays frozen.
-    name = (
-        "embeddings_constraint"
-        if isinstance(layer, keras.layers.Embedding)
-        else "kernel_constraint"
-    )
-    return getattr(layer, name)
+    # An embedding has another name for it.
+    return getattr(layer, "kernel_constraint", getattr(layer, "embeddings_constraint", None))
 
 
 def _save_plain(layer: Any) -> None:
     """Makes the layer save as a plain one."""
     # Keras saves the sum as the kernel; with lora_rank in the config a loaded layer would also get zero matrices.
     get_config = layer.get_config
-
-    def without_lora() -> dict[str, Any]:
-        return {key: value for key, value in get_config().items() if not key.startswith("lora_")}
-
-    layer.get_config = without_lora
+    layer.get_config = lambda: {
+        key: value for key, value in get_config().items() if not key.startswith("lora_")
+    }
 
 
-def _synchronize(model: keras.Model, size: int) -> None:
+def _synchronize(model: Model, size: int) -> None:
     """Makes each batch normalization layer normalize over the batches of all ranks."""
     norms = [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.BatchNormalization)
+        layer for layer in model._flatten_layers() if isinstance(layer, layers.BatchNormalization)
     ]
     if not norms:
         raise ConfigError(
@@ -281,7 +266,7 @@ def _synchronize(model: keras.Model, size: int) -> None:
     for layer in norms:
         if isinstance(layer, SyncBatchNormalization):
             continue
-        if type(layer) is not keras.layers.BatchNormalization or layer.synchronized:
+        if type(layer) is not layers.BatchNormalization or layer.synchronized:
             raise ConfigError(
                 f"train.sync_batch_norm=true and the layer {layer.name}, a {type(layer).__name__} "
                 "that may normalize in its own way; make it a plain keras.layers.BatchNormalization"

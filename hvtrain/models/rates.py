@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from hvtrain.errors import ConfigError
 from hvtrain.models.parts import find_variables
@@ -32,7 +33,7 @@ def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[fl
 
 
 def multiply_rates(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     variables: Sequence[Any],
     factors: Sequence[float],
 ) -> None:
@@ -55,11 +56,8 @@ def multiply_rates(
     apply_weight_decay = inner._apply_weight_decay
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        return update_step(
-            gradient,
-            variable,
-            learning_rate * factor_of.get(index_of(variable), 1.0),
-        )
+        factor = factor_of.get(index_of(variable), 1.0)
+        return update_step(gradient, variable, learning_rate * factor)
 
     def decay(variables: Any) -> None:
         groups = defaultdict(list)
@@ -68,7 +66,7 @@ def multiply_rates(
         # Keras reads the attribute once per call, so variables with the same factor are passed together.
         weight_decay = inner.weight_decay
         for factor, group in groups.items():
-            inner.weight_decay = None if weight_decay is None else weight_decay * factor
+            inner.weight_decay = weight_decay and weight_decay * factor
             apply_weight_decay(group)
         inner.weight_decay = weight_decay
 
@@ -76,7 +74,7 @@ def multiply_rates(
     inner._apply_weight_decay = decay
 
 
-def decay_kernels(optimizer: keras.optimizers.Optimizer, weight_decay: float) -> None:
+def decay_kernels(optimizer: Optimizer, weight_decay: float) -> None:
     """Adds weight_decay times the kernel to the gradient of each kernel, in place.
 
     This is the weight decay of ResNet's and many other papers, and of PyTorch's SGD; it passes
@@ -106,7 +104,7 @@ def decay_kernels(optimizer: keras.optimizers.Optimizer, weight_decay: float) ->
     inner.update_step = update
 
 
-def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float | None) -> None:
+def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
     """Makes an optimizer that is not built yet keep a moving average of the weights.
 
     Args:

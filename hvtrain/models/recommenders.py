@@ -7,9 +7,8 @@ lookup serves all of them.
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
-from keras import layers, ops
+from keras import Model, layers, ops
 
 from hvtrain.data.source import symbolic
 from hvtrain.models.networks import logits
@@ -22,7 +21,7 @@ def dlrm(
     width: int = 16,
     bottom: Sequence[int] = (64,),
     top: Sequence[int] = (64, 32),
-) -> keras.Model:
+) -> Model:
     """Builds the deep learning recommendation model of Naumov et al. 2019 (arXiv:1906.00091).
 
     Dense layers turn the numbers into a vector; the table has a vector for each category. The dot
@@ -46,7 +45,7 @@ def dlrm(
     below = np.flatnonzero(np.tri(len(category_sizes) + 1, k=-1))
     pairs = ops.take(layers.Flatten()(products), below, axis=1)
     features = ops.concatenate([numbers, pairs], axis=1)
-    return keras.Model(inputs, logits(_dense(features, top, "top"), num_outputs), name="dlrm")
+    return Model(inputs, logits(_dense(features, top, "top"), num_outputs), name="dlrm")
 
 
 def two_tower(
@@ -55,7 +54,7 @@ def two_tower(
     item_sizes: Sequence[int],
     width: int = 32,
     hidden: Sequence[int] = (64,),
-) -> keras.Model:
+) -> Model:
     """Builds a tower for queries and one for items, each a table and dense layers, for task=retrieval.
 
     The output is [2, width]: the unit vectors of the query and of the item. Their dot product is the
@@ -75,7 +74,7 @@ def two_tower(
         # In float32 whatever the policy, because losses in bfloat16 lose digits.
         vector = layers.Dense(width, dtype="float32", name=f"{name}_vector")(features)
         vectors.append(ops.normalize(vector))
-    return keras.Model(inputs, ops.stack(vectors, axis=1), name="two_tower")
+    return Model(inputs, ops.stack(vectors, axis=1), name="two_tower")
 
 
 def _dense(x: Any, units: Sequence[int], name: str) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras import layers, ops
+from keras import Model, layers, ops
 
 from hvtrain.errors import ConfigError
 from hvtrain.models.networks import check_counts, logits, token_mask
@@ -27,7 +27,7 @@ def transformer(
     length: int | None = None,
     padded: bool = False,
     output_shape: Sequence[Any] | None = None,
-) -> keras.Model:
+) -> Model:
     """Builds pre-norm blocks of attention and MLP over learned positions, from tokens to logits.
 
     Like GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). The
@@ -56,13 +56,20 @@ def transformer(
     num_logits = output_shape[0] if output_shape is not None and len(output_shape) == 1 else None
     if mask_zero is None:
         mask_zero = padded and (not causal or num_logits is not None)
-    length = _check_input(input_spec, length)
+    shape = tuple(getattr(input_spec, "shape", ()))
+    # Learned positions are made for the longest row.
+    length = shape[0] or length if len(shape) == 1 else None
+    if not length or not input_spec.dtype.is_integer:
+        raise ConfigError(
+            f"transformer was given inputs {input_spec}; it needs a row of tokens as whole "
+            "numbers, of one length: dataset=text gives them"
+        )
     check_counts("transformer", blocks=blocks, heads=heads)
     if width % heads:
         raise ConfigError(
             f"transformer was given width={width} and heads={heads}; the heads share the width evenly"
         )
-    tokens = keras.Input(tuple(input_spec.shape), dtype="int32", name="tokens")
+    tokens = keras.Input(shape, dtype="int32", name="tokens")
 
     # In float32 whatever the policy, since it is the head too: losses of logits in bfloat16 lose digits.
     embedding = layers.ReversibleEmbedding(
@@ -75,18 +82,17 @@ def transformer(
     # 0, 1, 2, ... for each example.
     positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
     position_embedding = layers.Embedding(
-        length,
-        width,
-        embeddings_initializer=_normal(),
-        name="place_embedding",
+        length, width, embeddings_initializer=_normal(), name="place_embedding"
     )
     x = layers.Add(name="embedding")([embedding(tokens), position_embedding(positions)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
 
     # Not as Keras's mask, which a sum of two embeddings drops. [batch, 1, length]: the same for
     # each position that attends.
-    is_text = token_mask(tokens, 0) if mask_zero else None
-    mask = ops.expand_dims(is_text, axis=1) if mask_zero else None
+    is_text = mask = None
+    if mask_zero:
+        is_text = token_mask(tokens, 0)
+        mask = ops.expand_dims(is_text, axis=1)
     for number in range(1, blocks + 1):
         x = _block(x, f"block{number}", causal, heads, mlp_ratio, dropout, mask)
     x = layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
@@ -94,7 +100,7 @@ def transformer(
         outputs = logits(layers.GlobalAveragePooling1D(name="pool")(x, mask=is_text), num_logits)
     else:
         outputs = embedding(x, reverse=True)
-    return keras.Model(tokens, outputs, name="transformer")
+    return Model(tokens, outputs, name="transformer")
 
 
 def _block(
@@ -109,10 +115,7 @@ def _block(
     """Adds to x attention over the positions of the mask, or all, and then an MLP; returns the sum."""
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(
-        heads,
-        width // heads,
-        kernel_initializer=_normal(),
-        name=f"{name}_attention",
+        heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention"
     )
     # Normalized before each part, not after: the sum that runs through all blocks stays as it is.
     hidden = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
@@ -135,15 +138,3 @@ def _block(
 def _normal() -> keras.initializers.Initializer:
     # A new one for each layer, since an object draws the same numbers every time it is called.
     return keras.initializers.RandomNormal(stddev=STDDEV)
-
-
-def _check_input(input_spec: Any, length: int | None) -> int:
-    """Returns the largest number of tokens in a row, for which learned positions are made."""
-    shape = tuple(getattr(input_spec, "shape", ()))
-    longest = shape[0] or length if len(shape) == 1 else None
-    if not longest or not input_spec.dtype.is_integer:
-        raise ConfigError(
-            f"transformer was given inputs {input_spec}; it needs a row of tokens as whole "
-            "numbers, of one length: dataset=text gives them"
-        )
-    return longest

@@ -188,15 +188,12 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
 
     hosts = machine.num_hosts(num_ranks)
     local = min(num_ranks, machine.ranks_per_host)
-    latency = 0.0
-    speeds = []
-    if local > 1:
-        latency += (local - 1) * machine.inside.latency_seconds
-        speeds.append(machine.inside.bytes_per_second)
-    if hosts > 1:
-        latency += math.ceil(math.log2(hosts)) * machine.between.latency_seconds
-        speeds.append(machine.between.bytes_per_second)
-    return 2 * latency + 2 * num_bytes / (TREE_SHARE * min(speeds))
+    latency = (local - 1) * machine.inside.latency_seconds
+    latency += math.ceil(math.log2(hosts)) * machine.between.latency_seconds
+    # Only of links that are used.
+    links = [machine.inside] * (local > 1) + [machine.between] * (hosts > 1)
+    slowest = min(link.bytes_per_second for link in links)
+    return 2 * latency + 2 * num_bytes / (TREE_SHARE * slowest)
 
 
 ALGORITHMS = {"ring": flat_ring_seconds, "hierarchical": hierarchical_seconds, "tree": tree_seconds}

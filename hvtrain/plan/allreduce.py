@@ -102,26 +102,12 @@ class Collectives:
         """
         folder.mkdir(parents=True)
         log = folder / "output.txt"
-        worker = [
-            sys.executable,
-            "-m",
-            self.workers[method],
-            method,
-            f"{folder}/report",
-            *map(str, self.sizes),
-        ]
-        launcher = [
-            f"{sys.prefix}/bin/horovodrun",
-            f"--{self.transport}",
-            "-np",
-            str(self.num_ranks),
-        ]
-        environment = {
-            **os.environ,
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-            **dict.fromkeys(THREADS, str(self.threads)),
-        }
-        with started([*launcher, *worker], log, environment=environment) as process:
+        launcher = [f"{sys.prefix}/bin/horovodrun", f"--{self.transport}", "-np", self.num_ranks]
+        worker = [sys.executable, "-m", self.workers[method], method, f"{folder}/report"]
+        command = [str(text) for text in (*launcher, *worker, *self.sizes)]
+        threads = dict.fromkeys(THREADS, str(self.threads))
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **threads}
+        with started(command, log, environment=environment) as process:
             if not ends_within(process, SECONDS_FOR_A_RUN):
                 end(process)
 
@@ -156,10 +142,10 @@ class Collectives:
 
         gather, half = (self.microseconds("hvtrain", kind) for kind in ("gather", "half"))
         moved = human_bytes(FACTOR_BYTES)
-        return [
-            *lines,
-            f"{moved} in half precision: {half:,.0f} us; gathered, not added: {gather:,.0f} us",
-        ]
+        lines.append(
+            f"{moved} in half precision: {half:,.0f} us; gathered, not added: {gather:,.0f} us"
+        )
+        return lines
 
     def write(self) -> None:
         """Writes allreduce.json in the folder."""
@@ -174,7 +160,21 @@ class Collectives:
 def main(kind: type[Collectives] = Collectives) -> int:
     """Measures in rounds, prints a table, and writes allreduce.json."""
     exit_at_signals()
-    options = _parser().parse_args()
+    parser = Parser(
+        "python -m hvtrain allreduce",
+        description="""\
+Latency, algorithm bandwidth and bus bandwidth of an all-reduce over all ranks of this host, by size. Writes
+allreduce.json, which plan --calibrate reads.""",
+    )
+    option = parser.add_argument
+    option("--ranks", "-np", type=at_least(1), default=2, metavar="N", help="default: 2")
+    option("--transport", choices=("mpi", "gloo"), default="mpi", help="default: mpi")
+    add_number(parser, "--largest", at_least(1), "largest size", 256, "MIB")
+    add_number(parser, "--rounds", at_least(1), "times that each size is measured", 7)
+    about = "TensorFlow's threads of a rank; default: cores / ranks"
+    add_number(parser, "--threads", at_least(1), about)
+    option("--output", metavar="DIR", help="default: allreduce/DATE_TIME-TRANSPORT")
+    options = parser.parse_args()
     # Ranks share the cores, as in a run.
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.ranks)
     started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -189,25 +189,6 @@ def main(kind: type[Collectives] = Collectives) -> int:
     print("\n" + "\n".join(session.table()))
     print(f"results in {folder}")
     return 0
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "python -m hvtrain allreduce",
-        description="""\
-Latency, algorithm bandwidth and bus bandwidth of an all-reduce over all ranks of this host, by size. Writes
-allreduce.json, which plan --calibrate reads.""",
-    )
-    option = parser.add_argument
-    option("--ranks", "-np", type=at_least(1), default=2, metavar="N", help="default: 2")
-    option("--transport", choices=("mpi", "gloo"), default="mpi", help="default: mpi")
-    add_number(parser, "--largest", at_least(1), "largest size", 256, "MIB")
-    add_number(parser, "--rounds", at_least(1), "times that each size is measured", 7)
-    add_number(
-        parser, "--threads", at_least(1), "TensorFlow's threads of a rank; default: cores / ranks"
-    )
-    option("--output", metavar="DIR", help="default: allreduce/DATE_TIME-TRANSPORT")
-    return parser
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,6 @@ if TYPE_CHECKING:
 
 # A run counts the first ten steps as its warm-up (training/callbacks/epochs.py).
 MEASURED_STEPS = 30
-EPILOG = f"""\
-{RUN_SETTINGS}
-
-examples:
-  python -m hvtrain plan -np 512 --ranks-per-host 4 --step-seconds 0.3 --link-gbits 25 \\
-      model=resnet50 dataset=synthetic train.batch_size=64
-  python -m hvtrain plan -np 2 --measure --calibrate allreduce/.../allreduce.json model=cnn
-
-docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.
-"""
 
 
 def main() -> int:
@@ -69,7 +59,7 @@ def main() -> int:
     )
 
     make_output(folder, may_hold_files=True)
-    print("\n".join(report.run_lines(run, options.overrides, options.ranks_per_host)), flush=True)
+    print("\n".join(report.run_lines(run, options)), flush=True)
 
     # After the lines above are printed: measuring takes a while, and may fail.
     step_seconds = _measured(options, run) if options.measure else options.step_seconds
@@ -83,7 +73,7 @@ def main() -> int:
             rules = replace(rules, cycle_seconds=0.0)
 
         work = Work(step_seconds, run.messages)
-        accumulate = run.config.train.accumulate
+        accumulate = config.train.accumulate
         own = method_of(config.strategy)
         methods = METHODS if options.advise else ()
         # Ranks of a host share its cores.
@@ -189,7 +179,16 @@ def _parser() -> Parser:
 Says before anything is started what a run on N ranks will be: global batch, learning rate, steps, memory, checkpoints
 and the line that starts it; and, from one rank's step time and the links, how long a step takes on 1 to N ranks.
 Nothing is trained or reduced.""",
-        epilog=EPILOG,
+        epilog=f"""\
+{RUN_SETTINGS}
+
+examples:
+  python -m hvtrain plan -np 512 --ranks-per-host 4 --step-seconds 0.3 --link-gbits 25 \\
+      model=resnet50 dataset=synthetic train.batch_size=64
+  python -m hvtrain plan -np 2 --measure --calibrate allreduce/.../allreduce.json model=cnn
+
+docs/plan.md has the model, its sources, and how near it comes to published runs of up to 512 GPUs.
+""",
     )
     option = parser.add_argument
     option("-np", type=at_least(1), required=True, metavar="N", help="ranks")

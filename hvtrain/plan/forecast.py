@@ -132,16 +132,17 @@ def forecast(
     # The base strategy, a single process, does not start Horovod.
     model = build_model(config, source, open_task(config, source), plan, Strategy())
 
+    batch_size = max(plan.batch_sizes)
     return Forecast(
-        config=config,
-        plan=plan,
-        schedule=schedule,
-        source=source,
-        footprint=footprint(model, max(plan.batch_sizes), num_ranks),
-        gradients=gradients(model),
-        row_bytes=_row_bytes(model) * max(plan.batch_sizes),
-        model_name=model.name,
-        num_parameters=model.count_params(),
+        config,
+        plan,
+        schedule,
+        source,
+        footprint(model, batch_size, num_ranks),
+        gradients(model),
+        _row_bytes(model) * batch_size,
+        model.name,
+        model.count_params(),
     )
 
 
@@ -149,12 +150,11 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
     """The run's data set, or a synthetic one of the same shape if it is not on this machine."""
     if examples is None:
         try:
-            source: Source = build(config, "dataset", Source)
+            return build(config, "dataset", Source)
         except DataError as error:
             raise DataError(
                 f"{error}; for a data set on other machines give --examples N"
             ) from error
-        return source
 
     # The stand-in is named after the data set that it stands for.
     name = str(config.dataset["_target_"]).split(".")[-1]
@@ -225,5 +225,4 @@ def gradients(model: keras.Model) -> list[Gradient]:
         for variable in reversed(variables):
             in_order.append(Gradient(num_bytes([variable]), work, tuple(variable.shape)))
             work = 0.0
-
     return in_order

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,9 +61,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     """
     from scipy.optimize import nnls  # Takes half a second, and only --calibrate needs it.
 
-    ranks = np.array([measurement.num_ranks for measurement in measurements])
-    sizes = np.array([measurement.num_bytes for measurement in measurements], float)
-    seconds = np.array([measurement.seconds for measurement in measurements], float)
+    rows = [(each.num_ranks, each.num_bytes, each.seconds) for each in measurements]
+    ranks, sizes, seconds = np.array(rows, float).reshape(-1, 3).T
     if len(set(sizes)) < 2 or ranks.min() < 2:
         raise ConfigError(
             f"{len(measurements)} measured allreduces cannot give latency and bandwidth; "
@@ -103,13 +103,13 @@ def corrected(
     >>> real.inside.corrections
     ((1000, 2.0), (1000000, 1.5))
     """
-    ratios: dict[int, list[float]] = {}
+    ratios = defaultdict(list)
     for measurement in measurements:
         seconds, _ = allreduce_seconds(
             measurement.num_bytes, measurement.num_ranks, machine, algorithms
         )
         # The same size may be measured on several numbers of ranks.
-        ratios.setdefault(measurement.num_bytes, []).append(measurement.seconds / seconds)
+        ratios[measurement.num_bytes].append(measurement.seconds / seconds)
 
     corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
     name = machine.slowest(measurements[0].num_ranks)
@@ -147,12 +147,12 @@ def machine_of(
         "inside": f"{options.inside_gbytes:g} GB/s, {options.inside_latency_us:.3g} us; {share}",
         "between": f"{options.link_gbits:g} Gbit/s, {options.latency_us:.3g} us; {share}",
     }
-    groups: dict[str, list[Measured]] = {}
+    groups = defaultdict(list)
     others = []
     for measurements in files:
         reduced = [measurement for measurement in measurements if not measurement.kind]
         others += [measurement for measurement in measurements if measurement.kind]
-        groups.setdefault(machine.slowest(measurements[0].num_ranks), []).extend(reduced)
+        groups[machine.slowest(measurements[0].num_ranks)].extend(reduced)
 
     # Fitted by link: the same link may be measured on several numbers of ranks.
     for name, measurements in groups.items():

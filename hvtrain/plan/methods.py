@@ -71,12 +71,10 @@ class Method:
 # The mildest first: of two that are about equally fast, the first is advised.
 METHODS = (
     Method("strategy=horovod", "the mean of whole gradients"),
-    Method("strategy.compression=fp16", "half precision, with its range", compression="fp16"),
-    Method("strategy.compression=bf16", "8 significant bits", compression="bf16"),
-    Method("strategy.compression=int8", "rounded, the rest arrives later", compression="int8"),
-    Method(
-        "strategy.compression=powersgd", "of rank 4, the rest arrives later", compression="powersgd"
-    ),
+    Method("strategy.compression=fp16", "half precision, with its range", "fp16"),
+    Method("strategy.compression=bf16", "8 significant bits", "bf16"),
+    Method("strategy.compression=int8", "rounded, the rest arrives later", "int8"),
+    Method("strategy.compression=powersgd", "of rank 4, the rest arrives later", "powersgd"),
     Method("strategy=local_sgd strategy.every=16", "ranks drift apart for 16 steps", every=16),
     Method(
         "strategy=diloco strategy.every=500",

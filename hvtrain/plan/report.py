@@ -74,11 +74,11 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
     return parts
 
 
-def run_lines(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int) -> list[str]:
+def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     """Returns the lines on the run that need no predicted step."""
     config = forecast.config
     plan = forecast.plan
-    num_hosts = -(-plan.size // ranks_per_host)
+    num_hosts = -(-plan.size // options.ranks_per_host)
     precision = config.train.precision
     rate = (
         f"{plan.base_learning_rate:g} x {plan.learning_rate_factor:g} = {plan.peak_learning_rate:g}"
@@ -110,16 +110,17 @@ def run_lines(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int)
             f"{amount(checkpoint_bytes)}; {num_checkpoints} of them are kept: "
             f"{amount(num_checkpoints * checkpoint_bytes)}",
         ),
-        ("launch", _launch_line(forecast, overrides, ranks_per_host)),
+        ("launch", _launch_line(forecast, options)),
     ]
     if num_hosts > 1 and "hosts.txt" in lines[-1][1]:
-        lines.append(("", f"hosts.txt: {num_hosts} lines like `s1 slots={ranks_per_host}`"))
+        lines.append(("", f"hosts.txt: {num_hosts} lines like `s1 slots={options.ranks_per_host}`"))
     return [f"{name:<15}{text}" for name, text in lines]
 
 
-def _launch_line(forecast: Forecast, overrides: Sequence[str], ranks_per_host: int) -> str:
+def _launch_line(forecast: Forecast, options: argparse.Namespace) -> str:
     has_replicas = "num_replicas" in forecast.config.strategy
-    return launch_line(overrides, forecast.plan.size, ranks_per_host, has_replicas)
+    num_ranks = forecast.plan.size
+    return launch_line(options.overrides, num_ranks, options.ranks_per_host, has_replicas)
 
 
 def _s(number: int) -> str:
@@ -277,7 +278,7 @@ def as_json(
         "checkpoint_bytes": forecast.footprint.checkpoint_bytes,
         "gradient_bytes": forecast.footprint.gradient_bytes,
         "row_bytes": forecast.row_bytes,
-        "launch": _launch_line(forecast, options.overrides, options.ranks_per_host),
+        "launch": _launch_line(forecast, options),
         "rules": asdict(rules),
         # None if no step is predicted.
         "machine": asdict(machine) if machine else None,

@@ -9,13 +9,10 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvtrain.report.run_files import RunFiles
 from hvtrain.system.files import TEMPORARY
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BLUE = "#1f6fb4"
 ORANGE = "#e07b39"
@@ -191,21 +188,17 @@ def charts_of(run: RunFiles) -> list[Chart]:
     """Returns charts of a run: each metric in training and validation, learning rate, speed, and ranks."""
     charts = []
     for name in _metric_names([run]):
-        series = [
-            Series("training", _metric(run, name)),
-            Series("validation", _metric(run, f"val_{name}"), color=1),
-        ]
-        charts.append(Chart(name, [curve for curve in series if curve.points]))
+        training = Series("training", _metric(run, name))
+        validation = Series("validation", _metric(run, f"val_{name}"), color=1)
+        charts.append(Chart(name, [curve for curve in (training, validation) if curve.points]))
 
     rates = [(row.epoch, row.learning_rate) for row in run.history]
-    charts.append(Chart("learning rate", [Series("", rates)], from_zero=True))
-    charts.append(
-        Chart("examples per second, all ranks", [Series("", _speed(run))], from_zero=True)
-    )
-    if run.rank_seconds:
-        ranks = _rank_series(run.rank_seconds)
-        charts.append(Chart("work of a step by rank, ms", ranks, from_zero=True))
-
+    others = {
+        "learning rate": [Series("", rates)],
+        "examples per second, all ranks": [Series("", _speed(run))],
+        "work of a step by rank, ms": _rank_series(run.rank_seconds),
+    }
+    charts += [Chart(title, series, from_zero=True) for title, series in others.items()]
     return _with_points(charts)
 
 
@@ -214,20 +207,15 @@ def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[C
 
     def curves(points_of: Callable[[RunFiles], Points]) -> list[Series]:
         # A run has one color in all charts.
-        series: list[Series] = []
-        for run, label in zip(runs, labels):
-            series.append(Series(label, points_of(run), color=len(series)))
-        return series
+        return [
+            Series(label, points_of(run), color)
+            for color, (run, label) in enumerate(zip(runs, labels))
+        ]
 
-    charts = []
-    for name in _metric_names(runs):
-        # With a curve for each run, training and validation in one chart would be too crowded.
-        for column in (f"val_{name}", name):
-            charts.append(Chart(column, curves(partial(_metric, name=column))))
-
-    charts.append(Chart("examples per second", curves(_speed)))
-
-    return _with_points(charts)
+    # With a curve for each run, training and validation in one chart would be too crowded.
+    columns = [column for name in _metric_names(runs) for column in (f"val_{name}", name)]
+    charts = [Chart(column, curves(partial(_metric, name=column))) for column in columns]
+    return _with_points([*charts, Chart("examples per second", curves(_speed))])
 
 
 def svg(chart: Chart, has_legend: bool = True) -> str:
@@ -238,7 +226,7 @@ def svg(chart: Chart, has_legend: bool = True) -> str:
 def scatter_svg(figure: dict[str, Any]) -> str:
     """Draws a core.figures.Scatter, given as in review.json, as an SVG element for a page."""
 
-    def draw(axes: "Axes") -> None:
+    def draw(axes: Any) -> None:
         x, y = zip(*figure["points"])
         axes.scatter(x, y, s=9, color=SERIES[0], alpha=0.55, linewidths=0)
         dashes: Any = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (4, 3))}
@@ -257,13 +245,12 @@ def scatter_svg(figure: dict[str, Any]) -> str:
 def write_png(charts: Sequence[Chart], path: Path) -> None:
     """Draws all charts, of which there must be at least one, into one picture on white."""
 
-    def draw(axes: "Axes", chart: Chart) -> None:
+    def draw(axes: Any, chart: Chart) -> None:
         plain_style(axes)
         _draw(chart, axes)
 
     panels = [(chart.title, partial(draw, chart=chart)) for chart in charts]
-    columns = min(3, len(charts))
-    write_panels(panels, path, columns, (_WIDTH, _HEIGHT + 0.3), dpi=110)
+    write_panels(panels, path, min(3, len(charts)), (_WIDTH, _HEIGHT + 0.3), dpi=110)
 
 
 def _with_points(charts: Iterable[Chart]) -> list[Chart]:
@@ -295,28 +282,29 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     Args:
         rank_seconds: by epoch, the seconds of each rank. A resume can change the number of ranks.
     """
-    series: list[Series] = []
-    num_ranks = max(map(len, rank_seconds.values()))
-    if num_ranks > MOST_RANKS:
-        statistics: dict[str, Callable[[list[float]], float]] = {
-            "slowest": max,
-            "median": median,
-            "fastest": min,
-        }
-        for name, statistic in statistics.items():
-            points = [(epoch, 1000 * statistic(row)) for epoch, row in rank_seconds.items()]
-            series.append(Series(name, points, color=len(series)))
-        return series
-
-    for rank in range(num_ranks):
-        points = [
-            (epoch, 1000 * row[rank]) for epoch, row in rank_seconds.items() if rank < len(row)
+    num_ranks = max(map(len, rank_seconds.values()), default=0)
+    if num_ranks <= MOST_RANKS:
+        return [
+            Series(
+                f"rank {rank}",
+                [
+                    (epoch, 1000 * row[rank])
+                    for epoch, row in rank_seconds.items()
+                    if rank < len(row)
+                ],
+                rank,
+            )
+            for rank in range(num_ranks)
         ]
-        series.append(Series(f"rank {rank}", points, rank))
-    return series
+
+    statistics: Any = {"slowest": max, "median": median, "fastest": min}
+    return [
+        Series(name, [(epoch, 1000 * statistic(row)) for epoch, row in rank_seconds.items()], color)
+        for color, (name, statistic) in enumerate(statistics.items())
+    ]
 
 
-def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
+def _draw(chart: Chart, axes: Any, has_legend: bool = True) -> None:
     for series in chart.series:
         axes.plot(
             [epoch for epoch, _ in series.points],
@@ -325,9 +313,8 @@ def _draw(chart: Chart, axes: "Axes", has_legend: bool = True) -> None:
             color=SERIES[series.color % len(SERIES)],
             linestyle="-" if series.color < len(SERIES) else "--",
             linewidth=1.6,
-            marker="o"
-            if len(series.points) < 3
-            else None,  # A single point has no line that shows it.
+            # A single point has no line that shows it.
+            marker="o" if len(series.points) < 3 else None,
             markersize=3.5,
             label=series.label,
         )

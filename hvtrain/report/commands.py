@@ -7,21 +7,19 @@ so neither TensorFlow nor the data are needed.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from hvtrain.errors import ConfigError, UserError
 from hvtrain.report.charts import SERIES, charts_of_several, svg
-from hvtrain.report.page import FOLDER, REPORT_FILE, render, state_text, write_page, yaml_text
+from hvtrain.report.page import FOLDER, REPORT_FILE, render, write_page, yaml_text
 from hvtrain.report.run_files import RunFiles, is_run_folder, read_run
 from hvtrain.storage.cache import path_of
 from hvtrain.system.command import Parser
 from hvtrain.system.files import is_remote, page_path, write_atomic
-from hvtrain.system.text import duration, flatten, format_known
-
-# The value to sort by, None if it is unknown, and the text.
-Cell = tuple[Any, str]
+from hvtrain.system.text import flatten, format_known
 
 COMPARISON_FILE = "comparison.html"
 # Settings that differ between any two runs, or say nothing about the training.
@@ -45,30 +43,6 @@ Row = dict[str, Any]
 
 def report_runs() -> int:
     """Reads the run folders, writes the page, and prints which files it wrote."""
-    options = _report_parser().parse_args()
-    # run=RUN is accepted too, as by the commands that use a run.
-    folders = [folder.removeprefix("run=") for folder in options.runs]
-    runs = [read_run(path_of(folder)) for folder in folders]
-    # One run gets its own kind of page, with all its figures.
-    is_comparison = len(runs) > 1
-
-    default = Path(COMPARISON_FILE) if is_comparison else runs[0].folder / REPORT_FILE
-    # The local copy of a run in object storage is left unchanged.
-    if is_remote(folders[0]) and not is_comparison:
-        default = Path(REPORT_FILE)
-    path = page_path(options.output or default)
-
-    if is_comparison:
-        write_atomic(path, comparison_html(runs))
-        print(path)
-    else:
-        written = write_page(runs[0], path)
-        print(" and ".join(map(str, written)))
-
-    return 0
-
-
-def _report_parser() -> Parser:
     parser = Parser(
         "python -m hvtrain report",
         description="""\
@@ -87,7 +61,23 @@ the settings that differ.""",
         metavar="FILE",
         help=f"the page; default: RUN/{REPORT_FILE}, for several runs {COMPARISON_FILE} in this folder",
     )
-    return parser
+    options = parser.parse_args()
+    # run=RUN is accepted too, as by the commands that use a run.
+    folders = [folder.removeprefix("run=") for folder in options.runs]
+    runs = [read_run(path_of(folder)) for folder in folders]
+
+    if len(runs) > 1:
+        path = page_path(options.output or COMPARISON_FILE)
+        write_atomic(path, comparison_html(runs))
+        print(path)
+        return 0
+
+    # One run gets its own kind of page, with all its figures. The local copy of a run in object storage is left
+    # unchanged.
+    folder = Path() if is_remote(folders[0]) else runs[0].folder
+    written = write_page(runs[0], page_path(options.output or folder / REPORT_FILE))
+    print(" and ".join(map(str, written)))
+    return 0
 
 
 def comparison_html(runs: Sequence[RunFiles]) -> str:
@@ -97,14 +87,13 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
     metrics = dict.fromkeys(name for run in runs for name in run.result.get("metrics", {}))
     # The metric of the best checkpoint is a setting, so runs may have different ones, each in a column.
     bests = dict.fromkeys(run.result["best"]["metric"] for run in runs if run.result.get("best"))
-    rows = [_row(run, label, metrics, bests) for run, label in zip(runs, labels)]
     charts = charts_of_several(runs, labels)
 
     return render(
         "comparison.html.j2",
-        title=f"{len(runs)} runs",
-        columns=list(rows[0]),
-        rows=[row.values() for row in rows],
+        runs=list(zip(labels, runs)),
+        metrics=metrics,
+        bests=bests,
         labels=labels,
         num_colors=len(SERIES),
         drawn=[(chart.title, svg(chart, has_legend=False)) for chart in charts],
@@ -117,10 +106,7 @@ def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
     """Returns the names of the run folders, with as many parent folders as needed to tell them apart."""
     # The same folder may be given twice; no depth tells those apart.
     paths = [run.folder.parts for run in runs]
-    by_depth = (
-        ["/".join(parts[-depth:]) for parts in paths]
-        for depth in range(1, max(map(len, paths)) + 1)
-    )
+    by_depth = (["/".join(parts[-depth:]) for parts in paths] for depth in count(1))
     return next(labels for labels in by_depth if len(set(labels)) == len(set(paths)))
 
 
@@ -147,58 +133,12 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _row(
-    run: RunFiles, label: str, metrics: Iterable[str], bests: Iterable[str]
-) -> dict[str, Cell]:
-    """The cells of a run by column."""
-    result = run.result
-    values = result.get("metrics", {})
-    best = result.get("best") or {}
-    best_values = {best.get("metric"): best.get("value")}
-
-    # A run in progress has a speed, but neither a time nor an efficiency.
-    rate = run.examples_per_second
-    ranks = run.num_ranks
-    # For comparing runs on different numbers of ranks.
-    rate_of_each = rate / ranks if rate and ranks else None
-    split = result.get("split") or {}
-    seconds = result.get("seconds")
-
-    return {
-        "run": (label, label),
-        "state": (run.state, state_text(run)),
-        **{name: _cell(values.get(name), ".4g") for name in metrics},
-        **{f"best {name}": _cell(best_values.get(name), ".4g") for name in bests},
-        "ranks": (ranks, str(ranks or "")),
-        "examples/s": _cell(rate, ",.0f"),
-        "of each rank": _cell(rate_of_each, ",.0f"),
-        "efficiency": _cell(split.get("efficiency"), ".0%"),
-        "time": (seconds, "" if seconds is None else duration(seconds)),
-        "began": (run.began, run.began),
-    }
-
-
-def _cell(value: float | None, form: str) -> Cell:
-    return value, format_known(value, form, missing="")
-
-
-def _score_key(row: Row) -> Any:
-    # Scores of different metrics cannot be compared, so runs are grouped by metric.
-    if row["score"] is None:
-        return None
-    return row["metric"], -row["sign"] * row["score"]
-
-
-def _speed_key(row: Row) -> Any:
-    speed = row["examples_per_second"]
-    return None if speed is None else -speed
-
-
 # Scores and speeds are sorted best first. None stands for unknown, which comes last.
 SORT_KEYS: dict[str, Callable[[Row], Any]] = {
     "date": lambda row: row["began"] or None,
-    "score": _score_key,
-    "speed": _speed_key,
+    # Scores of different metrics cannot be compared, so runs are grouped by metric.
+    "score": lambda row: row["metric"] and (row["metric"], -row["sign"] * row["score"]),
+    "speed": lambda row: row["examples_per_second"] and -row["examples_per_second"],
     "state": lambda row: row["state"],
     "name": lambda row: row["run"],
 }
@@ -206,7 +146,20 @@ SORT_KEYS: dict[str, Callable[[Row], Any]] = {
 
 def list_runs() -> int:
     """Prints the runs as a table, or as JSON."""
-    options = _runs_parser().parse_args()
+    parser = Parser(
+        "python -m hvtrain runs",
+        description="""\
+Lists the runs in a folder. Each is running, finished, stopped (it was asked to) or failed. The score is the task's
+metric on the test data, or else the best value so far; the speed is in examples per second over all ranks.""",
+        epilog="python -m hvtrain report RUN... makes a page about one run, or compares several.",
+    )
+    option = parser.add_argument
+    about = f"folder to search; default: {DEFAULT_FOLDER}"
+    option("dir", nargs="?", default=DEFAULT_FOLDER, metavar="DIR", help=about)
+    about = "order of the runs; default: date"
+    option("--sort", choices=SORT_KEYS, default="date", help=about)
+    option("--json", action="store_true", help="print JSON, with all digits")
+    options = parser.parse_args()
     folder = Path(options.dir)
     # The default may be missing: nothing has been trained here yet.
     if not folder.is_dir():
@@ -284,20 +237,14 @@ def table(rows: list[Row]) -> list[str]:
     name_width = min(widths[6], max(MIN_NAME_WIDTH, left - metric_width))
 
     lines = []
-    for began, state, *numbers, metric, name in cells:
+    for *columns, metric, name in cells:
         if len(metric) > metric_width:
             metric = f"{metric[: metric_width - 1]}…"
         if len(name) > name_width:
             name = f"…{name[1 - name_width :]}"
-        numbers = [number.rjust(width) for number, width in zip(numbers, widths[2:])]
-        columns = [
-            began.ljust(widths[0]),
-            state.ljust(widths[1]),
-            *numbers,
-            metric.ljust(metric_width),
-            name,
-        ]
-        lines.append("  ".join(columns).rstrip())
+        # Text to the left, numbers to the right.
+        padded = [f"{text:{side}{width}}" for text, side, width in zip(columns, "<<>>>", widths)]
+        lines.append("  ".join([*padded, metric.ljust(metric_width), name]).rstrip())
 
     if any(row["resumable"] for row in rows):
         lines += ["", "* the same command with run.dir=RUN resumes from its newest checkpoint"]
@@ -311,38 +258,13 @@ def _cells(row: Row) -> tuple[str, ...]:
         state += f" {row['progress']:.0%}"
     if row["resumable"]:
         state += "*"
-    rate = row["examples_per_second"]
-
     return (
         row["began"],
         state,
         str(row["num_ranks"] or ""),
-        format_known(rate, ",.0f", missing=""),
+        format_known(row["examples_per_second"], ",.0f", missing=""),
         # With trailing zeros, so that decimal points line up.
         format_known(row["score"], "#.4g", missing=""),
         row["metric"] or "",
         row["run"],
     )
-
-
-def _runs_parser() -> Parser:
-    parser = Parser(
-        "python -m hvtrain runs",
-        description="""\
-Lists the runs in a folder. Each is running, finished, stopped (it was asked to) or failed. The score is the task's
-metric on the test data, or else the best value so far; the speed is in examples per second over all ranks.""",
-        epilog="python -m hvtrain report RUN... makes a page about one run, or compares several.",
-    )
-    parser.add_argument(
-        "dir",
-        nargs="?",
-        default=DEFAULT_FOLDER,
-        metavar="DIR",
-        help=f"folder to search; default: {DEFAULT_FOLDER}",
-    )
-    parser.add_argument(
-        "--sort", choices=SORT_KEYS, default="date", help="order of the runs; default: date"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, with all digits")
-
-    return parser

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvtrain.core.run_files import STARTS_FILE, proof_in_words
+from hvtrain.core.run_files import proof_in_words
 from hvtrain.core.step_plan import MOST_LEFT_OUT, share_of_progress
 from hvtrain.core.version import VERSION
 from hvtrain.errors import in_one_line
@@ -22,13 +22,6 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 REPORT_FILE = "report.html"
 CURVES_FILE = "curves.png"
-_DIFF_LEFT_OUT = (
-    f"Their diff is left out here, since a tracker gets this page; {STARTS_FILE} has it."
-)
-# Lines of the run's description that the page shows elsewhere.
-_SHOWN_ELSEWHERE = ("versions", "devices", "differs", "run folder", "resumed", "changed")
-# Numbers of the page's colors --series-N. Computation, the useful part of a step, has the first.
-_SERIES_OF_PART = {"data": 3, "compute": 1, "communication": 2}
 
 
 def write_report(folder: Path, with_diff: bool = True) -> None:
@@ -61,38 +54,23 @@ def write_page(run: RunFiles, path: Path, with_diff: bool = True) -> list[Path]:
         return [path]
     curves = path.parent / CURVES_FILE
     write_png(charts, curves)
-
     return [path, curves]
 
 
 def html(run: RunFiles, with_diff: bool = True) -> str:
     """Returns the page of a run, with or without the uncommitted changes of the user's checkout."""
     start = run.last_start
-    git = start.get("git")
-    if git and not with_diff:
-        # The names of changed files stay: they show that the commit alone does not reproduce the run.
-        git = {**git, "diff": _DIFF_LEFT_OUT}
-    description = start.get("described", {})
-    # The result has the full phrases; the description of the start shortens them.
-    data = run.result.get("data") or {}
-
     return render(
         "page.html.j2",
-        title=run.name,
         run=run,
         start=start,
-        git=git,
-        state=state_text(run),
-        numbers=_numbers(run),
+        with_diff=with_diff,
         drawn=[(chart.title, svg(chart)) for chart in charts_of(run)],
-        proof=_proof(run.result.get("proof")),
-        split=_split(run.result.get("split")),
         again=_command_again(run),
-        data=[(label, ", ".join(phrases)) for label, phrases in data.items()],
-        described=[
-            item for item in description.items() if item[0] not in (*_SHOWN_ELSEWHERE, *data)
+        hosts=[
+            f"{host} ({count} rank{'s' * (count > 1)})"
+            for host, count in start.get("hosts", {}).items()
         ],
-        environment=_environment(run, description.get("devices", "")),
         settings=flatten(run.config).items(),
     )
 
@@ -129,7 +107,15 @@ def _templates(folder: Path) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(yaml=yaml_text, scatter=scatter_svg)
+    filters = {
+        "yaml": yaml_text,
+        "scatter": scatter_svg,
+        "state": state_text,
+        "duration": duration,
+        "proof_in_words": proof_in_words,
+    }
+    environment.filters.update(filters)
+    environment.globals.update(share_of_progress=share_of_progress, MOST_LEFT_OUT=MOST_LEFT_OUT)
     return environment
 
 
@@ -138,10 +124,7 @@ def state_text(run: RunFiles) -> str:
     text = run.state
     if run.progress is not None and run.state != "finished":
         text += f" at {run.progress:.0%}"
-    if run.is_resumable:
-        text += ", resumable"
-
-    return text
+    return text + ", resumable" * run.is_resumable
 
 
 def yaml_text(value: Any) -> str:
@@ -154,88 +137,6 @@ def yaml_text(value: Any) -> str:
     return str(value)
 
 
-def _proof(proof: dict[str, Any] | None) -> list[tuple[str, bool]]:
-    """Returns a capitalized line for each item of the proof, and whether it is proved."""
-    if not proof:
-        return []
-    unproved = ["not compared", "nothing to prove"]
-    if any(
-        count < (1 - MOST_LEFT_OUT) * proof["examples"] for count in proof["examples_each_epoch"]
-    ):
-        unproved.append("samples seen")
-    lines = proof_in_words(proof).split("; ")
-    return [
-        (line[:1].upper() + line[1:], not any(text in line for text in unproved)) for line in lines
-    ]
-
-
-def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
-    """Returns the large figures at the top: name, value, and the note below it."""
-    result = run.result
-    metrics = result.get("metrics") or {}
-    # The loss comes last: alone it says less than the metrics of the task.
-    names = sorted(metrics, key=lambda name: name == "test_loss")
-    numbers = [(name, f"{metrics[name]:.4g}", "") for name in names]
-
-    best = result.get("best")
-    if best:
-        numbers.append((f"best {best['metric']}", f"{best['value']:.4g}", f"step {best['step']:,}"))
-    elif not result and run.score:  # The run has not ended, or has failed: its best so far.
-        name, value = run.score
-        numbers.append((name, f"{value:.4g}", "so far"))
-
-    if run.examples_per_second:
-        ranks = run.num_ranks
-        note = f"over {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
-        numbers.append(("examples per second", f"{run.examples_per_second:,.0f}", note))
-
-    split = result.get("split")
-    # A single rank waits for no other.
-    if split and result.get("num_ranks", 1) > 1 and split["efficiency"] is not None:
-        note = split.get("caution") or "of a run whose reductions take no time"
-        numbers.append(("efficiency", f"{split['efficiency']:.0%}", note))
-    newest = run.history[-1].metrics if run.history else {}
-    scale = newest.get("noise_scale")
-    if scale and result:
-        joint_batch = result["global_batch"] * run.config["train"]["accumulate"]
-        share = share_of_progress(scale, joint_batch / result["num_ranks"], joint_batch)
-        note = f"examples; in this batch one makes {share:.0%} of the progress of one in a rank's"
-        numbers.append(("gradient noise scale", f"{scale:,.0f}", note))
-
-    if newest.get("flops_per_second"):
-        note = "of the model, estimated"
-        if newest.get("share_of_peak"):
-            note += f"; {newest['share_of_peak']:.0%} of the devices' peak"
-        numbers.append(("GFLOP/s", f"{newest['flops_per_second'] / 1e9:,.3g}", note))
-
-    if result:
-        seconds = duration(result["seconds"])
-        numbers.append(("time in all", seconds, f"{result['num_steps']:,} steps"))
-    elif run.history:
-        row = run.history[-1]
-        numbers.append(("epochs", f"{row.epoch:,}", f"{row.step:,} steps"))
-
-    if result.get("num_parameters"):
-        numbers.append(("parameters", f"{result['num_parameters']:,}", ""))
-
-    return numbers
-
-
-def _split(split: dict[str, Any] | None) -> list[tuple[str, float, str, int]]:
-    """The parts of a step's time: name, share of the whole, milliseconds, and number of the color."""
-    if not split:
-        return []
-    # Communication is None where it cannot be measured.
-    seconds = {name: split[f"{name}_seconds"] or 0.0 for name in _SERIES_OF_PART}
-    total = sum(seconds.values())
-
-    return [
-        (name, part / total, f"{1000 * part:.2f} ms", _SERIES_OF_PART[name])
-        for name, part in seconds.items()
-        if part
-    ]
-
-
 def _command_again(run: RunFiles) -> str:
     """The command that repeats the run in a new folder."""
     command = ["python", "-m", "hvtrain", "--config-dir", str(run.folder)]
@@ -245,26 +146,3 @@ def _command_again(run: RunFiles) -> str:
         command = ["horovodrun", "-np", str(processes), *command]
 
     return shlex.join(command)
-
-
-def _environment(run: RunFiles, devices: str) -> list[tuple[str, str]]:
-    start = run.last_start
-    # starts.json may be missing or damaged; the result has versions too.
-    versions = start.get("versions") or run.result.get("versions", {})
-    system = start.get("system") or {}
-    git = start.get("git") or {}
-    hosts = [
-        f"{host} ({count} rank{'s' * (count > 1)})"
-        for host, count in start.get("hosts", {}).items()
-    ]
-    rows = {
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "hosts": ", ".join(hosts),
-        "devices": devices,
-        "processor": f"{system['processor']}, {system['cores']} cores" if system else "",
-        "system": system.get("system", ""),
-        "git commit": f"{git['commit']} ({git['branch']})" if git else "",
-        "run folder": str(run.folder),
-    }
-
-    return [(name, text) for name, text in rows.items() if text]

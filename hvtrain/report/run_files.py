@@ -32,6 +32,9 @@ _LOG_LINE = re.compile(
     r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERROR|CRITICAL) \S+?: (.*)$"
 )
 
+# An object in a file of JSON or YAML.
+Record = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Message:
@@ -62,12 +65,12 @@ class RunFiles:
     """
 
     folder: Path
-    config: dict[str, Any]
-    result: dict[str, Any]
+    config: Record
+    result: Record
     history: list[EpochRecord]
     rank_seconds: dict[int, list[float]]
-    starts: list[dict[str, Any]]
-    review: list[dict[str, Any]]
+    starts: list[Record]
+    review: list[Record]
     messages: list[Message]
     state: str
     checkpoint_step: int | None
@@ -77,7 +80,7 @@ class RunFiles:
         return self.folder.name
 
     @property
-    def last_start(self) -> dict[str, Any]:
+    def last_start(self) -> Record:
         """The newest entry of starts.json; empty if there is none."""
         return self.starts[-1] if self.starts else {}
 
@@ -195,7 +198,7 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
-def _state(folder: Path, result: dict[str, Any], step: int | None, messages: list[Message]) -> str:
+def _state(folder: Path, result: Record, step: int | None, messages: list[Message]) -> str:
     # The lock ends with its process, so a killed run does not count as running.
     if is_held(folder):
         return "running"
@@ -210,7 +213,7 @@ def _state(folder: Path, result: dict[str, Any], step: int | None, messages: lis
     return "failed"
 
 
-def _read_result(folder: Path) -> dict[str, Any]:
+def _read_result(folder: Path) -> Record:
     path = folder / RESULT_FILE
     if not path.exists():
         return {}
@@ -223,7 +226,7 @@ def _read_result(folder: Path) -> dict[str, Any]:
     return result
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> Record:
     """Reads the settings of a run that has no result yet."""
     import yaml
 

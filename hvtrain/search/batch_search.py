@@ -254,9 +254,8 @@ class Sizes:
 
 def is_out_of_memory(error: tf.errors.OpError) -> bool:
     """True if the error says that a device had no memory left."""
-    if isinstance(error, tf.errors.ResourceExhaustedError):
-        return True
-    return any(text in str(error) for text in _OUT_OF_MEMORY)
+    is_exhausted = isinstance(error, tf.errors.ResourceExhaustedError)
+    return is_exhausted or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:

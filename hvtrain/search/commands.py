@@ -19,18 +19,25 @@ from hvtrain.errors import ConfigError
 from hvtrain.system import console
 from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, positive
 
-FIND_LR_EPILOG = f"""\
-{RUN_SETTINGS}
-
-examples:
-  python -m hvtrain find_lr model=cnn dataset=fashion_mnist                 one process
-  horovodrun -np 4 python -m hvtrain find_lr optimizer=adam --highest 0.1   the rate for four ranks
-"""
-
 
 def find_lr() -> int:
     """Composes the run, trains with growing rates, and prints the suggestion on rank 0."""
-    options = _find_lr_parser().parse_with_overrides()
+    parser = _trial_parser(
+        "find_lr",
+        """\
+Trains some steps on all ranks while the learning rate grows from --lowest to --highest (both of all ranks together),
+until the loss rises to several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and
+prints the optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer.
+A schedule's warm-up and decay are applied to this rate.""",
+        """\
+  python -m hvtrain find_lr model=cnn dataset=fashion_mnist                 one process
+  horovodrun -np 4 python -m hvtrain find_lr optimizer=adam --highest 0.1   the rate for four ranks
+""",
+    )
+    add_number(parser, "--steps", at_least(10), "steps of the test", 100)
+    add_number(parser, "--lowest", positive, "first rate", 1e-5, "RATE")
+    add_number(parser, "--highest", positive, "last rate", 10.0, "RATE")
+    options = parser.parse_with_overrides()
     # Refused before TensorFlow is imported, which takes seconds.
     if options.lowest >= options.highest:
         raise ConfigError(
@@ -89,30 +96,13 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
     )
 
 
-def _find_lr_parser() -> Parser:
-    parser = _trial_parser(
-        "find_lr",
-        """\
-Trains some steps on all ranks while the learning rate grows from --lowest to --highest (both of all ranks together),
-until the loss rises to several times its lowest value. Writes the losses (range.csv) and a picture (range.png), and
-prints the optimizer.learning_rate at which the loss fell fastest, for this number of ranks, batch size and optimizer.
-A schedule's warm-up and decay are applied to this rate.""",
-        FIND_LR_EPILOG,
-    )
-    add_number(parser, "--steps", at_least(10), "steps of the test", 100)
-    add_number(parser, "--lowest", positive, "first rate", 1e-5, "RATE")
-    add_number(parser, "--highest", positive, "last rate", 10.0, "RATE")
-
-    return parser
-
-
-def _trial_parser(command: str, description: str, epilog: str) -> Parser:
+def _trial_parser(command: str, description: str, examples: str) -> Parser:
     """Makes a parser with the options that both commands have."""
     parser = Parser(
         f"python -m hvtrain {command}",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
         description=description,
-        epilog=epilog,
+        epilog=f"{RUN_SETTINGS}\n\nexamples:\n{examples}",
     )
     parser.add_argument(
         "--output",
@@ -124,13 +114,6 @@ def _trial_parser(command: str, description: str, epilog: str) -> Parser:
     return parser
 
 
-FIND_BATCH_EPILOG = f"""\
-{RUN_SETTINGS}
-
-examples:
-  python -m hvtrain find_batch model=cnn dataset=fashion_mnist           one process
-  horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
-"""
 # So low that weights hardly change, and no size diverges.
 LEARNING_RATE = 1e-9
 # Calls of the graph with each size, of --steps steps each. The first is a warm-up.
@@ -139,7 +122,24 @@ CALLS = 4
 
 def find_batch() -> int:
     """Composes the run, tries the sizes, and prints the result on rank 0."""
-    options = _find_batch_parser().parse_with_overrides()
+    parser = _trial_parser(
+        "find_batch",
+        """\
+Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size does not fit into memory or is more
+than the data set has. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
+that fits, and the fastest: the smallest within 3% of the most examples/s. Writes batch.json and a picture, batch.png.
+A size that would exceed the memory of the host or of its container is not begun.""",
+        """\
+  python -m hvtrain find_batch model=cnn dataset=fashion_mnist           one process
+  horovodrun -np 4 python -m hvtrain find_batch model=resnet50 --largest 512    four ranks
+""",
+    )
+    add_number(parser, "--first", at_least(1), "first size, of a rank", 1)
+    add_number(parser, "--largest", at_least(1), "largest size to try; default: as many as fit")
+    add_number(parser, "--steps", at_least(1), f"steps of a call; a size takes {CALLS} calls", 5)
+    about = "memory of all ranks of a host; default: what is free"
+    add_number(parser, "--memory", positive, about, metavar="GIB")
+    options = parser.parse_with_overrides()
     if options.largest is not None and options.first > options.largest:
         raise ConfigError(
             f"--first {options.first} exceeds --largest {options.largest}; lower it, or raise the other"
@@ -184,27 +184,3 @@ def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
     )
 
     return replace(trial, train=train)
-
-
-def _find_batch_parser() -> Parser:
-    parser = _trial_parser(
-        "find_batch",
-        """\
-Trains some steps on all ranks with 1, 2, 4, ... examples per rank, until a size does not fit into memory or is more
-than the data set has. Prints examples/s of all ranks and the peak memory of a rank for each size, the largest size
-that fits, and the fastest: the smallest within 3% of the most examples/s. Writes batch.json and a picture, batch.png.
-A size that would exceed the memory of the host or of its container is not begun.""",
-        FIND_BATCH_EPILOG,
-    )
-    add_number(parser, "--first", at_least(1), "first size, of a rank", 1)
-    add_number(parser, "--largest", at_least(1), "largest size to try; default: as many as fit")
-    add_number(parser, "--steps", at_least(1), f"steps of a call; a size takes {CALLS} calls", 5)
-    add_number(
-        parser,
-        "--memory",
-        positive,
-        "memory of all ranks of a host; default: what is free",
-        metavar="GIB",
-    )
-
-    return parser

@@ -8,7 +8,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from hvtrain import runner
@@ -142,8 +141,7 @@ def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggest
 
     try:
         with explain_errors(context):
-            callbacks: list[keras.callbacks.Callback] = [context.position, recorder]
-            strategy.fit(model, run.batches_from, run.plan, 0, callbacks, steps)
+            strategy.fit(model, run.batches_from, run.plan, 0, [context.position, recorder], steps)
     except TrainingError as error:  # A gradient that is not finite ends the test on all ranks.
         log.info("%s", str(error).partition(";")[0])
 

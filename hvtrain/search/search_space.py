@@ -105,13 +105,9 @@ def _check_line(location: str, line: Any) -> None:
     if unknown:
         raise ConfigError(f"{location}: unknown key '{unknown}'; {nearest(str(unknown), _KEYS)}")
 
-    if "choices" in line:
-        _check_choices(location, line)
-    else:
+    if "choices" not in line:
         _check_range(location, line)
-
-
-def _check_choices(location: str, line: Setting) -> None:
+        return
     choices = line["choices"]
     if len(line) > 1 or not isinstance(choices, list) or not choices:
         raise ConfigError(f"{location} is {line}; {_FORM}")
@@ -149,12 +145,11 @@ def _check_range(location: str, line: Setting) -> None:
         raise ConfigError(
             f"{location}: log needs a low above 0, and no step; change the range or leave out log"
         )
-    if "step" in line:
-        _check_step(location, low, high, line["step"])
+    if "step" not in line:
+        return
 
-
-def _check_step(location: str, low: Number, high: Number, step: Number) -> None:
-    """Raises ConfigError unless steps lead from low to high: optuna would lower `high`, at most with a warning."""
+    step = line["step"]
+    # optuna would lower `high`, at most with a warning.
     if step <= 0 or abs((high - low) / step - round((high - low) / step)) > 1e-9:
         raise ConfigError(
             f"{location}: steps of {step:g} do not lead from {low:g} to {high:g}; change one of them"
@@ -216,8 +211,7 @@ class Goal:
         """
         # The newest start: an earlier one may have had other settings.
         last = starts[-1] if starts else {}
-        directions = {1: MAX, -1: MIN}
-        of_task = directions.get(last.get("sign", 0), self.direction)
+        of_task = {1: MAX, -1: MIN}.get(last.get("sign", 0), self.direction)
         if not self.is_explicit and last.get("best") == self.metric and of_task != self.direction:
             raise ConfigError(
                 f"{self.metric} looked like one whose {self.direction} is best, and the task says {of_task}; add "

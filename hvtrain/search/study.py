@@ -75,7 +75,7 @@ class Study:
 
         # Its log lines would appear between those of the sweep.
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self._optuna = optuna
+
         self._states = optuna.trial.TrialState
         self._space = space
         self._distributions = {
@@ -120,11 +120,11 @@ class Study:
         values = {trial.value for trial in self._trials_in(self._states.COMPLETE)}
         if len(values) < LEAST_TO_COMPARE:
             return {}
-        importance = self._optuna.importance
-        # Its trees are random; with a seed the same trials give the same shares.
-        evaluator = importance.FanovaImportanceEvaluator(seed=0)
-        shares = importance.get_param_importances(self._study, evaluator=evaluator)
+        from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
+        # Its trees are random; with a seed the same trials give the same shares.
+        evaluator = FanovaImportanceEvaluator(seed=0)
+        shares = get_param_importances(self._study, evaluator=evaluator)
         return {name: float(share) for name, share in shares.items()}
 
     def try_next(self, run: RunTrial) -> Any:
@@ -143,15 +143,15 @@ class Study:
         except LostRankError as error:
             # The settings may be the cause, such as a batch that does not fit, so this is a result.
             trial.set_user_attr(ERROR, str(error))
-            return self._study.tell(trial.number, state=self._states.FAIL)
+            return self._study.tell(trial, state=self._states.FAIL)
         except BaseException:  # A Ctrl-C, a signal, or a mistake of the user that ends the sweep.
             self._try_again_later(trial)
             raise
 
         if value is None:
-            return self._study.tell(trial.number, state=self._states.PRUNED)
+            return self._study.tell(trial, state=self._states.PRUNED)
 
-        return self._study.tell(trial.number, value, state=self._states.COMPLETE)
+        return self._study.tell(trial, value)
 
     def _try_again_later(self, trial: Any) -> None:
         # Its run is not used again; the next trial takes the same settings.
@@ -225,8 +225,8 @@ def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[
         # JSON keys are strings.
         "epochs": {str(epoch): value for epoch, value in sorted(trial.intermediate_values.items())},
         "seconds": seconds and round(seconds, 1),
-        "settings": dict(settings),
-        "error": trial.user_attrs.get("error"),
+        "settings": settings,
+        "error": trial.user_attrs.get(ERROR),
         "run": str(folder),
     }
 
@@ -234,12 +234,11 @@ def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[
 def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
     """Sorts trials: finished ones from the best to the worst, then pruned ones, then those that failed."""
     sign = -1 if direction == MAX else 1
-
     # Trials of equal value keep the order in which they ran.
-    def key(trial: Trial) -> tuple[int, float, int]:
-        return _ORDER.index(trial["state"]), sign * (trial["value"] or 0.0), trial["number"]
-
-    return sorted(trials, key=key)
+    return sorted(
+        trials,
+        key=lambda trial: (_ORDER.index(trial["state"]), sign * (trial["value"] or 0.0)),
+    )
 
 
 def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
@@ -247,13 +246,17 @@ def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
     return next((trial for trial in ranked(trials, direction) if trial["state"] == FINISHED), None)
 
 
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Returns searched settings as on the command line of a trial."""
+    return [override(name, value) for name, value in settings.items()]
+
+
 def train_command(
     launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]
 ) -> str:
     """Returns the command that trains with these settings again, in a run folder of its own."""
-    searched = [override(name, value) for name, value in settings.items()]
     # The command is printed and saved, so it hides secrets, which the user has to fill in.
-    return command_line("launch", [*launcher, "--", *overrides, *searched])
+    return command_line("launch", [*launcher, "--", *overrides, *as_overrides(settings)])
 
 
 def results_table(results: Results) -> list[list[str]]:
@@ -347,9 +350,8 @@ def _draw_trials(axes: Any, results: Results, position: Callable[[Trial], Any]) 
             for trial in results["trials"]
             if trial["state"] == state and trial["value"] is not None
         ]
-        positions = [position(trial) for trial in trials]
         axes.plot(
-            positions,
+            [position(trial) for trial in trials],
             [trial["value"] for trial in trials],
             "o",
             color=color,

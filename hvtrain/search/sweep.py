@@ -4,10 +4,9 @@ Trials run one after the other, and are judged after each epoch.
 """
 
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +29,7 @@ from hvtrain.search.search_space import MAX, MIN, Goal, SearchSpace, goal_of, re
 from hvtrain.search.study import (
     IsHopeless,
     Study,
+    as_overrides,
     best_of,
     in_short,
     result_lines,
@@ -46,19 +46,6 @@ from hvtrain.system.secrets import command_line, without_secrets
 from hvtrain.system.text import duration
 
 SECONDS_BETWEEN_LOOKS = 0.5
-EPILOG = f"""\
-{RUN_SETTINGS}
-SPACE is one of conf/sweep, of the folder sweep of --config-dir, or a YAML file:
-  optimizer.learning_rate: {{low: 1.0e-4, high: 1.0e-1, log: true}}
-  model.dropout: {{low: 0.0, high: 0.5, step: 0.1}}
-  optimizer: {{choices: [adam, sgd]}}
-
-examples:
-  python -m hvtrain sweep sweep=optimizer trials=20 -np 2 dataset=digits dataset.num_validation=300
-  python -m hvtrain sweep sweep=my.yaml trials=50 -np 8 -H s1:4,s2:4 --metric val_loss model=resnet50 ...
-
-The same command again goes on with a sweep that was ended; docs/sweep.md has more.
-"""
 
 
 def main() -> int:
@@ -133,13 +120,7 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
                 f"{argument} came, and {space.path} searches that setting; leave it out of one of them"
             )
 
-    configs = []
-    for example in space.examples():
-        # As on the command line of a trial.
-        searched = [override(name, value) for name, value in example.items()]
-        configs.append(composed([*overrides, *searched]))
-
-    return configs
+    return [composed([*overrides, *as_overrides(example)]) for example in space.examples()]
 
 
 def _take(lock: RunLock, folder: Path) -> None:
@@ -166,7 +147,19 @@ def _parser() -> Parser:
 Trains with one choice of settings after the other, each on N ranks, and finds good ones by optuna (TPE). Ends trials
 that lag behind the median of the others. Writes sweep.csv, sweep.json and sweep.png, and prints the line that trains
 with the best settings again. trials: results in all, those that are there included; default: 20.""",
-        epilog=EPILOG,
+        epilog=f"""\
+{RUN_SETTINGS}
+SPACE is one of conf/sweep, of the folder sweep of --config-dir, or a YAML file:
+  optimizer.learning_rate: {{low: 1.0e-4, high: 1.0e-1, log: true}}
+  model.dropout: {{low: 0.0, high: 0.5, step: 0.1}}
+  optimizer: {{choices: [adam, sgd]}}
+
+examples:
+  python -m hvtrain sweep sweep=optimizer trials=20 -np 2 dataset=digits dataset.num_validation=300
+  python -m hvtrain sweep sweep=my.yaml trials=50 -np 8 -H s1:4,s2:4 --metric val_loss model=resnet50 ...
+
+The same command again goes on with a sweep that was ended; docs/sweep.md has more.
+""",
     )
     option = parser.add_argument
     add_number(parser, "-np", at_least(1), "ranks of a trial", 2)
@@ -210,7 +203,7 @@ class Trials:
     overrides: tuple[str, ...]
     folder: Path
     num_trials: int
-    results: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any]
 
     def run(self) -> int:
         """Runs trials until there are enough results; however it ends, the files have all of them.
@@ -229,12 +222,12 @@ class Trials:
             flush=True,
         )
 
-        is_interrupted = False
+        exit_code = None
         try:
             while len(self.results["trials"]) < self.num_trials:
                 self._run_next()
         except KeyboardInterrupt:
-            is_interrupted = True
+            exit_code = INTERRUPTED
 
         # The data files are written after each trial; the picture takes a while, so it is drawn once.
         files = "sweep.csv, sweep.json"
@@ -246,12 +239,12 @@ class Trials:
             "\n"
             + "\n".join([*result_lines(self.results), "", f"results in {self.folder}: {files}"])
         )
-        if is_interrupted:
+        if exit_code:
             print(
                 "hvtrain: interrupted; all trials so far are kept, and the same command goes on",
                 file=sys.stderr,
             )
-            return INTERRUPTED
+            return exit_code
 
         return 0 if self.results["best"] else 1
 
@@ -288,12 +281,11 @@ class Trials:
         )
 
     def _command(self, number: int, settings: dict[str, Any]) -> list[str]:
-        searched = [override(name, value) for name, value in settings.items()]
         # The user waits for the sweep as a whole, so its trials send no notices.
         own = [override("run.dir", str(self._run_folder(number))), "notify=[]"]
         # Through the launcher, which ends all ranks of a pruned trial.
         launch = [sys.executable, "-m", "hvtrain", "launch", *self.launcher, "--"]
-        return [*launch, *self.overrides, *searched, *own]
+        return [*launch, *self.overrides, *as_overrides(settings), *own]
 
     def _run_folder(self, number: int) -> Path:
         return self.folder / f"trial-{number}"
@@ -372,7 +364,10 @@ def train_trial(
             newest = max(values, default=newest)
             # A run that has ended anyway keeps its result.
             if any(verdicts) and not has_ended and not _is_trained(history, starts):
-                _stop(process)
+                # SIGTERM: all ranks save and stop together.
+                process.terminate()
+                if not ends_within(process, SECONDS_TO_SAVE):
+                    end(process)
                 return None
 
     # A launcher that succeeded without leaving a result has not trained.
@@ -386,11 +381,3 @@ def train_trial(
 def _is_trained(history: Sequence[EpochRecord], starts: Sequence[dict[str, Any]]) -> bool:
     """True after the last step, when ending the run would save no time."""
     return bool(history and starts) and history[-1].step >= starts[-1].get("num_steps", math.inf)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the launcher to end all ranks; ends them by force if it does not."""
-    # SIGTERM: all ranks save and stop together.
-    process.terminate()
-    if not ends_within(process, SECONDS_TO_SAVE):
-        end(process)

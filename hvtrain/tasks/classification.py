@@ -7,12 +7,21 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
 from hvtrain.core.figures import Figure, Matrix, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import is_taking_gradients, subclass_under_its_name
-from hvtrain.tasks.examples import ReviewedExamples, as_bytes, draw_classes, first_fault, png
+from hvtrain.tasks.examples import (
+    Columns,
+    Fault,
+    ReviewedExamples,
+    as_bytes,
+    draw_classes,
+    first_fault,
+    png,
+)
 from hvtrain.tasks.task import ClassTask, Losses, Metrics, Task
 
 MAX_MATRIX_CLASSES = 20
@@ -61,7 +70,7 @@ class Classification(ClassTask):
     def default_loss(self) -> Losses:
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+    def fault(self, targets: np.ndarray, source: Source) -> Fault:
         is_wrong = (targets < 0) | (targets >= source.num_classes)
         last = source.num_classes - 1
         return first_fault(is_wrong, lambda row: f"label {targets[row]} is outside 0 ... {last}")
@@ -78,11 +87,11 @@ class Classification(ClassTask):
     def soft_loss(self) -> Losses:
         return with_soft_targets(self.loss, self.label_smoothing)
 
-    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+    def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """Each example's class, its name and probability, and the probabilities of all classes."""
         names = class_names(source, outputs.shape[-1])
         classes = self.decode(outputs)
-        probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(outputs))
+        probabilities = ops.convert_to_numpy(ops.softmax(outputs))
 
         # The prefix keeps the column of a class named "class" apart from the first column.
         return {
@@ -98,8 +107,7 @@ class Classification(ClassTask):
         model: keras.Model,
         source: Source,
     ) -> list[Figure]:
-        names = class_names(source, reviewed.outputs.shape[-1])
-        return _class_figures(reviewed, reviewed.targets, reviewed.outputs, names, source)
+        return _class_figures(reviewed, reviewed.targets, reviewed.outputs, source)
 
 
 class Multilabel(Task):
@@ -138,7 +146,7 @@ class Multilabel(Task):
     def takes(self, target: Any) -> bool:
         return hasattr(target, "shape") and target.shape.rank == 1
 
-    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+    def fault(self, targets: np.ndarray, source: Source) -> Fault:
         is_wrong = (targets != 0) & (targets != 1)
         return first_fault(is_wrong, lambda _: "holds a number that is neither 0 nor 1")
 
@@ -157,14 +165,14 @@ class Multilabel(Task):
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return (outputs > 0).astype(np.int32)
 
-    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+    def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """0 or 1 for each label, and the probabilities of 1."""
         # Only some data sets name their labels.
         default_names = [f"label.{index}" for index in range(outputs.shape[-1])]
         names = source.facts().get("label_names") or default_names
 
         decoded = self.decode(outputs)
-        probabilities = keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs))
+        probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
         return {
             **{str(name): column for name, column in zip(names, decoded.T)},
             **{f"p.{name}": column for name, column in zip(names, probabilities.T)},
@@ -220,9 +228,9 @@ class Binary(Multilabel):
     def takes(self, target: Any) -> bool:
         return hasattr(target, "shape") and tuple(target.shape) in ((), (1,))
 
-    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+    def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """0 or 1, and the probability of 1."""
-        probabilities = keras.ops.convert_to_numpy(keras.ops.sigmoid(outputs))
+        probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
         return {"class": self.decode(outputs), "probability": probabilities}
 
     def review(
@@ -234,7 +242,7 @@ class Binary(Multilabel):
         # A second logit of 0 for "no": the softmax of both is the sigmoid of the one.
         logits = np.pad(reviewed.outputs, [(0, 0), (1, 0)])
         targets = reviewed.targets.reshape(-1).astype(np.int64)
-        return _class_figures(reviewed, targets, logits, class_names(source, 2), source)
+        return _class_figures(reviewed, targets, logits, source)
 
 
 def class_names(source: Source, number: int) -> list[str]:
@@ -246,7 +254,7 @@ def class_names(source: Source, number: int) -> list[str]:
     return [str(name) for name in names]
 
 
-def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.Loss:
+def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
     """Returns a copy of a sparse cross-entropy that also takes mixed classes, and smooths targets in training.
 
     Targets of the same rank as the outputs hold each class's share; others are class indices. Keras
@@ -270,7 +278,7 @@ def with_soft_targets(loss: Any, label_smoothing: float = 0.0) -> keras.losses.L
             if not smoothing:
                 return base.call(self, y_true, y_pred)
             # Smoothing spreads a share over all classes, which an index cannot hold.
-            y_true = keras.ops.one_hot(y_true, y_pred.shape[-1])
+            y_true = ops.one_hot(y_true, y_pred.shape[-1])
         return keras.losses.categorical_crossentropy(y_true, y_pred, self.from_logits, smoothing)
 
     # Copies the loss's attributes, since the arguments that it was made with are not known.
@@ -283,12 +291,12 @@ def _class_figures(
     reviewed: ReviewedExamples,
     targets: np.ndarray,
     logits: np.ndarray,
-    names: Sequence[str],
     source: Source,
 ) -> list[Figure]:
     """Confusions and worst errors, from targets [examples] and logits [examples, classes]."""
+    names = class_names(source, logits.shape[-1])
     predicted = logits.argmax(axis=1)
-    log_probabilities = keras.ops.convert_to_numpy(keras.ops.log_softmax(logits))
+    log_probabilities = ops.convert_to_numpy(ops.log_softmax(logits))
     return [
         _confusions(reviewed, targets, predicted, names),
         *_worst_errors(reviewed, targets, predicted, log_probabilities, names, source),
@@ -339,9 +347,10 @@ def _worst_errors(
     title = "Worst examples"
     note = f"Errors with the lowest probability of the true class, among {reviewed.description}."
 
+    cells = source.cells(reviewed.split, worst)
     pictures = []
     rows = []
-    for row in worst:
+    for row, *values in zip(worst, *cells.values()):
         true_name = names[targets[row]]
         predicted_name = names[predicted[row]]
         probability = f"{np.exp(log_probabilities[row, predicted[row]]):.0%}"
@@ -350,12 +359,9 @@ def _worst_errors(
             pictures.append((png(as_bytes(reviewed.inputs[row])), caption))
 
         true_probability = f"{np.exp(of_true_class[row]):.1%}"
-        rows.append([row, true_name, predicted_name, probability, true_probability])
+        rows.append([row, true_name, predicted_name, probability, true_probability, *values])
 
     if pictures:
         return [Pictures(title, note, pictures)]
-    cells = source.cells(reviewed.split, worst)
-    for row, values in zip(rows, zip(*cells.values())):
-        row += values
     columns = ["example", "true", "predicted", "probability", "of the true class", *cells]
     return [Table(title, note, columns, rows)]

@@ -10,14 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
+from keras.metrics import (
+    FBetaScore,
+    Metric,
+    PrecisionAtRecall,
+    RecallAtPrecision,
+    SensitivityAtSpecificity,
+    SpecificityAtSensitivity,
+)
 from PIL import Image, ImageOps
 
 from hvtrain.errors import ConfigError, in_one_line
 
 NUM_CHECKED = 32
 """Number of examples with which each metric is tried before a run."""
+Fault = tuple[int, str] | None
+"""The row and the problem of the first wrong target of a batch; None if all are right."""
+Columns = dict[str, np.ndarray]
+"""Predictions by column name: a number or a row per example."""
 
 
 def draw(rng: np.random.Generator, shape: Sequence[int | None], dtype: str) -> np.ndarray:
@@ -38,23 +49,19 @@ def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.n
 def first_fault(
     is_wrong: np.ndarray,
     problem: Callable[[int], str],
-) -> tuple[int, str] | None:
+) -> Fault:
     """Finds the first example of a boolean array [examples, ...] with a True in it.
 
     >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
     (1, '1 is wrong')
     """
-    if not is_wrong.size:
+    if not is_wrong.any():
         return None
-    rows = np.flatnonzero(is_wrong.reshape(len(is_wrong), -1).any(axis=1))
-    if not rows.size:
-        return None
-    return int(rows[0]), problem(int(rows[0]))
+    row = int(np.unravel_index(is_wrong.argmax(), is_wrong.shape)[0])
+    return row, problem(row)
 
 
-def check_adds_up(
-    metric: keras.metrics.Metric, name: str, targets: Any, outputs: Any, task: str
-) -> None:
+def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
     """Checks that a metric gives one number from a state that is a sum over examples.
 
     An evaluation sums the ranks' states. That equals the state of a single process on all examples
@@ -101,14 +108,14 @@ def check_adds_up(
 
 # They compare with many thresholds between 0 and 1, and have no argument for logits.
 _OF_PROBABILITIES = (
-    keras.metrics.PrecisionAtRecall,
-    keras.metrics.RecallAtPrecision,
-    keras.metrics.SensitivityAtSpecificity,
-    keras.metrics.SpecificityAtSensitivity,
+    PrecisionAtRecall,
+    RecallAtPrecision,
+    SensitivityAtSpecificity,
+    SpecificityAtSensitivity,
 )
 
 
-def of_logits(metric: keras.metrics.Metric, setting: str) -> keras.metrics.Metric:
+def of_logits(metric: Metric, setting: str) -> Metric:
     """Returns a metric for logits in place of one of Keras's metrics that would take them for probabilities.
 
     A logit of 0 is a probability of one half.
@@ -131,7 +138,7 @@ def of_logits(metric: keras.metrics.Metric, setting: str) -> keras.metrics.Metri
     # AUC turns logits into probabilities before it compares them with its thresholds.
     for name in () if "from_logits" in config else ("threshold", "thresholds"):
         # F1Score without a threshold takes the largest output, like top_k.
-        takes_largest = config.get("top_k") or isinstance(metric, keras.metrics.FBetaScore)
+        takes_largest = config.get("top_k") or isinstance(metric, FBetaScore)
         if name not in config or (config[name] is None and takes_largest):
             continue
         if config[name] not in (None, 0, 0.5):
@@ -139,11 +146,11 @@ def of_logits(metric: keras.metrics.Metric, setting: str) -> keras.metrics.Metri
                 f"{setting}.{name}={config[name]} is a probability, and this task's outputs are logits; give 0.5"
             )
         # F1Score refuses 0.
-        changes[name] = 1e-30 if isinstance(metric, keras.metrics.FBetaScore) else 0.0
+        changes[name] = 1e-30 if isinstance(metric, FBetaScore) else 0.0
     return type(metric).from_config({**config, **changes}) if changes else metric
 
 
-def fresh(metric: keras.metrics.Metric, name: str) -> keras.metrics.Metric:
+def fresh(metric: Metric, name: str) -> Metric:
     """Copies a metric without its state, under another name."""
     return type(metric).from_config({**metric.get_config(), "name": name})
 
@@ -156,9 +163,7 @@ def fresh_all(metrics: Mapping[str, Any]) -> Any:
     return [fresh(metric, name) for name, metric in metrics.items()]
 
 
-def _state(
-    metric: keras.metrics.Metric, targets: np.ndarray, outputs: np.ndarray
-) -> list[np.ndarray]:
+def _state(metric: Metric, targets: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
     """Resets the metric, updates it with these examples, and returns its variables."""
     metric.reset_state()
     if len(targets):

@@ -7,11 +7,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import Model
 
 from hvtrain.core.figures import Figure, Texts
 from hvtrain.core.topology import Topology
 from hvtrain.data.source import Source
-from hvtrain.tasks.examples import ReviewedExamples, draw_classes, first_fault
+from hvtrain.tasks.examples import Fault, ReviewedExamples, draw_classes, first_fault
 from hvtrain.tasks.task import ClassTask, Losses
 
 # Above this cross-entropy the perplexity, exp(50), is meaningless; at 710 it would overflow.
@@ -54,7 +55,7 @@ class Language(ClassTask):
         super().prepare(source)
         self.has_lengths = source.lengths("train") is not None
 
-    def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:
+    def bind(self, model: Model, parts: Sequence[Any]) -> None:
         if not self.has_lengths:
             return
         compute_metrics = model.compute_metrics
@@ -73,7 +74,7 @@ class Language(ClassTask):
             from_logits=True, reduction="mean_with_sample_weight"
         )
 
-    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+    def fault(self, targets: np.ndarray, source: Source) -> Fault:
         size = source.facts()["vocabulary_size"]
         is_wrong = (targets < 0) | (targets >= size)
         return first_fault(is_wrong, lambda _: f"holds a token outside 0 ... {size - 1}")
@@ -89,7 +90,7 @@ class Language(ClassTask):
             length = round(float(lengths.mean()))
         return ("tokens", length) if length else None
 
-    def sample(self, model: keras.Model, source: Source, topology: Topology) -> str | None:
+    def sample(self, model: Model, source: Source, topology: Topology) -> str | None:
         """The beginning of a text of the test split, or of the training split, and the model's continuation.
 
         None if the targets are not the next tokens, or if the source has no tokenizer.
@@ -117,7 +118,7 @@ class Language(ClassTask):
     def review(
         self,
         reviewed: ReviewedExamples,
-        model: keras.Model,
+        model: Model,
         source: Source,
     ) -> list[Figure]:
         """Texts that the model continued, or whose hidden tokens it filled in."""
@@ -139,24 +140,22 @@ class Language(ClassTask):
                 lambda row, training: model(row, training=training),
                 reduce_retracing=True,
             )
-            pairs = []
-            for tokens in inputs:
-                prompt = tokens[:PROMPT_TOKENS].tolist()
-                written = continuation(model_graph, prompt, WRITTEN_TOKENS, inputs.shape[1])
-                pairs.append((text(prompt), text(written)))
+            shown = inputs[:, :PROMPT_TOKENS]
+            written: Any = [
+                continuation(model_graph, prompt, WRITTEN_TOKENS, inputs.shape[1])
+                for prompt in shown.tolist()
+            ]
             note = f"Beginnings of {reviewed.description}, and the model's continuations (temperature 0.7)."
         else:
+            shown = inputs[:, :SHOWN_TOKENS]
             filled = np.where(inputs == targets, inputs, self.decode(reviewed.outputs))
-            pairs = []
-            for masked_tokens, filled_tokens in zip(inputs, filled):
-                shown = text(masked_tokens[:SHOWN_TOKENS])
-                pairs.append((shown, text(filled_tokens[:SHOWN_TOKENS])))
+            written = filled[:, :SHOWN_TOKENS]
             note = f"Texts with hidden tokens, from {reviewed.description}, and the tokens that the model fills in."
+        pairs = [(text(before), text(after)) for before, after in zip(shown, written)]
         return [Texts("Samples", note, pairs, is_causal)]
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        perplexity = float(np.exp(min(metrics["loss"], MAX_CROSS_ENTROPY)))
-        return {**metrics, "perplexity": perplexity}
+        return {**metrics, "perplexity": float(np.exp(min(metrics["loss"], MAX_CROSS_ENTROPY)))}
 
 
 def _is_causal(inputs: np.ndarray, targets: np.ndarray) -> bool:
@@ -165,7 +164,7 @@ def _is_causal(inputs: np.ndarray, targets: np.ndarray) -> bool:
 
 
 def continuation(
-    model: keras.Model,
+    model: Model,
     prompt: Sequence[int],
     number: int,
     length: int,

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import is_taking_gradients
-from hvtrain.tasks.examples import first_fault
+from hvtrain.tasks.examples import Columns, Fault, first_fault
 from hvtrain.tasks.task import Losses, Metrics, Task, is_integer
 
 
@@ -55,8 +55,7 @@ class InBatchSoftmax(keras.losses.Loss):
             return tf.nn.sparse_softmax_cross_entropy_with_logits(targets, scores)
 
         items = self.joint_batch(targets)
-        vectors = self.joint_batch(y_pred[:, 1])
-        scores = queries @ tf.transpose(vectors)
+        scores = queries @ tf.transpose(self.joint_batch(y_pred[:, 1]))
         own = tf.reduce_sum(queries * y_pred[:, 1], axis=1)
         # The query's own item is in the first column, and is masked in all others.
         others = tf.where(targets[:, None] == items, scores.dtype.min, scores)
@@ -113,7 +112,7 @@ class Retrieval(Task):
         self._catalogue = np.asarray(source.fact("catalogue", f"task={self.name}"))
         super().prepare(source)
 
-    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+    def fault(self, targets: np.ndarray, source: Source) -> Fault:
         number = len(self._catalogue)
         is_wrong = (targets < 0) | (targets >= number)
         return first_fault(
@@ -144,6 +143,6 @@ class Retrieval(Task):
         for part in parts:
             part.item_vectors = item_vectors
 
-    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+    def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         """The score of each pair of query and item."""
         return {"score": np.prod(outputs, axis=1).sum(axis=1)}

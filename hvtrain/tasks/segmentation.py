@@ -11,7 +11,7 @@ from hvtrain.core.figures import Figure, Pictures, Table
 from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError
 from hvtrain.tasks.classification import class_names
-from hvtrain.tasks.examples import ReviewedExamples, as_bytes, first_fault, png
+from hvtrain.tasks.examples import Columns, Fault, ReviewedExamples, as_bytes, first_fault, png
 from hvtrain.tasks.task import ClassTask, Losses, Metrics
 
 NUM_PICTURES = 6
@@ -86,10 +86,10 @@ class Segmentation(ClassTask):
                 f"images of {image_size} and masks of {mask_size}; resize one of them"
             )
 
-    def fault(self, targets: np.ndarray, source: Source) -> tuple[int, str] | None:
+    def fault(self, targets: np.ndarray, source: Source) -> Fault:
         is_wrong = (targets < 0) | (targets >= source.num_classes)
-        if self.ignored_label is not None:
-            is_wrong &= targets != self.ignored_label
+        # No label equals None.
+        is_wrong &= targets != self.ignored_label
 
         def problem(row: int) -> str:
             label = targets[row][is_wrong[row]][0]
@@ -97,7 +97,7 @@ class Segmentation(ClassTask):
 
         return first_fault(is_wrong, problem)
 
-    def columns(self, outputs: np.ndarray, source: Source) -> dict[str, np.ndarray]:
+    def columns(self, outputs: np.ndarray, source: Source) -> Columns:
         return {"mask": self.decode(outputs)}
 
     def review(
@@ -111,10 +111,8 @@ class Segmentation(ClassTask):
         predicted = self.decode(reviewed.outputs)
         names = class_names(source, reviewed.outputs.shape[-1])
 
-        counts = np.ones(targets.shape, bool)
-        if self.ignored_label is not None:
-            counts = targets != self.ignored_label
-
+        # All, if the ignored label is None.
+        counts = targets != self.ignored_label
         # Pixels of each example and class, in both masks and in at least one of them. One class at
         # a time: all at once would need a copy of the masks for each class.
         intersection = np.zeros((len(targets), len(names)), np.int64)
@@ -141,12 +139,11 @@ def _overlaps(
     union: np.ndarray,
     names: Sequence[str],
 ) -> Figure:
-    rows = []
     # A class that occurs nowhere has no IoU, neither 0 nor 1.
-    for name, correct, total in zip(names, intersection, union):
-        iou = f"{correct / total:.3f}" if total else "does not occur"
-        rows.append([name, iou, int(correct)])
-
+    rows = [
+        [name, f"{correct / total:.3f}" if total else "does not occur", int(correct)]
+        for name, correct, total in zip(names, intersection, union)
+    ]
     note = f"Intersection over union of each class's pixels, in {reviewed.description}."
     return Table("Overlap", note, ["class", "IoU", "correct pixels"], rows)
 
@@ -170,12 +167,8 @@ def _overlays(
         true_overlay = overlay(image, reviewed.targets[row], ignored_label)
         predicted_overlay = overlay(image, predicted[row], ignored_label)
 
-        pictures.append(
-            (
-                png(image, true_overlay, predicted_overlay),
-                f"example {row}: mean IoU {mean_iou[row]:.2f}",
-            )
-        )
+        caption = f"example {row}: mean IoU {mean_iou[row]:.2f}"
+        pictures.append((png(image, true_overlay, predicted_overlay), caption))
 
     note = f"Image, true mask, predicted mask: the worst {len(worst)} of {reviewed.description}, then the first ones."
     legend = [(name, overlay_color(label)) for label, name in enumerate(names) if label]

@@ -8,6 +8,9 @@ from typing import Any, ClassVar, TypeAlias
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import Model
+from keras.losses import Loss
+from keras.metrics import Metric
 
 from hvtrain.config.instantiate import declared
 from hvtrain.core.figures import Figure
@@ -18,6 +21,8 @@ from hvtrain.data.source import Source
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.step.joint_loss import ExactLoss
 from hvtrain.tasks.examples import (
+    Columns,
+    Fault,
     ReviewedExamples,
     check_adds_up,
     draw,
@@ -27,7 +32,7 @@ from hvtrain.tasks.examples import (
     of_logits,
 )
 
-Losses: TypeAlias = keras.losses.Loss | Mapping[str, keras.losses.Loss] | None
+Losses: TypeAlias = Loss | Mapping[str, Loss] | None
 Metrics: TypeAlias = Mapping[str, Any]
 
 
@@ -91,9 +96,9 @@ class Task(ABC):
         self.best = best or self.best
 
         if not (self.loss is None and self.output_is_free):
-            _check_type("task.loss", self.loss, keras.losses.Loss)
+            _check_type("task.loss", self.loss, Loss)
         for name, metric in self.metrics.items():
-            _check_type(f"task.metrics.{name}", metric, keras.metrics.Metric, partial)
+            _check_type(f"task.metrics.{name}", metric, Metric, partial)
 
     def default_loss(self) -> Losses:
         return None
@@ -132,23 +137,21 @@ class Task(ABC):
         targets = draw(rng, target.shape, target.dtype.name)
         return targets, draw(rng, self.output_shape(source) or (), "float32")
 
-    def fault(self, targets: Any, source: Source) -> tuple[int, str] | None:
+    def fault(self, targets: Any, source: Source) -> Fault:
         """Finds the first wrong target of a batch: (row, problem). None if all are right."""
-        for target in tf.nest.flatten(targets):
-            # Only floats can be NaN or infinite.
-            if np.issubdtype(target.dtype, np.floating):
-                fault = first_fault(
-                    ~np.isfinite(target), lambda _: "holds NaN or an infinite value"
-                )
-                if fault:
-                    return fault
-        return None
+        # Only floats can be NaN or infinite.
+        faults = [
+            first_fault(~np.isfinite(target), lambda _: "holds NaN or an infinite value")
+            for target in tf.nest.flatten(targets)
+            if np.issubdtype(target.dtype, np.floating)
+        ]
+        return next(filter(None, faults), None)
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         """Turns a batch of the model's outputs into predictions in the terms of the targets."""
         return outputs
 
-    def columns(self, outputs: Any, source: Source) -> dict[str, np.ndarray]:
+    def columns(self, outputs: Any, source: Source) -> Columns:
         """Columns of predictions by name, for a batch of outputs: a number or a row per example."""
         if isinstance(outputs, Mapping):
             return dict(outputs)
@@ -178,13 +181,11 @@ class Task(ABC):
         """
         return None
 
-    def sample(self, model: keras.Model, source: Source, topology: Topology) -> str | None:
+    def sample(self, model: Model, source: Source, topology: Topology) -> str | None:
         """One line that shows what the trained model does with this rank's data; default: None."""
         return None
 
-    def review(
-        self, reviewed: ReviewedExamples, model: keras.Model, source: Source
-    ) -> list[Figure]:
+    def review(self, reviewed: ReviewedExamples, model: Model, source: Source) -> list[Figure]:
         """Figures for the report, from the trained model's outputs for some examples."""
         return []
 
@@ -261,7 +262,7 @@ class Task(ABC):
             if isinstance(metric, partial):
                 facts = declared(metric.func, metric.keywords, source.facts(), setting, source.name)
                 metric = metric(**facts)
-                _check_type(setting, metric, keras.metrics.Metric)
+                _check_type(setting, metric, Metric)
             return of_logits(metric, setting) if self.gives_logits else metric
 
         for name, metric in self.metrics.items():
@@ -269,11 +270,11 @@ class Task(ABC):
 
     def compile(
         self,
-        model: keras.Model,
+        model: Model,
         optimizer: keras.optimizers.Optimizer,
         jit_compile: bool = False,
         weighted: bool = False,
-        distribute_loss: Callable[[keras.losses.Loss], keras.losses.Loss] | None = None,
+        distribute_loss: Callable[[Loss], Loss] | None = None,
         soft_targets: bool = False,
     ) -> None:
         """Compiles a model with the task's loss, and metrics that belong to this model alone.
@@ -300,7 +301,8 @@ class Task(ABC):
 
         # Copies, because metrics have state, and a task compiles several models.
         metrics = fresh_all(self.metrics)
-        self.bind(model, [*keras.tree.flatten(loss), *keras.tree.flatten(metrics)])
+        losses = keras.tree.flatten(loss)
+        self.bind(model, losses + keras.tree.flatten(metrics))
         # Keras passes sample weights only to weighted_metrics.
         metrics_argument = "weighted_metrics" if weighted else "metrics"
         model.compile(
@@ -310,8 +312,7 @@ class Task(ABC):
             jit_compile=jit_compile,
             **{metrics_argument: metrics or None},
         )
-        losses = keras.tree.flatten(loss)
-        if distribute_loss and len(losses) == 1 and isinstance(losses[0], keras.losses.Loss):
+        if distribute_loss and len(losses) == 1 and isinstance(losses[0], Loss):
             # Keras's own tracker weights each batch by its number of examples, which is wrong for
             # losses that divide by something else. object.__setattr__ keeps Keras from tracking the
             # new tracker as part of the model.
@@ -320,7 +321,7 @@ class Task(ABC):
         # compile may have wrapped the optimizer for mixed precision.
         model.optimizer.build(model.trainable_variables)
 
-    def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:  # noqa: B027  (most tasks bind nothing)
+    def bind(self, model: Model, parts: Sequence[Any]) -> None:  # noqa: B027  (most tasks bind nothing)
         """Gives losses and metrics what they need from the model that they are compiled with."""
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
@@ -344,8 +345,8 @@ class Task(ABC):
         task = type(self).__name__
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
-                has_output = isinstance(targets, Mapping) and isinstance(outputs, Mapping)
-                if not has_output or name not in targets or name not in outputs:
+                parts = (targets, outputs)
+                if not all(isinstance(part, Mapping) and name in part for part in parts):
                     raise ConfigError(
                         f"task.metrics.{name} is for an output of this name, which the targets or the model lack"
                     )

@@ -53,8 +53,8 @@ class MLflow(Tracker):
             self._id = known
             self._client.update_run(known, "RUNNING")
         else:
-            created = self._client.create_run(self._experiment_id(), run_name=run.name)
-            self._id = created.info.run_id
+            experiment = self._experiment_id()
+            self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
             self._log_settings(run.settings)
         # As a tag: MLflow's parameters never change.
         if run.changes:

@@ -63,13 +63,49 @@ class Notice:
         Raises ConfigError for a wrong address.
         """
         # A restart of the ranks calls this again.
-        if chosen and self._sender is None:
-            if not find_spec("apprise"):
-                raise ConfigError(
-                    f"notify needs apprise, which is not installed; install: {INSTALL}"
-                )
-            self._addresses = list(chosen)
-            self._start(folder)
+        if not chosen or self._sender:
+            return
+        if not find_spec("apprise"):
+            raise ConfigError(f"notify needs apprise, which is not installed; install: {INSTALL}")
+
+        self._addresses = list(chosen)
+        sender = subprocess.Popen(
+            [sys.executable, "-m", "hvtrain.trackers.notice", str(os.getpid())],
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(_OF_A_LAUNCH)
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # apprise may write secrets there, and launchers wait until it is closed.
+            start_new_session=True,
+        )
+        self._sender = sender
+        advice = f"run the same command with run.dir={address_of(folder) or folder} to resume"
+        self._write(
+            {
+                "addresses": self._addresses,
+                "name": folder.name,
+                "folder": f"{folder} on {socket.gethostname()}",
+                "lost": f"rank 0 was killed, by its launcher or otherwise; {advice}",
+            }
+        )
+
+        unknown = self._answer(SECONDS_TO_START)
+        if unknown is None:
+            with suppress(ProcessLookupError):
+                os.killpg(sender.pid, signal.SIGKILL)
+            log.warning("no notice will be sent: the process that sends it has not started")
+        sender.wait()  # Reaps the process that forked the sender.
+        # It has not started, or has ended with the wrong address.
+        if unknown != []:
+            self._sender = None
+        if unknown:
+            name = self._name(unknown[0])
+            raise ConfigError(
+                f"notify: {name} is not an address that apprise takes; see docs/notices.md"
+            )
 
     def finished(self, text: str) -> None:
         """Sends the results of a finished run."""
@@ -110,44 +146,6 @@ class Notice:
                     "the notice could not be sent to %s; test it with the command apprise", name
                 )
         self._sender = None
-
-    def _start(self, folder: Path) -> None:
-        variables = {
-            name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCH)
-        }
-        sender = subprocess.Popen(
-            [sys.executable, "-m", "hvtrain.trackers.notice", str(os.getpid())],
-            env=variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # apprise may write secrets there, and launchers wait until it is closed.
-            start_new_session=True,
-        )
-        self._sender = sender
-        advice = f"run the same command with run.dir={address_of(folder) or folder} to resume"
-        self._write(
-            {
-                "addresses": self._addresses,
-                "name": folder.name,
-                "folder": f"{folder} on {socket.gethostname()}",
-                "lost": f"rank 0 was killed, by its launcher or otherwise; {advice}",
-            }
-        )
-
-        unknown = self._answer(SECONDS_TO_START)
-        if unknown is None:
-            with suppress(ProcessLookupError):
-                os.killpg(sender.pid, signal.SIGKILL)
-            log.warning("no notice will be sent: the process that sends it has not started")
-        sender.wait()  # Reaps the process that forked the sender.
-        # It has not started, or has ended with the wrong address.
-        if unknown != []:
-            self._sender = None
-        if unknown:
-            name = self._name(unknown[0])
-            raise ConfigError(
-                f"notify: {name} is not an address that apprise takes; see docs/notices.md"
-            )
 
     def _tell(self, kind: str, text: str, is_last: bool = True) -> None:
         # An error may quote an address or a token of the data.
@@ -238,16 +236,14 @@ def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any
 
     Returns the indices of those that have not accepted it in time.
     """
-    taken: set[int] = set()
+    failed = set(range(len(servers)))
 
     def send_to(index: int) -> None:
         if servers[index].notify(**notice):
-            taken.add(index)
+            failed.discard(index)
 
     # One slow server must not keep the others waiting.
-    threads = [
-        threading.Thread(target=send_to, args=[index], daemon=True) for index in range(len(servers))
-    ]
+    threads = [threading.Thread(target=send_to, args=[index], daemon=True) for index in failed]
     for thread in threads:
         thread.start()
 
@@ -255,7 +251,7 @@ def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
-    return [index for index in range(len(servers)) if index not in taken]
+    return sorted(failed)
 
 
 def write_answer(indices: list[int]) -> None:
