@@ -189,7 +189,7 @@ def open_inputs(
     """Opens the data set and the task, plans the run, and returns it (every rank)."""
     comm = strategy.comm
     folder = Path(str(config.run.dir))
-    changed: dict[str, Any] = {}
+    changed = {}
     fitted_files = None
     if saved:
         changed = changed_since(saved.meta, config)
@@ -332,7 +332,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
     if goes_on and not report.stopped_by:
         return None
 
-    metrics: dict[str, float] = {}
+    metrics = {}
     with explain_errors(context):
         context.weights.average_untrained()
         if not report.stopped_by:

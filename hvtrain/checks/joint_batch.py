@@ -147,8 +147,8 @@ def compare(
     # The mean of the ranks' mean losses, as Horovod alone would compute it.
     plain = _train(case, own, rank, wrap)[1] if case.kind in UNLIKE else None
     # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's weights.
-    joint: Arrays | None = None
-    alone: Arrays | None = None
+    joint = None
+    alone = None
     if rank == 0:
         joint = _train(case, batches(order), seed=0)[1]
     if rank == size - 1:
@@ -300,7 +300,7 @@ def _train(
     optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
 
     def loss() -> keras.losses.Loss:
-        options: Any = {"from_logits": True, "reduction": case.reduction, "ignore_class": IGNORED}
+        options = {"from_logits": True, "reduction": case.reduction, "ignore_class": IGNORED}
         return wrap_loss(keras.losses.SparseCategoricalCrossentropy(**options))
 
     losses = {"o": loss(), "p": loss()} if case.kind == "two losses" else loss()

@@ -222,7 +222,7 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
 
     None if that fails, or takes longer than LOOKUP_SECONDS.
     """
-    resolved: dict[str, str | None] = dict.fromkeys(names)
+    resolved = dict.fromkeys(names)
 
     def resolve(name: str) -> None:
         with contextlib.suppress(OSError):

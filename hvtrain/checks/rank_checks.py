@@ -217,7 +217,7 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
     """
     variables = [*model.weights, *model.optimizer.variables]
     before = fingerprint([variable.value for variable in variables])
-    saved: list[store.Checkpoint] = []
+    saved = []
     parts = strategy.comm.gather_parts(
         model_state.sharded_variables(model), Path(tempfile.gettempdir())
     )

@@ -140,7 +140,7 @@ def _train(
     """
     comm = strategy.comm
     begin = repetition.begin
-    read: list[store.Checkpoint] = []  # Only the chief reads the checkpoint, which may be large.
+    read = []  # Only the chief reads the checkpoint, which may be large.
 
     def read_checkpoint() -> dict[str, Any]:
         read.append(repetition.checkpoint(begin))

@@ -51,7 +51,7 @@ def replay() -> int:
     with console.quiet_import(finished.config.verbose):
         from hvtrain.checks.repeat import repeat
 
-    receipts: dict[int, Receipt] = {}
+    receipts = {}
 
     def choose(_: int) -> "Repetition":
         receipts.update(read_receipts(finished.folder))

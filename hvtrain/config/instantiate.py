@@ -111,7 +111,7 @@ def declared(
         return always
     parameters = list(signature.parameters.values())[is_class:]  # Without self.
 
-    selected: dict[str, Any] = {}
+    selected = {}
     for parameter in parameters:
         if parameter.name in settings:
             continue
@@ -137,7 +137,7 @@ def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
 
     Raises ConfigError if the builder has an argument of the same name.
     """
-    arguments: set[str] = set()
+    arguments = set()
     with suppress(TypeError, ValueError):  # It has no signature, or there is no such builder.
         arguments = set(inspect.signature(builder).parameters)
     taken = arguments.intersection(MODEL_OPTIONS)
@@ -164,7 +164,7 @@ def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[
     with suppress(Exception):  # Calling it fails in the same way, with a better message.
         target = get_object(settings["_target_"])
 
-    own: dict[str, Any] = {}
+    own = {}
     for name, value in settings.items():
         defaults = [choice[name] for choice in choices if name in choice]
         if isinstance(value, Mapping):

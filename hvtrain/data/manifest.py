@@ -78,7 +78,7 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     step = -(-len(paths) // MAX_SIZES) or 1
     measured = set(paths[::step])
 
-    sizes: dict[str, int | None] = {}
+    sizes = {}
     # Sorted, so that the order in which a file system lists files does not matter.
     for path in sorted(paths):
         # Names within the folder, so that a copy elsewhere counts as the same data set.

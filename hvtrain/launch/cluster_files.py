@@ -74,7 +74,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
     Users can define a KIND of their own in FOLDER/cluster/KIND.yaml. It names the kind that it is based
     on, for example `kind: slurm`, and holds settings, which the command line overrides. Raises ConfigError.
     """
-    values: dict[str, str] = {}
+    values = {}
     # The arguments are those before -- that are not options.
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -87,7 +87,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
     kind = values.pop("cluster", "ssh")
     # The first folder with such a file wins.
     tree: dict[str, Any] = {}
-    unparsed: dict[str, str] = {}
+    unparsed = {}
     for folder in folders:
         path = folder / "cluster" / f"{kind}.yaml"
         if path.is_file():

@@ -256,7 +256,7 @@ def judge(
         who = label(rank)
         statement = verdicts.get(rank)
 
-    quoted: Verdict | None = None
+    quoted = None
     code = RESTART_HELPS
     signal_name = _SIGNALS.get(end.code)
     if end.code == LOST and (host in lost or not end.rank):

@@ -48,7 +48,7 @@ _MAX_BYTES = 64 * 1024
 
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     """Returns versions from the packages' metadata, None for a missing package. Imports nothing."""
-    versions: dict[str, str | None] = dict.fromkeys(names)
+    versions = dict.fromkeys(names)
     for name in versions:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)

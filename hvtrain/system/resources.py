@@ -143,7 +143,7 @@ def physical_gpus() -> list[Any]:
     if num_shown and tf.test.is_built_with_cuda():
         _load_cusolver(Path(tf.__file__).parents[1])
 
-    gpus: list[Any] = tf.config.list_physical_devices("GPU")
+    gpus = tf.config.list_physical_devices("GPU")
     if num_shown and not gpus:
         _explain_unused(num_shown, tf.__version__, tf.test.is_built_with_cuda())
     return gpus

@@ -229,7 +229,7 @@ class Connections:
         connection.send(Kind.CHALLENGE, challenge=connection.challenge)
 
     def _read(self, connection: Connection) -> Iterator[tuple[Connection, Message]]:
-        messages: list[Message] = []
+        messages = []
         end = None
         try:
             data = connection.socket.recv(1 << 16)

@@ -277,7 +277,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
         return Cells(_names_in(values, column.names))
 
     parsed = values
-    odd: list[str] = []
+    odd = []
     if types.is_string(values.type):
         parsed = _parsed(values, column)
         odd = pc.unique(values.filter(parsed.is_null())).drop_null().to_pylist()

@@ -35,7 +35,7 @@ def embedded() -> list[str]:
     """
     # Many topics repeat paragraphs of others, and repeated ones could be in both the training split and
     # the test split.
-    seen: set[str] = set()
+    seen = set()
     documents = []
     for _, text in sorted(pydoc_data.topics.topics.items()):
         paragraphs = dict.fromkeys(text.split("\n\n"))
@@ -151,8 +151,7 @@ def read_texts(path: Path, column: str | None) -> list[str | None]:
         raise DataError(
             f"{path}: the column {column} holds {texts.type}; a column of text is needed"
         )
-    values: list[str | None] = texts.to_pylist()
-    return values
+    return texts.to_pylist()
 
 
 def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray:

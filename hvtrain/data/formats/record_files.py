@@ -118,7 +118,7 @@ def masked_crc(data: bytes) -> bytes:
 
 def first_records(path: str, number: int) -> list[bytes]:
     """The data of a file's first records, as far as they can be read."""
-    records: list[bytes] = []
+    records = []
     # Only records whose lengths are intact are read, since TensorFlow crashes at a length of 2^60.
     number = len(scan_records(Path(path), check_lengths=True, limit=number)[0])
     with suppress(tf.errors.OpError):

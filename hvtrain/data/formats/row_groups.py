@@ -129,7 +129,7 @@ def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
     Raises:
         DataError: A file is damaged.
     """
-    chunks: list[pa.Array] = []
+    chunks = []
     for path in paths:
         try:
             table = opened(path).read(columns=[columns.label], use_threads=False)
@@ -192,7 +192,7 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
 
     # An unusable row keeps its place, with the label -1. So batches are cut as planned, and the source
     # replaces or leaves out such rows. Of several problems in a row, the first is kept.
-    problems: dict[int, str] = {}
+    problems = {}
     images = _column(table, columns.image)
     labels = _plain(_column(table, columns.label))
 

@@ -149,7 +149,7 @@ def read_table(
         locations = [locations]
     files = [file for location in locations for file in table_files(location, setting)]
 
-    tables: list[pa.Table] = []
+    tables = []
     for path, partitions in files:
         try:
             table = _read(path, text_format, column)

@@ -347,7 +347,7 @@ class Augmentation:
         seed: tf.Tensor,
     ) -> tuple[tf.Tensor, Any]:
         """Images and targets after all layers. Pure function of the arguments; seed is int64 [2]."""
-        batch: Batch = {
+        batch = {
             IMAGES: tf.cast(images, tf.float32),
             self._targets.part: self._targets.encode(targets, images),
         }

@@ -233,7 +233,7 @@ class Sizing:
             pad_to_aspect_ratio=self.fit == "pad",
             data_format="channels_last",
         )
-        layers: list[Callable[[Any], Any]] = [resize, keras.ops.round]
+        layers = [resize, keras.ops.round]
         if self.crop_fraction < 1:
             options = {"data_format": "channels_last", "dtype": "float32"}
             layers.append(keras.layers.Cropping2D(self.border, **options))

@@ -69,7 +69,7 @@ def seeded(seed: int, epoch: int) -> Iterator[None]:
     """
     order_seed = int(np.random.default_rng((seed, ORDER, epoch)).integers(2**31))
     # Not tf.random.set_seed, which would also reset random operations elsewhere.
-    eager: Any = context.context()
+    eager = context.context()
     with _seeding:
         before = (eager._seed, getattr(eager, "_rng", None))
         eager._seed = order_seed

@@ -86,7 +86,7 @@ def _fit_categories(column: Column, values: pa.Array) -> Column:
     # Keras's order of a vocabulary: the most frequent first, and equally frequent ones by name, descending.
     # Not sorted with NumPy, whose arrays give each name the space of the longest.
     ordered = [name for _, name in sorted(zip(counts, names), reverse=True)]
-    fill: list[Any] = []
+    fill = []
     if column.missing == "indicator":
         # A gap is a category like the others.
         fill = [""]
@@ -193,7 +193,7 @@ class TableFeatures:
         """Names of the model's inputs, with their columns. Keras allows no / in names."""
         if self.has_block:
             yield NUMBERS, self._numbers
-        names: set[str] = set()
+        names = set()
         for column in self.columns:
             if self.has_block and not column.is_looked_up:
                 continue

@@ -196,7 +196,7 @@ class ImageFolder(ListedImages):
                     )
                 raise DataError(f"{folder} holds no images ({', '.join(SUFFIXES)}); {advice}")
 
-        files: dict[str, Files] = {}
+        files = {}
         for split, fraction in fractions.items():
             if split in self._folders:
                 files[split] = self._list_files(split)
@@ -237,7 +237,7 @@ class ImageFolder(ListedImages):
             )
 
         others: Counter[str] = Counter()
-        files: Files = []
+        files = []
         for name in sorted(names, key=labels.__getitem__):
             for path in visible(folder / names[name]):
                 if is_image(path) and not path.is_dir():

@@ -51,7 +51,7 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
             by_name.setdefault(path.stem, []).append(path)
             by_stem.setdefault(_MASK_SUFFIX.sub("", path.stem), []).append(path)
 
-    pairs: Pairs = []
+    pairs = []
     for image in images:
         matches = by_name.get(image.stem) or by_stem.get(_IMAGE_SUFFIX.sub("", image.stem), [])
         lossless = [path for path in matches if path.name == f"{image.stem}.png"]
@@ -76,7 +76,7 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
     Raises:
         ConfigError: There are too few or too many, one is not a color, or two are equal.
     """
-    parsed: list[Color] = []
+    parsed = []
     for color in colors or ():
         try:
             levels = ImageColor.getrgb(color)[:3] if isinstance(color, str) else color

@@ -99,7 +99,7 @@ class MemorySource(IndexedSource):
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
         # Digests by identity of the arrays: validation and training may share them, and hashing is slow.
-        digests: dict[int, str] = {}
+        digests = {}
         for split, part in self.parts().items():
             key = id(part.elements)
             if key not in digests:

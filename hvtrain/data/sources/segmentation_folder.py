@@ -192,7 +192,7 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
             image_folder = _named(path, IMAGE_FOLDERS) or path / "images"
             folders[split] = image_folder, _named(path, MASK_FOLDERS) or path / "masks"
 
-    pairs: dict[str, Files] = {}
+    pairs = {}
     warnings = []
     for split, (image_folder, mask_folder) in folders.items():
         entries = visible(image_folder)

@@ -310,7 +310,7 @@ class Table(MemorySource):
         is_text = file.is_file() and file.suffix not in (".parquet", ".pq")
         # Lines as an editor counts them, after the header.
         unit = "line" if is_text else "row"
-        cells: dict[str, list[Any]] = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
+        cells = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
         for name, column in self._features.raw(values, chosen).items():
             # A vector would fill the page.
             if column.shape[1] == 1 and len(cells) <= MAX_CELLS:

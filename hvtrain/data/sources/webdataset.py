@@ -139,7 +139,7 @@ class Shards:
             target_of: Returns the target of a member, or raises DataError.
             refuse: Raises an error for an unusable item, or leaves it out.
         """
-        examples: dict[str, Files] = {}
+        examples = {}
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
             for split, shards in self.by_split.items():
                 parts = list(pool.map(partial(self._examples_of, target_of), shards))
