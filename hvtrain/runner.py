@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvtrain.checkpoint.receipts import ReceiptWriter
 from hvtrain.config.instantiate import build
@@ -230,10 +229,10 @@ def make_model(run: Run) -> keras.Model:
     """Builds the model (every rank), once comm.tune has chosen how its gradients are sent."""
     strategy = run.strategy
 
-    def new_model() -> keras.Model:
+    def new_model():
         return build_model(run.config, run.source, run.task, run.plan, strategy)
 
-    def first_batches() -> tf.data.Dataset:
+    def first_batches():
         # A plan for other ranks than the run began with counts its steps from plan.shift on.
         return run.batches_from(run.plan.shift)
 

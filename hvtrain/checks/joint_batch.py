@@ -136,7 +136,7 @@ def compare(
     data = _data(case.kind, steps, size)
     order = np.arange(steps * size * BATCH).reshape(steps, size, BATCH)
 
-    def batches(rows: Any) -> list[Any]:
+    def batches(rows):
         return [
             keras.tree.map_structure(partial(np.take, indices=step.ravel(), axis=0), data)
             for step in rows

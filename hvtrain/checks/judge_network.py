@@ -38,7 +38,7 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 
     addresses = {name: _address(cluster, name) for name in cluster}
 
-    def problems(host: str, facts: Facts) -> Problems:
+    def problems(host, facts):
         of_names = list(_name_problems(cluster, host, addresses))
         # One row for a host, however many names it resolves wrongly.
         for finding, fix in of_names[:1]:

@@ -173,7 +173,7 @@ def time_allreduce(num_bytes: int, process_set: Any, name: str) -> dict[str, flo
     import hvtrain.keras as hvd
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
-    def reduce(value: tf.Tensor) -> tf.Tensor:
+    def reduce(value):
         # Only one element: copying the whole result out of the graph would be counted as the link's time.
         return hvd.allreduce(value, name=name, process_set=process_set)[0]
 

@@ -311,7 +311,7 @@ def _step(run: OwnRun) -> str:
     comm = run.strategy.comm
 
     @tf.function
-    def gradients() -> list[Any]:
+    def gradients():
         with tf.GradientTape() as tape:
             loss = model.compute_loss(inputs, targets, model(inputs, training=True), weights)
         values = tape.gradient(loss, [variable.value for variable in model.trainable_variables])

@@ -142,7 +142,7 @@ def _train(
     begin = repetition.begin
     read = []  # Only the chief reads the checkpoint, which may be large.
 
-    def read_checkpoint() -> dict[str, Any]:
+    def read_checkpoint():
         read.append(repetition.checkpoint(begin))
         repetition.digests[begin] = digests_of(read[0].arrays)
         return read[0].meta

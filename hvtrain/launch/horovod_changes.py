@@ -133,7 +133,7 @@ def _command_without_variables(
         f"export {name}={shlex.quote(os.environ[name])}\n" for name in travelling
     )
 
-    def command(slot: Any) -> str:
+    def command(slot):
         variables = " ".join(
             f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items()
         )

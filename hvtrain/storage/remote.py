@@ -97,7 +97,7 @@ class Remote:
         """Lists the objects at and below this address, sorted by name; empty if there are none. Raises DataError."""
         from pyarrow import fs
 
-        def listed() -> list[Any]:
+        def listed():
             info = self.filesystem.get_file_info(self.path)
             if info.type is fs.FileType.File:
                 return [info]

@@ -23,7 +23,7 @@ from tensorflow.python.framework import op_def_registry
 
 from hvtrain.data.pipeline.streams import FOREVER, LAYERS, derive_seed, finish, unconverted
 from hvtrain.data.pipeline.transform import fold_in
-from hvtrain.data.source import ImageShape, Parts, StreamRequest
+from hvtrain.data.source import ImageShape, StreamRequest
 from hvtrain.errors import ConfigError, cause_of
 
 # Parts of a batch, as Keras's augmentation layers name them.
@@ -79,7 +79,7 @@ class PureLayer:
                 "keras.layers.RandomFlip has"
             )
 
-        def apply(batch: dict[str, tf.Tensor], seed: tf.Tensor) -> dict[str, tf.Tensor]:
+        def apply(batch, seed):
             # Augmentation layers change images only in training.
             training = {"training": True} if layer._call_has_training_arg else {}
             argument = dict(batch) if takes_dict else batch[IMAGES]
@@ -369,7 +369,7 @@ class Augmentation:
         """
 
         @unconverted
-        def augment(step: tf.Tensor, batch: Parts) -> Parts:
+        def augment(step, batch):
             images, targets, *weights = batch
             seed = derive_seed(request.seed, LAYERS, request.topology.rank, step)
             if self.in_step:

@@ -244,10 +244,10 @@ def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, sizing: Sizing) -> tf.
     """Decodes one encoded image in its own size to uint8 [h, w, channels]; of an animation the first frame."""
     channels = sizing.image_shape[2]
 
-    def by_tensorflow() -> tf.Tensor:
+    def by_tensorflow():
         return tf.io.decode_image(encoded, channels=channels, expand_animations=False)
 
-    def by_pillow() -> tf.Tensor:
+    def by_pillow():
         # NumPy strips zero bytes at the end of a string, so another byte is appended.
         data = tf.strings.join([encoded, "."])
         read = partial(decode_by_pillow, channels=channels, exif=sizing.exif)
@@ -297,7 +297,7 @@ def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = N
 def _jpeg_sizes(encoded: tf.Tensor, are_jpegs: tf.Tensor) -> tf.Tensor:
     """Reads height and width of JPEGs without decoding them, int32 [batch, 2]; 1 and 1 for other images."""
 
-    def size(element: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+    def size(element):
         image, is_jpeg = element
         unknown = tf.ones([2], tf.int32)
         return tf.cond(is_jpeg, lambda: tf.io.extract_jpeg_shape(image)[:2], lambda: unknown)
@@ -329,10 +329,10 @@ def _decode_random(
     """Decodes an image, or only the window if is_cropped, and resizes its random crop."""
     height, width, channels = sizing.image_shape
 
-    def decode_at(fraction: int) -> tf.Tensor:
+    def decode_at(fraction):
         return tf.image.decode_and_crop_jpeg(encoded, window // fraction, channels, ratio=fraction)
 
-    def of_jpeg() -> tf.Tensor:
+    def of_jpeg():
         if sizing.resize == "bilinear":
             return decode_at(1)
         # The smallest size that is still large enough; the crop is rounded to its pixels. Area and
@@ -341,7 +341,7 @@ def _decode_random(
         index = tf.reduce_sum(tf.cast(reduction >= JPEG_FRACTIONS[1:], tf.int32))
         return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
 
-    def of_whole() -> tf.Tensor:
+    def of_whole():
         image = _decode_whole(encoded, is_for_pillow, sizing)
         size = tf.shape(image)[:2]
         top, left, rows, columns = tf.unstack(
@@ -358,7 +358,7 @@ def _resize(image: tf.Tensor, sizing: Sizing, size: Any, border: tuple[int, int]
     height, width, _ = sizing.image_shape
     kept = slice(border[0], border[0] + height), slice(border[1], border[1] + width)
 
-    def resize() -> tf.Tensor:
+    def resize():
         method = "area" if sizing.resize == "area" else "bilinear"
         resized = tf.image.resize(image, size, method, antialias=sizing.resize == "antialias")
         return tf.cast(tf.round(resized[kept]), tf.uint8)

@@ -44,14 +44,14 @@ def join_epochs(open_epoch: Callable[[int], tf.data.Dataset], first: int) -> tf.
     # A data set's functions die with its Python object, so the newest two are kept alive.
     kept: deque[tf.data.Dataset] = deque(maxlen=2)
 
-    def open_as_variant(epoch: tf.Tensor) -> tf.Tensor:
+    def open_as_variant(epoch):
         with tf.device("CPU:0"):
             kept.append(ready.pop() if ready else open_epoch(int(epoch)))
             return tf.data.experimental.to_variant(kept[-1])
 
     # TensorFlow reads the data set itself. Python is called once per epoch.
     @unconverted
-    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+    def epoch_batches(epoch):
         variant = tf.py_function(open_as_variant, [epoch], tf.variant)
         return tf.data.experimental.from_variant(variant, spec)
 
@@ -114,7 +114,7 @@ def cut_epoch(
     endless = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
 
     @unconverted
-    def check(step: tf.Tensor, batch: Any) -> Any:
+    def check(step, batch):
         size = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
         begin = share.begin(step)
         # With `ends`, one more step follows the share, and has to be empty.
@@ -138,7 +138,7 @@ def cut_epoch(
     # Because of the empty batches, the static shapes no longer have the batch size.
     static_size = share.batch_size if share.is_full else None
 
-    def ensure_size(*batch: Any) -> Any:
+    def ensure_size(*batch):
         return tf.nest.map_structure(
             lambda part: tf.ensure_shape(part, [static_size, *part.shape[1:]]),
             batch,

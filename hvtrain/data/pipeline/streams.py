@@ -109,7 +109,7 @@ def regrouped(
     # Only the step within the epoch decides how a batch is cut.
     steps = tf.data.Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
-    def part_of(step: tf.Tensor, batches: tuple[Any, ...]) -> Any:
+    def part_of(step, batches):
         if plan.is_full:
             # All steps are equal, and plain integers keep the batch's static shape.
             parts = plan.parts(0)
@@ -122,7 +122,7 @@ def regrouped(
         first = offsets[shares[0]]
         begin, end = parts[topology.rank]
 
-        def join_and_cut(*tensors: tf.Tensor) -> tf.Tensor:
+        def join_and_cut(*tensors):
             return tf.concat(tensors, axis=0)[begin - first : end - first]
 
         return tf.nest.map_structure(join_and_cut, *batches)
@@ -167,7 +167,7 @@ class StreamedSource(Source):
         # The reader comes first, since it may fit the transform that postprocess uses.
         read = self.reader(split, topology)
 
-        def load_batch(step: tf.Tensor, batch: Any) -> Parts:
+        def load_batch(step, batch):
             parts = batch if isinstance(batch, tuple) else (batch,)
             return postprocess(step, *read(*parts))
 
@@ -177,7 +177,7 @@ class StreamedSource(Source):
         topology = request.topology
 
         @unconverted
-        def augment(step: tf.Tensor, *elements: Any) -> Parts:
+        def augment(step, *elements):
             seed = derive_seed(request.seed, AUGMENT, topology.rank, step)
             inputs, *others = self.augment(elements, seed)
             # Raw batches stay bytes, for a quarter of the traffic to a GPU.
@@ -207,7 +207,7 @@ class StreamedSource(Source):
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         @unconverted
-        def normalize(_: tf.Tensor, inputs: Any, *others: Any) -> Parts:
+        def normalize(_, inputs, *others):
             return self.transform.normalize(inputs), *others
 
         batches = self.evaluation_batches(split, topology, batch_size)
@@ -223,7 +223,7 @@ class StreamedSource(Source):
         """
 
         @unconverted
-        def normalize(index: tf.Tensor, inputs: Any, *others: Any) -> Parts:
+        def normalize(index, inputs, *others):
             count = tf.shape(tf.nest.flatten(inputs)[0])[:1]  # 1, or 0 if it was left out.
             return tf.fill(count, index), self.transform.normalize(inputs), *others
 
@@ -254,7 +254,7 @@ class IndexedSource(StreamedSource):
         buckets = self.buckets
 
         @unconverted
-        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+        def epoch_batches(epoch):
             order = tf.random.experimental.stateless_shuffle(
                 tf.range(num_local, dtype=tf.int64),
                 seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch),
@@ -266,7 +266,7 @@ class IndexedSource(StreamedSource):
                 rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
                 return tf.data.Dataset.from_tensor_slices(rows)
 
-            def batch_of(step: tf.Tensor) -> tf.Tensor:
+            def batch_of(step):
                 return order[share.begin(step) : share.begin(step + 1)]
 
             return tf.data.Dataset.range(share.steps).map(batch_of)

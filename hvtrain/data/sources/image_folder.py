@@ -37,7 +37,7 @@ Files = list[tuple[str, Any]]
 def read_member(path: Any) -> tf.Tensor:
     """Like tf.io.read_file for members of shards or files in object storage; reads one path or an array of them."""
 
-    def read(encoded: Any) -> Any:
+    def read(encoded):
         # Bytes in a graph, an array in eager mode.
         addresses = np.asarray(encoded)
         contents = np.empty(addresses.size, object)
