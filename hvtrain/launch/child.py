@@ -123,9 +123,12 @@ def die_with_parent() -> Callable[[], None]:
     return prepare
 
 
-def handle_signals(handler: Callable[..., None]) -> None:
-    """Installs the handler for the signals that a launcher passes on to its child."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+def handle_signals(
+    handler: Callable[..., None],
+    numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1),
+) -> None:
+    """Installs the handler for some signals, by default for those that a launcher passes on to its child."""
+    for number in numbers:
         # Under nohup SIGHUP is ignored, and must stay ignored.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
@@ -133,10 +136,7 @@ def handle_signals(handler: Callable[..., None]) -> None:
 
 def exit_at_signals() -> None:
     """Makes SIGTERM and SIGHUP raise SystemExit, so that the run in progress ends with this process."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # Under nohup SIGHUP stays ignored.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    handle_signals(lambda number, _: sys.exit(128 + number), (signal.SIGTERM, signal.SIGHUP))
 
 
 def read_result(run: Path, code: int, log: Path) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def read_result(run: Path, code: int, log: Path) -> dict[str, Any]:
     if code:
         raise LostRankError(failure(log.read_text(errors="replace"), code))
     try:
-        return json.loads((run / RESULT_FILE).read_text(encoding="utf-8"))
+        return json.loads((run / RESULT_FILE).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise LostRankError(
             f"the run ended well, but {run / RESULT_FILE} cannot be read: {error}"

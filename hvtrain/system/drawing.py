@@ -94,8 +94,7 @@ class LiveDisplay:
     often does without it.
     """
 
-    def __init__(self) -> None:
-        self._live: Any = None
+    _live: Any = None
 
     def prepare(self) -> None:
         """Loads what the first drawing needs, while the ranks load TensorFlow."""

@@ -5,8 +5,8 @@ import os
 import socket
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.system import console
@@ -42,23 +42,22 @@ class Hub:
         thread: ends once rank 0 has left.
     """
 
+    _is_open = True
+    _reason: StopReason | None = None
+    _lost_at = 0.0
+    _has_warned = False
+    _passes_signal = False
+    # The state of the ranks when the run stalled.
+    _stalled: Standing | None = None
+
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
         # Rank 0 holds a connection to every rank.
         raise_file_limit()
         self._connections = Connections(listener, token, size, vars(member.stacks.process))
         self._member = member
         self._rules = member.rules
-        self._is_open = True
         self._suspension = SuspensionClock(self._rules.beat_seconds)
-
-        self._reason: StopReason | None = None
         self._lost: list[StopReason] = []
-        self._lost_at = 0.0
-        self._has_warned = False
-        self._passes_signal = False
-
-        # The state of the ranks when the run stalled.
-        self._stalled: Standing | None = None
         self._stacks: dict[int, str] = {}
         self._process_states: dict[int, str] = {}
         self._woken: set[int] = set()
@@ -222,7 +221,7 @@ class Hub:
             rank: connection.process for rank, connection in ranks.items() if connection.process
         }
         silent = {state.rank for state in standing.silent_ranks()}
-        wakers: dict[int, list[Any]] = {}
+        wakers = defaultdict(list)
         for rank in sorted(silent):
             process = processes[rank]
             peers = [
@@ -230,7 +229,7 @@ class Hub:
             ]
             if peers:
                 self._woken.add(rank)
-                wakers.setdefault(min(peers), []).append({"rank": rank, "process": vars(process)})
+                wakers[min(peers)].append({"rank": rank, "process": vars(process)})
 
         for rank, connection in ranks.items():
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     Raises:
         DataError: An image has no mask, or several.
     """
-    by_name: dict[str, list[Path]] = {}
-    by_stem: dict[str, list[Path]] = {}
+    by_name = defaultdict(list)
+    by_stem = defaultdict(list)
     for path in visible(masks):
         if is_image(path):
-            by_name.setdefault(path.stem, []).append(path)
-            by_stem.setdefault(_MASK_SUFFIX.sub("", path.stem), []).append(path)
+            by_name[path.stem].append(path)
+            by_stem[_MASK_SUFFIX.sub("", path.stem)].append(path)
 
     pairs = []
     for image in images:

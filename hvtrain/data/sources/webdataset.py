@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -117,9 +118,9 @@ class Shards:
                             f"{path} is in dataset.{splits[path]} and dataset.{split}; leave it out of one"
                         )
 
-        shards: dict[str, list[Path]] = {}
+        shards = defaultdict(list)
         for path, split in splits.items():
-            shards.setdefault(split, []).append(path)
+            shards[split].append(path)
         if "train" not in shards:
             raise DataError(
                 f"{self.folder} has no {listed(self.names[0])}; set dataset.train to its tar files"
