@@ -117,7 +117,10 @@ def declared(
             continue
         if parameter.name in facts:
             selected[parameter.name] = facts[parameter.name]
-        elif _is_required(parameter):
+        elif parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        ):
             raise ConfigError(
                 f"{name} needs {parameter.name}, which is no setting of it and which the data set {source_name} "
                 f"does not give (it gives {', '.join(facts)}); set it, or choose another data set"
@@ -125,11 +128,6 @@ def declared(
     if not selected and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return always
     return selected
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    return is_named and parameter.default is parameter.empty
 
 
 def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:

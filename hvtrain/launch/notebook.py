@@ -76,11 +76,6 @@ def run_ranks(
             folder.rmdir()
 
 
-def load_magic(shell: Any) -> None:
-    """Registers the %%ranks magic with IPython's shell."""
-    shell.register_magic_function(ranks, magic_kind="cell")
-
-
 def ranks(line: str, cell: str) -> None:
     """`%%ranks 2` or `%%ranks 4 -H s1:2,s2:2`: runs the cell on 2 or 4 ranks, without the notebook's variables."""
     match = re.fullmatch(r"(\d+)(?:\s+-H\s+(\S+))?", line.strip())

@@ -33,6 +33,11 @@ UNSAVED = "before training began, so nothing was saved"
 _WATCHED = "HVTRAIN_LAUNCH"
 
 
+log = logging.getLogger("hvtrain")
+# Python's warnings also go through a log, which only rank 0 shows.
+_LOGGERS = (log, logging.getLogger("py.warnings"))
+
+
 class SignalFlag:
     """An event that a signal handler may set, for one waiting thread.
 
@@ -127,13 +132,11 @@ def quiet_import(verbose: bool) -> Iterator[None]:
 
 def start_log(is_chief: bool) -> None:
     """Sends hvtrain's log and Python's warnings to the console, on the chief only."""
-    # Python's warnings also go through the log, which only rank 0 shows.
     logging.captureWarnings(True)
     handler = _ToStdout()
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_chief else logging.CRITICAL)
-    for name in ("hvtrain", "py.warnings"):
-        logger = logging.getLogger(name)
+    for logger in _LOGGERS:
         logger.setLevel(logging.INFO)
         # Otherwise a root logger set up by the user would show each line twice.
         logger.propagate = False
@@ -149,11 +152,11 @@ def log_to_file(folder: Path, rank: int) -> None:
             raise OSError(f"{path} is behind a symbolic link, and may lie outside the run folder")
         handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
-        logging.getLogger("hvtrain").warning("rank %d keeps no log file: %s", rank, error)
+        log.warning("rank %d keeps no log file: %s", rank, error)
         return
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("hvtrain", "py.warnings"):
-        logging.getLogger(name).addHandler(handler)
+    for logger in _LOGGERS:
+        logger.addHandler(handler)
 
 
 class _ToStdout(logging.StreamHandler):
@@ -175,11 +178,9 @@ class _LogFile(logging.FileHandler):
     """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        for name in ("hvtrain", "py.warnings"):
-            logging.getLogger(name).removeHandler(self)
-        logging.getLogger("hvtrain").warning(
-            "%s was not written: %s", self.baseFilename, sys.exc_info()[1]
-        )
+        for logger in _LOGGERS:
+            logger.removeHandler(self)
+        log.warning("%s was not written: %s", self.baseFilename, sys.exc_info()[1])
 
 
 def note_signal(*_: object) -> None:
@@ -300,9 +301,8 @@ def say_error(
             signal ended the wait.
         culprit: The rank at fault; None if unknown.
     """
-    logger = logging.getLogger("hvtrain")
-    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
-    for handler in logger.handlers:
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, message, (), None)
+    for handler in log.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
     # Rank 0 reports first, since its output is what people see.

@@ -201,6 +201,8 @@ class Labels:
     """
 
     part = LABELS
+    are_mixed = False
+    """True once a layer mixes targets; until then targets bypass all layers."""
 
     def __init__(
         self,
@@ -208,13 +210,7 @@ class Labels:
         width: int = 1,
     ) -> None:
         self.width = width
-        self._soften = soften
-        # Set to _soften once a layer mixes targets; until then targets bypass all layers.
-        self._soften_mixed: Callable[[Any], tf.Tensor] | None = None
-
-    @property
-    def are_mixed(self) -> bool:
-        return self._soften_mixed is not None
+        self._soften: Any = soften
 
     def spec(self, image_shape: ImageShape) -> tf.TensorSpec:
         return tf.TensorSpec([None, self.width], tf.float32)
@@ -229,18 +225,18 @@ class Labels:
                 "mixed; leave it out, or choose task=classification, binary, multilabel or "
                 "regression, without weights of examples"
             )
-        self._soften_mixed = self._soften
+        self.are_mixed = True
 
     def encode(self, targets: Any, images: tf.Tensor) -> tf.Tensor:
-        if self._soften_mixed is None:
+        if not self.are_mixed:
             # No layer changes targets, so zeros take their place in the batch.
             return tf.zeros([tf.shape(images)[0], self.width])
-        return tf.reshape(self._soften_mixed(targets), [-1, self.width])
+        return tf.reshape(self._soften(targets), [-1, self.width])
 
     def decode(self, rows: tf.Tensor, targets: Any) -> Any:
-        if self._soften_mixed is None:
+        if not self.are_mixed:
             return targets
-        soft = self._soften_mixed(targets)
+        soft = self._soften(targets)
         return tf.ensure_shape(tf.reshape(rows, tf.shape(soft)), soft.shape)
 
 
@@ -378,5 +374,4 @@ class Augmentation:
 
         steps = tf.data.Dataset.range(request.start_step, FOREVER)
         numbered = tf.data.Dataset.zip(steps, batches)
-        augmented = numbered.map(augment, num_parallel_calls=tf.data.AUTOTUNE)
-        return finish(augmented, request.topology)
+        return finish(numbered.map(augment, num_parallel_calls=tf.data.AUTOTUNE), request.topology)

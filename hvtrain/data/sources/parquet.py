@@ -107,16 +107,19 @@ class Parquet(DealtSource):
 
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
-        counts: dict[str, dict[RowGroup, int]] = {split: {} for split in self.SPLITS}
         # The first file with each type of pixels, for the message if types cannot be mixed.
         first_paths: dict[pa.DataType, Path] = {}
         files = {"train": [self.folder]}
         if self.folder.is_dir():
             files, self._warnings = find_split_files(self.folder, row_groups.files_of)
-        for split in files:
-            for path in files[split]:
-                for group in self._read_footer(path, first_paths):
-                    counts[split][group] = group.num_rows
+        counts = {
+            split: {
+                group: group.num_rows
+                for path in paths
+                for group in self._read_footer(path, first_paths)
+            }
+            for split, paths in files.items()
+        }
 
         if not counts["train"]:
             raise DataError(
@@ -159,9 +162,8 @@ class Parquet(DealtSource):
     def description(self) -> Phrases:
         description = super().description()
         if self._ranges:
-            lows, highs = zip(*self._ranges.values())
-            low = min(lows)
-            high = max(highs)
+            low = min(low for low, _ in self._ranges.values())
+            high = max(high for _, high in self._ranges.values())
             scale = self.transform.scale
             description["images"] = [f"pixels {low:g} to {high:g}, divided by {scale:g}"]
             if high <= 1 < scale or high > scale:
@@ -273,16 +275,13 @@ class Parquet(DealtSource):
             raise self.note(error) from None
         except DataError as error:
             self._problems[group] = str(error).removeprefix(f"{group} ")
-            images = self._blank_images(group.num_rows)
+            # Placeholders.
+            images = np.zeros([group.num_rows, *self.image_shape], self._pixel_type.as_numpy_dtype)
+            if self._encoded:
+                images = np.full(group.num_rows, b"", object)
             labels = np.full(group.num_rows, -1, np.int32)
 
         return images, labels, self.first_codes[group] + np.arange(group.num_rows)
-
-    def _blank_images(self, number: int) -> np.ndarray:
-        """Returns placeholders for the images of an unreadable row group."""
-        if self._encoded:
-            return np.full(number, b"", object)
-        return np.zeros([number, *self.image_shape], self._pixel_type.as_numpy_dtype)
 
     def locate_row(self, piece: RowGroup, row: int, example: Example, problem: str) -> Unreadable:
         problems = self._problems.get(piece, {})

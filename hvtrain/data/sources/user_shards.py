@@ -55,8 +55,7 @@ class PipelineExamples:
     def __init__(self, dataset: tf.data.Dataset, name: str) -> None:
         self._name = name
         _check_example(dataset.element_spec, name)
-        specs = tf.nest.flatten(dataset.element_spec)
-        if any(spec.dtype in NARROW_TYPES for spec in specs):
+        if any(spec.dtype in NARROW_TYPES for spec in tf.nest.flatten(dataset.element_spec)):
             dataset = dataset.map(lambda *parts: tf.nest.map_structure(_narrowed, parts))
         self.dataset = dataset
         self.element_spec = dataset.element_spec
@@ -374,10 +373,9 @@ def _spec_of(batch: Any) -> Any:
 
 def kinds_in_words(spec: Any) -> str:
     """Types and shapes of an example's parts, with their names."""
-    parts = keras.tree.flatten_with_path(spec)
     return ", ".join(
         " ".join([*map(str, path[1:]), part.dtype.name, str(tuple(part.shape))])
-        for path, part in parts
+        for path, part in keras.tree.flatten_with_path(spec)
     )
 
 
