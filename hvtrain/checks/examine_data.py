@@ -315,8 +315,7 @@ def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> Se
     progress = ProgressLines(f"{facts.name}: read", number, is_chief=True)
     facts.num_asked = number
     batches = source.evaluation(facts.name, topology, min(BATCH_SIZE, number))
-    examples = batches.unbatch().take(number).batch(BATCH_SIZE)
-    for elements in examples.as_numpy_iterator():
+    for elements in batches.unbatch().take(number).batch(BATCH_SIZE).as_numpy_iterator():
         facts.add(elements, num_classes)
         progress.update(facts.num_read)
     left_out = source.unreadable()

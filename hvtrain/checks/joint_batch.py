@@ -280,8 +280,7 @@ def _model(case: Case, seed: int) -> keras.Model:
 
     # For each of the two outputs, ranks have different numbers of labels.
     features = model.layers[-2].output
-    second = Dense(3, name="p")
-    return keras.Model(model.inputs, {"o": last(features), "p": second(features)})
+    return keras.Model(model.inputs, {"o": last(features), "p": Dense(3, name="p")(features)})
 
 
 def _train(

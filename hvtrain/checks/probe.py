@@ -86,7 +86,7 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     """The operating system in words, the cores that this process may use, and bytes of memory."""
     try:
-        lines = Path("/etc/os-release").read_text(encoding="utf-8").splitlines()
+        lines = Path("/etc/os-release").read_text("utf-8").splitlines()
         name = dict(line.split("=", 1) for line in lines if "=" in line)["PRETTY_NAME"].strip('"')
     except (OSError, KeyError):
         name = platform.system()

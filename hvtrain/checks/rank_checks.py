@@ -103,11 +103,11 @@ def _broadcast() -> str:
     # Variable 3 holds the rank.
     if len(set(after)) > 1 or after[0][1] != 0:
         raise CheckError(
-            "variables differ between ranks after a broadcast; look at the network and at Horovod's build",
+            "variables differ between ranks after a broadcast; look at the network and at Horovod's build"
         )
     if num_different < hvd.size():
         raise CheckError(
-            "ranks drew the same random numbers, so the broadcast proved nothing; please report this bug",
+            "ranks drew the same random numbers, so the broadcast proved nothing; please report this bug"
         )
     return f"5 variables differed on {num_different} rank(s), and are rank 0's on all of them"
 
@@ -115,8 +115,7 @@ def _broadcast() -> str:
 def _overflow() -> str:
     """Gives the last rank alone an infinite gradient."""
     # The wrapper is outermost: inside the loss scale, a rank that skips a step alone would leave others waiting.
-    scaled = LossScaleOptimizer(SGD(1.0))
-    optimizer = hvd.DistributedOptimizer(scaled)
+    optimizer = hvd.DistributedOptimizer(LossScaleOptimizer(SGD(1.0)))
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
     scale = float(optimizer.scale_loss(1.0))
@@ -204,8 +203,7 @@ def _checkpoint(strategy: Strategy) -> str:
     # Moving statistics are variables that no gradient touches.
     layers = [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()]
     model = keras.Sequential(layers)
-    optimizer = hvd.DistributedOptimizer(Adam())
-    model.compile(optimizer, "mse", jit_compile=False)
+    model.compile(hvd.DistributedOptimizer(Adam()), "mse", jit_compile=False)
     hvd.broadcast_model(model)
     return round_trip(model, strategy)
 
@@ -225,8 +223,7 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
     def write() -> None:
         snapshot = model_state.snapshot(model, [model_state.rank_state(model)], parts=parts)
         with tempfile.TemporaryDirectory() as folder:
-            path = writer.write(Path(folder), 1, snapshot, {})
-            saved.append(store.read(path))
+            saved.append(store.read(writer.write(Path(folder), 1, snapshot, {})))
 
     # Only the chief touches the disk; the broadcast brings the values to the others.
     strategy.comm.on_chief(write)
@@ -239,7 +236,7 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
     after = fingerprint([variable.value for variable in variables])
     if not all(strategy.comm.gather(after == before)):
         raise CheckError(
-            "variables differ after a checkpoint was written and restored; check the file system of /tmp",
+            "variables differ after a checkpoint was written and restored; check the file system of /tmp"
         )
     return f"{len(variables)} variables written, lost, restored and broadcast: the same bits on all ranks"
 
@@ -255,7 +252,7 @@ class OwnRun:
         task = strategy.comm.all_or_raise(lambda: open_task(config, self.source))
         self.plan, self.topology = plan_run(config, self.source, strategy)
         self.model = strategy.comm.all_or_raise(
-            lambda: build_model(config, self.source, task, self.plan, strategy),
+            lambda: build_model(config, self.source, task, self.plan, strategy)
         )
         strategy.comm.broadcast_model(self.model)
 
@@ -345,7 +342,7 @@ def _step(run: OwnRun) -> str:
 
     if not count:
         raise CheckError(
-            "the step reduced no gradient; wrap the optimizer in hvtrain.keras.DistributedOptimizer",
+            "the step reduced no gradient; wrap the optimizer in hvtrain.keras.DistributedOptimizer"
         )
     if gap > 1e-3:
         raise CheckError(

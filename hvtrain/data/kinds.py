@@ -61,10 +61,9 @@ def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
 
 def spec_kinds(source: Source) -> dict[str, dict[str, Any]]:
     """The kinds of a source's inputs, known before any are read, so without value ranges."""
-    specs = inputs_of(source.element_spec[0])
     return {
         name: input_kind(np.dtype(spec.dtype.as_numpy_dtype), spec.shape)
-        for name, spec in specs.items()
+        for name, spec in inputs_of(source.element_spec[0]).items()
     }
 
 

@@ -123,7 +123,7 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
     Raises ConfigError.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
             f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"

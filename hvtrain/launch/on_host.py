@@ -106,7 +106,7 @@ def oom_kills() -> int:
     0 if the kernel does not report it.
     """
     with suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+        for line in Path("/proc/vmstat").read_text("ascii").splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
@@ -131,7 +131,7 @@ def _processes() -> Iterator[tuple[int, int]]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         # The name in parentheses may contain anything; numbers follow. The process may have ended.
         with suppress(OSError, IndexError):
-            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            fields = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
             yield int(stat.parent.name), int(fields[1])
 
 

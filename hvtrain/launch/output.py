@@ -156,7 +156,7 @@ class RankOutput:
             for path in folder.glob("rank-[0-9]*.log"):
                 path.unlink()
             for rank in range(len(hosts)):
-                self.path(rank).write_text("", encoding="utf-8")
+                self.path(rank).write_text("", "utf-8")
         except OSError as error:
             raise ConfigError(
                 f"the ranks' logs cannot be written to {folder}: {error.strerror}; give another place with --logs"
@@ -274,8 +274,7 @@ class PlainOutput:
     def _filter_error(self, line: Line) -> str:
         if line.rank is None:
             return self.listener.launcher(line.text)
-        is_verdict = self.listener.rank(line.rank, line.text)
-        return "" if is_verdict else line.text
+        return "" if self.listener.rank(line.rank, line.text) else line.text
 
     def _filter_output(self, line: Line) -> str:
         text, picture = drawing.cut(line.text)

@@ -58,9 +58,7 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 def processor() -> str:
     """Returns the processor's model, or its architecture if Linux names no model, as on some ARM processors."""
     with suppress(OSError):
-        for line in (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

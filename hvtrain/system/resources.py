@@ -209,10 +209,10 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     Empty if the driver does not report them. The driver's own API creates no GPU context, and unlike
     nvidia-smi it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
-    cuda = _driver() if count else None
+    cuda: Any = _driver() if count else None
     # An old driver lacks the function.
     get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None)
-    if cuda is None or get_uuid is None:
+    if get_uuid is None:
         return ()
 
     # The driver writes its results into these two.

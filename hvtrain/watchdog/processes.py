@@ -48,7 +48,7 @@ def machine_id(namespace: str = "pid") -> str:
     # A fallback if /proc is missing; host names need not be unique.
     boot = socket.gethostname()
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     container = "?"
     with suppress(OSError):
         container = str(Path(f"/proc/self/ns/{namespace}").readlink())

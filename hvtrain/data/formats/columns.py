@@ -109,7 +109,7 @@ class Cells(NamedTuple):
     @property
     def is_gap(self) -> np.ndarray:
         if isinstance(self.values, pa.Array):
-            return self.values.is_null().to_numpy(zero_copy_only=False)
+            return np.asarray(self.values.is_null())
         is_nan = np.isnan(self.values)
         # Nearly all columns have one number in a cell; any() takes 20 times as long as isnan().
         return is_nan[:, 0] if is_nan.shape[1] == 1 else is_nan.any(axis=1)
@@ -183,8 +183,9 @@ def infer(
         is_exact = max(abs(bounds["min"]), abs(bounds["max"])) <= MAX_EXACT
         return replace(column, kind="number") if is_exact else column
     if types.is_floating(kind):
-        is_empty = pc.all(pc.is_nan(values)).as_py()
-        return "empty" if is_empty else replace(column, kind="number")
+        if pc.all(pc.is_nan(values)).as_py():
+            return "empty"
+        return replace(column, kind="number")
     if types.is_temporal(kind):
         return replace(column, kind="date")
     if not _is_vector(kind):
@@ -293,7 +294,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
         parsed = _date_part(parsed.cast(pa.timestamp("us"), safe=False), column.part)
     if not types.is_float32(parsed.type):
         parsed = parsed.cast(pa.float64(), safe=False)
-    numbers = parsed.to_numpy(zero_copy_only=False)
+    numbers = np.asarray(parsed)
     if column.kind == "integer":
         return Cells(_integers_in(numbers, column, where), odd)
     # Infinite numbers have no mean, so they are gaps too.
@@ -301,7 +302,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     if is_infinite.any():
         odd += map(str, np.unique(numbers[is_infinite]))
         numbers = np.where(is_infinite, np.nan, numbers)
-    return Cells(numbers[:, np.newaxis], odd)
+    return Cells(numbers[:, None], odd)
 
 
 def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
@@ -359,8 +360,8 @@ def _vectors_in(values: pa.Array, column: Column, where: str) -> np.ndarray:
         raise DataError(
             f"{where}: the column {column.source} holds lists of {lengths} numbers, not {column.length}"
         )
-    flat = lists.flatten().cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    numbers[values.is_valid().to_numpy(zero_copy_only=False)] = flat.reshape(-1, column.length)
+    flat = np.asarray(lists.flatten().cast(pa.float64(), safe=False))
+    numbers[np.asarray(values.is_valid())] = flat.reshape(-1, column.length)
     numbers[np.isinf(numbers)] = np.nan
     return numbers
 

@@ -110,9 +110,9 @@ class RandomResizedCrop:
             int32 [number, 4]: top, left, height, width.
         """
         area = tf.cast(tf.reduce_prod(sizes, axis=1), tf.float32)
-        sides = tf.sqrt(area)[:, tf.newaxis, tf.newaxis] * draws[..., :2]
+        sides = tf.sqrt(area)[:, None, None] * draws[..., :2]
         drawn = tf.maximum(tf.cast(tf.round(sides), tf.int32), 1)
-        first = tf.argmax(tf.reduce_all(drawn <= sizes[:, tf.newaxis], axis=2), axis=1)
+        first = tf.argmax(tf.reduce_all(drawn <= sizes[:, None], axis=2), axis=1)
         parts = tf.minimum(tf.gather(drawn, first, batch_dims=1), sizes)
         places = tf.gather(draws, first, batch_dims=1)[:, 2:]
         corners = tf.cast(places * tf.cast(sizes - parts + 1, tf.float32), tf.int32)
@@ -268,7 +268,7 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> tf.Tensor:
 
 def decode(encoded: Any, sizing: Sizing) -> tf.Tensor:
     """Decodes one encoded image to uint8 sizing.image_shape, as validation and the saved model see it."""
-    return decode_batch(tf.convert_to_tensor(encoded)[tf.newaxis], sizing)[0]
+    return decode_batch(tf.convert_to_tensor(encoded)[None], sizing)[0]
 
 
 def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.Tensor:
@@ -344,9 +344,7 @@ def _decode_random(
     def of_whole():
         image = _decode_whole(encoded, is_for_pillow, sizing)
         size = tf.shape(image)[:2]
-        top, left, rows, columns = tf.unstack(
-            RandomResizedCrop.windows(size[tf.newaxis], draws[tf.newaxis])[0]
-        )
+        top, left, rows, columns = tf.unstack(RandomResizedCrop.windows(size[None], draws[None])[0])
         return image[top : top + rows, left : left + columns]
 
     image = tf.ensure_shape(tf.cond(is_cropped, of_jpeg, of_whole), [None, None, channels])

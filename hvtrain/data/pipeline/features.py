@@ -221,11 +221,8 @@ class TableFeatures:
         raw = {}
         for name, columns in self.inputs.items():
             if columns[0].is_category:
-                raw[name] = (
-                    values[columns[0].name]
-                    .take(pa.array(rows))
-                    .to_numpy(zero_copy_only=False)[:, np.newaxis]
-                )
+                cells = values[columns[0].name].take(pa.array(rows))
+                raw[name] = np.asarray(cells)[:, None]
             else:
                 numbers = [values[column.name][rows] for column in columns]
                 raw[name] = np.concatenate(numbers, axis=1, dtype=self._types[columns[0].name])
@@ -239,8 +236,7 @@ class TableFeatures:
         )
         width = sum(part.shape[1] for part in tf.nest.flatten(features))
         num_rows = max(1, ENCODED_AT_ONCE // width)
-        starts = range(0, len(rows), num_rows)
-        for start in with_progress(starts, f"{where}: features", "parts"):
+        for start in with_progress(range(0, len(rows), num_rows), f"{where}: features", "parts"):
             part = slice(start, start + num_rows)
             with tf.device("CPU:0"):
                 raw = tf.nest.map_structure(tf.constant, self.raw(values, rows[part]))

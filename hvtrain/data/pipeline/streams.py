@@ -127,8 +127,7 @@ def regrouped(
 
         return tf.nest.map_structure(join_and_cut, *batches)
 
-    streams = tuple(stream_of(share) for share in shares)
-    numbered = tf.data.Dataset.zip((steps, streams))
+    numbered = tf.data.Dataset.zip((steps, tuple(map(stream_of, shares))))
     return finish(numbered.map(part_of, num_parallel_calls=tf.data.AUTOTUNE), topology)
 
 
@@ -273,8 +272,7 @@ class IndexedSource(StreamedSource):
 
         # Only rows of indices are skipped: nothing has been read yet.
         epochs = tf.data.Dataset.range(first_epoch, FOREVER)
-        batches = epochs.flat_map(epoch_batches).skip(steps_done)
-        return batches.enumerate(start=request.start_step)
+        return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(request.start_step)
 
     def evaluation_batches(
         self, split: str, topology: Topology, batch_size: int

@@ -188,7 +188,7 @@ class ArraySource(MemorySource):
         if split == "train":
             self._example_shape = self._example_shape or np.shape(images)[1:]
         if images.ndim == 3:  # Without channels.
-            images = images[..., np.newaxis]
+            images = images[..., None]
         if images.shape[1:] != self.image_shape:
             raise DataError(
                 f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape"

@@ -232,7 +232,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             shape.append(len(values[0]))
             values = values.flatten()
 
-        array = as_models_take(values.to_numpy(zero_copy_only=False))
+        array = as_models_take(np.asarray(values))
         if array.dtype.kind not in "iufbO":
             raise DataError(
                 f"{self.folder}: {name} holds {values.type}; numbers, strings or images are needed"
@@ -278,7 +278,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         # the first row.
         shape = self._specs[name].shape
         for side in shape:
-            lengths = pc.list_value_length(values).fill_null(-1).to_numpy(zero_copy_only=False)
+            lengths = np.asarray(pc.list_value_length(values).fill_null(-1))
             unlike = np.flatnonzero(lengths != side)
             if unlike.size:
                 index = unlike[0]
@@ -286,10 +286,9 @@ class HuggingFace(NotesFailure, IndexedSource):
             values = values.flatten()
 
         if values.null_count:
-            is_gap = values.is_null().to_numpy(zero_copy_only=False)
-            raise wrong_row(int(np.argmax(is_gap)), "no value")
+            raise wrong_row(int(np.argmax(values.is_null())), "no value")
 
-        array = values.to_numpy(zero_copy_only=False)
+        array = np.asarray(values)
         dtype = self._specs[name].dtype
         if dtype != tf.string:
             try:

@@ -162,8 +162,7 @@ class MemorySource(IndexedSource):
 
         parts = {}
         for split, elements in whole.items():
-            num_rows = len(tf.nest.flatten(elements)[0])
-            parts[split] = Part(elements, np.arange(num_rows))
+            parts[split] = Part(elements, np.arange(len(tf.nest.flatten(elements)[0])))
 
         # If the user gives a validation part, none is taken out of training.
         if self._num_validation and "validation" not in parts:

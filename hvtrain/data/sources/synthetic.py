@@ -56,8 +56,7 @@ class Synthetic(Source):
         share = request.share_of(topology.share_size(self.num_examples("train")))
         # Full steps repeat the batch that is in memory.
         if share.is_full:
-            batch = tf.data.Dataset.from_tensors((images, labels))
-            return finish(batch.repeat(), topology)
+            return finish(tf.data.Dataset.from_tensors((images, labels)).repeat(), topology)
 
         # Steps with fewer examples get the first examples of the batch.
         def cut(step):
@@ -65,8 +64,7 @@ class Synthetic(Source):
             return images[:size], labels[:size]
 
         steps = tf.data.Dataset.range(request.start_step, FOREVER)
-        batches = steps.map(lambda step: cut(step % share.steps))
-        return finish(batches, topology)
+        return finish(steps.map(lambda step: cut(step % share.steps)), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         # Full batches, and then a short one for the rest of the shard.

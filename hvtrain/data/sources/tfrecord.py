@@ -322,7 +322,7 @@ class TFRecords(DealtSource):
     def _classes(self, labels: tf.Tensor) -> tf.Tensor:
         """Returns labels [batch] as int32 classes; -1 marks an example that cannot be used."""
         if labels.dtype == tf.string:
-            is_name = labels[:, tf.newaxis] == tf.constant(self.class_names)
+            is_name = labels[:, None] == tf.constant(self.class_names)
             indices = tf.argmax(is_name, axis=1, output_type=tf.int32)
             return tf.where(tf.reduce_any(is_name, axis=1), indices, -1)
         labels -= self._first_label
