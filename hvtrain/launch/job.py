@@ -293,11 +293,11 @@ class ClusterKind:
     about: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     submit: ClassVar[str]
-    program: ClassVar[str] = ""
-    no_elastic: ClassVar[str] = ""
-    no_hosts: ClassVar[str] = ""
-    starts_servers: ClassVar[bool] = False
-    starts_replicas: ClassVar[bool] = False
+    program = ""
+    no_elastic = ""
+    no_hosts = ""
+    starts_servers = False
+    starts_replicas = False
 
     def values(self, job: Job) -> dict[str, Any]:
         """Returns the values that the templates need besides job and settings.

@@ -145,7 +145,7 @@ class RankOutput:
     def __init__(self, folder: Path, hosts: Sequence[str]) -> None:
         self.folder = folder
         self.listener = Listener()
-        self.readers: list[Callable[[IO[str]], None]] = [self.read]
+        self.readers = [self.read]
         self._hosts = hosts
         self._display = LiveDisplay()
         self._files: dict[int, TextIO] = {}
@@ -248,7 +248,7 @@ class PlainOutput:
 
     def __init__(self, keeps_marks: bool = False) -> None:
         self.listener = Listener()
-        self.readers: list[Callable[[IO[str]], None]] = [self._read_errors, self._read_output]
+        self.readers = [self._read_errors, self._read_output]
         self.error_stream = PlainStream(self._filter_error, self._holds_errors, keeps_marks)
         self.output_stream = PlainStream(self._filter_output, self._has_bars, keeps_marks)
         self.drawing = Drawing()

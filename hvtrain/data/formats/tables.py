@@ -27,7 +27,7 @@ from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError, UserError, first_line
 
 SUFFIXES = (".csv", ".tsv", ".tab", ".parquet", ".pq")
-COMPRESSIONS: dict[bytes, Callable[[bytes], bytes]] = {
+COMPRESSIONS = {
     b"\x1f\x8b": gzip.decompress,
     b"BZh": bz2.decompress,
     b"\xfd7zXZ\0": lzma.decompress,

@@ -74,7 +74,7 @@ class FileSource(NotesFailure, StreamedSource):
         it is left out.
     """
 
-    ADVICE: ClassVar[str] = "fix or remove it"
+    ADVICE = "fix or remove it"
     """What to do about an example that cannot be read, for the message."""
 
     FAR: ClassVar[tuple[str, ...]] = ()
@@ -288,7 +288,7 @@ class DealtSource(FileSource):
 
     PIECE: ClassVar[str]
     """The name of a piece, for error messages."""
-    ROW_BITS: ClassVar[int] = 40
+    ROW_BITS = 40
     """An example's code, the last part of a batch: its piece's number << ROW_BITS, plus its row."""
 
     @property

@@ -93,7 +93,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             )
 
         # Inputs other than one column of images reach the model unchanged.
-        self.transform: Transform = Unchanged()
+        self.transform = Unchanged()
         if isinstance(input, str) and input in self._images:
             self.image_shape = self.sizing.image_shape
             self.no_random_crop = ""

@@ -188,7 +188,7 @@ def _cross(x: Field, y: Field, radius: float) -> Field:
 # Each function returns the pixels' distances from the outline, in pixels, negative inside. Near
 # corners it is less than the true distance. x and y are offsets from the centre; radius is that of the
 # circumscribed circle.
-DISTANCES: dict[str, Callable[[Field, Field, float], Field]] = {
+DISTANCES = {
     "disc": _disc,
     "square": _square,
     "triangle": _triangle,

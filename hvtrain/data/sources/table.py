@@ -106,7 +106,7 @@ class Table(MemorySource):
             origin = "inside scikit-learn"
         super().__init__(Path(files[0]).stem, self._load_encoded, origin)
 
-        self._files: dict[str, Any] = {
+        self._files = {
             "train": file,
             "validation": validation_file,
             "test": test_file,

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 REQUIRED = ("shard", "num_shards")
 # Optional arguments of a function, and their values while its examples are counted.
-DEFAULTS: Mapping[str, Any] = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
+DEFAULTS = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
 # The same types as in as_models_take().
 NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32}
 PARTS_NEEDED = "(inputs, targets) or (inputs, targets, weights) is needed"
