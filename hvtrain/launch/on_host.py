@@ -96,8 +96,11 @@ def clear(mark: str, job: int | None = None) -> dict[str, int]:
 def _left(mark: str) -> list[int]:
     """Returns the launch's processes on this host, without this one."""
     variable = f"{MARK}={mark}".encode()
-    processes = [process for process, _ in _processes() if process != os.getpid()]
-    return [process for process in processes if variable in _variables(process)]
+    return [
+        process
+        for process, _ in _processes()
+        if process != os.getpid() and variable in _variables(process)
+    ]
 
 
 def oom_kills() -> int:
@@ -105,10 +108,9 @@ def oom_kills() -> int:
 
     0 if the kernel does not report it.
     """
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text("ascii").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+    with suppress(OSError, ValueError, KeyError):
+        counts = dict(map(str.split, Path("/proc/vmstat").read_text("ascii").splitlines()))
+        return int(counts["oom_kill"])
     return 0
 
 

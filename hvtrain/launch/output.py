@@ -249,9 +249,13 @@ class PlainOutput:
     def __init__(self, keeps_marks: bool = False) -> None:
         self.listener = Listener()
         self.readers = [self._read_errors, self._read_output]
-        self.error_stream = PlainStream(self._filter_error, self._holds_errors, keeps_marks)
-        self.output_stream = PlainStream(self._filter_output, self._has_bars, keeps_marks)
         self.drawing = Drawing()
+        self.error_stream = PlainStream(
+            self._filter_error, lambda: bool(self.drawing.bars or self.listener.held), keeps_marks
+        )
+        self.output_stream = PlainStream(
+            self._filter_output, lambda: bool(self.drawing.bars), keeps_marks
+        )
         self._display = LiveDisplay()
 
     def _read_errors(self, stream: IO[str]) -> None:
@@ -280,12 +284,6 @@ class PlainOutput:
         text, picture = drawing.cut(line.text)
         self.drawing = picture or self.drawing
         return text
-
-    def _holds_errors(self) -> bool:
-        return self._has_bars() or bool(self.listener.held)
-
-    def _has_bars(self) -> bool:
-        return bool(self.drawing.bars)
 
 
 class PlainStream:

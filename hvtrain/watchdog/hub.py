@@ -78,16 +78,13 @@ class Hub:
                 if self._is_open and time.monotonic() >= next_tick:
                     self._connections.close_strangers()
                     self._tick(time.monotonic())
-                    next_tick = time.monotonic() + self._tick_seconds()
+                    # Shorter once something is wrong.
+                    seconds = SECONDS_TO_SETTLE / 2 if self._stalled or self._lost else 1.0
+                    next_tick = time.monotonic() + min(seconds, self._rules.beat_seconds / 2)
         except Exception:
             log.exception("the watchdog failed, which is a bug; the run continues without one")
         self._connections.send_all(Kind.BYE)
         self._connections.close()
-
-    def _tick_seconds(self) -> float:
-        """Seconds to the next tick, shorter once something is wrong."""
-        is_urgent = self._stalled or self._lost
-        return min(SECONDS_TO_SETTLE / 2 if is_urgent else 1.0, self._rules.beat_seconds / 2)
 
     def _take(self, connection: Connection, message: Message) -> None:
         """Handles a message from a rank, and answers it unless the rank has left."""
@@ -115,7 +112,10 @@ class Hub:
         elif kind == Kind.STACKS:
             self._keep_stacks(state.rank, message)
         elif kind == Kind.ASK:
-            self._look_for_silence()
+            # If a rank is silent while another one has an error, stacks are needed even before the limit.
+            standing = self._standing(time.monotonic())
+            if standing.silent_ranks():
+                self._collect_stacks(standing)
         connection.send(Kind.HEARD)
 
     def _note_loss(self, state: RankState, is_cut: bool) -> None:
@@ -148,12 +148,6 @@ class Hub:
             return
         self._stacks[rank] = str(message["text"])
         self._process_states[rank] = str(message["state"])
-
-    def _look_for_silence(self) -> None:
-        """Asks for stacks, even before the limit, if any rank is silent while another one has an error."""
-        standing = self._standing(time.monotonic())
-        if standing.silent_ranks():
-            self._collect_stacks(standing)
 
     def _standing(self, now: float) -> Standing:
         connections = sorted(self._connections.ranks.items())

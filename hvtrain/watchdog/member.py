@@ -379,14 +379,12 @@ class Member(Watchdog):
 
     def _end(self, reason: StopReason, first: int) -> None:
         """Prints the reason, without delay on rank `first`, and ends the process."""
-        text = f"stopped because {reason.text}"
-        if reason.is_cut and self._launcher.is_daemon:
-            processes.say(text, self._rank, reason.rank)
+        ends_daemon = reason.is_cut and self._launcher.is_daemon
+        # The other ranks print it later, in case the first one is gone.
+        wait_seconds = 0.0 if ends_daemon or self._rank == first else SECONDS_FOR_ANOTHER_RANK
+        processes.say(f"stopped because {reason.text}", self._rank, reason.rank, wait_seconds)
+        if ends_daemon:
             self._launcher.end_daemon()
-        else:
-            # The other ranks print it later, in case the first one is gone.
-            wait_seconds = 0.0 if self._rank == first else SECONDS_FOR_ANOTHER_RANK
-            processes.say(text, self._rank, reason.rank, wait_seconds)
-            if reason.is_cut:
-                time.sleep(SECONDS_FOR_THE_LAUNCHER)
+        elif reason.is_cut:
+            time.sleep(SECONDS_FOR_THE_LAUNCHER)
         processes.exit_now(reason.code)

@@ -162,10 +162,7 @@ def drawing_from(seed: tf.Tensor) -> Iterator[None]:
     original_next = generator.next
     original_default = seed_generator.make_default_seed
 
-    def next_seed(_: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
-        return fold_in(seed, next(draws))
-
-    generator.next = next_seed
+    generator.next = lambda _, ordered=True: fold_in(seed, next(draws))
     # A generator that the layer makes while it is traced would draw its seed from Python's random.
     seed_generator.make_default_seed = lambda: 0
     try:

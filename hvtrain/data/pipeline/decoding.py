@@ -244,9 +244,6 @@ def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, sizing: Sizing) -> tf.
     """Decodes one encoded image in its own size to uint8 [h, w, channels]; of an animation the first frame."""
     channels = sizing.image_shape[2]
 
-    def by_tensorflow():
-        return tf.io.decode_image(encoded, channels=channels, expand_animations=False)
-
     def by_pillow():
         # NumPy strips zero bytes at the end of a string, so another byte is appended.
         data = tf.strings.join([encoded, "."])
@@ -254,7 +251,11 @@ def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, sizing: Sizing) -> tf.
         pixels = tf.numpy_function(read, [data], tf.uint8, stateful=False)
         return tf.ensure_shape(pixels, [None, None, channels])
 
-    return tf.cond(is_for_pillow, by_pillow, by_tensorflow)
+    return tf.cond(
+        is_for_pillow,
+        by_pillow,
+        lambda: tf.io.decode_image(encoded, channels=channels, expand_animations=False),
+    )
 
 
 def _are_for_pillow(encoded: Any, sizing: Sizing) -> tf.Tensor:

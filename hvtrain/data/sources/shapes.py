@@ -1,7 +1,7 @@
 """Drawn shapes on textured ground, with a mask for each: segmentation that needs no download."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 

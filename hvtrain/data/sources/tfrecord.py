@@ -164,14 +164,8 @@ class TFRecords(DealtSource):
         """
         paths = self._paths["train"]
         if sum(Path(path).stat().st_size for path in paths) > MAX_NAMED_BYTES:
-            labels = [feature_of(record, self._label_key) for _, record in self._sample]
-            names = sorted(
-                {
-                    name.decode(errors="replace")
-                    for label in labels
-                    for name in label.bytes_list.value
-                }
-            )
+            labels = self._sampled(self._label_key)
+            names = sorted({name.decode(errors="replace") for _, name in labels})
             raise DataError(
                 f"{self.folder}: {self._label_key} holds text ({listed(names)}); give the names of all "
                 f"{self.num_classes} classes, as in 'dataset.class_names=[{','.join(names[:3])},...]'"
@@ -188,12 +182,15 @@ class TFRecords(DealtSource):
         self.take_class_names([name.decode(errors="replace") for name in distinct], self._label_key)
 
     def looked_at(self) -> list[tuple[str, bytes]]:
-        images = []
-        for location, record in self._sample:
-            images += [
-                (location, image) for image in feature_of(record, self._image_key).bytes_list.value
-            ]
-        return images
+        return self._sampled(self._image_key)
+
+    def _sampled(self, key: str) -> list[tuple[str, bytes]]:
+        """The texts or images of a feature in the sample, with the locations of their records."""
+        return [
+            (location, value)
+            for location, record in self._sample
+            for value in feature_of(record, key).bytes_list.value
+        ]
 
     def description(self) -> Phrases:
         description = super().description()
