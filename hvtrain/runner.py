@@ -263,7 +263,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     interruption = Interruption(context)
     copies = begin_copies(run)
 
-    def send() -> None:
+    def send():
         copies.send()
         run.state.store.send()
 

@@ -220,7 +220,7 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
         model_state.sharded_variables(model), Path(tempfile.gettempdir())
     )
 
-    def write() -> None:
+    def write():
         snapshot = model_state.snapshot(model, [model_state.rank_state(model)], parts=parts)
         with tempfile.TemporaryDirectory() as folder:
             saved.append(store.read(writer.write(Path(folder), 1, snapshot, {})))

@@ -41,7 +41,7 @@ def started(
     """
     set_parent = die_with_parent()
 
-    def prepare() -> None:
+    def prepare():
         set_parent()
         # Set in the child before it starts threads, which inherit the affinity.
         os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
@@ -114,7 +114,7 @@ def die_with_parent() -> Callable[[], None]:
     """
     parent = os.getpid()
 
-    def prepare() -> None:
+    def prepare():
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         # The parent may have ended before the call to prctl.
         if os.getppid() != parent:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +22,9 @@ SECONDS_TO_BEGIN = 300.0
 
 # With these Open MPI notices a lost host or a cut network after 40 to 45 s: later than the watchdog,
 # whose message is better. By default mpirun waits a quarter of an hour for such a host.
-MPI_NOTICES_CUTS = [
-    *("-mca", "oob_tcp_keepalive_time", "5"),
-    *("-mca", "oob_tcp_keepalive_intvl", "1"),
-    *("-mca", "oob_tcp_keepalive_probes", "40"),
-]
+MPI_NOTICES_CUTS = shlex.split(
+    "-mca oob_tcp_keepalive_time 5 -mca oob_tcp_keepalive_intvl 1 -mca oob_tcp_keepalive_probes 40"
+)
 
 
 @dataclass(frozen=True)
@@ -227,8 +226,7 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
         f"{sys.prefix}/bin/mpirun",
         *f"-np {job.num_processes} -H {hosts_option(hosts)} --tag-output".split(),
         # As in Horovod's launcher: Horovod's background thread must not share one core with other threads.
-        *("--bind-to", "none", "--map-by", "slot"),
-        *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
+        *shlex.split("--bind-to none --map-by slot -mca pml ob1 -mca btl ^openib"),
     ]
     # Otherwise Open MPI refuses to run as root, as ranks in a container often do.
     if os.geteuid() == 0:

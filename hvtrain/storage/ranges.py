@@ -67,7 +67,7 @@ class FarFile:
     def pread(self, num_bytes: int, offset: int) -> bytes:
         """Reads bytes from the store, and does not keep them. Raises StorageError."""
 
-        def read() -> bytes:
+        def read():
             handle = self._handle
             if handle is None or time.monotonic() - self._checked > SECONDS_UNCHECKED:
                 handle = self._open()

@@ -219,7 +219,7 @@ def signals_held() -> Iterator[Callable[[], None]]:
     pending: list[int] = []
     handlers: dict[int, Any] = {}
 
-    def release() -> None:
+    def release():
         while handlers:
             signal.signal(*handlers.popitem())
         while pending:
@@ -278,7 +278,7 @@ def say_stopping() -> None:
     sys.stderr, because a live display replaces it to stay below the text.
     """
 
-    def say() -> None:
+    def say():
         sys.stderr.write("\nhvtrain: Ctrl-C: saving and stopping; press it again to end at once\n")
         sys.stderr.flush()
 

@@ -206,7 +206,7 @@ def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
     """
     result = [otherwise]
 
-    def act() -> None:
+    def act():
         with suppress(Exception):
             result[0] = action()
 

@@ -171,7 +171,7 @@ def answers(host: str) -> bool:
     """Returns True if https://host answers within PROBE_SECONDS, directly or through a proxy."""
     answered = threading.Event()
 
-    def probe() -> None:
+    def probe():
         request = urllib.request.Request(f"https://{host}/", method="HEAD")
         with suppress(OSError):
             with suppress(urllib.request.HTTPError):  # An error status is an answer too.
