@@ -21,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, TextIO
 
@@ -286,6 +287,7 @@ class PlainOutput:
         return text
 
 
+@dataclass(eq=False)
 class PlainStream:
     """One stream as the console shows it: text of the launcher and rank 0 as it arrives, that of others in whole lines.
 
@@ -296,18 +298,14 @@ class PlainStream:
         keeps_marks: the text of all ranks is shown as it arrives, with marks.
     """
 
-    def __init__(
-        self,
-        read: Callable[[Line], str],
-        shows_lines: Callable[[], bool],
-        keeps_marks: bool = False,
-    ) -> None:
-        self._read = read
-        self._shows_lines = shows_lines
-        self._keeps_marks = keeps_marks
+    read: Callable[[Line], str]
+    shows_lines: Callable[[], bool]
+    keeps_marks: bool = False
+    _last: Source | None = None  # The source of the unfinished line at the console's end.
+
+    def __post_init__(self) -> None:
         self._marked = MarkedStream()
         self._shown: dict[Source, int] = {}  # Characters of each unfinished line on the console.
-        self._last: Source | None = None  # The source of the unfinished line at the console's end.
 
     def feed(self, text: str) -> str:
         """Returns the text to show now."""
@@ -323,12 +321,12 @@ class PlainStream:
     def _show(self, line: Line) -> str:
         begin = self._shown.pop(line.source, 0)
         if line.is_whole:
-            return self._placed(line, self._read(line)[begin:])
+            return self._placed(line, self.read(line)[begin:])
 
         # Text that may be hidden once its line is whole is held back, and so are other ranks' lines.
         end = begin
-        waits = line.rank and not self._keeps_marks
-        if not (waits or self._shows_lines() or RULER.startswith(line.text)):
+        waits = line.rank and not self.keeps_marks
+        if not (waits or self.shows_lines() or RULER.startswith(line.text)):
             hidden = _MAY_BE_HIDDEN.search(line.text)
             end = hidden.start() if hidden else len(line.text)
         # When the line ends, only the text that is not on the console yet is shown.
@@ -342,7 +340,7 @@ class PlainStream:
         """
         if not text:
             return ""
-        if (line.rank or self._keeps_marks) and self._last != line.source:
+        if (line.rank or self.keeps_marks) and self._last != line.source:
             text = line.mark + text
         # This text must not continue another source's unfinished line.
         if self._last not in (line.source, None):

@@ -122,8 +122,10 @@ def first_records(path: str, number: int) -> list[bytes]:
     # Only records whose lengths are intact are read, since TensorFlow crashes at a length of 2^60.
     number = len(scan_records(Path(path), check_lengths=True, limit=number)[0])
     with suppress(tf.errors.OpError):
-        for record in tf.data.TFRecordDataset(path, packing(path)).take(number).as_numpy_iterator():
-            records.append(record)
+        # What could be read before an error is kept.
+        records.extend(
+            tf.data.TFRecordDataset(path, packing(path)).take(number).as_numpy_iterator()
+        )
     return records
 
 

@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -189,6 +190,7 @@ def _stateful_operations(traced: Any) -> list[str]:
     return sorted(op.name for op in definitions if op is not None and op.is_stateful)
 
 
+@dataclass
 class Labels:
     """Targets that stay with their image, and are mixed where a layer mixes images, as MixUp does.
 
@@ -201,13 +203,8 @@ class Labels:
     are_mixed = False
     """True once a layer mixes targets; until then targets bypass all layers."""
 
-    def __init__(
-        self,
-        soften: Callable[[Any], tf.Tensor] | None = None,
-        width: int = 1,
-    ) -> None:
-        self.width = width
-        self._soften: Any = soften
+    soften: Any = None
+    width: int = 1
 
     def spec(self, image_shape: ImageShape) -> tf.TensorSpec:
         return tf.TensorSpec([None, self.width], tf.float32)
@@ -216,7 +213,7 @@ class Labels:
         """Raises ConfigError if the layer mixes targets that cannot be mixed."""
         if LABELS in layer.unchanged:
             return
-        if self._soften is None:
+        if self.soften is None:
             raise ConfigError(
                 f"{layer.name} mixes the targets of examples, and those of this run cannot be "
                 "mixed; leave it out, or choose task=classification, binary, multilabel or "
@@ -228,15 +225,16 @@ class Labels:
         if not self.are_mixed:
             # No layer changes targets, so zeros take their place in the batch.
             return tf.zeros([tf.shape(images)[0], self.width])
-        return tf.reshape(self._soften(targets), [-1, self.width])
+        return tf.reshape(self.soften(targets), [-1, self.width])
 
     def decode(self, rows: tf.Tensor, targets: Any) -> Any:
         if not self.are_mixed:
             return targets
-        soft = self._soften(targets)
+        soft = self.soften(targets)
         return tf.ensure_shape(tf.reshape(rows, tf.shape(soft)), soft.shape)
 
 
+@dataclass
 class Masks:
     """Targets that hold a class for each pixel, and move with their image.
 
@@ -250,8 +248,7 @@ class Masks:
     """Added to labels. Values that a layer fills in at a border, such as 0, then cannot be taken for
     labels. Labels keep their bits, since float32 holds integers up to 2**24."""
 
-    def __init__(self, fill_label: int) -> None:
-        self.fill_label = fill_label
+    fill_label: int
 
     def spec(self, image_shape: ImageShape) -> tf.TensorSpec:
         return tf.TensorSpec([None, *image_shape[:2], 1], tf.float32)

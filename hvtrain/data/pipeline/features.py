@@ -205,11 +205,12 @@ class TableFeatures:
 
     def spec(self) -> dict[str, tf.TensorSpec]:
         """One example as the model takes it, by the names of its inputs."""
-        spec = {}
-        for name, columns in self.inputs.items():
-            length = sum(column.length for column in columns)
-            spec[name] = tf.TensorSpec((length,), self._types[columns[0].name], name)
-        return spec
+        return {
+            name: tf.TensorSpec(
+                (sum(column.length for column in columns),), self._types[columns[0].name], name
+            )
+            for name, columns in self.inputs.items()
+        }
 
     def raw(self, values: Mapping[str, Any], rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns some rows as the model takes them.

@@ -139,12 +139,12 @@ class HuggingFace(NotesFailure, IndexedSource):
         if not isinstance(self._target, str) or self._target in self._images:
             return {}
 
-        targets = {}
-        for split, rows in self._splits.items():
-            table = rows.select_columns([self._target])[:]
-            targets[split] = self._array(table, self._target, split, np.arange(len(rows)))
-
-        return targets
+        return {
+            split: self._array(
+                rows.select_columns([self._target])[:], self._target, split, np.arange(len(rows))
+            )
+            for split, rows in self._splits.items()
+        }
 
     def reader(self, split: str, topology: Topology) -> Read:
         if self.on_error == "skip":

@@ -60,6 +60,9 @@ class MemorySource(IndexedSource):
     """
 
     transform: Transform = Unchanged()
+    _spec: Parts = ()
+    # The whole arrays; kept only between counting and cutting.
+    _parts: dict[str, Part] | None = None
 
     def __init__(
         self,
@@ -77,9 +80,6 @@ class MemorySource(IndexedSource):
         self.take_facts(more_facts or {})
 
         self._counts: dict[str, int] = {}
-        self._spec: Parts = ()
-        # The whole arrays; kept only between counting and cutting.
-        self._parts: dict[str, Part] | None = None
         # Shards by topology: a run that resumes on another number of ranks reads the shards of several
         # of the plan's ranks; see regrouped() in streams.py.
         self._shards: dict[Topology, dict[str, Parts]] = {}
@@ -160,9 +160,10 @@ class MemorySource(IndexedSource):
             empty,
         )
 
-        parts = {}
-        for split, elements in whole.items():
-            parts[split] = Part(elements, np.arange(len(tf.nest.flatten(elements)[0])))
+        parts = {
+            split: Part(elements, np.arange(len(tf.nest.flatten(elements)[0])))
+            for split, elements in whole.items()
+        }
 
         # If the user gives a validation part, none is taken out of training.
         if self._num_validation and "validation" not in parts:
@@ -181,9 +182,10 @@ class MemorySource(IndexedSource):
     def _load_checked(self) -> dict[str, Parts]:
         """Returns the whole arrays by split. Raises DataError if they cannot be used."""
         try:
-            arrays = {}
-            for split, elements in self._load().items():
-                arrays[split] = tf.nest.map_structure(np.asarray, tuple(elements))
+            arrays = {
+                split: tf.nest.map_structure(np.asarray, tuple(elements))
+                for split, elements in self._load().items()
+            }
             return {split: self.check(split, *elements) for split, elements in arrays.items()}
         except OSError as error:
             raise DataError(
