@@ -136,7 +136,14 @@ class SplitFacts:
                 self.values.setdefault(f"{part}.{name}".rstrip("."), values).add(array)
 
         if num_classes and isinstance(targets, np.ndarray) and targets.dtype.kind in "iu":
-            self._count_classes(targets, num_classes)
+            counts = count_classes(targets, num_classes)
+            self.num_outside += targets.size - int(counts.sum())
+            # A mask may have pixels that the loss ignores.
+            if targets.ndim > 1 and num_classes <= IGNORED:
+                self.num_outside -= int((targets == IGNORED).sum())
+            if self.class_counts is not None:
+                counts += self.class_counts
+            self.class_counts = counts
         if len(elements) > 2 and getattr(inputs, "shape", None) == targets.shape:
             # Masked language modeling hides random tokens of the inputs; the targets are the whole text.
             inputs = targets
@@ -149,16 +156,6 @@ class SplitFacts:
             if len(self.shown) < NUM_SHOWN and len(alike) < most:
                 self.shown.append(Example(self.num_read, example, target))
             self.digests.append((array_digest(tf.nest.flatten(example)), target_digest))
-
-    def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
-        counts = count_classes(targets, num_classes)
-        self.num_outside += targets.size - int(counts.sum())
-        # A mask may have pixels that the loss ignores.
-        if targets.ndim > 1 and num_classes <= IGNORED:
-            self.num_outside -= int((targets == IGNORED).sum())
-        if self.class_counts is not None:
-            counts += self.class_counts
-        self.class_counts = counts
 
     def faults(self, class_names: list[str]) -> list[str]:
         """Returns one line for each fault for which training would be refused."""

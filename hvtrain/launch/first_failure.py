@@ -121,8 +121,9 @@ class Listener:
         held: an unfinished message from Open MPI, which is shown as a whole or not at all.
     """
 
+    first: End | None = None
+
     def __init__(self) -> None:
-        self.first: End | None = None
         self.verdicts: dict[int, Verdict] = {}
         self.lost: list[str] = []
         self.held: list[str] = []

@@ -182,10 +182,10 @@ class Server(Store):
     """
 
     address = ""  # Where all servers listen; "": on all interfaces.
+    _driver: Any = None
 
     def __init__(self, verbose: int = 0) -> None:
         super().__init__(self.address, 0)
-        self._driver: Any = None
 
     def start(self, driver: Any = None) -> int:
         self._driver = driver

@@ -89,10 +89,11 @@ class MarkedStream:
     0 'Epoch 1\\n'
     """
 
+    _writer = LAUNCHER
+    _begun_mark = ""
+
     def __init__(self) -> None:
         self.begun: dict[Source, Line] = {}
-        self._writer = LAUNCHER
-        self._begun_mark = ""
 
     def feed(self, text: str) -> Iterator[Line]:
         """Yields the lines that the text begins, continues or ends.

@@ -37,10 +37,11 @@ class Signals:
         received: set once a signal has arrived.
     """
 
+    first: int | None = None
+    _handler: Callable[[int], None] | None = None
+
     def __init__(self) -> None:
-        self.first: int | None = None
         self.received = console.SignalFlag()
-        self._handler: Callable[[int], None] | None = None
         self._waiting: list[int] = []
         handle_signals(self._receive)
 

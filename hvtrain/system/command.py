@@ -270,8 +270,7 @@ def end_within(seconds: float, code: int) -> None:
 def _report(error: BaseException, rank: int) -> int:
     """Tells the user what went wrong; returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        text = "interrupted; nothing new was saved"
-        console.say_error(text, rank, is_repeated=True)
+        console.say_error("interrupted; nothing new was saved", rank, is_repeated=True)
         return INTERRUPTED
     if not isinstance(error, UserError):
         if (

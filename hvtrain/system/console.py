@@ -45,8 +45,9 @@ class SignalFlag:
     event's lock, which is not reentrant. SimpleQueue.put is, according to its documentation.
     """
 
+    _is_set = False
+
     def __init__(self) -> None:
-        self._is_set = False
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self) -> None:
@@ -65,7 +66,7 @@ class SignalFlag:
 
 
 # After a failure of this rank, a signal means that the launcher saw another rank end, which has reported by then.
-_signal_arrived = SignalFlag()
+signal_arrived = SignalFlag()
 # True if the run was composed with tracebacks=true, on the command line or in a file.
 shows_tracebacks = False
 # File descriptor of this process's stderr, even while TensorFlow's messages are redirected.
@@ -188,12 +189,7 @@ def note_signal(*_: object) -> None:
 
     A handler for SIGTERM and SIGUSR1, or called by one.
     """
-    _signal_arrived.set()
-
-
-def has_noted_signal() -> bool:
-    """True once note_signal has been called."""
-    return _signal_arrived.is_set()
+    signal_arrived.set()
 
 
 def take_signals(
@@ -308,7 +304,7 @@ def say_error(
     # Rank 0 reports first, since its output is what people see.
     if wait_seconds is None:
         wait_seconds = SECONDS_FOR_ANOTHER_RANK if rank else 0.0
-    if wait_seconds and _signal_arrived.wait(wait_seconds) and is_repeated:
+    if wait_seconds and signal_arrived.wait(wait_seconds) and is_repeated:
         return
 
     if culprit == THIS_RANK:

@@ -14,7 +14,7 @@ from hvtrain.system.host_facts import raise_file_limit
 from hvtrain.watchdog import processes
 from hvtrain.watchdog.connections import Connection, Connections, Kind, Message, loss
 from hvtrain.watchdog.member import Member
-from hvtrain.watchdog.progress import RankState, Standing, Status, StopReason, SuspensionClock
+from hvtrain.watchdog.progress import Standing, Status, StopReason, SuspensionClock
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,13 @@ class Hub:
         assert state
         kind = message["kind"]
         if kind == Kind.GONE:
-            self._note_loss(state, message["is_cut"])
+            # The run stops a little later, so that ranks lost at the same time are reported together.
+            if not self._rules.survives_loss:
+                is_cut = message["is_cut"]
+                text = loss(state.name, is_cut)
+                self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
+                # Counted from the first loss: otherwise a series of losses would postpone the end forever.
+                self._lost_at = self._lost_at or time.monotonic()
             return
         if kind == Kind.BYE:
             self._connections.close_one(connection)
@@ -110,26 +116,18 @@ class Hub:
         elif kind == Kind.SIGNAL:
             self._pass_signal(int(message["number"]))
         elif kind == Kind.STACKS:
-            self._keep_stacks(state.rank, message)
+            # Its own, or those of a rank that it woke.
+            rank = message["rank"]
+            # A rank that was woken also sends its own stacks, but they show a later moment.
+            if rank != state.rank or rank not in self._woken:
+                self._stacks[rank] = str(message["text"])
+                self._process_states[rank] = str(message["state"])
         elif kind == Kind.ASK:
             # If a rank is silent while another one has an error, stacks are needed even before the limit.
             standing = self._standing(time.monotonic())
             if standing.silent_ranks():
                 self._collect_stacks(standing)
         connection.send(Kind.HEARD)
-
-    def _note_loss(self, state: RankState, is_cut: bool) -> None:
-        """Records a lost rank.
-
-        The run stops a little later, so that ranks lost at the same time are reported together.
-        """
-        if self._rules.survives_loss:
-            return
-        self._lost.append(
-            StopReason(loss(state.name, is_cut), RESTART_HELPS, state.rank, is_cut=is_cut)
-        )
-        # Counted from the first loss: otherwise a series of losses would postpone the end forever.
-        self._lost_at = self._lost_at or time.monotonic()
 
     def _pass_signal(self, number: int) -> None:
         """Sends this process the first signal that another rank reports, unless it has received one itself."""
@@ -139,15 +137,6 @@ class Hub:
         timer = threading.Timer(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, [number])
         timer.daemon = True
         timer.start()
-
-    def _keep_stacks(self, sender: int, message: Message) -> None:
-        """Keeps the stacks that a rank sent: its own, or those of a rank that it woke."""
-        rank = message["rank"]
-        # A rank that was woken also sends its own stacks, but they show a later moment.
-        if rank == sender and rank in self._woken:
-            return
-        self._stacks[rank] = str(message["text"])
-        self._process_states[rank] = str(message["state"])
 
     def _standing(self, now: float) -> Standing:
         connections = sorted(self._connections.ranks.items())
@@ -256,5 +245,5 @@ class Hub:
 
 
 def _signal_this_process(number: int) -> None:
-    if not console.has_noted_signal():
+    if not console.signal_arrived.is_set():
         os.kill(os.getpid(), number)

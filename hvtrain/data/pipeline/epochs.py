@@ -118,8 +118,7 @@ def cut_epoch(
         size = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
         begin = share.begin(step)
         # With `ends`, one more step follows the share, and has to be empty.
-        is_in_share = step < share.steps
-        needed_size = tf.where(is_in_share, share.begin(step + 1) - begin, 0)
+        needed_size = tf.where(step < share.steps, share.begin(step + 1) - begin, 0)
 
         num_read = tf.minimum(begin, share.num_examples) + size
         is_right = tf.cond(

@@ -246,12 +246,6 @@ class TableFeatures:
                 whole[part] = piece
         return features
 
-    def _look_up(self, column: Column, cells: Any) -> Any:
-        if column.bins and column.fill:
-            fill = np.asarray(column.fill, self._types[column.name])
-            cells = keras.ops.where(keras.ops.isnan(cells), fill, cells)
-        return self._lookups[column.name](cells)
-
     @cached_property
     def model(self) -> keras.Model:
         """The model from inputs, by name, to features, made only of Keras's own layers."""
@@ -263,10 +257,15 @@ class TableFeatures:
         pieces: list[tuple[Any, Sequence[int]]] = []
         codes = {}
         for name, columns in self.inputs.items():
-            if columns[0].is_looked_up:
-                codes[columns[0].name] = self._look_up(columns[0], inputs[name])
-            else:
-                pieces += self._normalized(inputs[name], columns)
+            cells = inputs[name]
+            column = columns[0]
+            if not column.is_looked_up:
+                pieces += self._normalized(cells, columns)
+                continue
+            if column.bins and column.fill:
+                fill = np.asarray(column.fill, self._types[column.name])
+                cells = keras.ops.where(keras.ops.isnan(cells), fill, cells)
+            codes[column.name] = self._lookups[column.name](cells)
         if not self.schema.has_ids:
             for name, numbers in codes.items():
                 span = self._spans[name]

@@ -167,8 +167,7 @@ class StreamedSource(Source):
         read = self.reader(split, topology)
 
         def load_batch(step, batch):
-            parts = batch if isinstance(batch, tuple) else (batch,)
-            return postprocess(step, *read(*parts))
+            return postprocess(step, *read(*tf.nest.flatten(batch)))
 
         return batches.map(load_batch, num_parallel_calls=tf.data.AUTOTUNE)
 
@@ -192,7 +191,7 @@ class StreamedSource(Source):
     @unconverted
     def _with_crops(self, request: StreamRequest, step: tf.Tensor, batch: Any) -> Parts:
         """Appends a batch's random crops as its last part, so that examples that are read singly keep theirs."""
-        parts = batch if isinstance(batch, tuple) else (batch,)
+        parts = tf.nest.flatten(batch)
         seed = derive_seed(request.seed, CROP, request.topology.rank, step)
         return step, (*parts, self.sizing.crop.draw(tf.shape(parts[0])[0], seed))
 

@@ -115,7 +115,18 @@ class MemorySource(IndexedSource):
 
     def reader(self, split: str, topology: Topology) -> Read:
         if topology not in self._shards:
-            self._shards[topology] = self._cut_shards(topology)
+            parts = self.parts()
+            # The whole arrays are dropped once the shards are cut.
+            self._parts = None
+            self.fit(parts["train"])
+            self._shards[topology] = {}
+            for split_name, part in parts.items():
+                local = np.asarray(topology.share(len(part.rows)), np.int64)
+                rows = self.in_model_type(_take(part.elements, part.rows[local]))
+                # The input pipeline runs on the CPU, so shards do not belong on a GPU.
+                with tf.device("CPU:0"):
+                    tensors = tf.nest.map_structure(tf.constant, rows)
+                self._shards[topology][split_name] = tensors
 
         # A split that does not exist has no examples.
         elements = self._shards[topology].get(split, no_examples(self._spec))
@@ -124,22 +135,6 @@ class MemorySource(IndexedSource):
             return tf.nest.map_structure(lambda array: tf.gather(array, indices), elements)
 
         return read
-
-    def _cut_shards(self, topology: Topology) -> dict[str, Parts]:
-        """Returns a rank's rows by split, as tensors, and drops the whole arrays."""
-        parts = self.parts()
-        self._parts = None
-        self.fit(parts["train"])
-
-        shards = {}
-        for split, part in parts.items():
-            local = np.asarray(topology.share(len(part.rows)), np.int64)
-            elements = self.in_model_type(_take(part.elements, part.rows[local]))
-            # The input pipeline runs on the CPU, so shards do not belong on a GPU.
-            with tf.device("CPU:0"):
-                shards[split] = tf.nest.map_structure(tf.constant, elements)
-
-        return shards
 
     def fit(self, train: Part) -> None:
         """Fits the transform to the whole training part, so that it is equal on all ranks.

@@ -139,18 +139,13 @@ class Parquet(DealtSource):
         # Only pixels that are all uint8 keep their type; others become float32.
         self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
         row_groups.check_ranges(self._ranges)
-        self._name_classes(counts["train"])
+        train_paths = list(dict.fromkeys(group.path for group in counts["train"]))
+        if row_groups.is_text(row_groups.label_type(Path(train_paths[0]), self._columns)):
+            if self.class_names is None:
+                labels = row_groups.read_labels(train_paths, self._columns)
+                self.take_class_names(labels.unique().drop_null().to_pylist(), self._columns.label)
+            self._columns = replace(self._columns, class_names=tuple(self.class_names or ()))
         return counts
-
-    def _name_classes(self, groups: Iterable[RowGroup]) -> None:
-        """Sets the class names from labels that are text. Raises DataError if their number is not num_classes."""
-        paths = list(dict.fromkeys(group.path for group in groups))
-        if not row_groups.is_text(row_groups.label_type(Path(paths[0]), self._columns)):
-            return
-        if self.class_names is None:
-            labels = row_groups.read_labels(paths, self._columns)
-            self.take_class_names(labels.unique().drop_null().to_pylist(), self._columns.label)
-        self._columns = replace(self._columns, class_names=tuple(self.class_names or ()))
 
     def looked_at(self) -> list[tuple[str, bytes]]:
         if not self.is_encoded:

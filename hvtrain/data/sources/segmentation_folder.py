@@ -147,9 +147,8 @@ class SegmentationFolder(ListedImages):
 
     @property
     def element_spec(self) -> Parts:
-        image = tf.TensorSpec(self.image_shape, tf.float32)
         mask = tf.TensorSpec(self.image_shape[:2], tf.uint8)
-        return image, mask
+        return tf.TensorSpec(self.image_shape, tf.float32), mask
 
     def paths(self, split: str) -> list[str]:
         return [path for pair in self._files.get(split, ()) for path in pair]
