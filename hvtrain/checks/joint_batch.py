@@ -298,7 +298,7 @@ def _train(
     model = _model(case, seed)
     optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
 
-    def loss() -> keras.losses.Loss:
+    def loss():
         options = {"from_logits": True, "reduction": case.reduction, "ignore_class": IGNORED}
         return wrap_loss(keras.losses.SparseCategoricalCrossentropy(**options))
 

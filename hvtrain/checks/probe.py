@@ -129,8 +129,7 @@ def _gpus() -> dict[str, Any]:
         )
     except (OSError, SubprocessError) as error:
         # nvidia-smi prints what is wrong before it fails.
-        message = getattr(error, "output", None) or error
-        return {**gpus, "error": " ".join(str(message).split())}
+        return {**gpus, "error": " ".join(str(getattr(error, "output", None) or error).split())}
 
     for row in output.splitlines():
         name, comma, driver = row.rpartition(",")

@@ -77,8 +77,7 @@ def _controller(strategy: Strategy) -> str:
 def _devices(strategy: Strategy) -> str:
     devices = device_map(strategy.devices)
     gpus = [device for device in strategy.devices if " GPU " in device]
-    is_shared = len(set(gpus)) < len(gpus)
-    if is_shared and not getattr(strategy, "share_gpus", False):
+    if len(set(gpus)) < len(gpus) and not getattr(strategy, "share_gpus", False):
         raise CheckError(f"ranks share a GPU: {devices}; start fewer ranks or give each its own")
 
     return f"{devices}; TF32 off"
@@ -188,8 +187,7 @@ def _metrics(strategy: Strategy) -> str:
     shard = tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8)
     together = strategy.evaluate(model, shard)
     alone = model.evaluate(x, y, verbose=0, return_dict=True)
-    own_gap = max(abs(together[name] - alone[name]) for name in together)
-    gap = max(strategy.comm.gather(own_gap))
+    gap = max(strategy.comm.gather(max(abs(together[name] - alone[name]) for name in together)))
     if gap > 1e-5:
         raise CheckError(
             f"metrics over ranks differ from one process by {gap:.2g}; they are not weighted by examples"

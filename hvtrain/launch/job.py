@@ -304,8 +304,8 @@ class ClusterKind:
         """
         raise NotImplementedError
 
-    def check_texts(self, names: Iterable[str], pattern: str, needed: str) -> None:
-        """Raises ConfigError for a setting that does not match the pattern; null is always valid."""
+    def check_texts(self, pattern: str, needed: str, *names: str) -> None:
+        """Raises ConfigError for a setting of these names that does not match the pattern; null is always valid."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value):

@@ -94,8 +94,8 @@ class Parser(argparse.ArgumentParser):
         # Settings have no dashes, so argparse cannot parse them.
         options, others = self.parse_known_args(arguments)
         for argument in others:
-            is_hydras = argument.startswith(("--config-", "-c"))
-            if argument.startswith("-") and not is_hydras:
+            # Hydra's own options are left to it.
+            if argument.startswith("-") and not argument.startswith(("--config-", "-c")):
                 self.error(f"unknown option {argument}")
         options.overrides = others
         return options

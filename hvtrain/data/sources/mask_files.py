@@ -54,8 +54,8 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     pairs = []
     for image in images:
         matches = by_name.get(image.stem) or by_stem.get(_IMAGE_SUFFIX.sub("", image.stem), [])
-        lossless = [path for path in matches if path.name == f"{image.stem}.png"]
-        matches = lossless or matches
+        # Of several, the lossless one.
+        matches = [path for path in matches if path.name == f"{image.stem}.png"] or matches
         if not matches:
             raise DataError(f"{image} has no mask; {masks / image.stem}.png is needed")
         if len(matches) > 1:

@@ -128,9 +128,8 @@ class Table(MemorySource):
 
     @property
     def element_spec(self) -> Parts:
-        encoded = self._features.model.output
         inputs = tf.nest.map_structure(
-            lambda part: tf.TensorSpec(part.shape[1:], part.dtype), encoded
+            lambda part: tf.TensorSpec(part.shape[1:], part.dtype), self._features.model.output
         )
         return inputs, tf.TensorSpec((), tf.int32 if self.class_names else tf.float32)
 

@@ -181,7 +181,7 @@ class Text(MemorySource):
             lengths = tf.constant(self._lengths.get(split, rows)[rows], tf.int32)
             boundaries = tf.constant(self._boundaries(), tf.int32)
 
-        def read_filled(indices: tf.Tensor, length: tf.Tensor | None = None) -> Parts:
+        def read_filled(indices, length=None):
             if length is None:
                 longest = tf.reduce_max(tf.gather(lengths, indices))
                 length = tf.gather(boundaries, tf.searchsorted(boundaries, longest[None]))[0]
