@@ -129,7 +129,7 @@ def _gpus() -> dict[str, Any]:
         )
     except (OSError, SubprocessError) as error:
         # nvidia-smi prints what is wrong before it fails.
-        return {**gpus, "error": " ".join(str(getattr(error, "output", None) or error).split())}
+        return gpus | {"error": " ".join(str(getattr(error, "output", None) or error).split())}
 
     for row in output.splitlines():
         name, comma, driver = row.rpartition(",")
@@ -159,13 +159,12 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         step = -(-len(names) // MAX_FILES_READ) or 1
         ends = {name: _ends(path / name, deadline) for name in names[::step]}
     except TimeoutError:
-        return {**description, "too_large": f"it cannot be listed in {seconds:.0f} s"}
+        return description | {"too_large": f"it cannot be listed in {seconds:.0f} s"}
     except OSError as error:
-        return {**description, "error": f"{error.filename or path}: {error.strerror}"}
+        return description | {"error": f"{error.filename or path}: {error.strerror}"}
 
     texts = {name: f"{name}\0{sizes[name]}\0{ends.get(name, '')}\n" for name in names}
-    return {
-        **description,
+    return description | {
         "num_files": len(names),
         "num_bytes": sum(sizes.values()),
         "entries": _entries(texts),

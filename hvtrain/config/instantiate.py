@@ -78,7 +78,7 @@ def build(
     target = f"{group}._target_={settings['_target_']}"
     if facts is not None and builder is not None:
         values |= declared(builder, settings, facts, target, source_name)
-    built = _call(config, group, target, {**settings, **values})
+    built = _call(config, group, target, settings | values)
     if not isinstance(built, kind):
         returned = "None" if built is None else f"a {type(built).__name__}"
         raise ConfigError(f"{target} returned {returned}; it must return {NEEDED[section]}")

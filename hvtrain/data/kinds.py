@@ -32,7 +32,7 @@ LARGE = 0.99
 MAX_VALUES = 100_000
 NAMES = "names"
 # The type for the kind character of a NumPy dtype; all other kinds are "numbers".
-TYPES = {**dict.fromkeys("OSU", NAMES), **dict.fromkeys("iub", "whole numbers")}
+TYPES = dict.fromkeys("OSU", NAMES) | dict.fromkeys("iub", "whole numbers")
 
 # {"inputs": {name: {"type", "shape", "low", "high", "large"}}, "class_counts": {split: [...]}}
 Kinds = dict[str, Any]

@@ -143,7 +143,7 @@ def code_facts() -> dict[str, Any]:
         for path in sorted(configs.rglob("*.yaml"))
         if path.is_file()
     }
-    return {"folder": str(folder), "files": {**code_files("hvtrain"), **of_configs}}
+    return {"folder": str(folder), "files": code_files("hvtrain") | of_configs}
 
 
 def _checksum(path: Path) -> str:

@@ -156,7 +156,7 @@ class ArraySource(MemorySource):
                 texts.append(f"{split} {images.min():g} to {images.max():g}")
                 largest.append(images.max())
         shown = ", ".join(texts)
-        description = {**super().description(), "images": [f"values of {shown} ({images.dtype})"]}
+        description = super().description() | {"images": [f"values of {shown} ({images.dtype})"]}
         if 0 < min(largest) <= 1 and max(largest) > RANGE_FACTOR:
             description["warnings"] = [f"the splits hold values of unlike ranges: {shown}"]
         return description
@@ -250,7 +250,7 @@ class ImagesWithMasks(ArraySource):
 
     def description(self) -> Phrases:
         masks = ["0 and 255, read as the classes 0 and 1"] if self._is_binary else []
-        return {**super().description(), "masks": masks}
+        return super().description() | {"masks": masks}
 
     def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
         images, masks, *weights = elements

@@ -128,7 +128,7 @@ class FileSource(NotesFailure, StreamedSource):
         return describe_images(self.looked_at(), self.sizing)
 
     def description(self) -> Phrases:
-        return {**super().description(), "images": self._look, "warnings": list(self._warnings)}
+        return super().description() | {"images": self._look, "warnings": list(self._warnings)}
 
     def sure_reader(self, split: str, topology: Topology) -> Read:
         """Opens a reader for single examples of a batch on which `reader` failed."""

@@ -127,7 +127,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             ]
             phrases = describe_images(images, self.sizing)
             description["images"] = [*description.get("images", []), *phrases]
-        return {**description, "warnings": self._warnings}
+        return description | {"warnings": self._warnings}
 
     def manifest(self) -> dict[str, Any]:
         def paths(split):

@@ -216,7 +216,7 @@ class ImageFolder(ListedImages):
                         f"a folder {split}/"
                     )
 
-        return {**files, "train": train}
+        return files | {"train": train}
 
     def _list_files(self, split: str) -> Files:
         """Lists all images of a split, sorted by class and name, and counts other entries."""

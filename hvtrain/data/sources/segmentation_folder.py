@@ -143,7 +143,7 @@ class SegmentationFolder(ListedImages):
                 description["warnings"].append(
                     f"{split} has no pixel of {listed(missing)} in {scope}"
                 )
-        return {**description, "masks": phrases}
+        return description | {"masks": phrases}
 
     @property
     def element_spec(self) -> Parts:

@@ -255,7 +255,7 @@ class Table(MemorySource):
             self._description["warnings"] = warnings
 
     def description(self) -> Phrases:
-        return {**super().description(), **self._description}
+        return super().description() | self._description
 
     def fitted(self) -> dict[str, bytes]:
         return {TABLE_FILE: self._features.schema.to_json()}
@@ -356,4 +356,4 @@ def _embedded_table(name: str) -> pa.Table:
         options["scaled"] = False  # Only this one is standardized by default, over all its rows.
     bunch = getattr(datasets, f"load_{name}")(**options)
     columns = dict(zip(map(str, bunch.feature_names), bunch.data.T.astype(np.float32)))
-    return pa.table({**columns, "target": bunch.target})
+    return pa.table(columns | {"target": bunch.target})

@@ -138,13 +138,12 @@ class Text(MemorySource):
         num_tokens = self.tokenizer.size
         if self._is_masked:
             num_tokens += 1  # The mask comes after the tokenizer's own tokens.
-        facts = {
-            **super().facts(),
+        facts = super().facts() | {
             "vocabulary_size": num_tokens,
             "length": self._length,
             "causal": self._is_causal,
         }
-        return facts if self._is_packed else {**facts, "padded": True}
+        return facts if self._is_packed else facts | {"padded": True}
 
     @property
     def element_spec(self) -> Parts:
@@ -205,7 +204,7 @@ class Text(MemorySource):
         return description
 
     def manifest(self) -> dict[str, Any]:
-        return {**super().manifest(), "tokenizer": self.tokenizer.digest}
+        return super().manifest() | {"tokenizer": self.tokenizer.digest}
 
     def fitted(self) -> dict[str, bytes]:
         # If the text changes, the same settings would train another tokenizer.

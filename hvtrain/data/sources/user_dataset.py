@@ -64,14 +64,14 @@ class FunctionSource(Source):
     def __init__(
         self,
         function: UserFunction,
-        num_examples: Mapping[str, int] | None = None,
-        more_facts: Mapping[str, Any] | None = None,
+        num_examples: Mapping[str, int] | None,
+        more_facts: Mapping[str, Any],
     ) -> None:
         self.name = function.name
         self.origin = function.file
         self._function = function
         self._num_examples = dict(num_examples or {})
-        self.take_facts(more_facts or {})
+        self.take_facts(more_facts)
         # Examples of the shards that this rank or other ranks have counted.
         self._counts: dict[ShardKey, int] = {}
         self._element_spec: Parts = ()
@@ -94,7 +94,7 @@ class FunctionSource(Source):
         # Inputs of three dimensions are assumed to be images, unless the user's facts say otherwise.
         shape = tuple(getattr(self.element_spec[0], "shape", ()))
         image_facts = {"image_shape": shape} if len(shape) == 3 else {}
-        return {**image_facts, **super().facts()}
+        return image_facts | super().facts()
 
     def num_examples(self, split: str) -> int:
         if split in self._num_examples:

@@ -145,8 +145,9 @@ class Shards:
             for split, shards in self.by_split.items():
                 parts = list(pool.map(partial(self._examples_of, target_of), shards))
                 examples[split] = [row for rows, _ in parts for row in rows]
-                for problem in [problem for _, problems in parts for problem in problems]:
-                    refuse(problem)
+                for _, problems in parts:
+                    for problem in problems:
+                        refuse(problem)
 
         rows = examples["train"]
         if not rows:
