@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.random import seed_generator
+from tensorflow.data import Dataset
 from tensorflow.python.framework import op_def_registry
 
 from hvtrain.data.pipeline.streams import FOREVER, LAYERS, derive_seed, finish, unconverted
@@ -351,7 +352,7 @@ class Augmentation:
             augmented = tf.saturate_cast(tf.round(augmented), images.dtype)
         return augmented, self._targets.decode(batch[self._targets.part], targets)
 
-    def of_stream(self, batches: tf.data.Dataset, request: StreamRequest) -> tf.data.Dataset:
+    def of_stream(self, batches: Dataset, request: StreamRequest) -> Dataset:
         """Augments a source's training stream, or adds seeds for the step to do it.
 
         Returns:
@@ -366,6 +367,6 @@ class Augmentation:
                 return (images, seed), targets, *weights
             return *self(images, targets, seed), *weights
 
-        steps = tf.data.Dataset.range(request.start_step, FOREVER)
-        numbered = tf.data.Dataset.zip(steps, batches)
+        steps = Dataset.range(request.start_step, FOREVER)
+        numbered = Dataset.zip(steps, batches)
         return finish(numbered.map(augment, num_parallel_calls=tf.data.AUTOTUNE), request.topology)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 from tensorflow.python.eager import context
 
 from hvtrain.core.step_plan import Share
@@ -31,7 +32,7 @@ def call_python(
     return [tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, specs)]
 
 
-def join_epochs(open_epoch: Callable[[int], tf.data.Dataset], first: int) -> tf.data.Dataset:
+def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
     """Joins the data sets of all epochs from `first` on, each opened when the one before has ended.
 
     Args:
@@ -42,7 +43,7 @@ def join_epochs(open_epoch: Callable[[int], tf.data.Dataset], first: int) -> tf.
     ready = [open_epoch(first)]
     spec = ready[0].element_spec
     # A data set's functions die with its Python object, so the newest two are kept alive.
-    kept: deque[tf.data.Dataset] = deque(maxlen=2)
+    kept: deque[Dataset] = deque(maxlen=2)
 
     def open_as_variant(epoch):
         with tf.device("CPU:0"):
@@ -55,7 +56,7 @@ def join_epochs(open_epoch: Callable[[int], tf.data.Dataset], first: int) -> tf.
         variant = tf.py_function(open_as_variant, [epoch], tf.variant)
         return tf.data.experimental.from_variant(variant, spec)
 
-    return tf.data.Dataset.range(first, FOREVER).flat_map(epoch_batches)
+    return Dataset.range(first, FOREVER).flat_map(epoch_batches)
 
 
 @contextmanager
@@ -81,12 +82,12 @@ def seeded(seed: int, epoch: int) -> Iterator[None]:
 
 
 def cut_epoch(
-    batches: tf.data.Dataset,
+    batches: Dataset,
     share: Share,
     first_step: int,
     wrong_number: Callable[[int], Exception],
     ends: bool = False,
-) -> tf.data.Dataset:
+) -> Dataset:
     """Cuts batches into an epoch's steps from first_step on, and checks that the examples suffice.
 
     The stream fails if the examples end before the share does.
@@ -111,7 +112,7 @@ def cut_epoch(
         lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype),
         batches.element_spec,
     )
-    endless = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
+    endless = batches.concatenate(Dataset.from_tensors(empty).repeat())
 
     @unconverted
     def check(step, batch):
@@ -129,8 +130,8 @@ def cut_epoch(
         with tf.control_dependencies([is_right]):
             return tf.nest.map_structure(tf.identity, batch)
 
-    steps = tf.data.Dataset.range(first_step, share.steps + ends)
-    checked = tf.data.Dataset.zip(steps, endless).map(check)
+    steps = Dataset.range(first_step, share.steps + ends)
+    checked = Dataset.zip(steps, endless).map(check)
     if ends:
         return checked.filter(lambda *batch: tf.size(tf.nest.flatten(batch)[0], tf.int64) > 0)
 

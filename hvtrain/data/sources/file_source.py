@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
@@ -155,17 +156,17 @@ class FileSource(NotesFailure, StreamedSource):
 
     def load(
         self,
-        batches: tf.data.Dataset,
+        batches: Dataset,
         split: str,
         topology: Topology,
         postprocess: Postprocess,
         batch_size: int | None = None,
-    ) -> tf.data.Dataset:
+    ) -> Dataset:
         read = self.reader(split, topology)
         repair = _BatchRepair(self, split, topology, is_training=batch_size is None)
 
         def whole_or_repaired(step, batch):
-            single = tf.data.Dataset.from_tensors(batch)
+            single = Dataset.from_tensors(batch)
             whole = single.map(read)
             specs = whole.element_spec
             blanks = [np.zeros([0, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in specs]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import counted, listed
@@ -76,11 +77,11 @@ class ListedImages(FileSource, IndexedSource):
 
     def load(
         self,
-        batches: tf.data.Dataset,
+        batches: Dataset,
         split: str,
         topology: Topology,
         *settings: Any,
-    ) -> tf.data.Dataset:
+    ) -> Dataset:
         files = self._files.get(split)
         if files and is_far(files[0][0]):
             names = [path.decode() for path in self.shard(split, topology)[0].numpy()]
@@ -304,7 +305,7 @@ class ImageFolder(ListedImages):
             return number, decode(self.read_file(path), self.sizing)
 
         # Enumerated, since ignore_errors() leaves gaps.
-        numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
+        numbered = Dataset.from_tensor_slices(paths).enumerate()
         images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
         batches = finish(images.batch(CACHE_BATCH), topology)
         for numbers, batch in batches.as_numpy_iterator():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
@@ -189,7 +190,7 @@ class Parquet(DealtSource):
         # Each file once, in order. Files without rows have no row groups here.
         return list(dict.fromkeys(group.path for group in self.counts[split]))
 
-    def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
+    def training_batches(self, request: StreamRequest) -> Dataset:
         groups = self.shard("train", request.topology)
         share = request.share_of(sum(group.num_rows for group in groups))
         rows = self._stream(lambda: pieces_of(groups, self._shuffle_groups, request))
@@ -201,9 +202,7 @@ class Parquet(DealtSource):
             batches = rows.rebatch(np.roll(streams.step_sizes(share), -steps_done))
         return batches.enumerate(request.start_step)
 
-    def evaluation_batches(
-        self, split: str, topology: Topology, batch_size: int
-    ) -> tf.data.Dataset:
+    def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         # One row group at a time, in the order of the files.
         groups = sorted(self.shard(split, topology), key=self.first_codes.__getitem__)
         pieces = [Piece([group], np.arange(group.num_rows)) for group in groups]
@@ -236,14 +235,14 @@ class Parquet(DealtSource):
             (0.0, float(self.transform.scale)),
         )
 
-    def _stream(self, pieces: Callable[[], Iterable[Piece]]) -> tf.data.Dataset:
+    def _stream(self, pieces: Callable[[], Iterable[Piece]]) -> Dataset:
         """Returns the rows of the pieces: images, labels and codes."""
         images = tf.TensorSpec([None], tf.string)
         if not self._encoded:
             images = tf.TensorSpec([None, *self.image_shape], self._pixel_type)
         labels = tf.TensorSpec([None], tf.int32)
         codes = tf.TensorSpec([None], tf.int64)
-        rows = tf.data.Dataset.from_generator(
+        rows = Dataset.from_generator(
             lambda: map(self._read, pieces()),
             output_signature=(images, labels, codes),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
@@ -172,7 +173,7 @@ class TFRecords(DealtSource):
             )
 
         feature = {self._label_key: tf.io.FixedLenFeature([], tf.string)}
-        files = tf.data.Dataset.from_tensor_slices((paths, list(map(packing, paths))))
+        files = Dataset.from_tensor_slices((paths, list(map(packing, paths))))
         records = files.flat_map(tf.data.TFRecordDataset)
         labels = records.map(
             lambda record: tf.io.parse_single_example(record, feature)[self._label_key]
@@ -236,7 +237,7 @@ class TFRecords(DealtSource):
             tf.constant(first_codes, tf.int64),
         )
 
-    def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
+    def training_batches(self, request: StreamRequest) -> Dataset:
         files = self._files("train", request.topology)
         share = request.share_of(int(sum(files[2])))
         first_epoch, steps_done = request.position
@@ -252,23 +253,21 @@ class TFRecords(DealtSource):
             batches = records.batch(share.batch_size, drop_remainder=share.is_full)
             return batches if share.is_full else batches.rebatch(sizes[first_step:])
 
-        epochs = tf.data.Dataset.range(first_epoch, FOREVER)
+        epochs = Dataset.range(first_epoch, FOREVER)
         return epochs.flat_map(epoch_batches).enumerate(start=request.start_step)
 
-    def evaluation_batches(
-        self, split: str, topology: Topology, batch_size: int
-    ) -> tf.data.Dataset:
-        files = tf.data.Dataset.from_tensor_slices(self._files(split, topology, in_order=True))
+    def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> Dataset:
+        files = Dataset.from_tensor_slices(self._files(split, topology, in_order=True))
         return files.flat_map(stream_records).batch(batch_size).map(_flat).enumerate()
 
     def _shuffled(
         self, files: tuple[tf.Tensor, ...], request: StreamRequest, epoch: tf.Tensor
-    ) -> tf.data.Dataset:
+    ) -> Dataset:
         """Returns all of this rank's records once, in the order of the epoch."""
         seed = request.seed
         rank = request.topology.rank
         file_order = derive_seed(seed, ORDER, rank, epoch)
-        records = tf.data.Dataset.from_tensor_slices(_shuffle(files, file_order)).interleave(
+        records = Dataset.from_tensor_slices(_shuffle(files, file_order)).interleave(
             stream_records,
             cycle_length=min(INTERLEAVED_FILES, len(files[0])),
             num_parallel_calls=tf.data.AUTOTUNE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
-import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology, reduced
@@ -139,7 +139,7 @@ class FunctionSource(Source):
 
         return [sum(of_rank) for of_rank in rank_sizes]
 
-    def training(self, request: StreamRequest) -> tf.data.Dataset:
+    def training(self, request: StreamRequest) -> Dataset:
         topology = request.topology
         sizes = self.shard_sizes("train", topology.size, topology.weights)
         share = request.share_of(sizes[topology.rank])
@@ -159,10 +159,10 @@ class FunctionSource(Source):
 
         return finish(join_epochs(open_epoch, first_epoch), topology)
 
-    def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+    def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         number = self.shard_sizes(split, topology.size, topology.weights)[topology.rank]
         if not number:
-            empty = tf.data.Dataset.from_tensor_slices(no_examples(self.element_spec))
+            empty = Dataset.from_tensor_slices(no_examples(self.element_spec))
             return finish(empty.batch(batch_size), topology)
 
         share = Share(batch_size, -(-number // batch_size), number)
@@ -193,7 +193,7 @@ class FunctionSource(Source):
         share: Share,
         epoch: int = 0,
         start: int = 0,
-    ) -> tf.data.Dataset:
+    ) -> Dataset:
         """Returns a rank's examples of an epoch from `start` on.
 
         Raises:
@@ -225,7 +225,7 @@ class FunctionSource(Source):
 
         if is_alone:
             return parts[0]
-        return reduce(tf.data.Dataset.concatenate, parts).skip(start)
+        return reduce(Dataset.concatenate, parts).skip(start)
 
     def _wrong_number(self, shards: list["ShardReader"], share: Share, number: int) -> Exception:
         """Returns the error for a number of examples that is not the share's."""
@@ -273,7 +273,7 @@ class ShardReader:
     def call(self) -> str:
         return self.function.call_in_words(self.key)
 
-    def open_epoch(self, epoch: int, start: int) -> tuple[tf.data.Dataset, int | None]:
+    def open_epoch(self, epoch: int, start: int) -> tuple[Dataset, int | None]:
         """Opens the shard's examples from `start` on.
 
         Returns:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.data.pipeline.epochs import call_python, seeded
 from hvtrain.data.pipeline.streams import ORDER
@@ -52,7 +53,7 @@ class PipelineExamples:
             tensors without a known shape.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, name: str) -> None:
+    def __init__(self, dataset: Dataset, name: str) -> None:
         self._name = name
         _check_example(dataset.element_spec, name)
         if any(spec.dtype in NARROW_TYPES for spec in tf.nest.flatten(dataset.element_spec)):
@@ -81,7 +82,7 @@ class PipelineExamples:
             )
         return int(self.dataset.reduce(np.int64(0), lambda number, _: number + 1))
 
-    def examples(self, start: int) -> tf.data.Dataset:
+    def examples(self, start: int) -> Dataset:
         """Returns the examples from `start` on; those before are read and dropped."""
         return self.dataset.skip(start) if start else self.dataset
 
@@ -142,7 +143,7 @@ class PyDatasetExamples:
         """Returns the number of examples."""
         return int(self._sizes.sum())
 
-    def examples(self, epoch: int, start: int, seed: int | None) -> tf.data.Dataset:
+    def examples(self, epoch: int, start: int, seed: int | None) -> Dataset:
         """Returns the examples of an epoch from `start` on, batch by batch.
 
         Args:
@@ -172,7 +173,7 @@ class PyDatasetExamples:
             parts = call_python(self._read, [number], specs)
             return tf.nest.pack_sequence_as(self.element_spec, parts)
 
-        batches = tf.data.Dataset.from_tensor_slices(numbers[num_over:]).map(
+        batches = Dataset.from_tensor_slices(numbers[num_over:]).map(
             read,
             num_parallel_calls=max(1, self._dataset.workers),
             deterministic=True,
@@ -292,7 +293,7 @@ class UserFunction(NotesFailure):
             # Seeded, so that a shuffle has the same order whenever this epoch is opened.
             with seeded(values["seed"], values["epoch"]):
                 shard = self._function(**{name: values[name] for name in self.declared})
-                if isinstance(shard, tf.data.Dataset):
+                if isinstance(shard, Dataset):
                     return PipelineExamples(shard, call)
                 if isinstance(shard, keras.utils.PyDataset):
                     return PyDatasetExamples(shard, call, self.note)
