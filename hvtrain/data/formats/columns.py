@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow import types
 
 from hvtrain.data.formats.cell_texts import DATE_FORMATS, numbers_in, only, share, times_in, unit_in
 from hvtrain.errors import DataError
@@ -141,7 +142,6 @@ def one_array(values: pa.ChunkedArray) -> pa.Array:
 def plain(values: pa.ChunkedArray) -> pa.Array:
     """Returns one array of numbers, dates, lists, or text with gaps as null. Times and durations become seconds."""
     array = one_array(values)
-    types = pa.types
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
 
@@ -174,7 +174,6 @@ def infer(
         is_typed: True for a file whose columns have types, where text is meant to be text.
     """
     column = Column(name, name, "name")
-    types = pa.types
     kind = values.type
     if values.null_count == len(values):
         return "empty"
@@ -205,7 +204,7 @@ def infer(
 def _is_vector(kind: pa.DataType) -> bool:
     """True for lists of numbers."""
     return isinstance(kind, LISTS) and (
-        pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
+        types.is_integer(kind.value_type) or types.is_floating(kind.value_type)
     )
 
 
@@ -275,7 +274,6 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     Raises:
         DataError: The cells are of another kind than the column.
     """
-    types = pa.types
     if column.kind == "vector":
         return Cells(_vectors_in(values, column, where))
     if types.is_nested(values.type) or types.is_binary(values.type):
@@ -321,8 +319,8 @@ def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
 
 def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
     """Returns the cells as text; a number or truth value is spelled like the known name that equals it."""
-    is_truth = pa.types.is_boolean(values.type)
-    if pa.types.is_floating(values.type):
+    is_truth = types.is_boolean(values.type)
+    if types.is_floating(values.type):
         values = pc.if_else(pc.is_finite(values), values, None)
         # pandas, for one, turns whole numbers into floats in a column with gaps.
         if pc.all(pc.equal(values, pc.floor(values))).as_py():

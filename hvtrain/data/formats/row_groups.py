@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow import types
 
 from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import files_below
@@ -87,13 +88,13 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
     # The footer holds the types, so a wrong column is refused before any row is read.
     image = _type_of(path, schema, columns.image)
     label = _type_of(path, schema, columns.label)
-    if not pa.types.is_integer(label) and not is_text(label):
+    if not types.is_integer(label) and not is_text(label):
         raise DataError(
             f"{path}: column {columns.label} is {label}; labels must be whole numbers or text"
         )
 
     pixel = image if is_encoded(image) else getattr(image, "value_type", pa.null())
-    if not (is_encoded(pixel) or pa.types.is_integer(pixel) or pa.types.is_floating(pixel)):
+    if not (is_encoded(pixel) or types.is_integer(pixel) or types.is_floating(pixel)):
         raise DataError(
             f"{path}: column {columns.image} is {image}; encoded images (binary) or lists of pixels are needed"
         )
@@ -103,8 +104,8 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
 def is_text(data_type: pa.DataType) -> bool:
     """True for strings, and for categories as pandas writes them."""
     value_type = getattr(data_type, "value_type", data_type)
-    is_list = pa.types.is_nested(data_type)
-    return not is_list and (pa.types.is_string(value_type) or pa.types.is_large_string(value_type))
+    is_list = types.is_nested(data_type)
+    return not is_list and (types.is_string(value_type) or types.is_large_string(value_type))
 
 
 def label_type(path: Path, columns: Columns) -> pa.DataType:
@@ -156,7 +157,7 @@ def check_ranges(ranges: Mapping[Path, tuple[float, float]]) -> None:
 
 
 def is_encoded(data_type: pa.DataType) -> bool:
-    return pa.types.is_binary(data_type) or pa.types.is_large_binary(data_type)
+    return types.is_binary(data_type) or types.is_large_binary(data_type)
 
 
 def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
@@ -244,7 +245,7 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Returns the texts of a column that pandas wrote as categories; other columns unchanged."""
-    is_categories = pa.types.is_dictionary(column.type)
+    is_categories = types.is_dictionary(column.type)
     return column.cast(column.type.value_type) if is_categories else column
 
 
@@ -256,7 +257,7 @@ def _column(table: pa.Table, column: str) -> pa.ChunkedArray:
 
 def _flat(table: pa.Table) -> pa.Table:
     """The table with the fields of structs, as `record.field`, instead of the structs."""
-    while any(map(pa.types.is_struct, table.schema.types)):
+    while any(map(types.is_struct, table.schema.types)):
         table = table.flatten()
     return table
 
