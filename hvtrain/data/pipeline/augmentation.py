@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.random import seed_generator
+from tensorflow import TensorSpec
 from tensorflow.data import Dataset
 from tensorflow.python.framework import op_def_registry
 
@@ -66,7 +67,7 @@ class PureLayer:
         self,
         setting: str,
         layer: keras.Layer,
-        spec: Mapping[str, tf.TensorSpec],
+        spec: Mapping[str, TensorSpec],
     ) -> None:
         self.name = f"{setting} ({type(layer).__name__})"
         self.input_spec = spec
@@ -111,7 +112,7 @@ class PureLayer:
             )
         outputs = self._traced.structured_outputs
         self.output_spec = {
-            name: tf.TensorSpec(part.shape, part.dtype) for name, part in outputs.items()
+            name: TensorSpec(part.shape, part.dtype) for name, part in outputs.items()
         }
 
     def __call__(self, batch: Batch, seed: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -123,7 +124,7 @@ class PureLayer:
         numpy_state = repr(np.random.get_state())
         try:
             traced = tf.function(apply, autograph=False).get_concrete_function(
-                dict(self.input_spec), tf.TensorSpec([2], tf.int64)
+                dict(self.input_spec), TensorSpec([2], tf.int64)
             )
         except Exception as error:
             images = f"images of shape {tuple(self.input_spec[IMAGES].shape[1:])}"
@@ -207,8 +208,8 @@ class Labels:
     soften: Any = None
     width: int = 1
 
-    def spec(self, image_shape: ImageShape) -> tf.TensorSpec:
-        return tf.TensorSpec([None, self.width], tf.float32)
+    def spec(self, image_shape: ImageShape) -> TensorSpec:
+        return TensorSpec([None, self.width], tf.float32)
 
     def check(self, layer: PureLayer) -> None:
         """Raises ConfigError if the layer mixes targets that cannot be mixed."""
@@ -251,8 +252,8 @@ class Masks:
 
     fill_label: int
 
-    def spec(self, image_shape: ImageShape) -> tf.TensorSpec:
-        return tf.TensorSpec([None, *image_shape[:2], 1], tf.float32)
+    def spec(self, image_shape: ImageShape) -> TensorSpec:
+        return TensorSpec([None, *image_shape[:2], 1], tf.float32)
 
     def check(self, layer: PureLayer) -> None:
         """Raises ConfigError if the layer blends labels, or leaves none."""
@@ -309,7 +310,7 @@ class Augmentation:
 
         self._layers: list[PureLayer] = []
         spec = {
-            IMAGES: tf.TensorSpec([None, *image_shape], tf.float32),
+            IMAGES: TensorSpec([None, *image_shape], tf.float32),
             targets.part: targets.spec(image_shape),
         }
         for setting, layer in layers.items():

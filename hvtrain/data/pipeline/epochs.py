@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import nest
 from tensorflow.data import Dataset
 from tensorflow.python.eager import context
 
@@ -25,9 +26,7 @@ def call_python(
     """Calls a Python function on arrays within a stream; returns its results, arrays of these specs, as tensors."""
     end_with_python()
     # In eager mode, a single tensor is returned without its list.
-    tensors = tf.nest.flatten(
-        tf.numpy_function(function, arguments, [spec.dtype for spec in specs])
-    )
+    tensors = nest.flatten(tf.numpy_function(function, arguments, [spec.dtype for spec in specs]))
     # A Python function hides the shapes from the graph.
     return [tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, specs)]
 
@@ -108,7 +107,7 @@ def cut_epoch(
         batches = batches.rebatch(sizes) if sizes else batches
 
     # Empty batches are appended, so that a stream that is too short still reaches the check.
-    empty = tf.nest.map_structure(
+    empty = nest.map_structure(
         lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype),
         batches.element_spec,
     )
@@ -116,7 +115,7 @@ def cut_epoch(
 
     @unconverted
     def check(step, batch):
-        size = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
+        size = tf.shape(nest.flatten(batch)[0], tf.int64)[0]
         begin = share.begin(step)
         # With `ends`, one more step follows the share, and has to be empty.
         needed_size = tf.where(step < share.steps, share.begin(step + 1) - begin, 0)
@@ -128,18 +127,18 @@ def cut_epoch(
             lambda: tf.numpy_function(fail, [num_read], tf.bool),
         )
         with tf.control_dependencies([is_right]):
-            return tf.nest.map_structure(tf.identity, batch)
+            return nest.map_structure(tf.identity, batch)
 
     steps = Dataset.range(first_step, share.steps + ends)
     checked = Dataset.zip(steps, endless).map(check)
     if ends:
-        return checked.filter(lambda *batch: tf.size(tf.nest.flatten(batch)[0], tf.int64) > 0)
+        return checked.filter(lambda *batch: tf.size(nest.flatten(batch)[0], tf.int64) > 0)
 
     # Because of the empty batches, the static shapes no longer have the batch size.
     static_size = share.batch_size if share.is_full else None
 
     def ensure_size(*batch):
-        return tf.nest.map_structure(
+        return nest.map_structure(
             lambda part: tf.ensure_shape(part, [static_size, *part.shape[1:]]),
             batch,
         )

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tensorflow as tf
+from tensorflow import TensorSpec
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.formats.columns import LISTS, one_array
@@ -111,7 +112,7 @@ class HuggingFace(NotesFailure, IndexedSource):
     def element_spec(self) -> Parts:
         specs = dict(self._specs)
         for name in self._images:  # Pixels are scaled to float32.
-            specs[name] = tf.TensorSpec(specs[name].shape, tf.float32)
+            specs[name] = TensorSpec(specs[name].shape, tf.float32)
         return self._arranged(specs)
 
     def num_examples(self, split: str) -> int:
@@ -156,9 +157,9 @@ class HuggingFace(NotesFailure, IndexedSource):
         if split in self._splits:
             rows = self._splits[split].select_columns(list(self._specs))
         local = self.shard_rows(split, topology)
-        encoded = tf.TensorSpec([None], tf.string)
+        encoded = TensorSpec([None], tf.string)
         specs = [
-            encoded if name in self._images else tf.TensorSpec([None, *spec.shape], spec.dtype)
+            encoded if name in self._images else TensorSpec([None, *spec.shape], spec.dtype)
             for name, spec in self._specs.items()
         ]
 
@@ -220,10 +221,10 @@ class HuggingFace(NotesFailure, IndexedSource):
 
         return arrange(self._input), arrange(self._target)
 
-    def _column_spec(self, name: str, column: pa.ChunkedArray) -> tf.TensorSpec:
+    def _column_spec(self, name: str, column: pa.ChunkedArray) -> TensorSpec:
         """Returns the shape and type of a column's values, from its first row."""
         if name in self._images:
-            return tf.TensorSpec(self.sizing.image_shape, tf.uint8)
+            return TensorSpec(self.sizing.image_shape, tf.uint8)
 
         shape = []
         values = one_array(column)
@@ -239,7 +240,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             )
         # An array of Python objects holds strings.
         dtype = tf.string if array.dtype.kind == "O" else tf.as_dtype(array.dtype)
-        return tf.TensorSpec(shape, dtype)
+        return TensorSpec(shape, dtype)
 
     def _array(
         self,

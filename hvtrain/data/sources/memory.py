@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import nest
 
 from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
@@ -103,7 +104,7 @@ class MemorySource(IndexedSource):
         for split, part in self.parts().items():
             key = id(part.elements)
             if key not in digests:
-                digests[key] = digest_arrays(tf.nest.flatten(part.elements))
+                digests[key] = digest_arrays(nest.flatten(part.elements))
             if split in manifest["splits"]:
                 content = np.frombuffer(digests[key].encode(), np.uint8)
                 manifest["splits"][split]["digest"] = digest_arrays([content, part.rows])
@@ -125,14 +126,14 @@ class MemorySource(IndexedSource):
                 rows = self.in_model_type(_take(part.elements, part.rows[local]))
                 # The input pipeline runs on the CPU, so shards do not belong on a GPU.
                 with tf.device("CPU:0"):
-                    tensors = tf.nest.map_structure(tf.constant, rows)
+                    tensors = nest.map_structure(tf.constant, rows)
                 self._shards[topology][split_name] = tensors
 
         # A split that does not exist has no examples.
         elements = self._shards[topology].get(split, no_examples(self._spec))
 
         def read(indices):
-            return tf.nest.map_structure(lambda array: tf.gather(array, indices), elements)
+            return nest.map_structure(lambda array: tf.gather(array, indices), elements)
 
         return read
 
@@ -150,13 +151,13 @@ class MemorySource(IndexedSource):
         """Loads the whole arrays, sets the spec of an example, and takes the validation part out."""
         whole = self._load_checked()
         empty = self.in_model_type(_take(whole["train"], np.arange(0)))
-        self._spec = tf.nest.map_structure(
+        self._spec = nest.map_structure(
             lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)),
             empty,
         )
 
         parts = {
-            split: Part(elements, np.arange(len(tf.nest.flatten(elements)[0])))
+            split: Part(elements, np.arange(len(nest.flatten(elements)[0])))
             for split, elements in whole.items()
         }
 
@@ -178,7 +179,7 @@ class MemorySource(IndexedSource):
         """Returns the whole arrays by split. Raises DataError if they cannot be used."""
         try:
             arrays = {
-                split: tf.nest.map_structure(np.asarray, tuple(elements))
+                split: nest.map_structure(np.asarray, tuple(elements))
                 for split, elements in self._load().items()
             }
             return {split: self.check(split, *elements) for split, elements in arrays.items()}
@@ -220,7 +221,7 @@ class MemorySource(IndexedSource):
 
     def in_model_type(self, elements: Any) -> Any:
         """Returns some rows of a split in the types that models take."""
-        return tf.nest.map_structure(as_models_take, elements)
+        return nest.map_structure(as_models_take, elements)
 
 
 def as_models_take(array: np.ndarray) -> np.ndarray:
@@ -247,11 +248,11 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
 
 def no_examples(element_spec: Any) -> Any:
     """Returns empty tensors of that spec."""
-    return tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
+    return nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
 
 
 def _take(arrays: Any, rows: np.ndarray) -> Any:
-    return tf.nest.map_structure(lambda array: array[rows], arrays)
+    return nest.map_structure(lambda array: array[rows], arrays)
 
 
 def random_parts(*sizes: int) -> list[np.ndarray]:

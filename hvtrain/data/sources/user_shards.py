@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow import TensorSpec, nest
 from tensorflow.data import Dataset
 
 from hvtrain.data.pipeline.epochs import call_python, seeded
@@ -56,8 +57,8 @@ class PipelineExamples:
     def __init__(self, dataset: Dataset, name: str) -> None:
         self._name = name
         _check_example(dataset.element_spec, name)
-        if any(spec.dtype in NARROW_TYPES for spec in tf.nest.flatten(dataset.element_spec)):
-            dataset = dataset.map(lambda *parts: tf.nest.map_structure(_narrowed, parts))
+        if any(spec.dtype in NARROW_TYPES for spec in nest.flatten(dataset.element_spec)):
+            dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
         self.dataset = dataset
         self.element_spec = dataset.element_spec
 
@@ -166,12 +167,12 @@ class PyDatasetExamples:
         ends = np.cumsum(self._sizes[numbers])
         num_over = int(np.searchsorted(ends, start, side="right"))
         within = start - int(ends[num_over - 1]) if num_over else start
-        flat = tf.nest.flatten(self.element_spec)
-        specs = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in flat]
+        flat = nest.flatten(self.element_spec)
+        specs = [TensorSpec([None, *spec.shape], spec.dtype) for spec in flat]
 
         def read(number):
             parts = call_python(self._read, [number], specs)
-            return tf.nest.pack_sequence_as(self.element_spec, parts)
+            return nest.pack_sequence_as(self.element_spec, parts)
 
         batches = Dataset.from_tensor_slices(numbers[num_over:]).map(
             read,
@@ -192,19 +193,19 @@ class PyDatasetExamples:
         size = self._batch_size(batch, int(number))
         if size != self._sizes[number]:
             raise self._wrong_size(size, int(number))
-        return tf.nest.flatten(batch)
+        return nest.flatten(batch)
 
     def _batch(self, number: int) -> Parts:
         """Reads a batch, in the types that models take. Raises DataError unless it has two or three parts."""
         batch = self._dataset[number]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
             raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
-        return tf.nest.map_structure(lambda value: as_models_take(np.asarray(value)), tuple(batch))
+        return nest.map_structure(lambda value: as_models_take(np.asarray(value)), tuple(batch))
 
     def _batch_size(self, batch: Parts, number: int) -> int:
         """Returns the number of rows. Raises DataError if the arrays of the batch differ in it."""
         # A scalar has no rows.
-        sizes = {array.shape[0] if array.ndim else 0 for array in tf.nest.flatten(batch)}
+        sizes = {array.shape[0] if array.ndim else 0 for array in nest.flatten(batch)}
         if len(sizes) > 1:
             raise self._fail(
                 f"the arrays of batch {number} have {' and '.join(map(str, sorted(sizes)))} "
@@ -347,9 +348,9 @@ def _check_example(element_spec: Any, name: str) -> None:
     if not isinstance(element_spec, tuple) or len(element_spec) not in (2, 3):
         raise DataError(f"{name} gives elements of {_parts_in_words(element_spec)}; {PARTS_NEEDED}")
 
-    for spec in tf.nest.flatten(element_spec):
+    for spec in nest.flatten(element_spec):
         # Ragged and sparse tensors have specs of their own.
-        if not isinstance(spec, tf.TensorSpec):
+        if not isinstance(spec, TensorSpec):
             kind = type(spec).__name__.removesuffix("Spec")
             raise DataError(f"{name} gives a {kind}; make it dense (to_tensor)")
 
@@ -369,7 +370,7 @@ def _parts_in_words(element: Any) -> str:
 
 def _spec_of(batch: Any) -> Any:
     """The spec of one example of a batch of arrays."""
-    return tf.nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], array.dtype), batch)
+    return nest.map_structure(lambda array: TensorSpec(array.shape[1:], array.dtype), batch)
 
 
 def kinds_in_words(spec: Any) -> str:
