@@ -89,4 +89,4 @@ def load_ipython_extension(shell: Any) -> None:
     """`%load_ext hvtrain` adds the cell magic %%ranks."""
     from hvtrain.launch import notebook
 
-    notebook.load_magic(shell)
+    shell.register_magic_function(notebook.ranks, magic_kind="cell")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvtrain.checkpoint.receipts import ReceiptWriter
 from hvtrain.config.instantiate import build
@@ -189,7 +188,7 @@ def open_inputs(
     """Opens the data set and the task, plans the run, and returns it (every rank)."""
     comm = strategy.comm
     folder = Path(str(config.run.dir))
-    changed: dict[str, Any] = {}
+    changed = {}
     fitted_files = None
     if saved:
         changed = changed_since(saved.meta, config)
@@ -230,10 +229,10 @@ def make_model(run: Run) -> keras.Model:
     """Builds the model (every rank), once comm.tune has chosen how its gradients are sent."""
     strategy = run.strategy
 
-    def new_model() -> keras.Model:
+    def new_model():
         return build_model(run.config, run.source, run.task, run.plan, strategy)
 
-    def first_batches() -> tf.data.Dataset:
+    def first_batches():
         # A plan for other ranks than the run began with counts its steps from plan.shift on.
         return run.batches_from(run.plan.shift)
 
@@ -264,7 +263,7 @@ def fit(context: RunContext, start: Start, tracking: Tracking) -> None:
     interruption = Interruption(context)
     copies = begin_copies(run)
 
-    def send() -> None:
+    def send():
         copies.send()
         run.state.store.send()
 
@@ -332,7 +331,7 @@ def finish(context: RunContext, tracking: Tracking) -> RunRecord | None:
     if goes_on and not report.stopped_by:
         return None
 
-    metrics: dict[str, float] = {}
+    metrics = {}
     with explain_errors(context):
         context.weights.average_untrained()
         if not report.stopped_by:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -274,12 +274,12 @@ def _open_run(model: SparkModel) -> Any:
     )
 
 
+@dataclass
 class RankLines:
     """Writes ranks' lines on the driver without the launchers' marks; an error that several ranks report, once."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._reported: set[str] = set()
+    stream: TextIO
+    _reported: set[str] = field(default_factory=set)
 
     def write(self, line: str) -> None:
         mark = MARK.match(line)
@@ -291,10 +291,10 @@ class RankLines:
             if error[1] in self._reported:
                 return
             self._reported.add(error[1])
-        self._stream.write(line)
+        self.stream.write(line)
 
     def flush(self) -> None:
-        self._stream.flush()
+        self.stream.flush()
 
 
 def _smooth_horovod() -> None:

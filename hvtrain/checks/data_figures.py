@@ -24,7 +24,7 @@ SHOWN_NUMBERS = 8
 
 def figures_of(findings: Findings) -> list[Figure]:
     """Returns the figures of the page, without those for which the data set has nothing to show."""
-    figures: list[Figure] = []
+    figures = []
     for facts in findings.splits[:1]:
         if findings.views:
             figures += [_pictures(facts, findings.class_names), _views(findings)]
@@ -110,7 +110,7 @@ def _views(findings: Findings) -> Figure:
         panels += _painted(seen)
         pictures.append((png(*panels), _caption(view[-1][1], findings.class_names)))
 
-    legend: list[tuple[str, str]] = []
+    legend = []
     note = "The first training batch, with the augmentation of these settings."
     if len(seen) > 1:
         note = f"The whole image, {NUM_DRAWS} draws of training, and what validation and the saved model see."

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import nest
 
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.topology import Topology
@@ -136,7 +137,14 @@ class SplitFacts:
                 self.values.setdefault(f"{part}.{name}".rstrip("."), values).add(array)
 
         if num_classes and isinstance(targets, np.ndarray) and targets.dtype.kind in "iu":
-            self._count_classes(targets, num_classes)
+            counts = count_classes(targets, num_classes)
+            self.num_outside += targets.size - int(counts.sum())
+            # A mask may have pixels that the loss ignores.
+            if targets.ndim > 1 and num_classes <= IGNORED:
+                self.num_outside -= int((targets == IGNORED).sum())
+            if self.class_counts is not None:
+                counts += self.class_counts
+            self.class_counts = counts
         if len(elements) > 2 and getattr(inputs, "shape", None) == targets.shape:
             # Masked language modeling hides random tokens of the inputs; the targets are the whole text.
             inputs = targets
@@ -144,21 +152,11 @@ class SplitFacts:
         # Files are often listed class by class, so the first examples may all be of one class.
         most = math.ceil(NUM_SHOWN / max(num_classes, 1))
         for example, target in rows_of((inputs, targets)):
-            target_digest = array_digest(tf.nest.flatten(target))
+            target_digest = array_digest(nest.flatten(target))
             alike = [row for row in self.shown if self.digests[row.number][1] == target_digest]
             if len(self.shown) < NUM_SHOWN and len(alike) < most:
                 self.shown.append(Example(self.num_read, example, target))
-            self.digests.append((array_digest(tf.nest.flatten(example)), target_digest))
-
-    def _count_classes(self, targets: np.ndarray, num_classes: int) -> None:
-        counts = count_classes(targets, num_classes)
-        self.num_outside += targets.size - int(counts.sum())
-        # A mask may have pixels that the loss ignores.
-        if targets.ndim > 1 and num_classes <= IGNORED:
-            self.num_outside -= int((targets == IGNORED).sum())
-        if self.class_counts is not None:
-            counts += self.class_counts
-        self.class_counts = counts
+            self.digests.append((array_digest(nest.flatten(example)), target_digest))
 
     def faults(self, class_names: list[str]) -> list[str]:
         """Returns one line for each fault for which training would be refused."""
@@ -315,8 +313,7 @@ def _read(source: Source, facts: SplitFacts, limit: int, num_classes: int) -> Se
     progress = ProgressLines(f"{facts.name}: read", number, is_chief=True)
     facts.num_asked = number
     batches = source.evaluation(facts.name, topology, min(BATCH_SIZE, number))
-    examples = batches.unbatch().take(number).batch(BATCH_SIZE)
-    for elements in examples.as_numpy_iterator():
+    for elements in batches.unbatch().take(number).batch(BATCH_SIZE).as_numpy_iterator():
         facts.add(elements, num_classes)
         progress.update(facts.num_read)
     left_out = source.unreadable()
@@ -353,15 +350,15 @@ def _drawn(source: Source, topology: Topology, batch_size: int, seed: int, steps
     for inputs, *others in batches.take(steps):
         # With augmentation layers, inputs are normalized in the step, not in the pipeline.
         finished = source.finish(inputs) if source.raw_batches else inputs
-        rows += rows_of(tf.nest.map_structure(np.asarray, (finished, *others)))
+        rows += rows_of(nest.map_structure(np.asarray, (finished, *others)))
     return rows
 
 
 def rows_of(batch: tuple[Any, ...]) -> list[Row]:
     """Splits a batch of NumPy arrays into the inputs and target of each example."""
     pair = batch[:2]
-    size = len(tf.nest.flatten(pair)[0])
-    return [tf.nest.map_structure(lambda array, row=row: array[row], pair) for row in range(size)]
+    size = len(nest.flatten(pair)[0])
+    return [nest.map_structure(lambda array, row=row: array[row], pair) for row in range(size)]
 
 
 def image_of(inputs: Any) -> np.ndarray | None:

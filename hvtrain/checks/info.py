@@ -23,7 +23,15 @@ _TELLING = re.compile(
 
 def main() -> int:
     """Prints the block. Raises ConfigError for unknown options."""
-    options = _parser().parse_args()
+    parser = Parser(
+        "python -m hvtrain info",
+        usage="%(prog)s [-H s1,s2]",
+        description="""\
+Prints versions, Horovod's build, devices, networks and the variables that matter, of this host or of all hosts of -H.
+Variables whose name or value looks like a secret are left out. python -m hvtrain doctor looks for problems.""",
+    )
+    parser.add_ssh()
+    options = parser.parse_args()
     # Without -H, only this host.
     names = [host.name for host in parse_hosts(options.hosts)]
     ssh = Ssh(options.port, options.identity_file)
@@ -38,7 +46,13 @@ def main() -> int:
         prefix = f"{host}: " if len(names) > 1 else ""
         lines |= {f"{prefix}{name}": text for name, text in described.items()}
 
-    lines |= {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)}
+    # The launcher's test for what must not be sent to other hosts keeps secrets out.
+    lines |= {
+        name: os.environ[name]
+        for name in sorted(os.environ)
+        if _TELLING.fullmatch(name)
+        and (name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ))
+    }
     width = max(map(len, lines))
     print("```text", *(f"{name:<{width}}  {text}" for name, text in lines.items()), "```", sep="\n")
     return 0
@@ -97,23 +111,3 @@ def commit_of(folder: str | None) -> str:
     if number:
         text += f", {number} changed"
     return f" ({text})"
-
-
-def _is_shown(name: str) -> bool:
-    """True for a relevant variable whose name and value do not look like a secret."""
-    if not _TELLING.fullmatch(name):
-        return False
-    # The launcher's test for what must not be sent to other hosts.
-    return name == "CUDA_VISIBLE_DEVICES" or travels(name, os.environ)
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "python -m hvtrain info",
-        usage="%(prog)s [-H s1,s2]",
-        description="""\
-Prints versions, Horovod's build, devices, networks and the variables that matter, of this host or of all hosts of -H.
-Variables whose name or value looks like a secret are left out. python -m hvtrain doctor looks for problems.""",
-    )
-    parser.add_ssh()
-    return parser

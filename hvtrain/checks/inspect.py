@@ -5,7 +5,7 @@ Prints a summary and writes a page with pictures, masks and texts, in one proces
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvtrain.config.compose import composed
 from hvtrain.errors import ConfigError
@@ -42,19 +42,10 @@ def main() -> int:
     with console.quiet_import(config.verbose):
         from hvtrain.checks.data_figures import figures_of
         from hvtrain.checks.examine_data import examine
+        from hvtrain.report.page import render
     findings = examine(config, options.limit, has_task)
-    write_atomic(path, _page(findings, [asdict(figure) for figure in figures_of(findings)]))
-    _print(findings)
-    print(f"{path} has it with pictures, rows and texts")
-    return ConfigError.exit_code if findings.refused else 0
-
-
-def _page(findings: "Findings", figures: list[dict[str, Any]]) -> str:
-    # Imported here, so that --help needs no template engine.
-    from hvtrain.report.page import render
-
     phrases = findings.described.phrases
-    return render(
+    page = render(
         "inspect.html.j2",
         folder=Path(__file__).parent,
         title=findings.source.name,
@@ -63,8 +54,12 @@ def _page(findings: "Findings", figures: list[dict[str, Any]]) -> str:
         data=[(label, "; ".join(phrases[label])) for label in phrases if label != "warnings"],
         warnings=findings.warnings,
         refused=findings.refused,
-        figures=figures,
+        figures=[asdict(figure) for figure in figures_of(findings)],
     )
+    write_atomic(path, page)
+    _print(findings)
+    print(f"{path} has it with pictures, rows and texts")
+    return ConfigError.exit_code if findings.refused else 0
 
 
 def _print(findings: "Findings") -> None:

@@ -136,7 +136,7 @@ def compare(
     data = _data(case.kind, steps, size)
     order = np.arange(steps * size * BATCH).reshape(steps, size, BATCH)
 
-    def batches(rows: Any) -> list[Any]:
+    def batches(rows):
         return [
             keras.tree.map_structure(partial(np.take, indices=step.ravel(), axis=0), data)
             for step in rows
@@ -147,8 +147,8 @@ def compare(
     # The mean of the ranks' mean losses, as Horovod alone would compute it.
     plain = _train(case, own, rank, wrap)[1] if case.kind in UNLIKE else None
     # Rank 0 trains on the joint batch while the last rank trains alone; both start from rank 0's weights.
-    joint: Arrays | None = None
-    alone: Arrays | None = None
+    joint = None
+    alone = None
     if rank == 0:
         joint = _train(case, batches(order), seed=0)[1]
     if rank == size - 1:
@@ -280,8 +280,7 @@ def _model(case: Case, seed: int) -> keras.Model:
 
     # For each of the two outputs, ranks have different numbers of labels.
     features = model.layers[-2].output
-    second = Dense(3, name="p")
-    return keras.Model(model.inputs, {"o": last(features), "p": second(features)})
+    return keras.Model(model.inputs, {"o": last(features), "p": Dense(3, name="p")(features)})
 
 
 def _train(
@@ -299,8 +298,8 @@ def _train(
     model = _model(case, seed)
     optimizer = wrap(case.optimizer()) if wrap else case.optimizer()
 
-    def loss() -> keras.losses.Loss:
-        options: Any = {"from_logits": True, "reduction": case.reduction, "ignore_class": IGNORED}
+    def loss():
+        options = {"from_logits": True, "reduction": case.reduction, "ignore_class": IGNORED}
         return wrap_loss(keras.losses.SparseCategoricalCrossentropy(**options))
 
     losses = {"o": loss(), "p": loss()} if case.kind == "two losses" else loss()

@@ -73,7 +73,7 @@ def judge_software(cluster: Cluster) -> list[Row]:
 def _folder(cluster: Cluster) -> list[Row]:
     folder = next(iter(cluster.values()))["working_folder"]
 
-    def problems(host: str, facts: Facts) -> Problems:
+    def problems(host, facts):
         if not facts["folder_exists"]:
             yield f"has no {folder}, in which ranks start", f"on {host}: mkdir -p {folder}"
 
@@ -83,7 +83,7 @@ def _folder(cluster: Cluster) -> list[Row]:
 def _python(cluster: Cluster, first: str) -> list[Row]:
     here = cluster[first]["python"]
 
-    def problems(host: str, facts: Facts) -> Problems:
+    def problems(host, facts):
         python = facts["python"]
         if not python["is_wanted"]:
             fix = f"on {host}: put hvtrain there, at the same path as here, and run its scripts/run once"
@@ -100,7 +100,7 @@ def _python(cluster: Cluster, first: str) -> list[Row]:
 def _packages(cluster: Cluster, first: str) -> list[Row]:
     here = cluster[first]["packages"]
 
-    def problems(host: str, facts: Facts) -> Problems:
+    def problems(host, facts):
         versions = facts["packages"]
         missing = [name for name in _NEEDED if not versions[name]]
         # TensorFlow has two package names.
@@ -124,7 +124,7 @@ def _packages(cluster: Cluster, first: str) -> list[Row]:
 def _code(cluster: Cluster, first: str) -> list[Row]:
     here = cluster[first]["code"]
 
-    def problems(host: str, facts: Facts) -> Problems:
+    def problems(host, facts):
         code = facts["code"]
         difference = unlike(here["files"], code["files"])
         if code["folder"] is None:
@@ -142,7 +142,7 @@ def _horovod(cluster: Cluster, first: str) -> list[Row]:
     first = next((host for host, facts in cluster.items() if facts["horovod"]["library"]), first)
     parts = {host: ", ".join(facts["horovod"]["built_with"]) for host, facts in cluster.items()}
 
-    def problems(host: str, facts: Facts) -> Problems:
+    def problems(host, facts):
         if not facts["horovod"]["library"]:
             yield "has no library of Horovod for TensorFlow", f"on {host}: scripts/run"
         elif facts["gpus"]["names"] and "NCCL" not in parts[host]:
@@ -161,7 +161,7 @@ def _dataset(cluster: Cluster, first: str) -> list[Row]:
         return [skip("data set", "none with files was named: dataset=NAME dataset.dir=PATH")]
     nothing_here = _no_data(here)
 
-    def problems(host: str, facts: Facts) -> Problems:
+    def problems(host, facts):
         data = facts["dataset"]
         fix = "put it there, or dataset.dir=PATH names another place"
         if host != first and not nothing_here:
@@ -221,7 +221,7 @@ def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
     if not clocks:
         return [skip("clock", f"{first} has reached no port of another host")]
 
-    def problems(host: str, clock: Clock) -> Problems:
+    def problems(host, clock):
         ahead, error = clock
         if abs(ahead) - error > CLOCK_SECONDS:
             direction = "ahead of" if ahead > 0 else "behind"
@@ -235,7 +235,7 @@ def judge_clocks(clocks: Mapping[str, Clock], first: str) -> list[Row]:
 def _shared_memory(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
     rooms = {host: facts["shared_memory"] for host, facts in cluster.items()}
 
-    def problems(host: str, room: Mapping[str, int]) -> Problems:
+    def problems(host, room):
         free = room["free"]
         needed = slots[host] * SHARED_MEMORY_BYTES
         if free < needed:
@@ -266,7 +266,7 @@ def _open_files(cluster: Cluster, num_ranks: int) -> list[Row]:
     needed = files_needed(num_ranks)
     limits = {host: facts["open_files"]["soft"] for host, facts in cluster.items()}
 
-    def problems(host: str, limit: int) -> Problems:
+    def problems(host, limit):
         if -1 < limit < needed:  # -1 is no limit.
             yield (
                 f"a process may open {limit}; {num_ranks} ranks need {needed}",
@@ -305,7 +305,7 @@ def _gpus(cluster: Cluster, slots: Mapping[str, int]) -> list[Row]:
         for host, facts in cluster.items()
     }
 
-    def problems(host: str, facts: Facts) -> Problems:
+    def problems(host, facts):
         gpus = facts["gpus"]
         count = len(gpus["names"])
         different = differences(software[host], first, software[first])

@@ -38,7 +38,7 @@ def judge_names(cluster: Cluster, names: Sequence[str]) -> list[Row]:
 
     addresses = {name: _address(cluster, name) for name in cluster}
 
-    def problems(host: str, facts: Facts) -> Problems:
+    def problems(host, facts):
         of_names = list(_name_problems(cluster, host, addresses))
         # One row for a host, however many names it resolves wrongly.
         for finding, fix in of_names[:1]:
@@ -121,9 +121,19 @@ def judge_interfaces(
 
     first, *others = cluster
     chosen = interface_names.split(",") if interface_names else None
-    start = _first_interface(cluster, first, chosen)
+    first_address = _address(cluster, first)
+    # A chosen one, or else the one with its name's address.
+    start = next(
+        (
+            item
+            for item in cluster[first]["interfaces"]
+            if not _is_loopback(item["address"])
+            and (item["name"] in chosen if chosen else item["address"] == first_address)
+        ),
+        None,
+    )
     if start is None:
-        finding = f"no interface has its address {_address(cluster, first)}"
+        finding = f"no interface has its address {first_address}"
         if interface_names:
             finding = f"has no interface {interface_names}"
         return [
@@ -163,18 +173,6 @@ def judge_interfaces(
     rows = [fail("interface", host, finding, _INTERFACE_FIX) for host, finding in findings.items()]
     shown = ", ".join(sorted({endpoint.interface for endpoint in endpoints.values()}))
     return rows or [passed("interface", f"{shown} in {network}")], endpoints
-
-
-def _first_interface(
-    cluster: Cluster, host: str, chosen: Sequence[str] | None
-) -> dict[str, str] | None:
-    """Returns the first host's interface: a chosen one, or else the one with its name's address."""
-    address = _address(cluster, host)
-    for item in cluster[host]["interfaces"]:
-        fits = item["name"] in chosen if chosen else item["address"] == address
-        if fits and not _is_loopback(item["address"]):
-            return item
-    return None
 
 
 def _listed(facts: Facts) -> str:

@@ -59,13 +59,13 @@ def measure(
     line = [launcher, "--prefix", *arguments]
     # Process sets of two ranks are added and removed while the job runs.
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    of_ranks = {**environment.for_ranks(os.environ), **settings}
+    of_ranks = environment.for_ranks(os.environ) | settings
     variables = environment.for_launcher(os.environ, of_ranks)
     time_limit = most_seconds(len(hosts))
     with TemporaryDirectory(prefix="hvtrain-links-") as folder:
         log = Path(folder) / "output.txt"
         # Otherwise Python would buffer its last lines.
-        with started(line, log, environment={**variables, "PYTHONUNBUFFERED": "1"}) as process:
+        with started(line, log, environment=variables | {"PYTHONUNBUFFERED": "1"}) as process:
             has_ended = ends_within(process, time_limit)
             if not has_ended:
                 # The launcher ends its ranks on other hosts if it still can.
@@ -173,7 +173,7 @@ def time_allreduce(num_bytes: int, process_set: Any, name: str) -> dict[str, flo
     import hvtrain.keras as hvd
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
-    def reduce(value: tf.Tensor) -> tf.Tensor:
+    def reduce(value):
         # Only one element: copying the whole result out of the graph would be counted as the link's time.
         return hvd.allreduce(value, name=name, process_set=process_set)[0]
 

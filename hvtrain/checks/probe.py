@@ -86,7 +86,7 @@ def _facts(request: Mapping[str, Any]) -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     """The operating system in words, the cores that this process may use, and bytes of memory."""
     try:
-        lines = Path("/etc/os-release").read_text(encoding="utf-8").splitlines()
+        lines = Path("/etc/os-release").read_text("utf-8").splitlines()
         name = dict(line.split("=", 1) for line in lines if "=" in line)["PRETTY_NAME"].strip('"')
     except (OSError, KeyError):
         name = platform.system()
@@ -129,8 +129,7 @@ def _gpus() -> dict[str, Any]:
         )
     except (OSError, SubprocessError) as error:
         # nvidia-smi prints what is wrong before it fails.
-        message = getattr(error, "output", None) or error
-        return {**gpus, "error": " ".join(str(message).split())}
+        return gpus | {"error": " ".join(str(getattr(error, "output", None) or error).split())}
 
     for row in output.splitlines():
         name, comma, driver = row.rpartition(",")
@@ -160,13 +159,12 @@ def fingerprint(path: Path, seconds: float) -> dict[str, Any]:
         step = -(-len(names) // MAX_FILES_READ) or 1
         ends = {name: _ends(path / name, deadline) for name in names[::step]}
     except TimeoutError:
-        return {**description, "too_large": f"it cannot be listed in {seconds:.0f} s"}
+        return description | {"too_large": f"it cannot be listed in {seconds:.0f} s"}
     except OSError as error:
-        return {**description, "error": f"{error.filename or path}: {error.strerror}"}
+        return description | {"error": f"{error.filename or path}: {error.strerror}"}
 
     texts = {name: f"{name}\0{sizes[name]}\0{ends.get(name, '')}\n" for name in names}
-    return {
-        **description,
+    return description | {
         "num_files": len(names),
         "num_bytes": sum(sizes.values()),
         "entries": _entries(texts),
@@ -222,7 +220,7 @@ def addresses(names: Sequence[str]) -> dict[str, str | None]:
 
     None if that fails, or takes longer than LOOKUP_SECONDS.
     """
-    resolved: dict[str, str | None] = dict.fromkeys(names)
+    resolved = dict.fromkeys(names)
 
     def resolve(name: str) -> None:
         with contextlib.suppress(OSError):

@@ -77,8 +77,7 @@ def _controller(strategy: Strategy) -> str:
 def _devices(strategy: Strategy) -> str:
     devices = device_map(strategy.devices)
     gpus = [device for device in strategy.devices if " GPU " in device]
-    is_shared = len(set(gpus)) < len(gpus)
-    if is_shared and not getattr(strategy, "share_gpus", False):
+    if len(set(gpus)) < len(gpus) and not getattr(strategy, "share_gpus", False):
         raise CheckError(f"ranks share a GPU: {devices}; start fewer ranks or give each its own")
 
     return f"{devices}; TF32 off"
@@ -103,11 +102,11 @@ def _broadcast() -> str:
     # Variable 3 holds the rank.
     if len(set(after)) > 1 or after[0][1] != 0:
         raise CheckError(
-            "variables differ between ranks after a broadcast; look at the network and at Horovod's build",
+            "variables differ between ranks after a broadcast; look at the network and at Horovod's build"
         )
     if num_different < hvd.size():
         raise CheckError(
-            "ranks drew the same random numbers, so the broadcast proved nothing; please report this bug",
+            "ranks drew the same random numbers, so the broadcast proved nothing; please report this bug"
         )
     return f"5 variables differed on {num_different} rank(s), and are rank 0's on all of them"
 
@@ -115,8 +114,7 @@ def _broadcast() -> str:
 def _overflow() -> str:
     """Gives the last rank alone an infinite gradient."""
     # The wrapper is outermost: inside the loss scale, a rank that skips a step alone would leave others waiting.
-    scaled = LossScaleOptimizer(SGD(1.0))
-    optimizer = hvd.DistributedOptimizer(scaled)
+    optimizer = hvd.DistributedOptimizer(LossScaleOptimizer(SGD(1.0)))
     variable = keras.Variable([1.0, 2.0])
     optimizer.build([variable])
     scale = float(optimizer.scale_loss(1.0))
@@ -189,8 +187,7 @@ def _metrics(strategy: Strategy) -> str:
     shard = tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(8)
     together = strategy.evaluate(model, shard)
     alone = model.evaluate(x, y, verbose=0, return_dict=True)
-    own_gap = max(abs(together[name] - alone[name]) for name in together)
-    gap = max(strategy.comm.gather(own_gap))
+    gap = max(strategy.comm.gather(max(abs(together[name] - alone[name]) for name in together)))
     if gap > 1e-5:
         raise CheckError(
             f"metrics over ranks differ from one process by {gap:.2g}; they are not weighted by examples"
@@ -204,8 +201,7 @@ def _checkpoint(strategy: Strategy) -> str:
     # Moving statistics are variables that no gradient touches.
     layers = [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()]
     model = keras.Sequential(layers)
-    optimizer = hvd.DistributedOptimizer(Adam())
-    model.compile(optimizer, "mse", jit_compile=False)
+    model.compile(hvd.DistributedOptimizer(Adam()), "mse", jit_compile=False)
     hvd.broadcast_model(model)
     return round_trip(model, strategy)
 
@@ -217,16 +213,15 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
     """
     variables = [*model.weights, *model.optimizer.variables]
     before = fingerprint([variable.value for variable in variables])
-    saved: list[store.Checkpoint] = []
+    saved = []
     parts = strategy.comm.gather_parts(
         model_state.sharded_variables(model), Path(tempfile.gettempdir())
     )
 
-    def write() -> None:
+    def write():
         snapshot = model_state.snapshot(model, [model_state.rank_state(model)], parts=parts)
         with tempfile.TemporaryDirectory() as folder:
-            path = writer.write(Path(folder), 1, snapshot, {})
-            saved.append(store.read(path))
+            saved.append(store.read(writer.write(Path(folder), 1, snapshot, {})))
 
     # Only the chief touches the disk; the broadcast brings the values to the others.
     strategy.comm.on_chief(write)
@@ -239,7 +234,7 @@ def round_trip(model: keras.Model, strategy: Strategy) -> str:
     after = fingerprint([variable.value for variable in variables])
     if not all(strategy.comm.gather(after == before)):
         raise CheckError(
-            "variables differ after a checkpoint was written and restored; check the file system of /tmp",
+            "variables differ after a checkpoint was written and restored; check the file system of /tmp"
         )
     return f"{len(variables)} variables written, lost, restored and broadcast: the same bits on all ranks"
 
@@ -255,7 +250,7 @@ class OwnRun:
         task = strategy.comm.all_or_raise(lambda: open_task(config, self.source))
         self.plan, self.topology = plan_run(config, self.source, strategy)
         self.model = strategy.comm.all_or_raise(
-            lambda: build_model(config, self.source, task, self.plan, strategy),
+            lambda: build_model(config, self.source, task, self.plan, strategy)
         )
         strategy.comm.broadcast_model(self.model)
 
@@ -311,7 +306,7 @@ def _step(run: OwnRun) -> str:
     comm = run.strategy.comm
 
     @tf.function
-    def gradients() -> list[Any]:
+    def gradients():
         with tf.GradientTape() as tape:
             loss = model.compute_loss(inputs, targets, model(inputs, training=True), weights)
         values = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
@@ -345,7 +340,7 @@ def _step(run: OwnRun) -> str:
 
     if not count:
         raise CheckError(
-            "the step reduced no gradient; wrap the optimizer in hvtrain.keras.DistributedOptimizer",
+            "the step reduced no gradient; wrap the optimizer in hvtrain.keras.DistributedOptimizer"
         )
     if gap > 1e-3:
         raise CheckError(

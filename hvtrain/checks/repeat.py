@@ -99,8 +99,7 @@ def repeat(
         with TemporaryDirectory(prefix="hvtrain-replay-") as own:
             comm.on_chief(lambda: _copy_inputs(chosen.folder, Path(own)))
             # All ranks use the chief's folder; the others write nothing.
-            scratch = comm.broadcast(own)
-            of_scratch = replace(silent, run=replace(silent.run, dir=scratch))
+            of_scratch = replace(silent, run=replace(silent.run, dir=comm.broadcast(own)))
             code = _train(of_scratch, strategy, state, chosen, config)
             code = code or comm.on_chief(lambda: conclude(chosen))
         if stays:
@@ -140,9 +139,9 @@ def _train(
     """
     comm = strategy.comm
     begin = repetition.begin
-    read: list[store.Checkpoint] = []  # Only the chief reads the checkpoint, which may be large.
+    read = []  # Only the chief reads the checkpoint, which may be large.
 
-    def read_checkpoint() -> dict[str, Any]:
+    def read_checkpoint():
         read.append(repetition.checkpoint(begin))
         repetition.digests[begin] = digests_of(read[0].arrays)
         return read[0].meta

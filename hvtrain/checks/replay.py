@@ -51,7 +51,7 @@ def replay() -> int:
     with console.quiet_import(finished.config.verbose):
         from hvtrain.checks.repeat import repeat
 
-    receipts: dict[int, Receipt] = {}
+    receipts = {}
 
     def choose(_: int) -> "Repetition":
         receipts.update(read_receipts(finished.folder))
@@ -170,19 +170,17 @@ def first_difference(before: Digests, now: Digests) -> str:
     >>> first_difference({"model/0000/a/kernel": "1", "model/0001/a/bias": "2"}, {"model/0000/a/kernel": "1"})
     'a/bias (1 of 2 variables differ)'
     """
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys = [key for key in before | now if before.get(key) != now.get(key)]
     group, *_, name = keys[0].split("/", 2)
     owner = "the optimizer's " if group == "optimizer" else ""
-    return f"{owner}{name} ({len(keys)} of {len({**before, **now})} variables differ)"
+    return f"{owner}{name} ({len(keys)} of {len(before | now)} variables differ)"
 
 
 def causes_of(before: Facts, now: Facts) -> list[str]:
     """Describes the facts that differ, one text for each kind."""
     from hvtrain.training.consistency import difference_of
 
-    texts = {
-        kind: difference_of(before.get(kind, {}), now.get(kind, {})) for kind in {**before, **now}
-    }
+    texts = {kind: difference_of(before.get(kind, {}), now.get(kind, {})) for kind in before | now}
     return [f"{kind}: {text}" for kind, text in texts.items() if text]
 
 

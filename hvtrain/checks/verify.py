@@ -81,7 +81,7 @@ def verify(config: RunConfig, has_own_run: bool) -> bool:
         # Log lines of a run would appear between the rows.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         own_checks = own_run_checks(config, strategy) if has_own_run else {}
-        has_passed = run_checks({**library_checks(strategy, config), **own_checks}, strategy)
+        has_passed = run_checks(library_checks(strategy, config) | own_checks, strategy)
         strategy.stop()
     except BaseException as error:
         strategy.report_failure(error)

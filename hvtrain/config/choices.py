@@ -49,7 +49,14 @@ def choice_files(group: str, arguments: list[str]) -> list[Path]:
 
 def run_settings(arguments: list[str]) -> str:
     """Lists the groups with their choices, and the settings with their defaults, for --help."""
-    lines = _chosen_settings(arguments)
+    lines = []
+    # The files of the choices on the command line, whose comments explain the settings.
+    for argument in arguments:
+        group, _, choice = argument.partition("=")
+        for path in choice_files(group, arguments):
+            if path.stem == choice:
+                lines += ["", f"SETTINGS OF {argument} (as {group}.NAME=VALUE)"]
+                lines.append(textwrap.indent(path.read_text("utf-8").rstrip(), "  "))
     lines += ["", "GROUPS (the choice after * is the default)"]
     for group in ALL_GROUPS:
         lines += _group_help(group, arguments)
@@ -58,18 +65,6 @@ def run_settings(arguments: list[str]) -> str:
     lines += setting_lines(RunConfig)
     lines += setting_lines(ModelOptions, "model.")
     return "\n".join([*lines, "", MORE])
-
-
-def _chosen_settings(arguments: list[str]) -> list[str]:
-    """Returns the text of the files of the choices on the command line, whose comments explain the settings."""
-    lines = []
-    for argument in arguments:
-        group, _, choice = argument.partition("=")
-        for path in choice_files(group, arguments):
-            if path.stem == choice:
-                lines += ["", f"SETTINGS OF {argument} (as {group}.NAME=VALUE)"]
-                lines.append(textwrap.indent(path.read_text("utf-8").rstrip(), "  "))
-    return lines
 
 
 def settings_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:

@@ -101,7 +101,7 @@ def schema() -> dict[str, Any]:
     no_choices: dict[str, Any] = {group: {} for group in GROUPS}
     defaults = RunConfig(**no_choices).record
     declared = {name: value for name, value in defaults.items() if name not in GROUPS}
-    return {**declared, "model": dataclasses.asdict(ModelOptions())}
+    return declared | {"model": dataclasses.asdict(ModelOptions())}
 
 
 def override(name: str, value: Any) -> str:

@@ -78,7 +78,7 @@ def build(
     target = f"{group}._target_={settings['_target_']}"
     if facts is not None and builder is not None:
         values |= declared(builder, settings, facts, target, source_name)
-    built = _call(config, group, target, {**settings, **values})
+    built = _call(config, group, target, settings | values)
     if not isinstance(built, kind):
         returned = "None" if built is None else f"a {type(built).__name__}"
         raise ConfigError(f"{target} returned {returned}; it must return {NEEDED[section]}")
@@ -111,13 +111,16 @@ def declared(
         return always
     parameters = list(signature.parameters.values())[is_class:]  # Without self.
 
-    selected: dict[str, Any] = {}
+    selected = {}
     for parameter in parameters:
         if parameter.name in settings:
             continue
         if parameter.name in facts:
             selected[parameter.name] = facts[parameter.name]
-        elif _is_required(parameter):
+        elif parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        ):
             raise ConfigError(
                 f"{name} needs {parameter.name}, which is no setting of it and which the data set {source_name} "
                 f"does not give (it gives {', '.join(facts)}); set it, or choose another data set"
@@ -127,17 +130,12 @@ def declared(
     return selected
 
 
-def _is_required(parameter: inspect.Parameter) -> bool:
-    is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    return is_named and parameter.default is parameter.empty
-
-
 def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
     """The settings of the group `model` without those of every model, which builders never get.
 
     Raises ConfigError if the builder has an argument of the same name.
     """
-    arguments: set[str] = set()
+    arguments = set()
     with suppress(TypeError, ValueError):  # It has no signature, or there is no such builder.
         arguments = set(inspect.signature(builder).parameters)
     taken = arguments.intersection(MODEL_OPTIONS)
@@ -164,7 +162,7 @@ def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[
     with suppress(Exception):  # Calling it fails in the same way, with a better message.
         target = get_object(settings["_target_"])
 
-    own: dict[str, Any] = {}
+    own = {}
     for name, value in settings.items():
         defaults = [choice[name] for choice in choices if name in choice]
         if isinstance(value, Mapping):

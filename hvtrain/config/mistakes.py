@@ -123,7 +123,7 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
 
     chosen = [argument for argument in line if _CHOICE.fullmatch(argument)]
     chosen += [f"--config-dir={folder}" for folder in own_folders(line)]
-    tree: dict[str, Any] = {}
+    tree = {}
     # If the line has only choices, these are what cannot be composed.
     if chosen != line:
         tree = compose(chosen)

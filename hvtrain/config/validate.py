@@ -5,6 +5,7 @@ import math
 import re
 import types
 import typing
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass
@@ -143,9 +144,9 @@ def closest(name: str, known: Sequence[str]) -> str | None:
     """
     last = name.lower().rpartition(".")[2]
     # Names are compared without their group: equal groups would make different settings look similar.
-    by_last: dict[str, list[str]] = {}
+    by_last = defaultdict(list)
     for other in known:
-        by_last.setdefault(other.lower().rpartition(".")[2], []).append(other)
+        by_last[other.lower().rpartition(".")[2]].append(other)
     for meant in (SYNONYMS.get(last, last), last):
         matches = difflib.get_close_matches(meant, by_last, n=1)
         if matches:

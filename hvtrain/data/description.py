@@ -49,10 +49,9 @@ class DataDescription:
                 continue
             separator = "; " if label == "warnings" else ", "
             cut = f" ... {len(phrases):,} in all"
-            text = separator.join(phrases)
             # Names of files and columns stay in one piece.
             lines[label] = textwrap.fill(
-                text,
+                separator.join(phrases),
                 HEADER_WIDTH,
                 max_lines=MAX_LINES,
                 placeholder=cut,
@@ -114,8 +113,7 @@ def array_digest(arrays: Iterable[Any]) -> bytes:
 def class_labels(source: "Source") -> list[str]:
     """Names of the classes, or their numbers."""
     facts = source.facts()
-    names = facts.get("class_names") or range(facts.get("num_classes") or 0)
-    return [str(name) for name in names]
+    return list(map(str, facts.get("class_names") or range(facts.get("num_classes") or 0)))
 
 
 def class_phrase(counts: Sequence[int], names: Sequence[str]) -> str:

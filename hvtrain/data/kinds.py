@@ -32,7 +32,7 @@ LARGE = 0.99
 MAX_VALUES = 100_000
 NAMES = "names"
 # The type for the kind character of a NumPy dtype; all other kinds are "numbers".
-TYPES = {**dict.fromkeys("OSU", NAMES), **dict.fromkeys("iub", "whole numbers")}
+TYPES = dict.fromkeys("OSU", NAMES) | dict.fromkeys("iub", "whole numbers")
 
 # {"inputs": {name: {"type", "shape", "low", "high", "large"}}, "class_counts": {split: [...]}}
 Kinds = dict[str, Any]
@@ -61,10 +61,9 @@ def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
 
 def spec_kinds(source: Source) -> dict[str, dict[str, Any]]:
     """The kinds of a source's inputs, known before any are read, so without value ranges."""
-    specs = inputs_of(source.element_spec[0])
     return {
         name: input_kind(np.dtype(spec.dtype.as_numpy_dtype), spec.shape)
-        for name, spec in specs.items()
+        for name, spec in inputs_of(source.element_spec[0]).items()
     }
 
 

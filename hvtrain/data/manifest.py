@@ -78,7 +78,7 @@ def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
     step = -(-len(paths) // MAX_SIZES) or 1
     measured = set(paths[::step])
 
-    sizes: dict[str, int | None] = {}
+    sizes = {}
     # Sorted, so that the order in which a file system lists files does not matter.
     for path in sorted(paths):
         # Names within the folder, so that a copy elsewhere counts as the same data set.
@@ -139,7 +139,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     # The old manifest may come from a damaged checkpoint, and lack any key; the new one is complete.
     old_splits = old.get("splits", {})
     new_splits = new["splits"]
-    for split in {**old_splits, **new_splits}:
+    for split in old_splits | new_splits:
         changes += _split_differences(split, old_splits.get(split, {}), new_splits.get(split, {}))
     return changes
 
@@ -157,7 +157,7 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
     old_files = old.get("files")
     new_files = new.get("files")
     if old_files is not None and new_files is not None:
-        for name in sorted({**old_files, **new_files}):
+        for name in sorted(old_files | new_files):
             if name not in new_files:
                 changes.append(f"{split}: {name} is gone")
             elif name not in old_files:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow import TensorSpec
 
 from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology
@@ -179,14 +180,14 @@ class Source(ABC):
         (inputs, targets) or (inputs, targets, weights), each a nested structure of tf.TensorSpec.
         The default is an image and the index of its class.
         """
-        return tf.TensorSpec(self.image_shape, tf.float32), tf.TensorSpec((), tf.int32)
+        return TensorSpec(self.image_shape, tf.float32), TensorSpec((), tf.int32)
 
     def facts(self) -> dict[str, Any]:
         """Facts of the data set by name. A model's builder gets those that it declares as arguments."""
         names = ("image_shape", "num_classes", "class_names")
         facts = {name: getattr(self, name, None) for name in names}
         inputs = self.element_spec[0]
-        if isinstance(inputs, tf.TensorSpec):
+        if isinstance(inputs, TensorSpec):
             facts["input_shape"] = tuple(inputs.shape)
         known = {name: value for name, value in facts.items() if value is not None}
         return {**known, **self.more_facts}
@@ -291,7 +292,7 @@ class Source(ABC):
             return declared_range
         # Bytes need no declaration.
         inputs = self.element_spec[0]
-        is_bytes = isinstance(inputs, tf.TensorSpec) and inputs.dtype == tf.uint8
+        is_bytes = isinstance(inputs, TensorSpec) and inputs.dtype == tf.uint8
         return (0.0, 255.0) if is_bytes else None
 
     def fitted(self) -> dict[str, bytes]:

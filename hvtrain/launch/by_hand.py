@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -93,10 +94,10 @@ def horovod_variables(rank: int, rank_hosts: Sequence[tuple[str, ...]]) -> dict[
     >>> variables["HOROVOD_LOCAL_RANK"], variables["HOROVOD_LOCAL_SIZE"], variables["HOROVOD_CROSS_RANK"]
     ('0', '1', '1')
     """
-    ranks_on: dict[tuple[str, ...], list[int]] = {}
+    ranks_on = defaultdict(list)
     for number, rank_host in enumerate(rank_hosts):
         # The key is name and address, since two hosts may have the same name.
-        ranks_on.setdefault(rank_host, []).append(number)
+        ranks_on[rank_host].append(number)
 
     local_ranks = ranks_on[rank_hosts[rank]]
     local_rank = local_ranks.index(rank)

@@ -41,7 +41,7 @@ def started(
     """
     set_parent = die_with_parent()
 
-    def prepare() -> None:
+    def prepare():
         set_parent()
         # Set in the child before it starts threads, which inherit the affinity.
         os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
@@ -114,7 +114,7 @@ def die_with_parent() -> Callable[[], None]:
     """
     parent = os.getpid()
 
-    def prepare() -> None:
+    def prepare():
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         # The parent may have ended before the call to prctl.
         if os.getppid() != parent:
@@ -123,9 +123,12 @@ def die_with_parent() -> Callable[[], None]:
     return prepare
 
 
-def handle_signals(handler: Callable[..., None]) -> None:
-    """Installs the handler for the signals that a launcher passes on to its child."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+def handle_signals(
+    handler: Callable[..., None],
+    numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1),
+) -> None:
+    """Installs the handler for some signals, by default for those that a launcher passes on to its child."""
+    for number in numbers:
         # Under nohup SIGHUP is ignored, and must stay ignored.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
@@ -133,10 +136,7 @@ def handle_signals(handler: Callable[..., None]) -> None:
 
 def exit_at_signals() -> None:
     """Makes SIGTERM and SIGHUP raise SystemExit, so that the run in progress ends with this process."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # Under nohup SIGHUP stays ignored.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    handle_signals(lambda number, _: sys.exit(128 + number), (signal.SIGTERM, signal.SIGHUP))
 
 
 def read_result(run: Path, code: int, log: Path) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def read_result(run: Path, code: int, log: Path) -> dict[str, Any]:
     if code:
         raise LostRankError(failure(log.read_text(errors="replace"), code))
     try:
-        return json.loads((run / RESULT_FILE).read_text(encoding="utf-8"))
+        return json.loads((run / RESULT_FILE).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise LostRankError(
             f"the run ended well, but {run / RESULT_FILE} cannot be read: {error}"

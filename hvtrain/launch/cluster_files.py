@@ -40,7 +40,7 @@ def write(cluster: ClusterKind, job: Job, folder: Path, folders: Sequence[Path] 
         folder.mkdir(parents=True, exist_ok=True)
         # All were rendered before this, so an error in a template leaves no partial set behind.
         for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).write_text(text, "utf-8")
     except OSError as error:
         raise ConfigError(
             f"--output {folder} cannot be written: {error.strerror}; choose another"
@@ -74,7 +74,7 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
     Users can define a KIND of their own in FOLDER/cluster/KIND.yaml. It names the kind that it is based
     on, for example `kind: slurm`, and holds settings, which the command line overrides. Raises ConfigError.
     """
-    values: dict[str, str] = {}
+    values = {}
     # The arguments are those before -- that are not options.
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -87,11 +87,11 @@ def choose(arguments: list[str], folders: list[Path]) -> ClusterKind | None:
     kind = values.pop("cluster", "ssh")
     # The first folder with such a file wins.
     tree: dict[str, Any] = {}
-    unparsed: dict[str, str] = {}
+    unparsed = {}
     for folder in folders:
         path = folder / "cluster" / f"{kind}.yaml"
         if path.is_file():
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text("utf-8")
             tree = _yaml(text, str(path)) or {}
             if not isinstance(tree, dict):
                 raise ConfigError(f"{path} holds no settings; write lines such as kind: slurm")

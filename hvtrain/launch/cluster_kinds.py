@@ -80,9 +80,13 @@ class Slurm(ClusterKind):
                 f"before it; raise it, or lower cluster.signal_seconds={self.signal_seconds}"
             )
         self.check_texts(
-            ("name", "partition", "account", "qos", "output"),
             r"[\w./%+@:,=~-]+",
             "what #SBATCH can take; use a name of letters, digits and ./%+@:,=~-_ without blanks",
+            "name",
+            "partition",
+            "account",
+            "qos",
+            "output",
         )
 
         # The launcher adds `python -m hvtrain` to settings of a run; any other command is passed on whole.
@@ -183,9 +187,11 @@ class Docker(ClusterKind):
             place_ranks(job)  # Raises ConfigError if the hosts have too few slots.
         # docker run -v takes a colon as the end of the path.
         self.check_texts(
-            ("keys", "data", "runs"),
             r"/[^:\n]*",
             "a folder for Docker; give an absolute path without a colon",
+            "keys",
+            "data",
+            "runs",
         )
         return {"hosts": hosts_option(job.hosts)}
 
@@ -230,10 +236,10 @@ class Spark(ClusterKind):
                 "give settings of a run after --"
             )
         self.check_texts(
-            ("master",), r"yarn|spark://\S+|local\S*", "a master; give yarn or spark://HOST:7077"
+            r"yarn|spark://\S+|local\S*", "a master; give yarn or spark://HOST:7077", "master"
         )
         self.check_texts(
-            ("memory_per_rank",), r"[1-9]\d*[mg]", "an amount of memory; write 8g or 512m"
+            r"[1-9]\d*[mg]", "an amount of memory; write 8g or 512m", "memory_per_rank"
         )
 
         if self.deploy_mode == "cluster":

@@ -55,9 +55,7 @@ def main() -> int:
     cluster = cluster_files.choose(options.settings, folders)
     run = _run(run_arguments, options, cluster)
     hosts = _hosts(options)
-    num_training = options.np
-    if num_training is None:
-        num_training = sum(host.slots for host in hosts) or 1
+    num_training = options.np or sum(host.slots for host in hosts) or 1
     roles = roles_of(run.strategy, num_training)
     check(names, cluster, roles)
 
@@ -104,8 +102,7 @@ def _run(arguments: list[str], options: argparse.Namespace, cluster: ClusterKind
             raise ConfigError(
                 f"cluster={cluster.kind} takes --num-ps with settings of a run only; leave it out"
             )
-        strategy = {"num_ps": options.num_ps} if options.num_ps else {}
-        return _Run(tuple(arguments), None, strategy)
+        return _Run(tuple(arguments), None, {"num_ps": options.num_ps} if options.num_ps else {})
     if first and "=" not in first and not first.startswith("-"):
         raise ConfigError(
             f"{first!r} is not a run setting; a command of your own begins with python"

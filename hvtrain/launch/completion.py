@@ -4,6 +4,7 @@ The script contains all names, so that the Tab key starts no Python; only the fo
 is read at completion time.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,11 @@ def main() -> int:
 def script() -> str:
     """Returns the script, with all groups and settings, and for settings of choices each GROUP=CHOICE that has them."""
     known: dict[str, Iterable[str]] = {**declared(RunConfig), **declared(ModelOptions, "model.")}
-    owners: dict[str, list[str]] = {}
+    owners = defaultdict(list)
     for argument, settings in _choices():
         for name, choices in settings.items():
             known[name] = choices
-            owners.setdefault(name, []).append(argument)
+            owners[name].append(argument)
     known["cluster"] = ["ssh", *KINDS]
     for kind in KINDS.values():
         known |= declared(kind, "cluster.")

@@ -121,8 +121,9 @@ class Listener:
         held: an unfinished message from Open MPI, which is shown as a whole or not at all.
     """
 
+    first: End | None = None
+
     def __init__(self) -> None:
-        self.first: End | None = None
         self.verdicts: dict[int, Verdict] = {}
         self.lost: list[str] = []
         self.held: list[str] = []
@@ -256,7 +257,7 @@ def judge(
         who = label(rank)
         statement = verdicts.get(rank)
 
-    quoted: Verdict | None = None
+    quoted = None
     code = RESTART_HELPS
     signal_name = _SIGNALS.get(end.code)
     if end.code == LOST and (host in lost or not end.rank):

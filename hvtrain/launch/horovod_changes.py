@@ -133,7 +133,7 @@ def _command_without_variables(
         f"export {name}={shlex.quote(os.environ[name])}\n" for name in travelling
     )
 
-    def command(slot: Any) -> str:
+    def command(slot):
         variables = " ".join(
             f"{name}={value}" for name, value in gloo_run.create_slot_env_vars(slot).items()
         )
@@ -182,10 +182,10 @@ class Server(Store):
     """
 
     address = ""  # Where all servers listen; "": on all interfaces.
+    _driver: Any = None
 
     def __init__(self, verbose: int = 0) -> None:
         super().__init__(self.address, 0)
-        self._driver: Any = None
 
     def start(self, driver: Any = None) -> int:
         self._driver = driver

@@ -140,8 +140,7 @@ def _folder() -> Path:
 
 def _check_hosts(args: argparse.Namespace, by_gloo: bool) -> HostCalls:
     """Checks the hosts, sets how to reach them in Horovod's arguments, and returns HostCalls. Raises UserError."""
-    job = Job((), args.num_proc, parse_hosts(args.hosts))
-    rank_hosts = place_ranks(job)
+    rank_hosts = place_ranks(Job((), args.num_proc, parse_hosts(args.hosts)))
     # Horovod needs the number of slots of each host.
     args.hosts = hosts_option(used_hosts(rank_hosts))
 

@@ -22,7 +22,7 @@ def main() -> None:
     # Before the launcher starts: a signal without a handler would end this process alone.
     signals = Signals()
     arguments, keeps_marks = _launcher_arguments(sys.argv[1:])
-    variables = {**os.environ, **drawing.request(not keeps_marks and drawing.can_draw(sys.stdout))}
+    variables = os.environ | drawing.request(not keeps_marks and drawing.can_draw(sys.stdout))
     with tempfile.TemporaryDirectory(prefix="hvtrain-") as folder:
         # This interpreter, since the environment may not be activated.
         line = [sys.executable, "-m", "hvtrain.launch.horovod_launcher", *arguments]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +22,9 @@ SECONDS_TO_BEGIN = 300.0
 
 # With these Open MPI notices a lost host or a cut network after 40 to 45 s: later than the watchdog,
 # whose message is better. By default mpirun waits a quarter of an hour for such a host.
-MPI_NOTICES_CUTS = [
-    *("-mca", "oob_tcp_keepalive_time", "5"),
-    *("-mca", "oob_tcp_keepalive_intvl", "1"),
-    *("-mca", "oob_tcp_keepalive_probes", "40"),
-]
+MPI_NOTICES_CUTS = shlex.split(
+    "-mca oob_tcp_keepalive_time 5 -mca oob_tcp_keepalive_intvl 1 -mca oob_tcp_keepalive_probes 40"
+)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
     Raises ConfigError.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
             f"--hostfile {path} cannot be read: {error.strerror}; write lines such as: s1 slots=4"
@@ -227,8 +226,7 @@ def _mpirun_command(job: Job, network: HostNetwork | None) -> list[str]:
         f"{sys.prefix}/bin/mpirun",
         *f"-np {job.num_processes} -H {hosts_option(hosts)} --tag-output".split(),
         # As in Horovod's launcher: Horovod's background thread must not share one core with other threads.
-        *("--bind-to", "none", "--map-by", "slot"),
-        *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
+        *shlex.split("--bind-to none --map-by slot -mca pml ob1 -mca btl ^openib"),
     ]
     # Otherwise Open MPI refuses to run as root, as ranks in a container often do.
     if os.geteuid() == 0:
@@ -293,11 +291,11 @@ class ClusterKind:
     about: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     submit: ClassVar[str]
-    program: ClassVar[str] = ""
-    no_elastic: ClassVar[str] = ""
-    no_hosts: ClassVar[str] = ""
-    starts_servers: ClassVar[bool] = False
-    starts_replicas: ClassVar[bool] = False
+    program = ""
+    no_elastic = ""
+    no_hosts = ""
+    starts_servers = False
+    starts_replicas = False
 
     def values(self, job: Job) -> dict[str, Any]:
         """Returns the values that the templates need besides job and settings.
@@ -306,8 +304,8 @@ class ClusterKind:
         """
         raise NotImplementedError
 
-    def check_texts(self, names: Iterable[str], pattern: str, needed: str) -> None:
-        """Raises ConfigError for a setting that does not match the pattern; null is always valid."""
+    def check_texts(self, pattern: str, needed: str, *names: str) -> None:
+        """Raises ConfigError for a setting of these names that does not match the pattern; null is always valid."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not re.fullmatch(pattern, value):

@@ -69,24 +69,26 @@ class JobSet(ClusterKind):
             )
         # With the operators' additions, a pod's name has to fit a DNS label of 63 characters.
         self.check_texts(
-            ("name",),
             r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",
             "a name for Kubernetes; use up to 40 of a-z, 0-9 and -, a letter first",
+            "name",
         )
         self.check_texts(
-            ("namespace", "queue", "data_claim", "runs_claim"),
             r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
             "a name for Kubernetes; use a-z, 0-9, - and dots",
+            "namespace",
+            "queue",
+            "data_claim",
+            "runs_claim",
         )
         self.check_texts(
-            ("memory_per_rank", "shared_memory"),
             r"[1-9]\d*([KMGT]i|[kMGT])?",
             "an amount of memory; write 16Gi or 512Mi",
+            "memory_per_rank",
+            "shared_memory",
         )
         self.check_texts(
-            ("data_path",),
-            r"/[^:]*",
-            "a place to mount data; give an absolute path without a colon",
+            r"/[^:]*", "a place to mount data; give an absolute path without a colon", "data_path"
         )
         for name in self.pod or ():
             if name not in POD_FIELDS:

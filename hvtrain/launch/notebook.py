@@ -66,7 +66,13 @@ def run_ranks(
         str(folder),
     ]
     try:
-        write_object(folder / FUNCTION_FILE, (function, args, kwargs, _cell_sources()))
+        # Of the notebook's cells, which are not files: AutoGraph and tracebacks on ranks need their source.
+        sources = {
+            name: entry
+            for name, entry in linecache.cache.items()
+            if len(entry) == 4 and entry[1] is None
+        }
+        write_object(folder / FUNCTION_FILE, (function, args, kwargs, sources))
         _launch(line, folder)
         return [_value(folder, rank) for rank in range(num_ranks)]
     finally:
@@ -74,11 +80,6 @@ def run_ranks(
             path.unlink(missing_ok=True)
         with suppress(OSError):  # The folder is empty after a launch that was refused.
             folder.rmdir()
-
-
-def load_magic(shell: Any) -> None:
-    """Registers the %%ranks magic with IPython's shell."""
-    shell.register_magic_function(ranks, magic_kind="cell")
 
 
 def ranks(line: str, cell: str) -> None:
@@ -111,15 +112,6 @@ def _new_folder() -> Path:
         raise ConfigError(
             f"{Path.cwd()}/launch cannot be written: {error.strerror}; start the notebook in a folder of your own"
         ) from error
-
-
-def _cell_sources() -> dict[str, Any]:
-    """Returns the source of the notebook's cells, which are not files: AutoGraph and tracebacks on ranks need it."""
-    return {
-        name: entry
-        for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None
-    }
 
 
 def _launch(line: list[str], folder: Path) -> None:

@@ -89,15 +89,27 @@ def clear(mark: str, job: int | None = None) -> dict[str, int]:
         left = _left(mark)
 
     if job is not None:
-        _remove_files(job)
+        # What a killed Open MPI leaves behind: its ranks' shared memory, and its own folder.
+        # The ranks' job has the number after that of mpirun's own job.
+        for path in Path("/dev/shm").glob(f"*.{job + 1:x}.*"):
+            with suppress(OSError):
+                path.unlink()
+        for folder in Path(tempfile.gettempdir()).glob("ompi.*/*"):
+            with suppress(OSError):
+                contact = folder / "contact.txt"
+                if folder.name == f"jf.{job >> 16}" or contact.read_text().startswith(f"{job}."):
+                    shutil.rmtree(folder)
     return {"oom_kills": oom_kills()}
 
 
 def _left(mark: str) -> list[int]:
     """Returns the launch's processes on this host, without this one."""
     variable = f"{MARK}={mark}".encode()
-    processes = [process for process, _ in _processes() if process != os.getpid()]
-    return [process for process in processes if variable in _variables(process)]
+    return [
+        process
+        for process, _ in _processes()
+        if process != os.getpid() and variable in _variables(process)
+    ]
 
 
 def oom_kills() -> int:
@@ -105,25 +117,10 @@ def oom_kills() -> int:
 
     0 if the kernel does not report it.
     """
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+    with suppress(OSError, ValueError, KeyError):
+        counts = dict(map(str.split, Path("/proc/vmstat").read_text("ascii").splitlines()))
+        return int(counts["oom_kill"])
     return 0
-
-
-def _remove_files(job: int) -> None:
-    """Removes what a killed Open MPI leaves behind: its ranks' shared memory, and its own folder."""
-    # The ranks' job has the number after that of mpirun's own job.
-    for path in Path("/dev/shm").glob(f"*.{job + 1:x}.*"):
-        with suppress(OSError):
-            path.unlink()
-    for folder in Path(tempfile.gettempdir()).glob("ompi.*/*"):
-        with suppress(OSError):
-            if folder.name == f"jf.{job >> 16}" or (folder / "contact.txt").read_text().startswith(
-                f"{job}."
-            ):
-                shutil.rmtree(folder)
 
 
 def _processes() -> Iterator[tuple[int, int]]:
@@ -131,7 +128,7 @@ def _processes() -> Iterator[tuple[int, int]]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         # The name in parentheses may contain anything; numbers follow. The process may have ended.
         with suppress(OSError, IndexError):
-            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            fields = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
             yield int(stat.parent.name), int(fields[1])
 
 

@@ -46,15 +46,8 @@ def parser() -> Parser:
     options.add_argument(
         "settings", nargs="*", metavar="cluster=KIND, cluster.SETTING=VALUE", help="listed below"
     )
-    _add_ranks(options)
-    _add_starting(options)
-    _add_by_hand(options)
-    _add_files(options)
-    return options
 
-
-def _add_ranks(parser: Parser) -> None:
-    group = parser.add_argument_group("ranks and hosts")
+    group = options.add_argument_group("ranks and hosts")
     add_number(
         group,
         "-np",
@@ -82,9 +75,7 @@ def _add_ranks(parser: Parser) -> None:
     about = "restarts from the newest checkpoint, after a lost host or a killed or hanging rank"
     add_number(group, "--max-restarts", at_least(0), about, 0)
 
-
-def _add_starting(parser: Parser) -> None:
-    group = parser.add_argument_group("how ranks are started")
+    group = options.add_argument_group("how ranks are started")
     # Each sets `how`; without any it stays None, which means MPI.
     launchers = group.add_mutually_exclusive_group()
     for name, about in {
@@ -112,10 +103,8 @@ def _add_starting(parser: Parser) -> None:
         "and CUDA, but none whose name suggests a secret",
     )
 
-
-def _add_by_hand(parser: Parser) -> None:
     # TensorFlow users know these names from TF_CONFIG.
-    group = parser.add_argument_group("one process by hand", BY_HAND)
+    group = options.add_argument_group("one process by hand", BY_HAND)
     group.add_argument(
         "--job-name",
         metavar="JOB",
@@ -128,9 +117,7 @@ def _add_by_hand(parser: Parser) -> None:
         help="where all processes meet: the host of rank 0 (coordinator 0, or else worker 0) and a free port there",
     )
 
-
-def _add_files(parser: Parser) -> None:
-    group = parser.add_argument_group("files")
+    group = options.add_argument_group("files")
     group.add_argument(
         "--logs", metavar="DIR", help="the ranks' logs; default: launch/ in the run folder"
     )
@@ -140,6 +127,7 @@ def _add_files(parser: Parser) -> None:
         action="store_true",
         help="write the files, print what would run, start nothing",
     )
+    return options
 
 
 def _clusters_help() -> str:

@@ -21,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple, TextIO
 
@@ -88,10 +89,11 @@ class MarkedStream:
     0 'Epoch 1\\n'
     """
 
+    _writer = LAUNCHER
+    _begun_mark = ""
+
     def __init__(self) -> None:
         self.begun: dict[Source, Line] = {}
-        self._writer = LAUNCHER
-        self._begun_mark = ""
 
     def feed(self, text: str) -> Iterator[Line]:
         """Yields the lines that the text begins, continues or ends.
@@ -145,7 +147,7 @@ class RankOutput:
     def __init__(self, folder: Path, hosts: Sequence[str]) -> None:
         self.folder = folder
         self.listener = Listener()
-        self.readers: list[Callable[[IO[str]], None]] = [self.read]
+        self.readers = [self.read]
         self._hosts = hosts
         self._display = LiveDisplay()
         self._files: dict[int, TextIO] = {}
@@ -156,7 +158,7 @@ class RankOutput:
             for path in folder.glob("rank-[0-9]*.log"):
                 path.unlink()
             for rank in range(len(hosts)):
-                self.path(rank).write_text("", encoding="utf-8")
+                self.path(rank).write_text("", "utf-8")
         except OSError as error:
             raise ConfigError(
                 f"the ranks' logs cannot be written to {folder}: {error.strerror}; give another place with --logs"
@@ -248,10 +250,14 @@ class PlainOutput:
 
     def __init__(self, keeps_marks: bool = False) -> None:
         self.listener = Listener()
-        self.readers: list[Callable[[IO[str]], None]] = [self._read_errors, self._read_output]
-        self.error_stream = PlainStream(self._filter_error, self._holds_errors, keeps_marks)
-        self.output_stream = PlainStream(self._filter_output, self._has_bars, keeps_marks)
+        self.readers = [self._read_errors, self._read_output]
         self.drawing = Drawing()
+        self.error_stream = PlainStream(
+            self._filter_error, lambda: bool(self.drawing.bars or self.listener.held), keeps_marks
+        )
+        self.output_stream = PlainStream(
+            self._filter_output, lambda: bool(self.drawing.bars), keeps_marks
+        )
         self._display = LiveDisplay()
 
     def _read_errors(self, stream: IO[str]) -> None:
@@ -274,21 +280,15 @@ class PlainOutput:
     def _filter_error(self, line: Line) -> str:
         if line.rank is None:
             return self.listener.launcher(line.text)
-        is_verdict = self.listener.rank(line.rank, line.text)
-        return "" if is_verdict else line.text
+        return "" if self.listener.rank(line.rank, line.text) else line.text
 
     def _filter_output(self, line: Line) -> str:
         text, picture = drawing.cut(line.text)
         self.drawing = picture or self.drawing
         return text
 
-    def _holds_errors(self) -> bool:
-        return self._has_bars() or bool(self.listener.held)
 
-    def _has_bars(self) -> bool:
-        return bool(self.drawing.bars)
-
-
+@dataclass(eq=False)
 class PlainStream:
     """One stream as the console shows it: text of the launcher and rank 0 as it arrives, that of others in whole lines.
 
@@ -299,18 +299,14 @@ class PlainStream:
         keeps_marks: the text of all ranks is shown as it arrives, with marks.
     """
 
-    def __init__(
-        self,
-        read: Callable[[Line], str],
-        shows_lines: Callable[[], bool],
-        keeps_marks: bool = False,
-    ) -> None:
-        self._read = read
-        self._shows_lines = shows_lines
-        self._keeps_marks = keeps_marks
+    read: Callable[[Line], str]
+    shows_lines: Callable[[], bool]
+    keeps_marks: bool = False
+    _last: Source | None = None  # The source of the unfinished line at the console's end.
+
+    def __post_init__(self) -> None:
         self._marked = MarkedStream()
         self._shown: dict[Source, int] = {}  # Characters of each unfinished line on the console.
-        self._last: Source | None = None  # The source of the unfinished line at the console's end.
 
     def feed(self, text: str) -> str:
         """Returns the text to show now."""
@@ -326,12 +322,12 @@ class PlainStream:
     def _show(self, line: Line) -> str:
         begin = self._shown.pop(line.source, 0)
         if line.is_whole:
-            return self._placed(line, self._read(line)[begin:])
+            return self._placed(line, self.read(line)[begin:])
 
         # Text that may be hidden once its line is whole is held back, and so are other ranks' lines.
         end = begin
-        waits = line.rank and not self._keeps_marks
-        if not (waits or self._shows_lines() or RULER.startswith(line.text)):
+        waits = line.rank and not self.keeps_marks
+        if not (waits or self.shows_lines() or RULER.startswith(line.text)):
             hidden = _MAY_BE_HIDDEN.search(line.text)
             end = hidden.start() if hidden else len(line.text)
         # When the line ends, only the text that is not on the console yet is shown.
@@ -345,7 +341,7 @@ class PlainStream:
         """
         if not text:
             return ""
-        if (line.rank or self._keeps_marks) and self._last != line.source:
+        if (line.rank or self.keeps_marks) and self._last != line.source:
             text = line.mark + text
         # This text must not continue another source's unfinished line.
         if self._last not in (line.source, None):

@@ -152,10 +152,7 @@ def request(modules: Sequence[ModuleType], function: str, *arguments: Any) -> st
     """
     # The loader makes these packages, empty, so that the modules can import each other.
     packages = sorted({"hvtrain", *(module.__name__.rpartition(".")[0] for module in modules)})
-    texts = [
-        (module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8"))
-        for module in modules
-    ]
+    texts = [(module.__name__, Path(str(module.__file__)).read_text("utf-8")) for module in modules]
     call = (modules[-1].__name__, function, arguments)
     return json.dumps(([*((package, "") for package in packages), *texts], call))
 
@@ -194,7 +191,7 @@ class HostCalls:
     def read(cls, folder: Path) -> "HostCalls":
         """Reads what `write` wrote; has no hosts if the launch did not get that far."""
         with suppress(OSError):
-            fields = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+            fields = json.loads((folder / _FILE).read_text("utf-8"))
             return cls(tuple(fields["rank_hosts"]), fields["remote"], Ssh(**fields["ssh"]))
         return cls()
 
@@ -242,7 +239,7 @@ class HostCalls:
 def mpirun_job(folder: Path) -> int | None:
     """Returns the number of mpirun's own job; None if mpirun is not running."""
     with suppress(OSError, ValueError):
-        return int((folder / URI_FILE).read_text(encoding="utf-8").partition(".")[0])
+        return int((folder / URI_FILE).read_text("utf-8").partition(".")[0])
     return None
 
 

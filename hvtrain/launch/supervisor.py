@@ -37,10 +37,11 @@ class Signals:
         received: set once a signal has arrived.
     """
 
+    first: int | None = None
+    _handler: Callable[[int], None] | None = None
+
     def __init__(self) -> None:
-        self.first: int | None = None
         self.received = console.SignalFlag()
-        self._handler: Callable[[int], None] | None = None
         self._waiting: list[int] = []
         handle_signals(self._receive)
 
@@ -75,6 +76,10 @@ class Launch:
         seconds_to_begin: after this time without any rank the launcher is ended.
     """
 
+    _was_asked = False
+    _was_forced = False
+    _began_too_late = False
+
     def __init__(
         self,
         line: Sequence[str],
@@ -96,9 +101,6 @@ class Launch:
         self._oom_kills = on_host.oom_kills()
         self._later_oom_kills = self._oom_kills
         self._signals: list[int] = []
-        self._was_asked = False
-        self._was_forced = False
-        self._began_too_late = False
 
         # The pipe of stderr comes first.
         reads, writes = zip(*(os.pipe() for _ in output.readers))

@@ -168,7 +168,9 @@ def _entry(
     num_bytes: int,
     fill: Callable[[Path], None],
 ) -> Path:
-    """Returns the path of the objects in their cache entry, which is made if it does not exist.
+    """Returns the path of the objects in their cache entry, and keeps a shared lock on it.
+
+    If it does not exist, this process fills it, or waits until another one has done so.
 
     Args:
         kind: Tells entries of the same objects apart.
@@ -188,41 +190,23 @@ def _entry(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_suffix(".lock").open("a+")
-        _fill_once(folder, lock, remote, objects, num_bytes, fill)
-    except OSError as error:
-        raise ConfigError(
-            f"the cache {cache_folder()} cannot be used ({error.strerror}); set {FOLDER_VARIABLE} to a folder of this "
-            "user on this host"
-        ) from error
-    _used[folder] = lock
-    return path
-
-
-def _fill_once(
-    folder: Path,
-    lock: IO[str],
-    remote: Remote,
-    objects: Sequence[Object],
-    num_bytes: int,
-    fill: Callable[[Path], object],
-) -> None:
-    """Fills an entry of the cache unless another process has done so; returns with a shared lock on it."""
-    while True:
-        # All processes that use the entry share this lock, which keeps others from removing the entry.
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if folder.is_dir():
-            break
-        log.info(
-            "storage        %s: %s objects, %s, to %s",
-            remote.address,
-            f"{len(objects):,}",
-            human_bytes(num_bytes),
-            folder,
-        )
-        # NFS cannot upgrade a lock that others share.
-        fcntl.flock(lock, fcntl.LOCK_UN)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
+        while True:
+            # All processes that use the entry share this lock, which keeps others from removing the entry.
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if folder.is_dir():
+                break
+            log.info(
+                "storage        %s: %s objects, %s, to %s",
+                remote.address,
+                f"{len(objects):,}",
+                human_bytes(num_bytes),
+                folder,
+            )
+            # NFS cannot upgrade a lock that others share.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.is_dir():
+                continue
             with (cache_folder() / ".making-room").open("a") as guard:
                 fcntl.flock(guard, fcntl.LOCK_EX)
                 _make_room(Path(lock.name), num_bytes)
@@ -234,7 +218,14 @@ def _fill_once(
                 temporary.mkdir()
                 fill(temporary / remote.name)
                 temporary.rename(folder)
-    os.utime(lock.fileno())
+        os.utime(lock.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {cache_folder()} cannot be used ({error.strerror}); set {FOLDER_VARIABLE} to a folder of this "
+            "user on this host"
+        ) from error
+    _used[folder] = lock
+    return path
 
 
 def _make_room(own_lock: Path, num_bytes: int) -> None:

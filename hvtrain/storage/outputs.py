@@ -23,10 +23,11 @@ class Output:
         ConfigError, DataError: The address cannot be used, or already has objects.
     """
 
+    _parent: Remote | None = None
+
     def __init__(self, text: str, replaces: bool = False) -> None:
         self.text = text
         self.path = Path(text)
-        self._parent: Remote | None = None
         if not is_remote(text):
             return
         remote = locate(text)

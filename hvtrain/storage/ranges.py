@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any
 
 from hvtrain.errors import StorageError
 from hvtrain.storage.remote import READ_AT_ONCE, Object, Remote
@@ -24,9 +25,8 @@ SUM_BYTES = 4
 MOST_AHEAD = 1024
 """Maximum number of parts that wait to be taken."""
 
-T = TypeVar("T")
 
-
+@dataclass(eq=False)
 class FarFile:
     """An object that is read in parts.
 
@@ -36,12 +36,11 @@ class FarFile:
         kept: a sparse file for the parts that have been read; None: they are not kept.
     """
 
-    def __init__(self, remote: Remote, state: Object, kept: Path | None) -> None:
-        self._remote = remote
-        self._state = state
-        self._kept = kept
-        self._handle: Any = None
-        self._checked = 0.0
+    remote: Remote
+    state: Object
+    kept: Path | None
+    _handle: Any = None
+    _checked: float = 0.0
 
     def part(self, num_bytes: int, offset: int) -> bytes:
         """Returns bytes from an offset, from this host's disk if they were read before.
@@ -49,18 +48,18 @@ class FarFile:
         Raises:
             StorageError: The store does not answer, or the object has changed.
         """
-        if self._kept is None:
+        if self.kept is None:
             return self.pread(num_bytes, offset)
         # A checksum, since a power cut may save only one of the two files. It is at about the part's offset.
         slot = offset - offset % SUM_BYTES
         with suppress(OSError):
-            file, sums = _kept_files(self._kept)
+            file, sums = _kept_files(self.kept)
             data = os.pread(file.fileno(), num_bytes, offset)
             if os.pread(sums.fileno(), SUM_BYTES, slot) == _checksum(data):
                 return data
         data = self.pread(num_bytes, offset)
         with suppress(OSError):
-            file, sums = _kept_files(self._kept)
+            file, sums = _kept_files(self.kept)
             os.pwrite(file.fileno(), data, offset)
             os.pwrite(sums.fileno(), _checksum(data), slot)
         return data
@@ -68,7 +67,7 @@ class FarFile:
     def pread(self, num_bytes: int, offset: int) -> bytes:
         """Reads bytes from the store, and does not keep them. Raises StorageError."""
 
-        def read() -> bytes:
+        def read():
             handle = self._handle
             if handle is None or time.monotonic() - self._checked > SECONDS_UNCHECKED:
                 handle = self._open()
@@ -79,10 +78,10 @@ class FarFile:
                 raise OSError(errno.EIO, f"{len(data):,} of {num_bytes:,} bytes came")
             return data
 
-        return self._remote.attempt(read, StorageError)
+        return self.remote.attempt(read, StorageError)
 
     def _open(self) -> Any:
-        filesystem, path = self._remote.filesystem, self._remote.path
+        filesystem, path = self.remote.filesystem, self.remote.path
         handle = filesystem.open_input_file(path)
         # S3 reports the modification time with the size; other stores need a second request.
         changed = handle.metadata().get("Last-Modified", b"").decode().replace("Z", "+00:00")
@@ -92,11 +91,11 @@ class FarFile:
             seconds = (filesystem.get_file_info(path).mtime_ns or 0) / 1e9
         # Some stores list times with more digits than they report for one object.
         if (handle.size(), int(seconds)) != (
-            self._state.num_bytes,
-            self._state.changed_ns // 10**9,
+            self.state.num_bytes,
+            self.state.changed_ns // 10**9,
         ):
             raise StorageError(
-                f"{self._remote.address} has changed since this run opened it; start again when nothing writes there"
+                f"{self.remote.address} has changed since this run opened it; start again when nothing writes there"
             )
         self._checked = time.monotonic()
         self._handle = handle
@@ -104,18 +103,18 @@ class FarFile:
 
     def whole(self) -> bytes:
         """Returns the whole object, in the same way as `part`."""
-        data = self.part(self._state.num_bytes, 0)
+        data = self.part(self.state.num_bytes, 0)
         # Not kept open, since there may be millions of objects.
         self._handle = None
         return data
 
     def opened(self) -> io.RawIOBase:
         """Opens the object as a file, each read of which is a part."""
-        return _Positioned(self.part, self._state.num_bytes)
+        return _Positioned(self.part, self.state.num_bytes)
 
     def read_ahead(self) -> io.BufferedReader:
         """Opens the object as a buffered file for sequential reading. What is read is not kept on this host."""
-        return io.BufferedReader(_Positioned(self.pread, self._state.num_bytes), READ_AHEAD_BYTES)
+        return io.BufferedReader(_Positioned(self.pread, self.state.num_bytes), READ_AHEAD_BYTES)
 
 
 # Few, since each takes two of the 1,024 files that a process may open.
@@ -133,17 +132,17 @@ def _checksum(data: bytes) -> bytes:
     return zlib.crc32(data).to_bytes(SUM_BYTES, "big")
 
 
-class ReadAhead(Generic[T]):
+class ReadAhead:
     """Prefetches parts, several at a time, since each read waits for the store.
 
     Args:
         read: reads a part by name.
     """
 
-    def __init__(self, read: Callable[[str], T]) -> None:
+    def __init__(self, read: Callable[[str], Any]) -> None:
         self._read = read
         # Parts in the order in which they were announced.
-        self._parts: dict[str, Future[T]] = {}
+        self._parts: dict[str, Future[Any]] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -158,7 +157,7 @@ class ReadAhead(Generic[T]):
             while len(self._parts) > MOST_AHEAD:
                 self._parts.pop(next(iter(self._parts))).cancel()
 
-    def take(self, name: str) -> T:
+    def take(self, name: str) -> Any:
         """Returns a part, which is read now if it was not announced. Raises what `read` raises."""
         with self._lock:
             future = self._parts.pop(name, None)

@@ -77,7 +77,7 @@ class Remote:
     def read_json(self) -> dict[str, Any]:
         """Returns the content of a small JSON object. Raises DataError."""
 
-        def read() -> bytes:
+        def read():
             with self.filesystem.open_input_stream(self.path) as source:
                 return source.read()
 
@@ -97,7 +97,7 @@ class Remote:
         """Lists the objects at and below this address, sorted by name; empty if there are none. Raises DataError."""
         from pyarrow import fs
 
-        def listed() -> list[Any]:
+        def listed():
             info = self.filesystem.get_file_info(self.path)
             if info.type is fs.FileType.File:
                 return [info]
@@ -120,7 +120,7 @@ class Remote:
     def download(self, target: Path, num_bytes: int) -> None:
         """Downloads the object to a file. Raises DataError, or OSError for errors of the disk."""
 
-        def copy() -> None:
+        def copy():
             with self.filesystem.open_input_stream(self.path) as source, target.open("wb") as file:
                 shutil.copyfileobj(source, file, PIECE_BYTES)
                 size = file.tell()
@@ -132,7 +132,7 @@ class Remote:
     def upload(self, source: Path) -> None:
         """Uploads a file as this object. Raises StorageError."""
 
-        def copy() -> None:
+        def copy():
             with source.open("rb") as file:
                 target = self.filesystem.open_output_stream(self.path)
                 try:

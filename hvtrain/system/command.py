@@ -94,8 +94,8 @@ class Parser(argparse.ArgumentParser):
         # Settings have no dashes, so argparse cannot parse them.
         options, others = self.parse_known_args(arguments)
         for argument in others:
-            is_hydras = argument.startswith(("--config-", "-c"))
-            if argument.startswith("-") and not is_hydras:
+            # Hydra's own options are left to it.
+            if argument.startswith("-") and not argument.startswith(("--config-", "-c")):
                 self.error(f"unknown option {argument}")
         options.overrides = others
         return options
@@ -270,8 +270,7 @@ def end_within(seconds: float, code: int) -> None:
 def _report(error: BaseException, rank: int) -> int:
     """Tells the user what went wrong; returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        text = "interrupted; nothing new was saved"
-        console.say_error(text, rank, is_repeated=True)
+        console.say_error("interrupted; nothing new was saved", rank, is_repeated=True)
         return INTERRUPTED
     if not isinstance(error, UserError):
         if (

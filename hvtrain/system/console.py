@@ -33,6 +33,11 @@ UNSAVED = "before training began, so nothing was saved"
 _WATCHED = "HVTRAIN_LAUNCH"
 
 
+log = logging.getLogger("hvtrain")
+# Python's warnings also go through a log, which only rank 0 shows.
+_LOGGERS = (log, logging.getLogger("py.warnings"))
+
+
 class SignalFlag:
     """An event that a signal handler may set, for one waiting thread.
 
@@ -40,8 +45,9 @@ class SignalFlag:
     event's lock, which is not reentrant. SimpleQueue.put is, according to its documentation.
     """
 
+    _is_set = False
+
     def __init__(self) -> None:
-        self._is_set = False
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self) -> None:
@@ -60,7 +66,7 @@ class SignalFlag:
 
 
 # After a failure of this rank, a signal means that the launcher saw another rank end, which has reported by then.
-_signal_arrived = SignalFlag()
+signal_arrived = SignalFlag()
 # True if the run was composed with tracebacks=true, on the command line or in a file.
 shows_tracebacks = False
 # File descriptor of this process's stderr, even while TensorFlow's messages are redirected.
@@ -127,13 +133,11 @@ def quiet_import(verbose: bool) -> Iterator[None]:
 
 def start_log(is_chief: bool) -> None:
     """Sends hvtrain's log and Python's warnings to the console, on the chief only."""
-    # Python's warnings also go through the log, which only rank 0 shows.
     logging.captureWarnings(True)
     handler = _ToStdout()
     handler.setFormatter(logging.Formatter("%(message)s"))
     handler.setLevel(logging.INFO if is_chief else logging.CRITICAL)
-    for name in ("hvtrain", "py.warnings"):
-        logger = logging.getLogger(name)
+    for logger in _LOGGERS:
         logger.setLevel(logging.INFO)
         # Otherwise a root logger set up by the user would show each line twice.
         logger.propagate = False
@@ -149,11 +153,11 @@ def log_to_file(folder: Path, rank: int) -> None:
             raise OSError(f"{path} is behind a symbolic link, and may lie outside the run folder")
         handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
-        logging.getLogger("hvtrain").warning("rank %d keeps no log file: %s", rank, error)
+        log.warning("rank %d keeps no log file: %s", rank, error)
         return
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("hvtrain", "py.warnings"):
-        logging.getLogger(name).addHandler(handler)
+    for logger in _LOGGERS:
+        logger.addHandler(handler)
 
 
 class _ToStdout(logging.StreamHandler):
@@ -175,11 +179,9 @@ class _LogFile(logging.FileHandler):
     """
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        for name in ("hvtrain", "py.warnings"):
-            logging.getLogger(name).removeHandler(self)
-        logging.getLogger("hvtrain").warning(
-            "%s was not written: %s", self.baseFilename, sys.exc_info()[1]
-        )
+        for logger in _LOGGERS:
+            logger.removeHandler(self)
+        log.warning("%s was not written: %s", self.baseFilename, sys.exc_info()[1])
 
 
 def note_signal(*_: object) -> None:
@@ -187,12 +189,7 @@ def note_signal(*_: object) -> None:
 
     A handler for SIGTERM and SIGUSR1, or called by one.
     """
-    _signal_arrived.set()
-
-
-def has_noted_signal() -> bool:
-    """True once note_signal has been called."""
-    return _signal_arrived.is_set()
+    signal_arrived.set()
 
 
 def take_signals(
@@ -218,7 +215,7 @@ def signals_held() -> Iterator[Callable[[], None]]:
     pending: list[int] = []
     handlers: dict[int, Any] = {}
 
-    def release() -> None:
+    def release():
         while handlers:
             signal.signal(*handlers.popitem())
         while pending:
@@ -277,7 +274,7 @@ def say_stopping() -> None:
     sys.stderr, because a live display replaces it to stay below the text.
     """
 
-    def say() -> None:
+    def say():
         sys.stderr.write("\nhvtrain: Ctrl-C: saving and stopping; press it again to end at once\n")
         sys.stderr.flush()
 
@@ -300,15 +297,14 @@ def say_error(
             signal ended the wait.
         culprit: The rank at fault; None if unknown.
     """
-    logger = logging.getLogger("hvtrain")
-    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
-    for handler in logger.handlers:
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, message, (), None)
+    for handler in log.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
     # Rank 0 reports first, since its output is what people see.
     if wait_seconds is None:
         wait_seconds = SECONDS_FOR_ANOTHER_RANK if rank else 0.0
-    if wait_seconds and _signal_arrived.wait(wait_seconds) and is_repeated:
+    if wait_seconds and signal_arrived.wait(wait_seconds) and is_repeated:
         return
 
     if culprit == THIS_RANK:

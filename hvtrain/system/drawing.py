@@ -94,8 +94,7 @@ class LiveDisplay:
     often does without it.
     """
 
-    def __init__(self) -> None:
-        self._live: Any = None
+    _live: Any = None
 
     def prepare(self) -> None:
         """Loads what the first drawing needs, while the ranks load TensorFlow."""
@@ -111,7 +110,20 @@ class LiveDisplay:
             self.stop()
             return
         if not self._live:
-            self._begin()
+            from rich.live import Live
+
+            console = _console()
+            # With 2>FILE, errors must still go to the file.
+            self._live = Live(
+                console=console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self._live.start()
+            # rich hides the cursor, and a killed run could not show it again.
+            console.show_cursor(True)
+            atexit.register(self.stop)
         self._live.update(_picture(drawing), refresh=True)
 
     def stop(self) -> None:
@@ -119,19 +131,6 @@ class LiveDisplay:
         if self._live:
             self._live.stop()
             self._live = None
-
-    def _begin(self) -> None:
-        from rich.live import Live
-
-        console = _console()
-        # With 2>FILE, errors must still go to the file.
-        self._live = Live(
-            console=console, auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty()
-        )
-        self._live.start()
-        # rich hides the cursor, and a killed run could not show it again.
-        console.show_cursor(True)
-        atexit.register(self.stop)
 
 
 def _console() -> Any:

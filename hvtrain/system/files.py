@@ -92,8 +92,7 @@ def append_text(path: Path, text: str) -> None:
     """
     data = text.encode()
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
-        with os.fdopen(handle, "ab") as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), "ab") as file:
             file.write(data)
         flush(path)
     except OSError as error:

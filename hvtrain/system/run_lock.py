@@ -31,9 +31,8 @@ class RunLock(AbstractContextManager["RunLock"]):
     Chief only.
     """
 
-    def __init__(self) -> None:
-        self._file: IO[str] | None = None
-        self._claim: Path | None = None
+    _file: IO[str] | None = None
+    _claim: Path | None = None
 
     def __exit__(self, *_: object) -> None:
         self.release()

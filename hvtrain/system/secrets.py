@@ -56,8 +56,7 @@ def split_addresses(text: str) -> list[str]:
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
-    parts = _BEFORE_AN_ADDRESS.split(text)
-    return [part.strip("'\" \t\r\n,") for part in parts if part.strip()]
+    return [part.strip("'\" \t\r\n,") for part in _BEFORE_AN_ADDRESS.split(text) if part.strip()]
 
 
 def chosen_addresses(setting: str | list[str] | None, environ: Mapping[str, str]) -> list[str]:

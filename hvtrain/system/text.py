@@ -58,7 +58,7 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the values of a nested dictionary by dotted name."""
-    flat: dict[str, Any] = {}
+    flat = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             flat.update(flatten(value, f"{prefix}{key}."))

@@ -148,6 +148,7 @@ class Connection:
             self.socket.send(encode({"kind": kind, **values}))
 
 
+@dataclass(eq=False)
 class Connections:
     """All connections to the hub.
 
@@ -161,15 +162,16 @@ class Connections:
         ranks: the connections of the ranks that have joined.
     """
 
-    def __init__(self, listener: socket.socket, token: str, size: int, process: Message) -> None:
+    listener: socket.socket
+    token: str
+    size: int
+    process: Message
+
+    def __post_init__(self) -> None:
         self.ranks: dict[int, Connection] = {}
-        self._listener = listener
-        self._token = token
-        self._size = size
-        self._process = process
         self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
+        self.listener.setblocking(False)
+        self._selector.register(self.listener, selectors.EVENT_READ)
 
     def messages(self, seconds: float) -> Iterator[tuple[Connection, Message]]:
         """Yields messages from ranks, after waiting for up to `seconds`.
@@ -204,7 +206,7 @@ class Connections:
     def close(self) -> None:
         for connection in self._all():
             self.close_one(connection)
-        self._listener.close()
+        self.listener.close()
         self._selector.close()
 
     def _all(self) -> list[Connection]:
@@ -215,12 +217,12 @@ class Connections:
 
     def _accept(self) -> None:
         try:
-            accepted, _ = self._listener.accept()
+            accepted, _ = self.listener.accept()
         except OSError:
             return
 
         # The oldest stranger is dropped: the newest may be a rank, which proves itself at once.
-        if len(self._selector.get_map()) > MAX_STRANGERS + self._size:
+        if len(self._selector.get_map()) > MAX_STRANGERS + self.size:
             self.close_one(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
         notice_cuts(accepted)
@@ -229,7 +231,7 @@ class Connections:
         connection.send(Kind.CHALLENGE, challenge=connection.challenge)
 
     def _read(self, connection: Connection) -> Iterator[tuple[Connection, Message]]:
-        messages: list[Message] = []
+        messages = []
         end = None
         try:
             data = connection.socket.recv(1 << 16)
@@ -260,7 +262,7 @@ class Connections:
         if not isinstance(rank, int) or not isinstance(answer, str) or not answer.isascii():
             return False
         # In constant time, so that the timing does not reveal how much of a guess was right.
-        if not hmac.compare_digest(answer, proof(self._token, connection.challenge, rank)):
+        if not hmac.compare_digest(answer, proof(self.token, connection.challenge, rank)):
             return False
 
         connection.process = Process(**message["process"])
@@ -269,5 +271,5 @@ class Connections:
         )
         connection.lines.max_bytes = MAX_LINE
         self.ranks[rank] = connection
-        connection.send(Kind.WELCOME, process=self._process)
+        connection.send(Kind.WELCOME, process=self.process)
         return True

@@ -5,8 +5,8 @@ import os
 import socket
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 from hvtrain.errors import RESTART_HELPS
 from hvtrain.system import console
@@ -14,7 +14,7 @@ from hvtrain.system.host_facts import raise_file_limit
 from hvtrain.watchdog import processes
 from hvtrain.watchdog.connections import Connection, Connections, Kind, Message, loss
 from hvtrain.watchdog.member import Member
-from hvtrain.watchdog.progress import RankState, Standing, Status, StopReason, SuspensionClock
+from hvtrain.watchdog.progress import Standing, Status, StopReason, SuspensionClock
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +42,22 @@ class Hub:
         thread: ends once rank 0 has left.
     """
 
+    _is_open = True
+    _reason: StopReason | None = None
+    _lost_at = 0.0
+    _has_warned = False
+    _passes_signal = False
+    # The state of the ranks when the run stalled.
+    _stalled: Standing | None = None
+
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
         # Rank 0 holds a connection to every rank.
         raise_file_limit()
         self._connections = Connections(listener, token, size, vars(member.stacks.process))
         self._member = member
         self._rules = member.rules
-        self._is_open = True
         self._suspension = SuspensionClock(self._rules.beat_seconds)
-
-        self._reason: StopReason | None = None
         self._lost: list[StopReason] = []
-        self._lost_at = 0.0
-        self._has_warned = False
-        self._passes_signal = False
-
-        # The state of the ranks when the run stalled.
-        self._stalled: Standing | None = None
         self._stacks: dict[int, str] = {}
         self._process_states: dict[int, str] = {}
         self._woken: set[int] = set()
@@ -79,16 +78,13 @@ class Hub:
                 if self._is_open and time.monotonic() >= next_tick:
                     self._connections.close_strangers()
                     self._tick(time.monotonic())
-                    next_tick = time.monotonic() + self._tick_seconds()
+                    # Shorter once something is wrong.
+                    seconds = SECONDS_TO_SETTLE / 2 if self._stalled or self._lost else 1.0
+                    next_tick = time.monotonic() + min(seconds, self._rules.beat_seconds / 2)
         except Exception:
             log.exception("the watchdog failed, which is a bug; the run continues without one")
         self._connections.send_all(Kind.BYE)
         self._connections.close()
-
-    def _tick_seconds(self) -> float:
-        """Seconds to the next tick, shorter once something is wrong."""
-        is_urgent = self._stalled or self._lost
-        return min(SECONDS_TO_SETTLE / 2 if is_urgent else 1.0, self._rules.beat_seconds / 2)
 
     def _take(self, connection: Connection, message: Message) -> None:
         """Handles a message from a rank, and answers it unless the rank has left."""
@@ -96,7 +92,13 @@ class Hub:
         assert state
         kind = message["kind"]
         if kind == Kind.GONE:
-            self._note_loss(state, message["is_cut"])
+            # The run stops a little later, so that ranks lost at the same time are reported together.
+            if not self._rules.survives_loss:
+                is_cut = message["is_cut"]
+                text = loss(state.name, is_cut)
+                self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
+                # Counted from the first loss: otherwise a series of losses would postpone the end forever.
+                self._lost_at = self._lost_at or time.monotonic()
             return
         if kind == Kind.BYE:
             self._connections.close_one(connection)
@@ -114,23 +116,18 @@ class Hub:
         elif kind == Kind.SIGNAL:
             self._pass_signal(int(message["number"]))
         elif kind == Kind.STACKS:
-            self._keep_stacks(state.rank, message)
+            # Its own, or those of a rank that it woke.
+            rank = message["rank"]
+            # A rank that was woken also sends its own stacks, but they show a later moment.
+            if rank != state.rank or rank not in self._woken:
+                self._stacks[rank] = str(message["text"])
+                self._process_states[rank] = str(message["state"])
         elif kind == Kind.ASK:
-            self._look_for_silence()
+            # If a rank is silent while another one has an error, stacks are needed even before the limit.
+            standing = self._standing(time.monotonic())
+            if standing.silent_ranks():
+                self._collect_stacks(standing)
         connection.send(Kind.HEARD)
-
-    def _note_loss(self, state: RankState, is_cut: bool) -> None:
-        """Records a lost rank.
-
-        The run stops a little later, so that ranks lost at the same time are reported together.
-        """
-        if self._rules.survives_loss:
-            return
-        self._lost.append(
-            StopReason(loss(state.name, is_cut), RESTART_HELPS, state.rank, is_cut=is_cut)
-        )
-        # Counted from the first loss: otherwise a series of losses would postpone the end forever.
-        self._lost_at = self._lost_at or time.monotonic()
 
     def _pass_signal(self, number: int) -> None:
         """Sends this process the first signal that another rank reports, unless it has received one itself."""
@@ -140,21 +137,6 @@ class Hub:
         timer = threading.Timer(SECONDS_FOR_OWN_SIGNAL, _signal_this_process, [number])
         timer.daemon = True
         timer.start()
-
-    def _keep_stacks(self, sender: int, message: Message) -> None:
-        """Keeps the stacks that a rank sent: its own, or those of a rank that it woke."""
-        rank = message["rank"]
-        # A rank that was woken also sends its own stacks, but they show a later moment.
-        if rank == sender and rank in self._woken:
-            return
-        self._stacks[rank] = str(message["text"])
-        self._process_states[rank] = str(message["state"])
-
-    def _look_for_silence(self) -> None:
-        """Asks for stacks, even before the limit, if any rank is silent while another one has an error."""
-        standing = self._standing(time.monotonic())
-        if standing.silent_ranks():
-            self._collect_stacks(standing)
 
     def _standing(self, now: float) -> Standing:
         connections = sorted(self._connections.ranks.items())
@@ -222,7 +204,7 @@ class Hub:
             rank: connection.process for rank, connection in ranks.items() if connection.process
         }
         silent = {state.rank for state in standing.silent_ranks()}
-        wakers: dict[int, list[Any]] = {}
+        wakers = defaultdict(list)
         for rank in sorted(silent):
             process = processes[rank]
             peers = [
@@ -230,7 +212,7 @@ class Hub:
             ]
             if peers:
                 self._woken.add(rank)
-                wakers.setdefault(min(peers), []).append({"rank": rank, "process": vars(process)})
+                wakers[min(peers)].append({"rank": rank, "process": vars(process)})
 
         for rank, connection in ranks.items():
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))
@@ -263,5 +245,5 @@ class Hub:
 
 
 def _signal_this_process(number: int) -> None:
-    if not console.has_noted_signal():
+    if not console.signal_arrived.is_set():
         os.kill(os.getpid(), number)

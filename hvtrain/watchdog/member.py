@@ -101,38 +101,37 @@ class Member(Watchdog):
         hub_thread: on rank 0, the hub's thread, for which `stop` waits.
     """
 
+    hub_thread: threading.Thread | None = None
+    _connection: socket.socket | None = None
+    _hub: Process | None = None
+    # When the unanswered beat was sent; None if the last one was answered.
+    _waits_since: float | None = None
+    _reason: StopReason | None = None
+    _decided_at = 0.0
+    # The watchdog's thread is about to end this process.
+    _is_ending = False
+    # The main thread has an error, and has asked for its cause.
+    _is_asked = False
+    # The main thread is ending the process itself.
+    _is_leaving = False
+
     def __init__(
         self, rank: int, host: str, rules: Rules, progress: Progress, calls_launcher: bool
     ):
         super().__init__(progress)
         self.rules = rules
         self.stacks = Stacks()
-        self.hub_thread: threading.Thread | None = None
         self._rank = rank
         self._host = host
         # Records the parent process; if it changes later, the launcher is gone.
         self._launcher = Launcher(calls_launcher)
 
-        self._connection: socket.socket | None = None
         self._lines = Lines()
         self._lock = threading.Lock()
-        self._hub: Process | None = None
-        # When the unanswered beat was sent; None if the last one was answered.
-        self._waits_since: float | None = None
         self._suspension = SuspensionClock(rules.beat_seconds)
-
-        self._reason: StopReason | None = None
-        self._decided_at = 0.0
         # Seconds that the main thread has to notice a lost rank before this process is ended: the usual
         # limit if the run continues without that rank.
         self._patience = rules.limit if rules.survives_loss else SECONDS_FOR_THE_MAIN_THREAD
-        # The watchdog's thread is about to end this process.
-        self._is_ending = False
-        # The main thread has an error, and has asked for its cause.
-        self._is_asked = False
-        # The main thread is ending the process itself.
-        self._is_leaving = False
-
         self._heard = threading.Event()
         self._decided = threading.Event()
         self._closed = threading.Event()
@@ -199,10 +198,9 @@ class Member(Watchdog):
         return self._reason
 
     def signal_rank_0(self, number: int) -> None:
+        # In a thread, since a signal handler must not wait for locks.
         send = partial(self._send, Kind.SIGNAL, number=number)
-        threading.Thread(
-            target=send, daemon=True
-        ).start()  # A signal handler must not wait for locks.
+        threading.Thread(target=send, daemon=True).start()
 
     @property
     def spokesman(self) -> int:
@@ -381,14 +379,12 @@ class Member(Watchdog):
 
     def _end(self, reason: StopReason, first: int) -> None:
         """Prints the reason, without delay on rank `first`, and ends the process."""
-        text = f"stopped because {reason.text}"
-        if reason.is_cut and self._launcher.is_daemon:
-            processes.say(text, self._rank, reason.rank)
+        ends_daemon = reason.is_cut and self._launcher.is_daemon
+        # The other ranks print it later, in case the first one is gone.
+        wait_seconds = 0.0 if ends_daemon or self._rank == first else SECONDS_FOR_ANOTHER_RANK
+        processes.say(f"stopped because {reason.text}", self._rank, reason.rank, wait_seconds)
+        if ends_daemon:
             self._launcher.end_daemon()
-        else:
-            # The other ranks print it later, in case the first one is gone.
-            wait_seconds = 0.0 if self._rank == first else SECONDS_FOR_ANOTHER_RANK
-            processes.say(text, self._rank, reason.rank, wait_seconds)
-            if reason.is_cut:
-                time.sleep(SECONDS_FOR_THE_LAUNCHER)
+        elif reason.is_cut:
+            time.sleep(SECONDS_FOR_THE_LAUNCHER)
         processes.exit_now(reason.code)

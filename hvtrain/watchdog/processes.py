@@ -48,7 +48,7 @@ def machine_id(namespace: str = "pid") -> str:
     # A fallback if /proc is missing; host names need not be unique.
     boot = socket.gethostname()
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     container = "?"
     with suppress(OSError):
         container = str(Path(f"/proc/self/ns/{namespace}").readlink())
@@ -109,7 +109,7 @@ class Process:
         while self.stacks >= 0 and (not text or text != before) and time.monotonic() < deadline:
             time.sleep(0.1)
             with suppress(OSError):
-                latest = file.read_text(encoding="utf-8", errors="replace")
+                latest = file.read_text("utf-8", "replace")
                 before = text
                 text = latest
         return text
@@ -157,16 +157,16 @@ class Launcher:
 
     SECONDS_BETWEEN_CALLS = 5.0
     REFUSALS = 2
+    # True if the parent is Open MPI's daemon, as on hosts other than the launcher's.
+    is_daemon = False
+    _num_refused = 0
+    _port: tuple[str, int] | None = None
 
     def __init__(self, calls: bool) -> None:
         self._parent = os.getppid()
-        # True if the parent is Open MPI's daemon, as on hosts other than the launcher's.
-        self.is_daemon = False
         with suppress(psutil.Error):
             self.is_daemon = psutil.Process(self._parent).name() == "orted"
 
-        self._num_refused = 0
-        self._port: tuple[str, int] | None = None
         address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
         port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
         if calls and address and port.isdigit():
@@ -206,7 +206,7 @@ def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
     """
     result = [otherwise]
 
-    def act() -> None:
+    def act():
         with suppress(Exception):
             result[0] = action()
 
@@ -262,7 +262,7 @@ def _write_stacks(folder: Path, stacks: dict[int, str]) -> str:
         path = stacks_folder / f"rank-{rank:04d}.txt"
         # Do not write through a link.
         path.unlink(missing_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, "utf-8")
     return f"Python stacks are in {stacks_folder}; "
 
 

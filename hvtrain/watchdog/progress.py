@@ -66,22 +66,23 @@ class Progress:
     marks: returns how far this process's steps have come inside the graph, which Python cannot see.
     """
 
+    # Written by the main thread.
+    _phase = START
+    _step = 0
+    _num_reports = 0
+    _step_at_first: int | None = None
+    _started = False
+
+    # Written by look, as the two times in __init__ are.
+    _seen: tuple[object, ...] = ()
+    _seen_phase = ("", 0)
+    _num_bytes = 0
+
     def __init__(self, marks: Callable[[], Marks] = lambda: (0, 0, 0, 0)) -> None:
         self._marks = marks
         # The marks count from the start of the process, which may have trained another run before.
         self._first_marks = marks()
 
-        # Written by the main thread.
-        self._phase = START
-        self._step = 0
-        self._num_reports = 0
-        self._step_at_first: int | None = None
-        self._started = False
-
-        # Written by look.
-        self._seen: tuple[object, ...] = ()
-        self._seen_phase = ("", 0)
-        self._num_bytes = 0
         self._phase_began = time.monotonic()
         self._moved = self._phase_began
 

@@ -98,7 +98,7 @@ def agree(
     Returns the address, or None if there is none; and on rank 0 the socket that listens there.
     """
     networks = gather(machine_id("net"))
-    listeners: list[socket.socket] = []
+    listeners = []
     if rank == 0:
         # On a single host the port need not be reachable from outside.
         addresses = [LOOPBACK] if len(set(networks)) == 1 else _own_addresses()

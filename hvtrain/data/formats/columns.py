@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow import types
 
 from hvtrain.data.formats.cell_texts import DATE_FORMATS, numbers_in, only, share, times_in, unit_in
 from hvtrain.errors import DataError
@@ -24,19 +25,25 @@ Item = TypeVar("Item")
 # Texts that are read as gaps, the same as in pandas.read_csv.
 GAPS = pa.array(
     [
-        *(
-            "",
-            "#N/A",
-            "#N/A N/A",
-            "#NA",
-            "-1.#IND",
-            "-1.#QNAN",
-            "-NaN",
-            "-nan",
-            "1.#IND",
-            "1.#QNAN",
-        ),
-        *("<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
+        "",
+        "#N/A",
+        "#N/A N/A",
+        "#NA",
+        "-1.#IND",
+        "-1.#QNAN",
+        "-NaN",
+        "-nan",
+        "1.#IND",
+        "1.#QNAN",
+        "<NA>",
+        "N/A",
+        "NA",
+        "NULL",
+        "NaN",
+        "None",
+        "n/a",
+        "nan",
+        "null",
     ]
 )
 # The share of cells that have to be numbers or dates, for the others to count as gaps.
@@ -109,7 +116,7 @@ class Cells(NamedTuple):
     @property
     def is_gap(self) -> np.ndarray:
         if isinstance(self.values, pa.Array):
-            return self.values.is_null().to_numpy(zero_copy_only=False)
+            return np.asarray(self.values.is_null())
         is_nan = np.isnan(self.values)
         # Nearly all columns have one number in a cell; any() takes 20 times as long as isnan().
         return is_nan[:, 0] if is_nan.shape[1] == 1 else is_nan.any(axis=1)
@@ -135,7 +142,6 @@ def one_array(values: pa.ChunkedArray) -> pa.Array:
 def plain(values: pa.ChunkedArray) -> pa.Array:
     """Returns one array of numbers, dates, lists, or text with gaps as null. Times and durations become seconds."""
     array = one_array(values)
-    types = pa.types
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
 
@@ -168,7 +174,6 @@ def infer(
         is_typed: True for a file whose columns have types, where text is meant to be text.
     """
     column = Column(name, name, "name")
-    types = pa.types
     kind = values.type
     if values.null_count == len(values):
         return "empty"
@@ -183,8 +188,9 @@ def infer(
         is_exact = max(abs(bounds["min"]), abs(bounds["max"])) <= MAX_EXACT
         return replace(column, kind="number") if is_exact else column
     if types.is_floating(kind):
-        is_empty = pc.all(pc.is_nan(values)).as_py()
-        return "empty" if is_empty else replace(column, kind="number")
+        if pc.all(pc.is_nan(values)).as_py():
+            return "empty"
+        return replace(column, kind="number")
     if types.is_temporal(kind):
         return replace(column, kind="date")
     if not _is_vector(kind):
@@ -198,7 +204,7 @@ def infer(
 def _is_vector(kind: pa.DataType) -> bool:
     """True for lists of numbers."""
     return isinstance(kind, LISTS) and (
-        pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
+        types.is_integer(kind.value_type) or types.is_floating(kind.value_type)
     )
 
 
@@ -268,7 +274,6 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     Raises:
         DataError: The cells are of another kind than the column.
     """
-    types = pa.types
     if column.kind == "vector":
         return Cells(_vectors_in(values, column, where))
     if types.is_nested(values.type) or types.is_binary(values.type):
@@ -277,7 +282,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
         return Cells(_names_in(values, column.names))
 
     parsed = values
-    odd: list[str] = []
+    odd = []
     if types.is_string(values.type):
         parsed = _parsed(values, column)
         odd = pc.unique(values.filter(parsed.is_null())).drop_null().to_pylist()
@@ -293,7 +298,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
         parsed = _date_part(parsed.cast(pa.timestamp("us"), safe=False), column.part)
     if not types.is_float32(parsed.type):
         parsed = parsed.cast(pa.float64(), safe=False)
-    numbers = parsed.to_numpy(zero_copy_only=False)
+    numbers = np.asarray(parsed)
     if column.kind == "integer":
         return Cells(_integers_in(numbers, column, where), odd)
     # Infinite numbers have no mean, so they are gaps too.
@@ -301,7 +306,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     if is_infinite.any():
         odd += map(str, np.unique(numbers[is_infinite]))
         numbers = np.where(is_infinite, np.nan, numbers)
-    return Cells(numbers[:, np.newaxis], odd)
+    return Cells(numbers[:, None], odd)
 
 
 def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
@@ -314,8 +319,8 @@ def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
 
 def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
     """Returns the cells as text; a number or truth value is spelled like the known name that equals it."""
-    is_truth = pa.types.is_boolean(values.type)
-    if pa.types.is_floating(values.type):
+    is_truth = types.is_boolean(values.type)
+    if types.is_floating(values.type):
         values = pc.if_else(pc.is_finite(values), values, None)
         # pandas, for one, turns whole numbers into floats in a column with gaps.
         if pc.all(pc.equal(values, pc.floor(values))).as_py():
@@ -359,8 +364,8 @@ def _vectors_in(values: pa.Array, column: Column, where: str) -> np.ndarray:
         raise DataError(
             f"{where}: the column {column.source} holds lists of {lengths} numbers, not {column.length}"
         )
-    flat = lists.flatten().cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    numbers[values.is_valid().to_numpy(zero_copy_only=False)] = flat.reshape(-1, column.length)
+    flat = np.asarray(lists.flatten().cast(pa.float64(), safe=False))
+    numbers[np.asarray(values.is_valid())] = flat.reshape(-1, column.length)
     numbers[np.isinf(numbers)] = np.nan
     return numbers
 

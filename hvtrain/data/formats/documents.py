@@ -35,7 +35,7 @@ def embedded() -> list[str]:
     """
     # Many topics repeat paragraphs of others, and repeated ones could be in both the training split and
     # the test split.
-    seen: set[str] = set()
+    seen = set()
     documents = []
     for _, text in sorted(pydoc_data.topics.topics.items()):
         paragraphs = dict.fromkeys(text.split("\n\n"))
@@ -151,8 +151,7 @@ def read_texts(path: Path, column: str | None) -> list[str | None]:
         raise DataError(
             f"{path}: the column {column} holds {texts.type}; a column of text is needed"
         )
-    values: list[str | None] = texts.to_pylist()
-    return values
+    return texts.to_pylist()
 
 
 def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray:
@@ -236,7 +235,7 @@ def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> di
             text[max(span.start - start, 0) : max(span.stop - start, 0)]
             for start, text in zip(starts, documents)
         ]
-        parts[split] = [piece for piece in pieces if piece]
+        parts[split] = list(filter(None, pieces))
     return parts
 
 
@@ -247,9 +246,7 @@ def _deal_documents(sizes: Sequence[int], validation: float, test: float) -> dic
     middles = np.empty(len(sizes), np.int64)
     middles[order] = np.cumsum(in_row) - in_row + in_row // 2
     # Documents of a split keep their order.
-    parts = {}
-    for split, span in _ranges(sum(sizes), validation, test).items():
-        parts[split] = [
-            number for number, middle in enumerate(middles) if span.start <= middle < span.stop
-        ]
-    return parts
+    return {
+        split: [number for number, middle in enumerate(middles) if span.start <= middle < span.stop]
+        for split, span in _ranges(sum(sizes), validation, test).items()
+    }

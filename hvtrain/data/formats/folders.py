@@ -4,6 +4,7 @@ Also the classes of a folder's files, if a file of labels names them instead of 
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
@@ -83,11 +84,11 @@ def find_split_files(
     """
     files = {path: files_of(path) for path in visible(folder)}
     entries = [path for path in files if files[path]]
-    by_name: dict[str, list[Path]] = {}
+    by_name = defaultdict(list)
     for path in entries:
         match = _BEGIN.match(path.name.lower())
         if match:
-            by_name.setdefault(match[0], []).append(path)
+            by_name[match[0]].append(path)
 
     splits = {}
     used: list[Path] = []

@@ -73,7 +73,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
     formats: Counter[str] = Counter()
     sizes = set()
     num_turned = 0
-    deep: dict[str, int] = {}  # The largest value of each image of 16 bits, by location.
+    deep = {}  # The largest value of each image of 16 bits, by location.
     for location, content in images:
         try:
             if isinstance(content, str):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 from tensorflow.python.lib.io.tf_record import tf_record_random_reader
 
 from hvtrain.data.description import listed
@@ -118,12 +119,14 @@ def masked_crc(data: bytes) -> bytes:
 
 def first_records(path: str, number: int) -> list[bytes]:
     """The data of a file's first records, as far as they can be read."""
-    records: list[bytes] = []
+    records = []
     # Only records whose lengths are intact are read, since TensorFlow crashes at a length of 2^60.
     number = len(scan_records(Path(path), check_lengths=True, limit=number)[0])
     with suppress(tf.errors.OpError):
-        for record in tf.data.TFRecordDataset(path, packing(path)).take(number).as_numpy_iterator():
-            records.append(record)
+        # What could be read before an error is kept.
+        records.extend(
+            tf.data.TFRecordDataset(path, packing(path)).take(number).as_numpy_iterator()
+        )
     return records
 
 
@@ -167,7 +170,7 @@ def stream_records(
     compression: tf.Tensor,
     num_records: tf.Tensor,
     first_code: tf.Tensor,
-) -> tf.data.Dataset:
+) -> Dataset:
     """Reads the records of a file as ((data, _), code), up to num_records, the number that was counted.
 
     The data of a damaged record, and of all after it in the file, are empty; codes still identify them.
@@ -180,10 +183,10 @@ def stream_records(
     # Records beyond that number are not read: TensorFlow might crash at a damaged length, such as 2^60.
     records = tf.data.TFRecordDataset(path, compression_type=compression).take(num_records)
     # The range bounds the attempts: TensorFlow would try forever to open a missing file.
-    readable = tf.data.Dataset.zip(records, tf.data.Dataset.range(num_records)).ignore_errors()
-    blank = tf.data.Dataset.from_tensors((b"", tf.constant(-1, tf.int64))).repeat()
-    codes = tf.data.Dataset.range(first_code, first_code + num_records)
-    return tf.data.Dataset.zip(readable.concatenate(blank), codes)
+    readable = Dataset.zip(records, Dataset.range(num_records)).ignore_errors()
+    blank = Dataset.from_tensors((b"", tf.constant(-1, tf.int64))).repeat()
+    codes = Dataset.range(first_code, first_code + num_records)
+    return Dataset.zip(readable.concatenate(blank), codes)
 
 
 def read_record(path: str, offset: int) -> bytes:

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow import types
 
 from hvtrain.data.description import listed
 from hvtrain.data.formats.folders import files_below
@@ -43,17 +43,6 @@ class Columns:
     num_classes: int
     class_names: tuple[str, ...] = ()
     """The name of each class, if labels are text."""
-
-
-class Rows(NamedTuple):
-    """The content of a row group."""
-
-    images: np.ndarray
-    """Encoded images as objects [n], or pixels [n, h, w, c]."""
-    labels: np.ndarray
-    """int32 [n]; -1 in unusable rows."""
-    problems: dict[int, str]
-    """The problem of each unusable row, by its index in the row group."""
 
 
 def files_of(path: Path) -> list[Path]:
@@ -99,13 +88,13 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
     # The footer holds the types, so a wrong column is refused before any row is read.
     image = _type_of(path, schema, columns.image)
     label = _type_of(path, schema, columns.label)
-    if not pa.types.is_integer(label) and not is_text(label):
+    if not types.is_integer(label) and not is_text(label):
         raise DataError(
             f"{path}: column {columns.label} is {label}; labels must be whole numbers or text"
         )
 
     pixel = image if is_encoded(image) else getattr(image, "value_type", pa.null())
-    if not (is_encoded(pixel) or pa.types.is_integer(pixel) or pa.types.is_floating(pixel)):
+    if not (is_encoded(pixel) or types.is_integer(pixel) or types.is_floating(pixel)):
         raise DataError(
             f"{path}: column {columns.image} is {image}; encoded images (binary) or lists of pixels are needed"
         )
@@ -115,8 +104,8 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
 def is_text(data_type: pa.DataType) -> bool:
     """True for strings, and for categories as pandas writes them."""
     value_type = getattr(data_type, "value_type", data_type)
-    is_list = pa.types.is_nested(data_type)
-    return not is_list and (pa.types.is_string(value_type) or pa.types.is_large_string(value_type))
+    is_list = types.is_nested(data_type)
+    return not is_list and (types.is_string(value_type) or types.is_large_string(value_type))
 
 
 def label_type(path: Path, columns: Columns) -> pa.DataType:
@@ -129,7 +118,7 @@ def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
     Raises:
         DataError: A file is damaged.
     """
-    chunks: list[pa.Array] = []
+    chunks = []
     for path in paths:
         try:
             table = opened(path).read(columns=[columns.label], use_threads=False)
@@ -168,11 +157,15 @@ def check_ranges(ranges: Mapping[Path, tuple[float, float]]) -> None:
 
 
 def is_encoded(data_type: pa.DataType) -> bool:
-    return pa.types.is_binary(data_type) or pa.types.is_large_binary(data_type)
+    return types.is_binary(data_type) or types.is_large_binary(data_type)
 
 
-def read_group(group: RowGroup, columns: Columns) -> Rows:
+def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
     """Reads a row group.
+
+    Returns:
+        Encoded images as objects [n], or pixels [n, h, w, c]; labels int32 [n], -1 in unusable rows; and the
+        problem of each unusable row, by its index in the row group.
 
     Raises:
         DataError: It cannot be read at all.
@@ -192,7 +185,7 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
 
     # An unusable row keeps its place, with the label -1. So batches are cut as planned, and the source
     # replaces or leaves out such rows. Of several problems in a row, the first is kept.
-    problems: dict[int, str] = {}
+    problems = {}
     images = _column(table, columns.image)
     labels = _plain(_column(table, columns.label))
 
@@ -219,7 +212,7 @@ def read_group(group: RowGroup, columns: Columns) -> Rows:
         pixels = images.fill_null(b"").to_numpy()
 
     values[list(problems)] = -1
-    return Rows(pixels, values, problems)
+    return pixels, values, problems
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
@@ -252,7 +245,7 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Returns the texts of a column that pandas wrote as categories; other columns unchanged."""
-    is_categories = pa.types.is_dictionary(column.type)
+    is_categories = types.is_dictionary(column.type)
     return column.cast(column.type.value_type) if is_categories else column
 
 
@@ -264,7 +257,7 @@ def _column(table: pa.Table, column: str) -> pa.ChunkedArray:
 
 def _flat(table: pa.Table) -> pa.Table:
     """The table with the fields of structs, as `record.field`, instead of the structs."""
-    while any(map(pa.types.is_struct, table.schema.types)):
+    while any(map(types.is_struct, table.schema.types)):
         table = table.flatten()
     return table
 

@@ -184,8 +184,8 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
     target, classes = _infer_target(
         inferred.pop(settings.target), used.pop(settings.target), settings
     )
-    columns: list[Column] = []
-    left_out: dict[str, str] = {}
+    columns = []
+    left_out = {}
     for column, array in used.items():
         result = _as_set(inferred[column], column, array, settings, name)
         if isinstance(result, Column):

@@ -11,7 +11,7 @@ import io
 import lzma
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError, UserError, first_line
 
 SUFFIXES = (".csv", ".tsv", ".tab", ".parquet", ".pq")
-COMPRESSIONS: dict[bytes, Callable[[bytes], bytes]] = {
+COMPRESSIONS = {
     b"\x1f\x8b": gzip.decompress,
     b"BZh": bz2.decompress,
     b"\xfd7zXZ\0": lzma.decompress,
@@ -149,7 +149,7 @@ def read_table(
         locations = [locations]
     files = [file for location in locations for file in table_files(location, setting)]
 
-    tables: list[pa.Table] = []
+    tables = []
     for path, partitions in files:
         try:
             table = _read(path, text_format, column)

@@ -29,10 +29,10 @@ class Tokenizer:
     def __init__(self, model: bytes) -> None:
         self.model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.size: int = self._processor.get_piece_size()
+        self.size = self._processor.get_piece_size()
         if not self.size:  # sentencepiece accepts an empty file.
             raise ValueError("no tokens")
-        self.end: int = self._processor.eos_id()
+        self.end = self._processor.eos_id()
 
     @property
     def digest(self) -> str:

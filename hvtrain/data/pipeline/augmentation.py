@@ -13,17 +13,20 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.random import seed_generator
+from tensorflow import TensorSpec
+from tensorflow.data import Dataset
 from tensorflow.python.framework import op_def_registry
 
 from hvtrain.data.pipeline.streams import FOREVER, LAYERS, derive_seed, finish, unconverted
 from hvtrain.data.pipeline.transform import fold_in
-from hvtrain.data.source import ImageShape, Parts, StreamRequest
+from hvtrain.data.source import ImageShape, StreamRequest
 from hvtrain.errors import ConfigError, cause_of
 
 # Parts of a batch, as Keras's augmentation layers name them.
@@ -64,7 +67,7 @@ class PureLayer:
         self,
         setting: str,
         layer: keras.Layer,
-        spec: Mapping[str, tf.TensorSpec],
+        spec: Mapping[str, TensorSpec],
     ) -> None:
         self.name = f"{setting} ({type(layer).__name__})"
         self.input_spec = spec
@@ -79,7 +82,7 @@ class PureLayer:
                 "keras.layers.RandomFlip has"
             )
 
-        def apply(batch: dict[str, tf.Tensor], seed: tf.Tensor) -> dict[str, tf.Tensor]:
+        def apply(batch, seed):
             # Augmentation layers change images only in training.
             training = {"training": True} if layer._call_has_training_arg else {}
             argument = dict(batch) if takes_dict else batch[IMAGES]
@@ -109,7 +112,7 @@ class PureLayer:
             )
         outputs = self._traced.structured_outputs
         self.output_spec = {
-            name: tf.TensorSpec(part.shape, part.dtype) for name, part in outputs.items()
+            name: TensorSpec(part.shape, part.dtype) for name, part in outputs.items()
         }
 
     def __call__(self, batch: Batch, seed: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -121,7 +124,7 @@ class PureLayer:
         numpy_state = repr(np.random.get_state())
         try:
             traced = tf.function(apply, autograph=False).get_concrete_function(
-                dict(self.input_spec), tf.TensorSpec([2], tf.int64)
+                dict(self.input_spec), TensorSpec([2], tf.int64)
             )
         except Exception as error:
             images = f"images of shape {tuple(self.input_spec[IMAGES].shape[1:])}"
@@ -162,10 +165,7 @@ def drawing_from(seed: tf.Tensor) -> Iterator[None]:
     original_next = generator.next
     original_default = seed_generator.make_default_seed
 
-    def next_seed(_: keras.random.SeedGenerator, ordered: bool = True) -> tf.Tensor:
-        return fold_in(seed, next(draws))
-
-    generator.next = next_seed
+    generator.next = lambda _, ordered=True: fold_in(seed, next(draws))
     # A generator that the layer makes while it is traced would draw its seed from Python's random.
     seed_generator.make_default_seed = lambda: 0
     try:
@@ -192,6 +192,7 @@ def _stateful_operations(traced: Any) -> list[str]:
     return sorted(op.name for op in definitions if op is not None and op.is_stateful)
 
 
+@dataclass
 class Labels:
     """Targets that stay with their image, and are mixed where a layer mixes images, as MixUp does.
 
@@ -201,49 +202,41 @@ class Labels:
     """
 
     part = LABELS
+    are_mixed = False
+    """True once a layer mixes targets; until then targets bypass all layers."""
 
-    def __init__(
-        self,
-        soften: Callable[[Any], tf.Tensor] | None = None,
-        width: int = 1,
-    ) -> None:
-        self.width = width
-        self._soften = soften
-        # Set to _soften once a layer mixes targets; until then targets bypass all layers.
-        self._soften_mixed: Callable[[Any], tf.Tensor] | None = None
+    soften: Any = None
+    width: int = 1
 
-    @property
-    def are_mixed(self) -> bool:
-        return self._soften_mixed is not None
-
-    def spec(self, image_shape: ImageShape) -> tf.TensorSpec:
-        return tf.TensorSpec([None, self.width], tf.float32)
+    def spec(self, image_shape: ImageShape) -> TensorSpec:
+        return TensorSpec([None, self.width], tf.float32)
 
     def check(self, layer: PureLayer) -> None:
         """Raises ConfigError if the layer mixes targets that cannot be mixed."""
         if LABELS in layer.unchanged:
             return
-        if self._soften is None:
+        if self.soften is None:
             raise ConfigError(
                 f"{layer.name} mixes the targets of examples, and those of this run cannot be "
                 "mixed; leave it out, or choose task=classification, binary, multilabel or "
                 "regression, without weights of examples"
             )
-        self._soften_mixed = self._soften
+        self.are_mixed = True
 
     def encode(self, targets: Any, images: tf.Tensor) -> tf.Tensor:
-        if self._soften_mixed is None:
+        if not self.are_mixed:
             # No layer changes targets, so zeros take their place in the batch.
             return tf.zeros([tf.shape(images)[0], self.width])
-        return tf.reshape(self._soften_mixed(targets), [-1, self.width])
+        return tf.reshape(self.soften(targets), [-1, self.width])
 
     def decode(self, rows: tf.Tensor, targets: Any) -> Any:
-        if self._soften_mixed is None:
+        if not self.are_mixed:
             return targets
-        soft = self._soften_mixed(targets)
+        soft = self.soften(targets)
         return tf.ensure_shape(tf.reshape(rows, tf.shape(soft)), soft.shape)
 
 
+@dataclass
 class Masks:
     """Targets that hold a class for each pixel, and move with their image.
 
@@ -257,11 +250,10 @@ class Masks:
     """Added to labels. Values that a layer fills in at a border, such as 0, then cannot be taken for
     labels. Labels keep their bits, since float32 holds integers up to 2**24."""
 
-    def __init__(self, fill_label: int) -> None:
-        self.fill_label = fill_label
+    fill_label: int
 
-    def spec(self, image_shape: ImageShape) -> tf.TensorSpec:
-        return tf.TensorSpec([None, *image_shape[:2], 1], tf.float32)
+    def spec(self, image_shape: ImageShape) -> TensorSpec:
+        return TensorSpec([None, *image_shape[:2], 1], tf.float32)
 
     def check(self, layer: PureLayer) -> None:
         """Raises ConfigError if the layer blends labels, or leaves none."""
@@ -318,7 +310,7 @@ class Augmentation:
 
         self._layers: list[PureLayer] = []
         spec = {
-            IMAGES: tf.TensorSpec([None, *image_shape], tf.float32),
+            IMAGES: TensorSpec([None, *image_shape], tf.float32),
             targets.part: targets.spec(image_shape),
         }
         for setting, layer in layers.items():
@@ -347,7 +339,7 @@ class Augmentation:
         seed: tf.Tensor,
     ) -> tuple[tf.Tensor, Any]:
         """Images and targets after all layers. Pure function of the arguments; seed is int64 [2]."""
-        batch: Batch = {
+        batch = {
             IMAGES: tf.cast(images, tf.float32),
             self._targets.part: self._targets.encode(targets, images),
         }
@@ -361,7 +353,7 @@ class Augmentation:
             augmented = tf.saturate_cast(tf.round(augmented), images.dtype)
         return augmented, self._targets.decode(batch[self._targets.part], targets)
 
-    def of_stream(self, batches: tf.data.Dataset, request: StreamRequest) -> tf.data.Dataset:
+    def of_stream(self, batches: Dataset, request: StreamRequest) -> Dataset:
         """Augments a source's training stream, or adds seeds for the step to do it.
 
         Returns:
@@ -369,14 +361,13 @@ class Augmentation:
         """
 
         @unconverted
-        def augment(step: tf.Tensor, batch: Parts) -> Parts:
+        def augment(step, batch):
             images, targets, *weights = batch
             seed = derive_seed(request.seed, LAYERS, request.topology.rank, step)
             if self.in_step:
                 return (images, seed), targets, *weights
             return *self(images, targets, seed), *weights
 
-        steps = tf.data.Dataset.range(request.start_step, FOREVER)
-        numbered = tf.data.Dataset.zip(steps, batches)
-        augmented = numbered.map(augment, num_parallel_calls=tf.data.AUTOTUNE)
-        return finish(augmented, request.topology)
+        steps = Dataset.range(request.start_step, FOREVER)
+        numbered = Dataset.zip(steps, batches)
+        return finish(numbered.map(augment, num_parallel_calls=tf.data.AUTOTUNE), request.topology)

@@ -110,9 +110,9 @@ class RandomResizedCrop:
             int32 [number, 4]: top, left, height, width.
         """
         area = tf.cast(tf.reduce_prod(sizes, axis=1), tf.float32)
-        sides = tf.sqrt(area)[:, tf.newaxis, tf.newaxis] * draws[..., :2]
+        sides = tf.sqrt(area)[:, None, None] * draws[..., :2]
         drawn = tf.maximum(tf.cast(tf.round(sides), tf.int32), 1)
-        first = tf.argmax(tf.reduce_all(drawn <= sizes[:, tf.newaxis], axis=2), axis=1)
+        first = tf.argmax(tf.reduce_all(drawn <= sizes[:, None], axis=2), axis=1)
         parts = tf.minimum(tf.gather(drawn, first, batch_dims=1), sizes)
         places = tf.gather(draws, first, batch_dims=1)[:, 2:]
         corners = tf.cast(places * tf.cast(sizes - parts + 1, tf.float32), tf.int32)
@@ -233,7 +233,7 @@ class Sizing:
             pad_to_aspect_ratio=self.fit == "pad",
             data_format="channels_last",
         )
-        layers: list[Callable[[Any], Any]] = [resize, keras.ops.round]
+        layers = [resize, keras.ops.round]
         if self.crop_fraction < 1:
             options = {"data_format": "channels_last", "dtype": "float32"}
             layers.append(keras.layers.Cropping2D(self.border, **options))
@@ -244,17 +244,18 @@ def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, sizing: Sizing) -> tf.
     """Decodes one encoded image in its own size to uint8 [h, w, channels]; of an animation the first frame."""
     channels = sizing.image_shape[2]
 
-    def by_tensorflow() -> tf.Tensor:
-        return tf.io.decode_image(encoded, channels=channels, expand_animations=False)
-
-    def by_pillow() -> tf.Tensor:
+    def by_pillow():
         # NumPy strips zero bytes at the end of a string, so another byte is appended.
         data = tf.strings.join([encoded, "."])
         read = partial(decode_by_pillow, channels=channels, exif=sizing.exif)
         pixels = tf.numpy_function(read, [data], tf.uint8, stateful=False)
         return tf.ensure_shape(pixels, [None, None, channels])
 
-    return tf.cond(is_for_pillow, by_pillow, by_tensorflow)
+    return tf.cond(
+        is_for_pillow,
+        by_pillow,
+        lambda: tf.io.decode_image(encoded, channels=channels, expand_animations=False),
+    )
 
 
 def _are_for_pillow(encoded: Any, sizing: Sizing) -> tf.Tensor:
@@ -268,7 +269,7 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> tf.Tensor:
 
 def decode(encoded: Any, sizing: Sizing) -> tf.Tensor:
     """Decodes one encoded image to uint8 sizing.image_shape, as validation and the saved model see it."""
-    return decode_batch(tf.convert_to_tensor(encoded)[tf.newaxis], sizing)[0]
+    return decode_batch(tf.convert_to_tensor(encoded)[None], sizing)[0]
 
 
 def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.Tensor:
@@ -297,7 +298,7 @@ def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = N
 def _jpeg_sizes(encoded: tf.Tensor, are_jpegs: tf.Tensor) -> tf.Tensor:
     """Reads height and width of JPEGs without decoding them, int32 [batch, 2]; 1 and 1 for other images."""
 
-    def size(element: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+    def size(element):
         image, is_jpeg = element
         unknown = tf.ones([2], tf.int32)
         return tf.cond(is_jpeg, lambda: tf.io.extract_jpeg_shape(image)[:2], lambda: unknown)
@@ -329,10 +330,10 @@ def _decode_random(
     """Decodes an image, or only the window if is_cropped, and resizes its random crop."""
     height, width, channels = sizing.image_shape
 
-    def decode_at(fraction: int) -> tf.Tensor:
+    def decode_at(fraction):
         return tf.image.decode_and_crop_jpeg(encoded, window // fraction, channels, ratio=fraction)
 
-    def of_jpeg() -> tf.Tensor:
+    def of_jpeg():
         if sizing.resize == "bilinear":
             return decode_at(1)
         # The smallest size that is still large enough; the crop is rounded to its pixels. Area and
@@ -341,12 +342,10 @@ def _decode_random(
         index = tf.reduce_sum(tf.cast(reduction >= JPEG_FRACTIONS[1:], tf.int32))
         return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
 
-    def of_whole() -> tf.Tensor:
+    def of_whole():
         image = _decode_whole(encoded, is_for_pillow, sizing)
         size = tf.shape(image)[:2]
-        top, left, rows, columns = tf.unstack(
-            RandomResizedCrop.windows(size[tf.newaxis], draws[tf.newaxis])[0]
-        )
+        top, left, rows, columns = tf.unstack(RandomResizedCrop.windows(size[None], draws[None])[0])
         return image[top : top + rows, left : left + columns]
 
     image = tf.ensure_shape(tf.cond(is_cropped, of_jpeg, of_whole), [None, None, channels])
@@ -358,7 +357,7 @@ def _resize(image: tf.Tensor, sizing: Sizing, size: Any, border: tuple[int, int]
     height, width, _ = sizing.image_shape
     kept = slice(border[0], border[0] + height), slice(border[1], border[1] + width)
 
-    def resize() -> tf.Tensor:
+    def resize():
         method = "area" if sizing.resize == "area" else "bilinear"
         resized = tf.image.resize(image, size, method, antialias=sizing.resize == "antialias")
         return tf.cast(tf.round(resized[kept]), tf.uint8)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import nest
+from tensorflow.data import Dataset
 from tensorflow.python.eager import context
 
 from hvtrain.core.step_plan import Share
@@ -24,14 +26,12 @@ def call_python(
     """Calls a Python function on arrays within a stream; returns its results, arrays of these specs, as tensors."""
     end_with_python()
     # In eager mode, a single tensor is returned without its list.
-    tensors = tf.nest.flatten(
-        tf.numpy_function(function, arguments, [spec.dtype for spec in specs])
-    )
+    tensors = nest.flatten(tf.numpy_function(function, arguments, [spec.dtype for spec in specs]))
     # A Python function hides the shapes from the graph.
     return [tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, specs)]
 
 
-def join_epochs(open_epoch: Callable[[int], tf.data.Dataset], first: int) -> tf.data.Dataset:
+def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
     """Joins the data sets of all epochs from `first` on, each opened when the one before has ended.
 
     Args:
@@ -42,20 +42,20 @@ def join_epochs(open_epoch: Callable[[int], tf.data.Dataset], first: int) -> tf.
     ready = [open_epoch(first)]
     spec = ready[0].element_spec
     # A data set's functions die with its Python object, so the newest two are kept alive.
-    kept: deque[tf.data.Dataset] = deque(maxlen=2)
+    kept: deque[Dataset] = deque(maxlen=2)
 
-    def open_as_variant(epoch: tf.Tensor) -> tf.Tensor:
+    def open_as_variant(epoch):
         with tf.device("CPU:0"):
             kept.append(ready.pop() if ready else open_epoch(int(epoch)))
             return tf.data.experimental.to_variant(kept[-1])
 
     # TensorFlow reads the data set itself. Python is called once per epoch.
     @unconverted
-    def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+    def epoch_batches(epoch):
         variant = tf.py_function(open_as_variant, [epoch], tf.variant)
         return tf.data.experimental.from_variant(variant, spec)
 
-    return tf.data.Dataset.range(first, FOREVER).flat_map(epoch_batches)
+    return Dataset.range(first, FOREVER).flat_map(epoch_batches)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def seeded(seed: int, epoch: int) -> Iterator[None]:
     """
     order_seed = int(np.random.default_rng((seed, ORDER, epoch)).integers(2**31))
     # Not tf.random.set_seed, which would also reset random operations elsewhere.
-    eager: Any = context.context()
+    eager = context.context()
     with _seeding:
         before = (eager._seed, getattr(eager, "_rng", None))
         eager._seed = order_seed
@@ -81,12 +81,12 @@ def seeded(seed: int, epoch: int) -> Iterator[None]:
 
 
 def cut_epoch(
-    batches: tf.data.Dataset,
+    batches: Dataset,
     share: Share,
     first_step: int,
     wrong_number: Callable[[int], Exception],
     ends: bool = False,
-) -> tf.data.Dataset:
+) -> Dataset:
     """Cuts batches into an epoch's steps from first_step on, and checks that the examples suffice.
 
     The stream fails if the examples end before the share does.
@@ -107,19 +107,18 @@ def cut_epoch(
         batches = batches.rebatch(sizes) if sizes else batches
 
     # Empty batches are appended, so that a stream that is too short still reaches the check.
-    empty = tf.nest.map_structure(
+    empty = nest.map_structure(
         lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype),
         batches.element_spec,
     )
-    endless = batches.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
+    endless = batches.concatenate(Dataset.from_tensors(empty).repeat())
 
     @unconverted
-    def check(step: tf.Tensor, batch: Any) -> Any:
-        size = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
+    def check(step, batch):
+        size = tf.shape(nest.flatten(batch)[0], tf.int64)[0]
         begin = share.begin(step)
         # With `ends`, one more step follows the share, and has to be empty.
-        is_in_share = step < share.steps
-        needed_size = tf.where(is_in_share, share.begin(step + 1) - begin, 0)
+        needed_size = tf.where(step < share.steps, share.begin(step + 1) - begin, 0)
 
         num_read = tf.minimum(begin, share.num_examples) + size
         is_right = tf.cond(
@@ -128,18 +127,18 @@ def cut_epoch(
             lambda: tf.numpy_function(fail, [num_read], tf.bool),
         )
         with tf.control_dependencies([is_right]):
-            return tf.nest.map_structure(tf.identity, batch)
+            return nest.map_structure(tf.identity, batch)
 
-    steps = tf.data.Dataset.range(first_step, share.steps + ends)
-    checked = tf.data.Dataset.zip(steps, endless).map(check)
+    steps = Dataset.range(first_step, share.steps + ends)
+    checked = Dataset.zip(steps, endless).map(check)
     if ends:
-        return checked.filter(lambda *batch: tf.size(tf.nest.flatten(batch)[0], tf.int64) > 0)
+        return checked.filter(lambda *batch: tf.size(nest.flatten(batch)[0], tf.int64) > 0)
 
     # Because of the empty batches, the static shapes no longer have the batch size.
     static_size = share.batch_size if share.is_full else None
 
-    def ensure_size(*batch: Any) -> Any:
-        return tf.nest.map_structure(
+    def ensure_size(*batch):
+        return nest.map_structure(
             lambda part: tf.ensure_shape(part, [static_size, *part.shape[1:]]),
             batch,
         )

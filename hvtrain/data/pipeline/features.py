@@ -86,7 +86,7 @@ def _fit_categories(column: Column, values: pa.Array) -> Column:
     # Keras's order of a vocabulary: the most frequent first, and equally frequent ones by name, descending.
     # Not sorted with NumPy, whose arrays give each name the space of the longest.
     ordered = [name for _, name in sorted(zip(counts, names), reverse=True)]
-    fill: list[Any] = []
+    fill = []
     if column.missing == "indicator":
         # A gap is a category like the others.
         fill = [""]
@@ -193,7 +193,7 @@ class TableFeatures:
         """Names of the model's inputs, with their columns. Keras allows no / in names."""
         if self.has_block:
             yield NUMBERS, self._numbers
-        names: set[str] = set()
+        names = set()
         for column in self.columns:
             if self.has_block and not column.is_looked_up:
                 continue
@@ -205,11 +205,12 @@ class TableFeatures:
 
     def spec(self) -> dict[str, tf.TensorSpec]:
         """One example as the model takes it, by the names of its inputs."""
-        spec = {}
-        for name, columns in self.inputs.items():
-            length = sum(column.length for column in columns)
-            spec[name] = tf.TensorSpec((length,), self._types[columns[0].name], name)
-        return spec
+        return {
+            name: tf.TensorSpec(
+                (sum(column.length for column in columns),), self._types[columns[0].name], name
+            )
+            for name, columns in self.inputs.items()
+        }
 
     def raw(self, values: Mapping[str, Any], rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns some rows as the model takes them.
@@ -221,11 +222,8 @@ class TableFeatures:
         raw = {}
         for name, columns in self.inputs.items():
             if columns[0].is_category:
-                raw[name] = (
-                    values[columns[0].name]
-                    .take(pa.array(rows))
-                    .to_numpy(zero_copy_only=False)[:, np.newaxis]
-                )
+                cells = values[columns[0].name].take(pa.array(rows))
+                raw[name] = np.asarray(cells)[:, None]
             else:
                 numbers = [values[column.name][rows] for column in columns]
                 raw[name] = np.concatenate(numbers, axis=1, dtype=self._types[columns[0].name])
@@ -239,8 +237,7 @@ class TableFeatures:
         )
         width = sum(part.shape[1] for part in tf.nest.flatten(features))
         num_rows = max(1, ENCODED_AT_ONCE // width)
-        starts = range(0, len(rows), num_rows)
-        for start in with_progress(starts, f"{where}: features", "parts"):
+        for start in with_progress(range(0, len(rows), num_rows), f"{where}: features", "parts"):
             part = slice(start, start + num_rows)
             with tf.device("CPU:0"):
                 raw = tf.nest.map_structure(tf.constant, self.raw(values, rows[part]))
@@ -248,12 +245,6 @@ class TableFeatures:
             for whole, piece in zip(tf.nest.flatten(features), tf.nest.flatten(encoded)):
                 whole[part] = piece
         return features
-
-    def _look_up(self, column: Column, cells: Any) -> Any:
-        if column.bins and column.fill:
-            fill = np.asarray(column.fill, self._types[column.name])
-            cells = keras.ops.where(keras.ops.isnan(cells), fill, cells)
-        return self._lookups[column.name](cells)
 
     @cached_property
     def model(self) -> keras.Model:
@@ -266,10 +257,15 @@ class TableFeatures:
         pieces: list[tuple[Any, Sequence[int]]] = []
         codes = {}
         for name, columns in self.inputs.items():
-            if columns[0].is_looked_up:
-                codes[columns[0].name] = self._look_up(columns[0], inputs[name])
-            else:
-                pieces += self._normalized(inputs[name], columns)
+            cells = inputs[name]
+            column = columns[0]
+            if not column.is_looked_up:
+                pieces += self._normalized(cells, columns)
+                continue
+            if column.bins and column.fill:
+                fill = np.asarray(column.fill, self._types[column.name])
+                cells = keras.ops.where(keras.ops.isnan(cells), fill, cells)
+            codes[column.name] = self._lookups[column.name](cells)
         if not self.schema.has_ids:
             for name, numbers in codes.items():
                 span = self._spans[name]

@@ -92,7 +92,7 @@ class LengthBuckets:
         begins = ends - sizes[topology.rank]
 
         @unconverted
-        def batch_of(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def batch_of(step):
             part = part_of_step[step]
             rows = order[begins[part] : ends[part]]
             if share.is_full:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvtrain.core.step_plan import Share, StepPlan
@@ -58,7 +59,7 @@ def step_sizes(share: Share, first_step: int = 0) -> list[int]:
     return [end - begin for begin, end in pairwise(begins)]
 
 
-def finish(batches: tf.data.Dataset, topology: Topology) -> tf.data.Dataset:
+def finish(batches: Dataset, topology: Topology) -> Dataset:
     """Adds prefetching and options: deterministic, not sharded by tf.data, on the rank's share of the cores."""
     options = tf.data.Options()
     options.deterministic = True
@@ -90,11 +91,11 @@ def _end_streams() -> None:
 
 
 def regrouped(
-    stream_of: Callable[[int], tf.data.Dataset],
+    stream_of: Callable[[int], Dataset],
     plan: StepPlan,
     topology: Topology,
     start_step: int,
-) -> tf.data.Dataset:
+) -> Dataset:
     """Returns this rank's parts of the global batches of a plan that was made for another number of ranks.
 
     The streams of all shares that a part overlaps are joined and cut. So each example is the one
@@ -107,9 +108,9 @@ def regrouped(
     """
     shares = plan.shares_of(topology.rank)
     # Only the step within the epoch decides how a batch is cut.
-    steps = tf.data.Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
+    steps = Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
-    def part_of(step: tf.Tensor, batches: tuple[Any, ...]) -> Any:
+    def part_of(step, batches):
         if plan.is_full:
             # All steps are equal, and plain integers keep the batch's static shape.
             parts = plan.parts(0)
@@ -122,13 +123,12 @@ def regrouped(
         first = offsets[shares[0]]
         begin, end = parts[topology.rank]
 
-        def join_and_cut(*tensors: tf.Tensor) -> tf.Tensor:
+        def join_and_cut(*tensors):
             return tf.concat(tensors, axis=0)[begin - first : end - first]
 
         return tf.nest.map_structure(join_and_cut, *batches)
 
-    streams = tuple(stream_of(share) for share in shares)
-    numbered = tf.data.Dataset.zip((steps, streams))
+    numbered = Dataset.zip((steps, tuple(map(stream_of, shares))))
     return finish(numbered.map(part_of, num_parallel_calls=tf.data.AUTOTUNE), topology)
 
 
@@ -142,23 +142,21 @@ class StreamedSource(Source):
         """Opens this rank's shard of a split and returns the function that reads its batches."""
 
     @abstractmethod
-    def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
+    def training_batches(self, request: StreamRequest) -> Dataset:
         """Endless stream of (step, batch) from request.start_step on."""
 
     @abstractmethod
-    def evaluation_batches(
-        self, split: str, topology: Topology, batch_size: int
-    ) -> tf.data.Dataset:
+    def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         """Finite stream of (batch number, batch) of all examples of the shard, in order."""
 
     def load(
         self,
-        batches: tf.data.Dataset,
+        batches: Dataset,
         split: str,
         topology: Topology,
         postprocess: Postprocess,
         batch_size: int | None = None,
-    ) -> tf.data.Dataset:
+    ) -> Dataset:
         """Maps (step, batch) to postprocess(step, inputs, targets, ...).
 
         Args:
@@ -167,17 +165,16 @@ class StreamedSource(Source):
         # The reader comes first, since it may fit the transform that postprocess uses.
         read = self.reader(split, topology)
 
-        def load_batch(step: tf.Tensor, batch: Any) -> Parts:
-            parts = batch if isinstance(batch, tuple) else (batch,)
-            return postprocess(step, *read(*parts))
+        def load_batch(step, batch):
+            return postprocess(step, *read(*tf.nest.flatten(batch)))
 
         return batches.map(load_batch, num_parallel_calls=tf.data.AUTOTUNE)
 
-    def training(self, request: StreamRequest) -> tf.data.Dataset:
+    def training(self, request: StreamRequest) -> Dataset:
         topology = request.topology
 
         @unconverted
-        def augment(step: tf.Tensor, *elements: Any) -> Parts:
+        def augment(step, *elements):
             seed = derive_seed(request.seed, AUGMENT, topology.rank, step)
             inputs, *others = self.augment(elements, seed)
             # Raw batches stay bytes, for a quarter of the traffic to a GPU.
@@ -193,7 +190,7 @@ class StreamedSource(Source):
     @unconverted
     def _with_crops(self, request: StreamRequest, step: tf.Tensor, batch: Any) -> Parts:
         """Appends a batch's random crops as its last part, so that examples that are read singly keep theirs."""
-        parts = batch if isinstance(batch, tuple) else (batch,)
+        parts = tf.nest.flatten(batch)
         seed = derive_seed(request.seed, CROP, request.topology.rank, step)
         return step, (*parts, self.sizing.crop.draw(tf.shape(parts[0])[0], seed))
 
@@ -205,17 +202,15 @@ class StreamedSource(Source):
     def finish(self, inputs: Any) -> Any:
         return self.transform.normalize(inputs)
 
-    def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+    def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         @unconverted
-        def normalize(_: tf.Tensor, inputs: Any, *others: Any) -> Parts:
+        def normalize(_, inputs, *others):
             return self.transform.normalize(inputs), *others
 
         batches = self.evaluation_batches(split, topology, batch_size)
         return finish(self.load(batches, split, topology, normalize, batch_size), topology)
 
-    def numbered_evaluation(
-        self, split: str, topology: Topology, batch_size: int
-    ) -> tf.data.Dataset:
+    def numbered_evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         """Like evaluation(), with the examples' indices in the shard as first part: (int64 [batch], inputs, ...).
 
         Examples that on_error="skip" leaves out have no row, and the others keep their indices. For
@@ -223,7 +218,7 @@ class StreamedSource(Source):
         """
 
         @unconverted
-        def normalize(index: tf.Tensor, inputs: Any, *others: Any) -> Parts:
+        def normalize(index, inputs, *others):
             count = tf.shape(tf.nest.flatten(inputs)[0])[:1]  # 1, or 0 if it was left out.
             return tf.fill(count, index), self.transform.normalize(inputs), *others
 
@@ -247,14 +242,14 @@ class IndexedSource(StreamedSource):
         """The numbers of this rank's examples in the split, int64."""
         return np.asarray(topology.share(self.num_examples(split)), np.int64)
 
-    def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
+    def training_batches(self, request: StreamRequest) -> Dataset:
         num_local = request.topology.share_size(self.num_examples("train"))
         share = request.share_of(num_local)
         first_epoch, steps_done = request.position
         buckets = self.buckets
 
         @unconverted
-        def epoch_batches(epoch: tf.Tensor) -> tf.data.Dataset:
+        def epoch_batches(epoch):
             order = tf.random.experimental.stateless_shuffle(
                 tf.range(num_local, dtype=tf.int64),
                 seed=derive_seed(request.seed, ORDER, request.topology.rank, epoch),
@@ -264,22 +259,19 @@ class IndexedSource(StreamedSource):
             if share.is_full:
                 # As rows of one shape, so that batches have a static size.
                 rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
-                return tf.data.Dataset.from_tensor_slices(rows)
+                return Dataset.from_tensor_slices(rows)
 
-            def batch_of(step: tf.Tensor) -> tf.Tensor:
+            def batch_of(step):
                 return order[share.begin(step) : share.begin(step + 1)]
 
-            return tf.data.Dataset.range(share.steps).map(batch_of)
+            return Dataset.range(share.steps).map(batch_of)
 
         # Only rows of indices are skipped: nothing has been read yet.
-        epochs = tf.data.Dataset.range(first_epoch, FOREVER)
-        batches = epochs.flat_map(epoch_batches).skip(steps_done)
-        return batches.enumerate(start=request.start_step)
+        epochs = Dataset.range(first_epoch, FOREVER)
+        return epochs.flat_map(epoch_batches).skip(steps_done).enumerate(request.start_step)
 
-    def evaluation_batches(
-        self, split: str, topology: Topology, batch_size: int
-    ) -> tf.data.Dataset:
-        indices = tf.data.Dataset.range(topology.share_size(self.num_examples(split)))
+    def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> Dataset:
+        indices = Dataset.range(topology.share_size(self.num_examples(split)))
         return indices.batch(batch_size).enumerate()
 
     def preprocessing(self) -> Preprocessing:

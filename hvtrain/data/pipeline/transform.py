@@ -75,7 +75,7 @@ class Transform:
         """
         # As one more channel, masks move with their images. Labels are stored plus one: borders
         # come in as 0, and 0 - 1 is 255 in uint8.
-        labels = tf.cast(masks + 1, images.dtype)[..., tf.newaxis]
+        labels = tf.cast(masks + 1, images.dtype)[..., None]
         augmented = self.augment(tf.concat([images, labels], axis=-1), seed)
         return augmented[..., :-1], tf.cast(augmented[..., -1], tf.uint8) - 1
 
@@ -148,20 +148,18 @@ def _normalization_layers(
         mean = mean * factor
         scale = scale * factor
     # Keras takes the variance, and the root of a square is exact. Rescaling by 1 / scale, instead, would round.
-    variance = np.square(scale)
-    layers.append(
-        keras.layers.Normalization(axis, mean.tolist(), variance.tolist(), dtype="float32")
-    )
+    variance = np.square(scale).tolist()
+    layers.append(keras.layers.Normalization(axis, mean.tolist(), variance, dtype="float32"))
     return layers
 
 
 def _shift(images: tf.Tensor, pixels: int, seed: tf.Tensor) -> tf.Tensor:
     """Pads by `pixels` on each side, and cuts a random window of the old size out of each image."""
-    batch, height, width = tf.shape(images)[0], images.shape[1], images.shape[2]
-    corner = tf.random.stateless_uniform([batch, 2], seed, maxval=2 * pixels + 1, dtype=tf.int32)
+    size = [tf.shape(images)[0], 2]
+    corner = tf.random.stateless_uniform(size, seed, maxval=2 * pixels + 1, dtype=tf.int32)
     shifted = tf.pad(images, [[0, 0], [pixels, pixels], [pixels, pixels], [0, 0]])
-    shifted = tf.gather(shifted, corner[:, :1] + tf.range(height), axis=1, batch_dims=1)
-    shifted = tf.gather(shifted, corner[:, 1:] + tf.range(width), axis=2, batch_dims=1)
+    shifted = tf.gather(shifted, corner[:, :1] + tf.range(images.shape[1]), axis=1, batch_dims=1)
+    shifted = tf.gather(shifted, corner[:, 1:] + tf.range(images.shape[2]), axis=2, batch_dims=1)
     return tf.ensure_shape(shifted, images.shape)
 
 

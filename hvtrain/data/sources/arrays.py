@@ -42,16 +42,13 @@ class ArraySource(MemorySource):
             are optional.
         image_shape: (height, width, channels).
         num_classes: if given, each target is the index of a class.
-        origin: where the arrays come from, for the run's header.
         standardize: "per_pixel" or "per_channel" (mean 0, deviation 1), "scale" (divide by
             max_value) or "none".
         max_value: the largest value that a pixel may have.
-        num_validation: number of examples taken out of the training part at random, with a fixed
-            seed.
         shift_pixels, flip: augmentation of training batches; see Transform.
         class_names: the name of each class, for users of the saved model.
         example_shape: shape of an example before load() reshaped it; the saved model takes that shape.
-        more_facts: facts for the model's builder and the task.
+        more: origin, num_validation and more_facts; see MemorySource.
 
     Raises:
         ConfigError: for an unknown standardize, or if the number of class_names is not num_classes.
@@ -64,18 +61,16 @@ class ArraySource(MemorySource):
         load: Callable[[], Elements],
         image_shape: ImageShape,
         num_classes: int | None,
-        origin: str = "arrays in memory",
         standardize: str = "per_channel",
         max_value: float = 255.0,
-        num_validation: int = 0,
         shift_pixels: int = 0,
         flip: bool = False,
         class_names: Sequence[str] | None = None,
         example_shape: tuple[int, ...] | None = None,
-        more_facts: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> None:
         check_choice("dataset.standardize", standardize, STANDARDIZE)
-        super().__init__(name, load, origin, num_validation, more_facts)
+        super().__init__(name, load, **more)
 
         if image_shape[0] in CHANNELS and image_shape[2] not in CHANNELS:
             raise DataError(
@@ -161,7 +156,7 @@ class ArraySource(MemorySource):
                 texts.append(f"{split} {images.min():g} to {images.max():g}")
                 largest.append(images.max())
         shown = ", ".join(texts)
-        description = {**super().description(), "images": [f"values of {shown} ({images.dtype})"]}
+        description = super().description() | {"images": [f"values of {shown} ({images.dtype})"]}
         if 0 < min(largest) <= 1 and max(largest) > RANGE_FACTOR:
             description["warnings"] = [f"the splits hold values of unlike ranges: {shown}"]
         return description
@@ -188,7 +183,7 @@ class ArraySource(MemorySource):
         if split == "train":
             self._example_shape = self._example_shape or np.shape(images)[1:]
         if images.ndim == 3:  # Without channels.
-            images = images[..., np.newaxis]
+            images = images[..., None]
         if images.shape[1:] != self.image_shape:
             raise DataError(
                 f"{where}: images are {images.shape[1:]}; {self.image_shape} was given as image_shape"
@@ -255,7 +250,7 @@ class ImagesWithMasks(ArraySource):
 
     def description(self) -> Phrases:
         masks = ["0 and 255, read as the classes 0 and 1"] if self._is_binary else []
-        return {**super().description(), "masks": masks}
+        return super().description() | {"masks": masks}
 
     def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
         images, masks, *weights = elements

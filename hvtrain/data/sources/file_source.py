@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
@@ -74,7 +75,7 @@ class FileSource(NotesFailure, StreamedSource):
         it is left out.
     """
 
-    ADVICE: ClassVar[str] = "fix or remove it"
+    ADVICE = "fix or remove it"
     """What to do about an example that cannot be read, for the message."""
 
     FAR: ClassVar[tuple[str, ...]] = ()
@@ -128,7 +129,7 @@ class FileSource(NotesFailure, StreamedSource):
         return describe_images(self.looked_at(), self.sizing)
 
     def description(self) -> Phrases:
-        return {**super().description(), "images": self._look, "warnings": list(self._warnings)}
+        return super().description() | {"images": self._look, "warnings": list(self._warnings)}
 
     def sure_reader(self, split: str, topology: Topology) -> Read:
         """Opens a reader for single examples of a batch on which `reader` failed."""
@@ -155,17 +156,17 @@ class FileSource(NotesFailure, StreamedSource):
 
     def load(
         self,
-        batches: tf.data.Dataset,
+        batches: Dataset,
         split: str,
         topology: Topology,
         postprocess: Postprocess,
         batch_size: int | None = None,
-    ) -> tf.data.Dataset:
+    ) -> Dataset:
         read = self.reader(split, topology)
         repair = _BatchRepair(self, split, topology, is_training=batch_size is None)
 
         def whole_or_repaired(step, batch):
-            single = tf.data.Dataset.from_tensors(batch)
+            single = Dataset.from_tensors(batch)
             whole = single.map(read)
             specs = whole.element_spec
             blanks = [np.zeros([0, *spec.shape[1:]], spec.dtype.as_numpy_dtype) for spec in specs]
@@ -288,7 +289,7 @@ class DealtSource(FileSource):
 
     PIECE: ClassVar[str]
     """The name of a piece, for error messages."""
-    ROW_BITS: ClassVar[int] = 40
+    ROW_BITS = 40
     """An example's code, the last part of a batch: its piece's number << ROW_BITS, plus its row."""
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tensorflow as tf
+from tensorflow import TensorSpec
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.formats.columns import LISTS, one_array
@@ -93,7 +94,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             )
 
         # Inputs other than one column of images reach the model unchanged.
-        self.transform: Transform = Unchanged()
+        self.transform = Unchanged()
         if isinstance(input, str) and input in self._images:
             self.image_shape = self.sizing.image_shape
             self.no_random_crop = ""
@@ -111,7 +112,7 @@ class HuggingFace(NotesFailure, IndexedSource):
     def element_spec(self) -> Parts:
         specs = dict(self._specs)
         for name in self._images:  # Pixels are scaled to float32.
-            specs[name] = tf.TensorSpec(specs[name].shape, tf.float32)
+            specs[name] = TensorSpec(specs[name].shape, tf.float32)
         return self._arranged(specs)
 
     def num_examples(self, split: str) -> int:
@@ -127,7 +128,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             ]
             phrases = describe_images(images, self.sizing)
             description["images"] = [*description.get("images", []), *phrases]
-        return {**description, "warnings": self._warnings}
+        return description | {"warnings": self._warnings}
 
     def manifest(self) -> dict[str, Any]:
         def paths(split):
@@ -139,12 +140,12 @@ class HuggingFace(NotesFailure, IndexedSource):
         if not isinstance(self._target, str) or self._target in self._images:
             return {}
 
-        targets = {}
-        for split, rows in self._splits.items():
-            table = rows.select_columns([self._target])[:]
-            targets[split] = self._array(table, self._target, split, np.arange(len(rows)))
-
-        return targets
+        return {
+            split: self._array(
+                rows.select_columns([self._target])[:], self._target, split, np.arange(len(rows))
+            )
+            for split, rows in self._splits.items()
+        }
 
     def reader(self, split: str, topology: Topology) -> Read:
         if self.on_error == "skip":
@@ -156,9 +157,9 @@ class HuggingFace(NotesFailure, IndexedSource):
         if split in self._splits:
             rows = self._splits[split].select_columns(list(self._specs))
         local = self.shard_rows(split, topology)
-        encoded = tf.TensorSpec([None], tf.string)
+        encoded = TensorSpec([None], tf.string)
         specs = [
-            encoded if name in self._images else tf.TensorSpec([None, *spec.shape], spec.dtype)
+            encoded if name in self._images else TensorSpec([None, *spec.shape], spec.dtype)
             for name, spec in self._specs.items()
         ]
 
@@ -220,10 +221,10 @@ class HuggingFace(NotesFailure, IndexedSource):
 
         return arrange(self._input), arrange(self._target)
 
-    def _column_spec(self, name: str, column: pa.ChunkedArray) -> tf.TensorSpec:
+    def _column_spec(self, name: str, column: pa.ChunkedArray) -> TensorSpec:
         """Returns the shape and type of a column's values, from its first row."""
         if name in self._images:
-            return tf.TensorSpec(self.sizing.image_shape, tf.uint8)
+            return TensorSpec(self.sizing.image_shape, tf.uint8)
 
         shape = []
         values = one_array(column)
@@ -232,14 +233,14 @@ class HuggingFace(NotesFailure, IndexedSource):
             shape.append(len(values[0]))
             values = values.flatten()
 
-        array = as_models_take(values.to_numpy(zero_copy_only=False))
+        array = as_models_take(np.asarray(values))
         if array.dtype.kind not in "iufbO":
             raise DataError(
                 f"{self.folder}: {name} holds {values.type}; numbers, strings or images are needed"
             )
         # An array of Python objects holds strings.
         dtype = tf.string if array.dtype.kind == "O" else tf.as_dtype(array.dtype)
-        return tf.TensorSpec(shape, dtype)
+        return TensorSpec(shape, dtype)
 
     def _array(
         self,
@@ -278,7 +279,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         # the first row.
         shape = self._specs[name].shape
         for side in shape:
-            lengths = pc.list_value_length(values).fill_null(-1).to_numpy(zero_copy_only=False)
+            lengths = np.asarray(pc.list_value_length(values).fill_null(-1))
             unlike = np.flatnonzero(lengths != side)
             if unlike.size:
                 index = unlike[0]
@@ -286,10 +287,9 @@ class HuggingFace(NotesFailure, IndexedSource):
             values = values.flatten()
 
         if values.null_count:
-            is_gap = values.is_null().to_numpy(zero_copy_only=False)
-            raise wrong_row(int(np.argmax(is_gap)), "no value")
+            raise wrong_row(int(np.argmax(values.is_null())), "no value")
 
-        array = values.to_numpy(zero_copy_only=False)
+        array = np.asarray(values)
         dtype = self._specs[name].dtype
         if dtype != tf.string:
             try:

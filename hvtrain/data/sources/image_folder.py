@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import counted, listed
@@ -37,7 +38,7 @@ Files = list[tuple[str, Any]]
 def read_member(path: Any) -> tf.Tensor:
     """Like tf.io.read_file for members of shards or files in object storage; reads one path or an array of them."""
 
-    def read(encoded: Any) -> Any:
+    def read(encoded):
         # Bytes in a graph, an array in eager mode.
         addresses = np.asarray(encoded)
         contents = np.empty(addresses.size, object)
@@ -76,11 +77,11 @@ class ListedImages(FileSource, IndexedSource):
 
     def load(
         self,
-        batches: tf.data.Dataset,
+        batches: Dataset,
         split: str,
         topology: Topology,
         *settings: Any,
-    ) -> tf.data.Dataset:
+    ) -> Dataset:
         files = self._files.get(split)
         if files and is_far(files[0][0]):
             names = [path.decode() for path in self.shard(split, topology)[0].numpy()]
@@ -196,7 +197,7 @@ class ImageFolder(ListedImages):
                     )
                 raise DataError(f"{folder} holds no images ({', '.join(SUFFIXES)}); {advice}")
 
-        files: dict[str, Files] = {}
+        files = {}
         for split, fraction in fractions.items():
             if split in self._folders:
                 files[split] = self._list_files(split)
@@ -216,7 +217,7 @@ class ImageFolder(ListedImages):
                         f"a folder {split}/"
                     )
 
-        return {**files, "train": train}
+        return files | {"train": train}
 
     def _list_files(self, split: str) -> Files:
         """Lists all images of a split, sorted by class and name, and counts other entries."""
@@ -237,7 +238,7 @@ class ImageFolder(ListedImages):
             )
 
         others: Counter[str] = Counter()
-        files: Files = []
+        files = []
         for name in sorted(names, key=labels.__getitem__):
             for path in visible(folder / names[name]):
                 if is_image(path) and not path.is_dir():
@@ -304,7 +305,7 @@ class ImageFolder(ListedImages):
             return number, decode(self.read_file(path), self.sizing)
 
         # Enumerated, since ignore_errors() leaves gaps.
-        numbered = tf.data.Dataset.from_tensor_slices(paths).enumerate()
+        numbered = Dataset.from_tensor_slices(paths).enumerate()
         images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
         batches = finish(images.batch(CACHE_BATCH), topology)
         for numbers, batch in batches.as_numpy_iterator():

@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -172,7 +171,7 @@ def answers(host: str) -> bool:
     """Returns True if https://host answers within PROBE_SECONDS, directly or through a proxy."""
     answered = threading.Event()
 
-    def probe() -> None:
+    def probe():
         request = urllib.request.Request(f"https://{host}/", method="HEAD")
         with suppress(OSError):
             with suppress(urllib.request.HTTPError):  # An error status is an answer too.
@@ -229,7 +228,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     magic = bytes([0, 0, UNSIGNED_BYTES, num_dims])
     header_bytes = 4 + 4 * num_dims
     try:
-        open_file: Any = gzip.open if path.suffix == ".gz" else Path.open
+        open_file = gzip.open if path.suffix == ".gz" else Path.open
         with open_file(path, "rb") as file:
             header = file.read(header_bytes)
             if len(header) < header_bytes:

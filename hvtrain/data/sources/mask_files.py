@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,18 +44,18 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     Raises:
         DataError: An image has no mask, or several.
     """
-    by_name: dict[str, list[Path]] = {}
-    by_stem: dict[str, list[Path]] = {}
+    by_name = defaultdict(list)
+    by_stem = defaultdict(list)
     for path in visible(masks):
         if is_image(path):
-            by_name.setdefault(path.stem, []).append(path)
-            by_stem.setdefault(_MASK_SUFFIX.sub("", path.stem), []).append(path)
+            by_name[path.stem].append(path)
+            by_stem[_MASK_SUFFIX.sub("", path.stem)].append(path)
 
-    pairs: Pairs = []
+    pairs = []
     for image in images:
         matches = by_name.get(image.stem) or by_stem.get(_IMAGE_SUFFIX.sub("", image.stem), [])
-        lossless = [path for path in matches if path.name == f"{image.stem}.png"]
-        matches = lossless or matches
+        # Of several, the lossless one.
+        matches = [path for path in matches if path.name == f"{image.stem}.png"] or matches
         if not matches:
             raise DataError(f"{image} has no mask; {masks / image.stem}.png is needed")
         if len(matches) > 1:
@@ -76,7 +76,7 @@ def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
     Raises:
         ConfigError: There are too few or too many, one is not a color, or two are equal.
     """
-    parsed: list[Color] = []
+    parsed = []
     for color in colors or ():
         try:
             levels = ImageColor.getrgb(color)[:3] if isinstance(color, str) else color

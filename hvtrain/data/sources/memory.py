@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow import nest
 
 from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
@@ -60,6 +61,9 @@ class MemorySource(IndexedSource):
     """
 
     transform: Transform = Unchanged()
+    _spec: Parts = ()
+    # The whole arrays; kept only between counting and cutting.
+    _parts: dict[str, Part] | None = None
 
     def __init__(
         self,
@@ -77,9 +81,6 @@ class MemorySource(IndexedSource):
         self.take_facts(more_facts or {})
 
         self._counts: dict[str, int] = {}
-        self._spec: Parts = ()
-        # The whole arrays; kept only between counting and cutting.
-        self._parts: dict[str, Part] | None = None
         # Shards by topology: a run that resumes on another number of ranks reads the shards of several
         # of the plan's ranks; see regrouped() in streams.py.
         self._shards: dict[Topology, dict[str, Parts]] = {}
@@ -99,11 +100,11 @@ class MemorySource(IndexedSource):
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
         # Digests by identity of the arrays: validation and training may share them, and hashing is slow.
-        digests: dict[int, str] = {}
+        digests = {}
         for split, part in self.parts().items():
             key = id(part.elements)
             if key not in digests:
-                digests[key] = digest_arrays(tf.nest.flatten(part.elements))
+                digests[key] = digest_arrays(nest.flatten(part.elements))
             if split in manifest["splits"]:
                 content = np.frombuffer(digests[key].encode(), np.uint8)
                 manifest["splits"][split]["digest"] = digest_arrays([content, part.rows])
@@ -115,31 +116,26 @@ class MemorySource(IndexedSource):
 
     def reader(self, split: str, topology: Topology) -> Read:
         if topology not in self._shards:
-            self._shards[topology] = self._cut_shards(topology)
+            parts = self.parts()
+            # The whole arrays are dropped once the shards are cut.
+            self._parts = None
+            self.fit(parts["train"])
+            self._shards[topology] = {}
+            for split_name, part in parts.items():
+                local = np.asarray(topology.share(len(part.rows)), np.int64)
+                rows = self.in_model_type(_take(part.elements, part.rows[local]))
+                # The input pipeline runs on the CPU, so shards do not belong on a GPU.
+                with tf.device("CPU:0"):
+                    tensors = nest.map_structure(tf.constant, rows)
+                self._shards[topology][split_name] = tensors
 
         # A split that does not exist has no examples.
         elements = self._shards[topology].get(split, no_examples(self._spec))
 
         def read(indices):
-            return tf.nest.map_structure(lambda array: tf.gather(array, indices), elements)
+            return nest.map_structure(lambda array: tf.gather(array, indices), elements)
 
         return read
-
-    def _cut_shards(self, topology: Topology) -> dict[str, Parts]:
-        """Returns a rank's rows by split, as tensors, and drops the whole arrays."""
-        parts = self.parts()
-        self._parts = None
-        self.fit(parts["train"])
-
-        shards = {}
-        for split, part in parts.items():
-            local = np.asarray(topology.share(len(part.rows)), np.int64)
-            elements = self.in_model_type(_take(part.elements, part.rows[local]))
-            # The input pipeline runs on the CPU, so shards do not belong on a GPU.
-            with tf.device("CPU:0"):
-                shards[split] = tf.nest.map_structure(tf.constant, elements)
-
-        return shards
 
     def fit(self, train: Part) -> None:
         """Fits the transform to the whole training part, so that it is equal on all ranks.
@@ -155,15 +151,15 @@ class MemorySource(IndexedSource):
         """Loads the whole arrays, sets the spec of an example, and takes the validation part out."""
         whole = self._load_checked()
         empty = self.in_model_type(_take(whole["train"], np.arange(0)))
-        self._spec = tf.nest.map_structure(
+        self._spec = nest.map_structure(
             lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)),
             empty,
         )
 
-        parts = {}
-        for split, elements in whole.items():
-            num_rows = len(tf.nest.flatten(elements)[0])
-            parts[split] = Part(elements, np.arange(num_rows))
+        parts = {
+            split: Part(elements, np.arange(len(nest.flatten(elements)[0])))
+            for split, elements in whole.items()
+        }
 
         # If the user gives a validation part, none is taken out of training.
         if self._num_validation and "validation" not in parts:
@@ -182,9 +178,10 @@ class MemorySource(IndexedSource):
     def _load_checked(self) -> dict[str, Parts]:
         """Returns the whole arrays by split. Raises DataError if they cannot be used."""
         try:
-            arrays = {}
-            for split, elements in self._load().items():
-                arrays[split] = tf.nest.map_structure(np.asarray, tuple(elements))
+            arrays = {
+                split: nest.map_structure(np.asarray, tuple(elements))
+                for split, elements in self._load().items()
+            }
             return {split: self.check(split, *elements) for split, elements in arrays.items()}
         except OSError as error:
             raise DataError(
@@ -224,7 +221,7 @@ class MemorySource(IndexedSource):
 
     def in_model_type(self, elements: Any) -> Any:
         """Returns some rows of a split in the types that models take."""
-        return tf.nest.map_structure(as_models_take, elements)
+        return nest.map_structure(as_models_take, elements)
 
 
 def as_models_take(array: np.ndarray) -> np.ndarray:
@@ -251,11 +248,11 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
 
 def no_examples(element_spec: Any) -> Any:
     """Returns empty tensors of that spec."""
-    return tf.nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
+    return nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
 
 
 def _take(arrays: Any, rows: np.ndarray) -> Any:
-    return tf.nest.map_structure(lambda array: array[rows], arrays)
+    return nest.map_structure(lambda array: array[rows], arrays)
 
 
 def random_parts(*sizes: int) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
@@ -107,16 +108,19 @@ class Parquet(DealtSource):
 
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
-        counts: dict[str, dict[RowGroup, int]] = {split: {} for split in self.SPLITS}
         # The first file with each type of pixels, for the message if types cannot be mixed.
         first_paths: dict[pa.DataType, Path] = {}
         files = {"train": [self.folder]}
         if self.folder.is_dir():
             files, self._warnings = find_split_files(self.folder, row_groups.files_of)
-        for split in files:
-            for path in files[split]:
-                for group in self._read_footer(path, first_paths):
-                    counts[split][group] = group.num_rows
+        counts = {
+            split: {
+                group: group.num_rows
+                for path in paths
+                for group in self._read_footer(path, first_paths)
+            }
+            for split, paths in files.items()
+        }
 
         if not counts["train"]:
             raise DataError(
@@ -136,18 +140,13 @@ class Parquet(DealtSource):
         # Only pixels that are all uint8 keep their type; others become float32.
         self._pixel_type = tf.uint8 if set(first_paths) == {pa.uint8()} else tf.float32
         row_groups.check_ranges(self._ranges)
-        self._name_classes(counts["train"])
+        train_paths = list(dict.fromkeys(group.path for group in counts["train"]))
+        if row_groups.is_text(row_groups.label_type(Path(train_paths[0]), self._columns)):
+            if self.class_names is None:
+                labels = row_groups.read_labels(train_paths, self._columns)
+                self.take_class_names(labels.unique().drop_null().to_pylist(), self._columns.label)
+            self._columns = replace(self._columns, class_names=tuple(self.class_names or ()))
         return counts
-
-    def _name_classes(self, groups: Iterable[RowGroup]) -> None:
-        """Sets the class names from labels that are text. Raises DataError if their number is not num_classes."""
-        paths = list(dict.fromkeys(group.path for group in groups))
-        if not row_groups.is_text(row_groups.label_type(Path(paths[0]), self._columns)):
-            return
-        if self.class_names is None:
-            labels = row_groups.read_labels(paths, self._columns)
-            self.take_class_names(labels.unique().drop_null().to_pylist(), self._columns.label)
-        self._columns = replace(self._columns, class_names=tuple(self.class_names or ()))
 
     def looked_at(self) -> list[tuple[str, bytes]]:
         if not self.is_encoded:
@@ -159,9 +158,8 @@ class Parquet(DealtSource):
     def description(self) -> Phrases:
         description = super().description()
         if self._ranges:
-            lows, highs = zip(*self._ranges.values())
-            low = min(lows)
-            high = max(highs)
+            low = min(low for low, _ in self._ranges.values())
+            high = max(high for _, high in self._ranges.values())
             scale = self.transform.scale
             description["images"] = [f"pixels {low:g} to {high:g}, divided by {scale:g}"]
             if high <= 1 < scale or high > scale:
@@ -192,7 +190,7 @@ class Parquet(DealtSource):
         # Each file once, in order. Files without rows have no row groups here.
         return list(dict.fromkeys(group.path for group in self.counts[split]))
 
-    def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
+    def training_batches(self, request: StreamRequest) -> Dataset:
         groups = self.shard("train", request.topology)
         share = request.share_of(sum(group.num_rows for group in groups))
         rows = self._stream(lambda: pieces_of(groups, self._shuffle_groups, request))
@@ -204,9 +202,7 @@ class Parquet(DealtSource):
             batches = rows.rebatch(np.roll(streams.step_sizes(share), -steps_done))
         return batches.enumerate(request.start_step)
 
-    def evaluation_batches(
-        self, split: str, topology: Topology, batch_size: int
-    ) -> tf.data.Dataset:
+    def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         # One row group at a time, in the order of the files.
         groups = sorted(self.shard(split, topology), key=self.first_codes.__getitem__)
         pieces = [Piece([group], np.arange(group.num_rows)) for group in groups]
@@ -239,14 +235,14 @@ class Parquet(DealtSource):
             (0.0, float(self.transform.scale)),
         )
 
-    def _stream(self, pieces: Callable[[], Iterable[Piece]]) -> tf.data.Dataset:
+    def _stream(self, pieces: Callable[[], Iterable[Piece]]) -> Dataset:
         """Returns the rows of the pieces: images, labels and codes."""
         images = tf.TensorSpec([None], tf.string)
         if not self._encoded:
             images = tf.TensorSpec([None, *self.image_shape], self._pixel_type)
         labels = tf.TensorSpec([None], tf.int32)
         codes = tf.TensorSpec([None], tf.int64)
-        rows = tf.data.Dataset.from_generator(
+        rows = Dataset.from_generator(
             lambda: map(self._read, pieces()),
             output_signature=(images, labels, codes),
         )
@@ -273,16 +269,13 @@ class Parquet(DealtSource):
             raise self.note(error) from None
         except DataError as error:
             self._problems[group] = str(error).removeprefix(f"{group} ")
-            images = self._blank_images(group.num_rows)
+            # Placeholders.
+            images = np.zeros([group.num_rows, *self.image_shape], self._pixel_type.as_numpy_dtype)
+            if self._encoded:
+                images = np.full(group.num_rows, b"", object)
             labels = np.full(group.num_rows, -1, np.int32)
 
         return images, labels, self.first_codes[group] + np.arange(group.num_rows)
-
-    def _blank_images(self, number: int) -> np.ndarray:
-        """Returns placeholders for the images of an unreadable row group."""
-        if self._encoded:
-            return np.full(number, b"", object)
-        return np.zeros([number, *self.image_shape], self._pixel_type.as_numpy_dtype)
 
     def locate_row(self, piece: RowGroup, row: int, example: Example, problem: str) -> Unreadable:
         problems = self._problems.get(piece, {})

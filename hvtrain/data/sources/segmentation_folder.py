@@ -143,13 +143,12 @@ class SegmentationFolder(ListedImages):
                 description["warnings"].append(
                     f"{split} has no pixel of {listed(missing)} in {scope}"
                 )
-        return {**description, "masks": phrases}
+        return description | {"masks": phrases}
 
     @property
     def element_spec(self) -> Parts:
-        image = tf.TensorSpec(self.image_shape, tf.float32)
         mask = tf.TensorSpec(self.image_shape[:2], tf.uint8)
-        return image, mask
+        return tf.TensorSpec(self.image_shape, tf.float32), mask
 
     def paths(self, split: str) -> list[str]:
         return [path for pair in self._files.get(split, ()) for path in pair]
@@ -192,7 +191,7 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
             image_folder = _named(path, IMAGE_FOLDERS) or path / "images"
             folders[split] = image_folder, _named(path, MASK_FOLDERS) or path / "masks"
 
-    pairs: dict[str, Files] = {}
+    pairs = {}
     warnings = []
     for split, (image_folder, mask_folder) in folders.items():
         entries = visible(image_folder)

@@ -1,7 +1,7 @@
 """Drawn shapes on textured ground, with a mask for each: segmentation that needs no download."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -121,10 +121,9 @@ def draw(
         along = sine * (xs - x) + cosine * (ys - y)
         distance = list(DISTANCES.values())[label - 1](across, along, radius)
 
-        shift = rng.uniform(COLOUR_DISTANCE, 256 - COLOUR_DISTANCE, channels)
-        colour = (ground + shift) % 256
+        colour = (ground + rng.uniform(COLOUR_DISTANCE, 256 - COLOUR_DISTANCE, channels)) % 256
         # Edges are smooth: a pixel is blended by the share of it that the shape covers.
-        covered = np.clip(0.5 - distance, 0, 1)[..., np.newaxis]
+        covered = np.clip(0.5 - distance, 0, 1)[..., None]
         image += covered * (_textured(rng, image_shape, colour) - image)
         mask[distance <= 0] = label
         mask[np.abs(distance) < border / 2] = IGNORED
@@ -142,14 +141,14 @@ def _textured(
     height, width, _ = image_shape
     patches = rng.uniform(-CONTRAST / 2, CONTRAST / 2, (PATCHES, PATCHES))
     brightness = _stretched(_stretched(patches, height).T, width).T
-    return colour + brightness[..., np.newaxis]
+    return colour + brightness[..., None]
 
 
 def _stretched(rows: np.ndarray, count: int) -> np.ndarray:
     """Interpolates `rows` linearly to `count` rows."""
     positions = np.linspace(0, len(rows) - 1, count)
     low = np.minimum(positions.astype(int), len(rows) - 2)
-    share = (positions - low)[:, np.newaxis]
+    share = (positions - low)[:, None]
     return rows[low] * (1 - share) + rows[low + 1] * share
 
 
@@ -189,7 +188,7 @@ def _cross(x: Field, y: Field, radius: float) -> Field:
 # Each function returns the pixels' distances from the outline, in pixels, negative inside. Near
 # corners it is less than the true distance. x and y are offsets from the centre; radius is that of the
 # circumscribed circle.
-DISTANCES: dict[str, Callable[[Field, Field, float], Field]] = {
+DISTANCES = {
     "disc": _disc,
     "square": _square,
     "triangle": _triangle,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.config.validate import check_least
 from hvtrain.core.topology import Topology
@@ -50,30 +51,28 @@ class Synthetic(Source):
     def num_examples(self, split: str) -> int:
         return self._counts.get(split, 0)
 
-    def training(self, request: StreamRequest) -> tf.data.Dataset:
+    def training(self, request: StreamRequest) -> Dataset:
         topology = request.topology
         images, labels = self._batch(topology, request.batch_size, request.seed)
         share = request.share_of(topology.share_size(self.num_examples("train")))
         # Full steps repeat the batch that is in memory.
         if share.is_full:
-            batch = tf.data.Dataset.from_tensors((images, labels))
-            return finish(batch.repeat(), topology)
+            return finish(Dataset.from_tensors((images, labels)).repeat(), topology)
 
         # Steps with fewer examples get the first examples of the batch.
         def cut(step):
             size = share.begin(step + 1) - share.begin(step)
             return images[:size], labels[:size]
 
-        steps = tf.data.Dataset.range(request.start_step, FOREVER)
-        batches = steps.map(lambda step: cut(step % share.steps))
-        return finish(batches, topology)
+        steps = Dataset.range(request.start_step, FOREVER)
+        return finish(steps.map(lambda step: cut(step % share.steps)), topology)
 
-    def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+    def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         # Full batches, and then a short one for the rest of the shard.
         num_full, num_last = divmod(topology.share_size(self.num_examples(split)), batch_size)
         images, labels = self._batch(topology, batch_size, seed=0)
-        full = tf.data.Dataset.from_tensor_slices((images, labels)).batch(batch_size)
-        last = tf.data.Dataset.from_tensor_slices((images[:num_last], labels[:num_last]))
+        full = Dataset.from_tensor_slices((images, labels)).batch(batch_size)
+        last = Dataset.from_tensor_slices((images[:num_last], labels[:num_last]))
         return finish(full.repeat(num_full).concatenate(last.batch(batch_size)), topology)
 
     def _batch(

@@ -106,7 +106,7 @@ class Table(MemorySource):
             origin = "inside scikit-learn"
         super().__init__(Path(files[0]).stem, self._load_encoded, origin)
 
-        self._files: dict[str, Any] = {
+        self._files = {
             "train": file,
             "validation": validation_file,
             "test": test_file,
@@ -128,9 +128,8 @@ class Table(MemorySource):
 
     @property
     def element_spec(self) -> Parts:
-        encoded = self._features.model.output
         inputs = tf.nest.map_structure(
-            lambda part: tf.TensorSpec(part.shape[1:], part.dtype), encoded
+            lambda part: tf.TensorSpec(part.shape[1:], part.dtype), self._features.model.output
         )
         return inputs, tf.TensorSpec((), tf.int32 if self.class_names else tf.float32)
 
@@ -256,7 +255,7 @@ class Table(MemorySource):
             self._description["warnings"] = warnings
 
     def description(self) -> Phrases:
-        return {**super().description(), **self._description}
+        return super().description() | self._description
 
     def fitted(self) -> dict[str, bytes]:
         return {TABLE_FILE: self._features.schema.to_json()}
@@ -310,7 +309,7 @@ class Table(MemorySource):
         is_text = file.is_file() and file.suffix not in (".parquet", ".pq")
         # Lines as an editor counts them, after the header.
         unit = "line" if is_text else "row"
-        cells: dict[str, list[Any]] = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
+        cells = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
         for name, column in self._features.raw(values, chosen).items():
             # A vector would fill the page.
             if column.shape[1] == 1 and len(cells) <= MAX_CELLS:
@@ -357,4 +356,4 @@ def _embedded_table(name: str) -> pa.Table:
         options["scaled"] = False  # Only this one is standardized by default, over all its rows.
     bunch = getattr(datasets, f"load_{name}")(**options)
     columns = dict(zip(map(str, bunch.feature_names), bunch.data.T.astype(np.float32)))
-    return pa.table({**columns, "target": bunch.target})
+    return pa.table(columns | {"target": bunch.target})

@@ -75,6 +75,11 @@ class Text(MemorySource):
         ConfigError: if a setting is out of range, or a part of the text is shorter than one example.
     """
 
+    _tokenizer: Any = None
+    _summary = ""
+    """Describes the text, once it is read."""
+    _num_web_pages = 0
+
     def __init__(
         self,
         file: str | None = None,
@@ -115,11 +120,9 @@ class Text(MemorySource):
         self._label = label
         self._is_packed = examples == "windows" and label is None
         self._is_causal = objective == "causal" and label is None
+        self._is_masked = objective == "masked" and label is None
         self._masked_share = masked_share
         self._shares = {"validation": validation_share, "test": test_share}
-        self._tokenizer: Any = None
-        self._summary = ""  # Describes the text, once it is read.
-        self._num_web_pages = 0
         self._lengths: dict[str, np.ndarray] = {}
 
     @property
@@ -133,15 +136,14 @@ class Text(MemorySource):
 
     def facts(self) -> dict[str, Any]:
         num_tokens = self.tokenizer.size
-        if not self._is_causal and self._label is None:
+        if self._is_masked:
             num_tokens += 1  # The mask comes after the tokenizer's own tokens.
-        facts = {
-            **super().facts(),
+        facts = super().facts() | {
             "vocabulary_size": num_tokens,
             "length": self._length,
             "causal": self._is_causal,
         }
-        return facts if self._is_packed else {**facts, "padded": True}
+        return facts if self._is_packed else facts | {"padded": True}
 
     @property
     def element_spec(self) -> Parts:
@@ -178,7 +180,7 @@ class Text(MemorySource):
             lengths = tf.constant(self._lengths.get(split, rows)[rows], tf.int32)
             boundaries = tf.constant(self._boundaries(), tf.int32)
 
-        def read_filled(indices: tf.Tensor, length: tf.Tensor | None = None) -> Parts:
+        def read_filled(indices, length=None):
             if length is None:
                 longest = tf.reduce_max(tf.gather(lengths, indices))
                 length = tf.gather(boundaries, tf.searchsorted(boundaries, longest[None]))[0]
@@ -202,7 +204,7 @@ class Text(MemorySource):
         return description
 
     def manifest(self) -> dict[str, Any]:
-        return {**super().manifest(), "tokenizer": self.tokenizer.digest}
+        return super().manifest() | {"tokenizer": self.tokenizer.digest}
 
     def fitted(self) -> dict[str, bytes]:
         # If the text changes, the same settings would train another tokenizer.
@@ -222,14 +224,14 @@ class Text(MemorySource):
         return self.tokenizer.encode(text)
 
     def augment(self, elements: Parts, seed: tf.Tensor) -> Parts:
-        if self._is_causal or self._label is not None:
+        if not self._is_masked:
             return elements
         inputs, _, weights = elements
         return self._mask(inputs, seed, weights)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
         batches = super().evaluation(split, topology, batch_size)
-        if split != "train" or self._is_causal or self._label is not None:
+        if split != "train" or not self._is_masked:
             return batches
         # The rows of this split are not masked yet.
         first_seed = fold_in(tf.constant([SPLIT_SEED, 0], tf.int64), topology.rank)
@@ -309,8 +311,7 @@ class Text(MemorySource):
         tokens = self._tokenizer.join(documents)
         length = self._length
         # The last token has no next token to predict.
-        num_targets = len(tokens) - 1 if self._is_causal else len(tokens)
-        count = num_targets // length
+        count = (len(tokens) - self._is_causal) // length
         if count < 1:
             fix = "give more text"
             if split in self._shares:
@@ -329,7 +330,7 @@ class Text(MemorySource):
         self, split: str, rows: np.ndarray, weights: np.ndarray
     ) -> tuple[np.ndarray, ...]:
         """Returns inputs, targets and weights of a split; the weights [rows, length] are 0 beyond the end of a text."""
-        if split == "train" or self._label is not None:
+        if split == "train" or not self._is_masked:
             # augment() masks training rows, differently in each epoch; rows with a label are not masked.
             return rows, rows, weights
 

@@ -61,7 +61,7 @@ class PreparedDataset(FunctionSource):
 
         # The data set may declare its inputs and targets.
         supervised = builder.info.supervised_keys or (None, None)
-        self._keys: list[Any] = [
+        self._keys = [
             input or supervised[0],
             target or supervised[1],
         ]

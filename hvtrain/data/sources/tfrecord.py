@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.topology import Topology
 from hvtrain.data.description import listed
@@ -164,21 +165,15 @@ class TFRecords(DealtSource):
         """
         paths = self._paths["train"]
         if sum(Path(path).stat().st_size for path in paths) > MAX_NAMED_BYTES:
-            labels = [feature_of(record, self._label_key) for _, record in self._sample]
-            names = sorted(
-                {
-                    name.decode(errors="replace")
-                    for label in labels
-                    for name in label.bytes_list.value
-                }
-            )
+            labels = self._sampled(self._label_key)
+            names = sorted({name.decode(errors="replace") for _, name in labels})
             raise DataError(
                 f"{self.folder}: {self._label_key} holds text ({listed(names)}); give the names of all "
                 f"{self.num_classes} classes, as in 'dataset.class_names=[{','.join(names[:3])},...]'"
             )
 
         feature = {self._label_key: tf.io.FixedLenFeature([], tf.string)}
-        files = tf.data.Dataset.from_tensor_slices((paths, list(map(packing, paths))))
+        files = Dataset.from_tensor_slices((paths, list(map(packing, paths))))
         records = files.flat_map(tf.data.TFRecordDataset)
         labels = records.map(
             lambda record: tf.io.parse_single_example(record, feature)[self._label_key]
@@ -188,12 +183,15 @@ class TFRecords(DealtSource):
         self.take_class_names([name.decode(errors="replace") for name in distinct], self._label_key)
 
     def looked_at(self) -> list[tuple[str, bytes]]:
-        images = []
-        for location, record in self._sample:
-            images += [
-                (location, image) for image in feature_of(record, self._image_key).bytes_list.value
-            ]
-        return images
+        return self._sampled(self._image_key)
+
+    def _sampled(self, key: str) -> list[tuple[str, bytes]]:
+        """The texts or images of a feature in the sample, with the locations of their records."""
+        return [
+            (location, value)
+            for location, record in self._sample
+            for value in feature_of(record, key).bytes_list.value
+        ]
 
     def description(self) -> Phrases:
         description = super().description()
@@ -239,7 +237,7 @@ class TFRecords(DealtSource):
             tf.constant(first_codes, tf.int64),
         )
 
-    def training_batches(self, request: StreamRequest) -> tf.data.Dataset:
+    def training_batches(self, request: StreamRequest) -> Dataset:
         files = self._files("train", request.topology)
         share = request.share_of(int(sum(files[2])))
         first_epoch, steps_done = request.position
@@ -255,23 +253,21 @@ class TFRecords(DealtSource):
             batches = records.batch(share.batch_size, drop_remainder=share.is_full)
             return batches if share.is_full else batches.rebatch(sizes[first_step:])
 
-        epochs = tf.data.Dataset.range(first_epoch, FOREVER)
+        epochs = Dataset.range(first_epoch, FOREVER)
         return epochs.flat_map(epoch_batches).enumerate(start=request.start_step)
 
-    def evaluation_batches(
-        self, split: str, topology: Topology, batch_size: int
-    ) -> tf.data.Dataset:
-        files = tf.data.Dataset.from_tensor_slices(self._files(split, topology, in_order=True))
+    def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> Dataset:
+        files = Dataset.from_tensor_slices(self._files(split, topology, in_order=True))
         return files.flat_map(stream_records).batch(batch_size).map(_flat).enumerate()
 
     def _shuffled(
         self, files: tuple[tf.Tensor, ...], request: StreamRequest, epoch: tf.Tensor
-    ) -> tf.data.Dataset:
+    ) -> Dataset:
         """Returns all of this rank's records once, in the order of the epoch."""
         seed = request.seed
         rank = request.topology.rank
         file_order = derive_seed(seed, ORDER, rank, epoch)
-        records = tf.data.Dataset.from_tensor_slices(_shuffle(files, file_order)).interleave(
+        records = Dataset.from_tensor_slices(_shuffle(files, file_order)).interleave(
             stream_records,
             cycle_length=min(INTERLEAVED_FILES, len(files[0])),
             num_parallel_calls=tf.data.AUTOTUNE,
@@ -322,7 +318,7 @@ class TFRecords(DealtSource):
     def _classes(self, labels: tf.Tensor) -> tf.Tensor:
         """Returns labels [batch] as int32 classes; -1 marks an example that cannot be used."""
         if labels.dtype == tf.string:
-            is_name = labels[:, tf.newaxis] == tf.constant(self.class_names)
+            is_name = labels[:, None] == tf.constant(self.class_names)
             indices = tf.argmax(is_name, axis=1, output_type=tf.int32)
             return tf.where(tf.reduce_any(is_name, axis=1), indices, -1)
         labels -= self._first_label

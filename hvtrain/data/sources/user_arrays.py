@@ -348,8 +348,7 @@ def from_frame(
     """
     shape = check_image_shape(image_shape)
     arrays: dict[str, Any] = {}
-    frames = {"train": train, "test": test, "validation": validation}
-    for split, frame in frames.items():
+    for split, frame in {"train": train, "test": test, "validation": validation}.items():
         if frame is not None:
             where = f"{name}, {split}"
             if not len(frame):

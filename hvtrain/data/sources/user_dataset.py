@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
-import tensorflow as tf
+from tensorflow.data import Dataset
 
 from hvtrain.core.step_plan import Share
 from hvtrain.core.topology import Topology, reduced
@@ -64,14 +64,14 @@ class FunctionSource(Source):
     def __init__(
         self,
         function: UserFunction,
-        num_examples: Mapping[str, int] | None = None,
-        more_facts: Mapping[str, Any] | None = None,
+        num_examples: Mapping[str, int] | None,
+        more_facts: Mapping[str, Any],
     ) -> None:
         self.name = function.name
         self.origin = function.file
         self._function = function
         self._num_examples = dict(num_examples or {})
-        self.take_facts(more_facts or {})
+        self.take_facts(more_facts)
         # Examples of the shards that this rank or other ranks have counted.
         self._counts: dict[ShardKey, int] = {}
         self._element_spec: Parts = ()
@@ -94,7 +94,7 @@ class FunctionSource(Source):
         # Inputs of three dimensions are assumed to be images, unless the user's facts say otherwise.
         shape = tuple(getattr(self.element_spec[0], "shape", ()))
         image_facts = {"image_shape": shape} if len(shape) == 3 else {}
-        return {**image_facts, **super().facts()}
+        return image_facts | super().facts()
 
     def num_examples(self, split: str) -> int:
         if split in self._num_examples:
@@ -139,13 +139,12 @@ class FunctionSource(Source):
 
         return [sum(of_rank) for of_rank in rank_sizes]
 
-    def training(self, request: StreamRequest) -> tf.data.Dataset:
+    def training(self, request: StreamRequest) -> Dataset:
         topology = request.topology
         sizes = self.shard_sizes("train", topology.size, topology.weights)
         share = request.share_of(sizes[topology.rank])
         first_epoch, steps_done = request.position
-        values = {"seed": request.seed, "batch_size": share.batch_size}
-        shards = self._readers("train", topology, is_shuffled=True, values=values)
+        shards = self._readers("train", topology, seed=request.seed, batch_size=share.batch_size)
 
         def open_epoch(epoch):
             # Only the first epoch of a resumed run begins in the middle.
@@ -160,17 +159,14 @@ class FunctionSource(Source):
 
         return finish(join_epochs(open_epoch, first_epoch), topology)
 
-    def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
+    def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
         number = self.shard_sizes(split, topology.size, topology.weights)[topology.rank]
         if not number:
-            empty = tf.data.Dataset.from_tensor_slices(no_examples(self.element_spec))
+            empty = Dataset.from_tensor_slices(no_examples(self.element_spec))
             return finish(empty.batch(batch_size), topology)
 
-        num_steps = -(-number // batch_size)
-        share = Share(batch_size, num_steps, number)
-        shards = self._readers(
-            split, topology, is_shuffled=False, values={"batch_size": batch_size}
-        )
+        share = Share(batch_size, -(-number // batch_size), number)
+        shards = self._readers(split, topology, batch_size=batch_size)
         batches = self._examples(shards, share).batch(batch_size)
         # With ends=True, one example too many is an error too.
         wrong_number = partial(self._wrong_number, shards, share)
@@ -179,14 +175,17 @@ class FunctionSource(Source):
     def explain(self, error: Exception) -> Exception:
         return self._function.explain(error)
 
-    def _readers(self, split: str, topology: Topology, **options: Any) -> list["ShardReader"]:
-        """Returns readers of this rank's shards: one, or several if ranks have unequal weights."""
+    def _readers(self, split: str, topology: Topology, **values: int) -> list["ShardReader"]:
+        """Returns readers of this rank's shards: one, or several if ranks have unequal weights.
+
+        values: see ShardReader.
+        """
         if self.on_error == "skip":
             raise ConfigError(
                 f"{self.name}: hvtrain cannot skip what a function cannot read; use "
                 "data.on_error=stop, and dataset.ignore_errors() in the function"
             )
-        return [ShardReader(self._function, key, **options) for key in _shard_keys(topology, split)]
+        return [ShardReader(self._function, key, values) for key in _shard_keys(topology, split)]
 
     def _examples(
         self,
@@ -194,7 +193,7 @@ class FunctionSource(Source):
         share: Share,
         epoch: int = 0,
         start: int = 0,
-    ) -> tf.data.Dataset:
+    ) -> Dataset:
         """Returns a rank's examples of an epoch from `start` on.
 
         Raises:
@@ -210,8 +209,7 @@ class FunctionSource(Source):
         if None not in counts:
             number = sum(counts)
             _, num_shards, split = shards[0].key
-            whole = self._num_examples.get(split)
-            if len(shards) < num_shards and number == whole:
+            if len(shards) < num_shards and number == self._num_examples.get(split):
                 raise DataError(
                     f"{call} gives all {number:,} examples of num_examples; {USE_SHARD}"
                 )
@@ -227,7 +225,7 @@ class FunctionSource(Source):
 
         if is_alone:
             return parts[0]
-        return reduce(tf.data.Dataset.concatenate, parts).skip(start)
+        return reduce(Dataset.concatenate, parts).skip(start)
 
     def _wrong_number(self, shards: list["ShardReader"], share: Share, number: int) -> Exception:
         """Returns the error for a number of examples that is not the share's."""
@@ -266,17 +264,16 @@ class ShardReader:
 
     function: UserFunction
     key: ShardKey
-    is_shuffled: bool
-    """True if the batches of a PyDataset get another order in each epoch."""
-    values: Mapping[str, Any]
-    """More arguments for the function, equal in all epochs, such as the seed."""
+    values: Mapping[str, int]
+    """More arguments for the function, equal in all epochs: batch_size and, in training, the seed.
+    With a seed the batches of a PyDataset get another order in each epoch."""
     kept: PyDatasetExamples | None = None
 
     @property
     def call(self) -> str:
         return self.function.call_in_words(self.key)
 
-    def open_epoch(self, epoch: int, start: int) -> tuple[tf.data.Dataset, int | None]:
+    def open_epoch(self, epoch: int, start: int) -> tuple[Dataset, int | None]:
         """Opens the shard's examples from `start` on.
 
         Returns:
@@ -287,12 +284,11 @@ class ShardReader:
             # A function that declares epoch is called for each epoch.
             if "epoch" not in self.function.declared:
                 self.kept = shard
-            seed = self.values["seed"] if self.is_shuffled else None
-            return shard.examples(epoch, start, seed), shard.count()
+            return shard.examples(epoch, start, self.values.get("seed")), shard.count()
 
         # A function that declares start has left out the examples before it.
         num_left_out = start if "start" in self.function.declared else 0
-        if self.is_shuffled:
+        if "seed" in self.values:
             self.function.log_limits(shard, start - num_left_out)
         number = shard.count()
         if number is not None:

@@ -6,13 +6,15 @@ in the types that models take.
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow import TensorSpec, nest
+from tensorflow.data import Dataset
 
 from hvtrain.data.pipeline.epochs import call_python, seeded
 from hvtrain.data.pipeline.streams import ORDER
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 
 REQUIRED = ("shard", "num_shards")
 # Optional arguments of a function, and their values while its examples are counted.
-DEFAULTS: Mapping[str, Any] = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
+DEFAULTS = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
 # The same types as in as_models_take().
 NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32}
 PARTS_NEEDED = "(inputs, targets) or (inputs, targets, weights) is needed"
@@ -52,12 +54,11 @@ class PipelineExamples:
             tensors without a known shape.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, name: str) -> None:
+    def __init__(self, dataset: Dataset, name: str) -> None:
         self._name = name
         _check_example(dataset.element_spec, name)
-        specs = tf.nest.flatten(dataset.element_spec)
-        if any(spec.dtype in NARROW_TYPES for spec in specs):
-            dataset = dataset.map(lambda *parts: tf.nest.map_structure(_narrowed, parts))
+        if any(spec.dtype in NARROW_TYPES for spec in nest.flatten(dataset.element_spec)):
+            dataset = dataset.map(lambda *parts: nest.map_structure(_narrowed, parts))
         self.dataset = dataset
         self.element_spec = dataset.element_spec
 
@@ -82,7 +83,7 @@ class PipelineExamples:
             )
         return int(self.dataset.reduce(np.int64(0), lambda number, _: number + 1))
 
-    def examples(self, start: int) -> tf.data.Dataset:
+    def examples(self, start: int) -> Dataset:
         """Returns the examples from `start` on; those before are read and dropped."""
         return self.dataset.skip(start) if start else self.dataset
 
@@ -143,7 +144,7 @@ class PyDatasetExamples:
         """Returns the number of examples."""
         return int(self._sizes.sum())
 
-    def examples(self, epoch: int, start: int, seed: int | None) -> tf.data.Dataset:
+    def examples(self, epoch: int, start: int, seed: int | None) -> Dataset:
         """Returns the examples of an epoch from `start` on, batch by batch.
 
         Args:
@@ -166,14 +167,14 @@ class PyDatasetExamples:
         ends = np.cumsum(self._sizes[numbers])
         num_over = int(np.searchsorted(ends, start, side="right"))
         within = start - int(ends[num_over - 1]) if num_over else start
-        flat = tf.nest.flatten(self.element_spec)
-        specs = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in flat]
+        flat = nest.flatten(self.element_spec)
+        specs = [TensorSpec([None, *spec.shape], spec.dtype) for spec in flat]
 
         def read(number):
             parts = call_python(self._read, [number], specs)
-            return tf.nest.pack_sequence_as(self.element_spec, parts)
+            return nest.pack_sequence_as(self.element_spec, parts)
 
-        batches = tf.data.Dataset.from_tensor_slices(numbers[num_over:]).map(
+        batches = Dataset.from_tensor_slices(numbers[num_over:]).map(
             read,
             num_parallel_calls=max(1, self._dataset.workers),
             deterministic=True,
@@ -192,19 +193,19 @@ class PyDatasetExamples:
         size = self._batch_size(batch, int(number))
         if size != self._sizes[number]:
             raise self._wrong_size(size, int(number))
-        return tf.nest.flatten(batch)
+        return nest.flatten(batch)
 
     def _batch(self, number: int) -> Parts:
         """Reads a batch, in the types that models take. Raises DataError unless it has two or three parts."""
         batch = self._dataset[number]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
             raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
-        return tf.nest.map_structure(lambda value: as_models_take(np.asarray(value)), tuple(batch))
+        return nest.map_structure(lambda value: as_models_take(np.asarray(value)), tuple(batch))
 
     def _batch_size(self, batch: Parts, number: int) -> int:
         """Returns the number of rows. Raises DataError if the arrays of the batch differ in it."""
         # A scalar has no rows.
-        sizes = {array.shape[0] if array.ndim else 0 for array in tf.nest.flatten(batch)}
+        sizes = {array.shape[0] if array.ndim else 0 for array in nest.flatten(batch)}
         if len(sizes) > 1:
             raise self._fail(
                 f"the arrays of batch {number} have {' and '.join(map(str, sorted(sizes)))} "
@@ -293,7 +294,7 @@ class UserFunction(NotesFailure):
             # Seeded, so that a shuffle has the same order whenever this epoch is opened.
             with seeded(values["seed"], values["epoch"]):
                 shard = self._function(**{name: values[name] for name in self.declared})
-                if isinstance(shard, tf.data.Dataset):
+                if isinstance(shard, Dataset):
                     return PipelineExamples(shard, call)
                 if isinstance(shard, keras.utils.PyDataset):
                     return PyDatasetExamples(shard, call, self.note)
@@ -347,9 +348,9 @@ def _check_example(element_spec: Any, name: str) -> None:
     if not isinstance(element_spec, tuple) or len(element_spec) not in (2, 3):
         raise DataError(f"{name} gives elements of {_parts_in_words(element_spec)}; {PARTS_NEEDED}")
 
-    for spec in tf.nest.flatten(element_spec):
+    for spec in nest.flatten(element_spec):
         # Ragged and sparse tensors have specs of their own.
-        if not isinstance(spec, tf.TensorSpec):
+        if not isinstance(spec, TensorSpec):
             kind = type(spec).__name__.removesuffix("Spec")
             raise DataError(f"{name} gives a {kind}; make it dense (to_tensor)")
 
@@ -369,15 +370,14 @@ def _parts_in_words(element: Any) -> str:
 
 def _spec_of(batch: Any) -> Any:
     """The spec of one example of a batch of arrays."""
-    return tf.nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], array.dtype), batch)
+    return nest.map_structure(lambda array: TensorSpec(array.shape[1:], array.dtype), batch)
 
 
 def kinds_in_words(spec: Any) -> str:
     """Types and shapes of an example's parts, with their names."""
-    parts = keras.tree.flatten_with_path(spec)
     return ", ".join(
         " ".join([*map(str, path[1:]), part.dtype.name, str(tuple(part.shape))])
-        for path, part in parts
+        for path, part in keras.tree.flatten_with_path(spec)
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -117,9 +118,9 @@ class Shards:
                             f"{path} is in dataset.{splits[path]} and dataset.{split}; leave it out of one"
                         )
 
-        shards: dict[str, list[Path]] = {}
+        shards = defaultdict(list)
         for path, split in splits.items():
-            shards.setdefault(split, []).append(path)
+            shards[split].append(path)
         if "train" not in shards:
             raise DataError(
                 f"{self.folder} has no {listed(self.names[0])}; set dataset.train to its tar files"
@@ -139,13 +140,14 @@ class Shards:
             target_of: Returns the target of a member, or raises DataError.
             refuse: Raises an error for an unusable item, or leaves it out.
         """
-        examples: dict[str, Files] = {}
+        examples = {}
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
             for split, shards in self.by_split.items():
                 parts = list(pool.map(partial(self._examples_of, target_of), shards))
                 examples[split] = [row for rows, _ in parts for row in rows]
-                for problem in [problem for _, problems in parts for problem in problems]:
-                    refuse(problem)
+                for _, problems in parts:
+                    for problem in problems:
+                        refuse(problem)
 
         rows = examples["train"]
         if not rows:
