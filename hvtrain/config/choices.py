@@ -24,8 +24,8 @@ MORE = """\
 A setting of a chosen group is changed with GROUP.NAME=VALUE, for example optimizer.learning_rate=0.01.
 Every data set takes data.uneven: trim (examples that fill no batch on all ranks are left out of the epoch),
 pad (short batches at its end, weighted), auto (pad if trim would leave out more than 1%) or error; and
-data.on_error: stop, or skip (what cannot be read is left out and counted). Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau]; several
-trackers: tracker=[tensorboard,mlflow].
+data.on_error: stop, or skip (what cannot be read is left out and counted).
+Several callbacks: callbacks=[early_stopping,reduce_lr_on_plateau]; several trackers: tracker=[tensorboard,mlflow].
 Several layers of augmentation, in this order: augment=[random_flip,mix_up].
 """
 

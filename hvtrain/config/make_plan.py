@@ -9,15 +9,32 @@ from hvtrain.core.step_plan import MOST_LEFT_OUT, Share, StepPlan
 from hvtrain.errors import CheckpointError, ConfigError
 
 
-def choose_uneven(train: TrainConfig, shard_sizes: list[int], batch_sizes: list[int]) -> str:
-    """Returns what data.uneven=auto stands for: "pad" if "trim" would leave out too much, else "trim".
+def choose_uneven(
+    train: TrainConfig,
+    shard_sizes: list[int],
+    batch_sizes: list[int],
+    can_pad: bool = True,
+    saved: dict[str, Any] | None = None,
+) -> str:
+    """Returns what data.uneven=auto stands for: "pad" if "trim" would leave out more than MOST_LEFT_OUT, else "trim".
 
-    Too much is more than MOST_LEFT_OUT of the examples. Where "pad" is not possible, it is "trim" as well.
+    Args:
+        train: Settings of the training.
+        shard_sizes: Training examples, by rank.
+        batch_sizes: Examples per step, by rank.
+        can_pad: False if the strategy needs batches of one size.
+        saved: Meta of the checkpoint to resume from, whose choice stays, whatever the number of ranks.
     """
+    if not can_pad or train.accumulate > 1:
+        return "trim"
+    if saved:
+        return saved["uneven"]
     batches = [examples / batch for examples, batch in zip(shard_sizes, batch_sizes)]
-    trimmed = int(min(batches)) * sum(batch_sizes)
-    can_pad = train.accumulate == 1 and math.ceil(max(batches)) <= min(shard_sizes)
-    return "pad" if can_pad and trimmed < (1 - MOST_LEFT_OUT) * sum(shard_sizes) else "trim"
+    # A padded epoch has the steps of the largest shard, in each of which every rank needs an example.
+    if math.ceil(max(batches)) > min(shard_sizes):
+        return "trim"
+    left_out = sum(shard_sizes) - int(min(batches)) * sum(batch_sizes)
+    return "pad" if left_out > MOST_LEFT_OUT * sum(shard_sizes) else "trim"
 
 
 def make_plan(

@@ -74,7 +74,7 @@ class Strategy:
     num_replicas: int = 1
     # True if a rank's batch is split into parts that another rank may compute after a restart.
     cuts_batches: bool = False
-    # False if batches must have the same length in all steps.
+    # False if batches need the same shape in all steps.
     takes_lengths: bool = True
     # How a run under this strategy differs from the same run under others, for the summary and the record.
     differences: Sequence[str] = ()

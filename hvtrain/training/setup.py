@@ -16,7 +16,7 @@ from hvtrain.config.make_plan import (
     planned_batch_sizes,
     resumed_plan,
 )
-from hvtrain.config.schema import RunConfig, TrainConfig
+from hvtrain.config.schema import RunConfig
 from hvtrain.core.schedule import Schedule
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology, reduced
@@ -148,7 +148,8 @@ def plan_run(
     shard_sizes = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), weights))
 
     if config.data.uneven == "auto":
-        config.data.uneven = _choose_uneven(config.train, strategy, saved, shard_sizes, batch_sizes)
+        can_pad = strategy.takes_lengths and not strategy.cuts_batches
+        config.data.uneven = choose_uneven(config.train, shard_sizes, batch_sizes, can_pad, saved)
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shard_sizes, source.name, batch_sizes, config.data.uneven)
     plan = resumed_plan(plan, saved, config.train, len(hosts))
@@ -156,20 +157,6 @@ def plan_run(
         # A process that leads several replicas takes their batches as one.
         plan = plan.on(num_processes)
     return plan, replace(comm.topology, weights=() if plan.is_resized else plan.weights)
-
-
-def _choose_uneven(
-    train: TrainConfig,
-    strategy: Strategy,
-    saved: dict[str, Any] | None,
-    shard_sizes: list[int],
-    batch_sizes: list[int],
-) -> str:
-    if strategy.cuts_batches or not strategy.takes_lengths:
-        return "trim"  # Batches have one size in all steps.
-    if saved and train.accumulate == 1:
-        return saved["uneven"]  # On another number of ranks the choice could be another.
-    return choose_uneven(train, shard_sizes, batch_sizes)
 
 
 def build_model(

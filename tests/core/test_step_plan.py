@@ -95,7 +95,10 @@ def test_padded_epochs_use_every_example():
     ],
 )
 def test_auto_pads_where_trim_would_leave_out_more_than_1_percent(shards, accumulate, choice):
-    assert choose_uneven(TrainConfig(accumulate=accumulate), shards, [32, 32]) == choice
+    train = TrainConfig(accumulate=accumulate)
+    assert choose_uneven(train, shards, [32, 32]) == choice
+    assert choose_uneven(train, shards, [32, 32], can_pad=False) == "trim"
+    assert choose_uneven(TrainConfig(), shards, [32, 32], saved={"uneven": "pad"}) == "pad"
 
 
 def test_uneven_shards_can_be_refused():

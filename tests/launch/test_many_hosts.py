@@ -37,7 +37,8 @@ def lab():
 
 def words(lab, run, *more):
     return ["model=mlp", "dataset=image_folder", f"dataset.dir={lab.home}/images", "dataset.image_shape=[6,6,1]",
-            "train.batch_size=8", "train.deterministic=true", "data.uneven=trim", f"run.dir={lab.home}/{run}", *more]  # fmt: skip
+            "train.batch_size=8", "train.deterministic=true", "data.uneven=trim",
+            f"run.dir={lab.home}/{run}", *more]  # fmt: skip
 
 
 def checksum(folder):

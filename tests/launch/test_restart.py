@@ -193,7 +193,8 @@ def training(tmp_path, name, how, struck, *settings):
     ]
     code, output = run(
         None, 1, *LAUNCH, "-np", "2", how, "--max-restarts", "1", "--", "train.epochs=3", "checkpoint.every_steps=7",
-        f"run.dir={run_dir}", "data.uneven=trim", "+callbacks.strike._target_=strike.Strike", *strike, *settings, cwd=tmp_path, **STRIKES,
+        "data.uneven=trim", f"run.dir={run_dir}", "+callbacks.strike._target_=strike.Strike", *strike, *settings,
+        cwd=tmp_path, **STRIKES,
     )  # fmt: skip
     assert code == 0, output
     if struck >= 0:
