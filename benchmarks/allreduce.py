@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import ClassVar
 
-from hvtrain.compare.measure import ratio
+from hvtrain.compare.ratios import ratio
 from hvtrain.plan.allreduce import (
     Action,
     Collectives,

@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
-from hvtrain.compare.measure import Ratio, draw_rounds, in_turns
+from hvtrain.compare.ratios import Ratio, draw_rounds
+from hvtrain.launch.measure import in_turns
 from hvtrain.report.charts import BLUE, picture
 from hvtrain.system.console import progress
 from hvtrain.system.files import csv_text, write_json

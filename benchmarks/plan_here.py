@@ -31,7 +31,7 @@ from benchmarks import processes
 from benchmarks.contenders import MPI, WORKLOADS, Contender, Workload, named
 from benchmarks.processes import horovod_line, python_line, thread_variables, timed_run
 from benchmarks.steps import Steps
-from hvtrain.compare.measure import ratio
+from hvtrain.compare.ratios import ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.plan.algorithms import Link, Machine

@@ -12,7 +12,7 @@ from typing import ClassVar
 from benchmarks.contenders import CONTENDERS, Workload
 from benchmarks.experiment import Case, Experiment
 from benchmarks.measure import measure
-from hvtrain.compare.measure import Ratio, ratio
+from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.errors import ConfigError
 from hvtrain.report.charts import BLUE, GREY, ORANGE, picture
 

@@ -24,7 +24,7 @@ from statistics import median
 from benchmarks.contenders import WORKLOADS
 from benchmarks.plan_here import ranks_in_the_lab
 from benchmarks.processes import python_line, timed_run
-from hvtrain.compare.measure import in_turns
+from hvtrain.launch.measure import in_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from benchmarks.contenders import TRAIN, Contender, Workload
 from benchmarks.experiment import Case, Experiment
 from benchmarks.measure import measure
-from hvtrain.compare.measure import Ratio, ratio
+from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.errors import RankError
 
 # Relative. Contenders that do the same work differ only in the order of floating-point sums: less,

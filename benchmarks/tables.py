@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hvtrain.compare.measure import ratio
+from hvtrain.compare.ratios import ratio
 from hvtrain.system.console import progress
 
 KINDS = ("sharded", "lazy", "adam", "server")

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from hvtrain.compare.contest import SINGLE
-from hvtrain.compare.measure import Ratio, ratio
+from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.system.secrets import command_line
 
 # With fewer than 3 rounds the interval of order statistics says nothing: its coverage is at most this.

@@ -18,8 +18,9 @@ from hvtrain.compare.conclusion import (
     on_test,
 )
 from hvtrain.compare.contest import SINGLE, Contest, Contestant
-from hvtrain.compare.measure import Ratio, Training, draw_rounds
+from hvtrain.compare.ratios import Ratio, draw_rounds
 from hvtrain.core.run_files import lower_is_better
+from hvtrain.launch.measure import Training
 from hvtrain.report.charts import GREY, SERIES, Panel, page_svg, write_panels
 from hvtrain.report.page import render
 from hvtrain.system.text import format_known

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
-from hvtrain.compare.measure import in_turns
 from hvtrain.errors import LostRankError
 from hvtrain.launch.child import end, ends_within, exit_at_signals, failure, started
+from hvtrain.launch.measure import in_turns
 from hvtrain.plan.algorithms import FACTOR_BYTES
 from hvtrain.system.command import Parser, add_number, at_least, make_output
 from hvtrain.system.console import progress

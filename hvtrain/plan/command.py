@@ -9,10 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvtrain.compare.measure import train
 from hvtrain.config.compose import composed, override
 from hvtrain.config.schema import round_up_to_accumulation
 from hvtrain.errors import ConfigError
+from hvtrain.launch.measure import train
 from hvtrain.plan.algorithms import ALGORITHMS, LINK_SHARE, NETWORK_SECONDS, PCIE_SECONDS
 from hvtrain.plan.machine import machine_of, read
 from hvtrain.plan.methods import METHODS, encode, method_cost, method_of

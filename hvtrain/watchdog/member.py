@@ -183,7 +183,7 @@ class Member(Watchdog):
         self._send(Kind.ASK)
         if not self._closed.is_set():
             self._decided.wait(SECONDS_FOR_A_CAUSE)
-        while self._is_ending:
+        while self._is_ending and self._thread.is_alive():
             time.sleep(1)  # The watchdog is about to end this process and say why.
         self._is_leaving = self._reason is not None
         return self._reason

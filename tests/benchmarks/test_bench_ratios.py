@@ -11,7 +11,7 @@ from benchmarks.contenders import CONTENDERS, WORKLOADS, named
 from benchmarks.goals import GOALS, of_allreduce, of_steps, verdict
 from benchmarks.processes import CLOCK
 from benchmarks.steps import Steps
-from hvtrain.compare.measure import Ratio, ratio
+from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.config.compose import compose
 from hvtrain.config.schema import from_dict
 from hvtrain.errors import RankError

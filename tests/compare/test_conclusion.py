@@ -10,10 +10,11 @@ import pytest
 from hvtrain.compare.command import write
 from hvtrain.compare.conclusion import against, on_scaling, on_speed, ratio_text
 from hvtrain.compare.contest import ORDER, WHOLE, Contest, Contestant, Launcher, contestants
-from hvtrain.compare.measure import Ratio, Training
+from hvtrain.compare.ratios import Ratio
 from hvtrain.compare.results import best_of_all, curve, reached_at, summary, table
 from hvtrain.core.run_files import EpochRecord
 from hvtrain.errors import ConfigError
+from hvtrain.launch.measure import Training
 from hvtrain.system.text import aligned
 
 SINGLE, HOROVOD = (

@@ -1,4 +1,4 @@
-"""Measures trainings: one in its own processes, several in alternating rounds, and the ratios between them.
+"""Measures trainings: one in its own processes, several in alternating rounds.
 
 A shared machine can be slower for minutes at a time. So contenders take turns, and only runs of the
 same round are compared.
@@ -6,27 +6,22 @@ same round are compared.
 
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from math import comb
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import psutil
 
 from hvtrain.core.run_files import EpochRecord, read_history
 from hvtrain.launch.child import ends_within, read_result, started
-from hvtrain.report.charts import INK
 
 T = TypeVar("T")
 
 # A sample takes several milliseconds of processor time from the run.
 SECONDS_BETWEEN_SAMPLES = 1.0
-# Required probability that an interval contains the true median.
-COVERAGE = 0.95
 
 
 @dataclass(frozen=True)
@@ -121,57 +116,6 @@ def _children_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Median ratio over the rounds, and an interval that contains the true median with probability `coverage`.
-
-    The interval is the narrowest with a coverage of at least 0.95; below 6 rounds even the widest has less.
-    """
-
-    median: float
-    low: float
-    high: float
-    coverage: float
-
-    def __str__(self) -> str:
-        """The median and its interval, with its coverage if that is below 95 percent.
-
-        >>> str(Ratio(0.9, 0.8, 1.0, 0.75))
-        '0.900 [0.800, 1.000, 75% sure]'
-        """
-        note = "" if self.coverage >= COVERAGE else f", {self.coverage:.0%} sure"
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}{note}]"
-
-
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Returns the ratio of two measurements by round, with the interval of order statistics.
-
-    No distribution is assumed: the true median lies below the k-th smallest of n ratios as often as
-    fewer than k of n tosses of a coin show heads, and above the k-th largest as often.
-
-    Args:
-        numerators: one measurement by round.
-        denominators: the other measurement, of the same rounds.
-
-    >>> ratio([3.0, 5.0, 4.0], [2.0, 2.0, 2.0])
-    Ratio(median=2.0, low=1.5, high=2.5, coverage=0.75)
-    """
-    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
-    # From here on only the order of the ratios counts.
-    count = len(ratios)
-    # Drop equally many values at both ends, as long as the coverage suffices.
-    cut = 0
-    while cut + 1 < count / 2 and _coverage(count, cut + 1) >= COVERAGE:
-        cut += 1
-
-    return Ratio(median(ratios), ratios[cut], ratios[count - 1 - cut], _coverage(count, cut))
-
-
-def _coverage(count: int, cut: int) -> float:
-    """Probability that the true median lies between the sorted values `cut` and `count - 1 - cut` (from 0)."""
-    return 1 - 2 * sum(comb(count, k) for k in range(cut + 1)) / 2**count
-
-
 def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]]]:
     """Yields each round's number, from 1, and its order; every second round is reversed.
 
@@ -185,28 +129,3 @@ def in_turns(items: Sequence[T], num_rounds: int) -> Iterator[tuple[int, list[T]
         if number % 2 == 0:
             order.reverse()
         yield number, order
-
-
-def draw_rounds(axes: Any, values: Mapping[str, Sequence[float]], colors: Sequence[str]) -> None:
-    """Draws a bar with the median of each contender, the first at the top.
-
-    Those without values keep their row.
-
-    Args:
-        axes: Matplotlib axes.
-        values: each contender's values, by round.
-        colors: one for each bar.
-    """
-    for row, (runs, color) in enumerate(zip(values.values(), colors)):
-        if runs:
-            axes.barh(row, median(runs), color=color, height=0.6)
-        # The dots show the spread of the rounds, which the median hides.
-        axes.plot(runs, [row] * len(runs), "o", color=INK, markersize=3, alpha=0.7)
-
-    axes.set_yticks(range(len(values)), list(values))
-    # The first row is at the top, as in the table.
-    axes.set_ylim(len(values) - 0.5, -0.5)
-    axes.xaxis.set_major_formatter("{x:,.10g}")
-    # Labels such as 1,250,000 would run into each other.
-    axes.locator_params("x", nbins=4)
-    axes.set_axisbelow(True)
