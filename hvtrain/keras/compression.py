@@ -38,8 +38,7 @@ class CompressedReduction:
         positions, and `same/steps`. The first part of a name is the rule by which a run on another
         number of ranks takes the state over: see resume.memories_on.
         """
-        is_alone = not self.process_set.included() or self.process_set.size() == 1
-        if is_alone or self.memory or not self.wire.keeps_errors:
+        if self.memory or not self.wire.keeps_errors:
             return
         if any(variable is None for variable in variables):
             raise ValueError(
@@ -100,14 +99,13 @@ class CompressedReduction:
         else:
             means, losses = compressed()
 
-        def keep() -> tf.Tensor:
+        def keep() -> None:
             for error, loss in zip(errors, losses):
                 error.assign(tf.cast(loss, error.dtype))
-            return tf.constant(True)
 
         # A step that overflows must leave the errors alone. The means, and so the branch taken, are
         # the same on all ranks. tf.where() instead would cost a tenth of the compression's time.
-        tf.cond(are_finite(means), keep, lambda: tf.constant(False))
+        tf.cond(are_finite(means), keep, lambda: None)
         return [tf.cast(mean, dtype) for mean in means]
 
     def end_step(self) -> list[Any]:

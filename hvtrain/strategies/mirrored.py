@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
@@ -73,9 +74,7 @@ class MirroredStrategy(ReplicaStrategy):
             options["aggregation"] = tf.VariableAggregation.MEAN
         return next_creator(**options)
 
-    def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
-    ) -> keras.optimizers.Optimizer:
+    def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         self._builds_model = False  # The optimizer's slots are equal on all replicas anyway.
         return super().distribute(optimizer, check_finite)
 
