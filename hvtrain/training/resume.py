@@ -12,13 +12,14 @@ import keras
 import numpy as np
 
 from hvtrain.checkpoint import model_state, store
+from hvtrain.checkpoint.store import Arrays
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.text import flatten
-from hvtrain.training.run import Arrays, ResumePoint, Start, versions
+from hvtrain.training.run import ResumePoint, Start, versions
 
 # Packing a message takes several times its size in memory, and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20

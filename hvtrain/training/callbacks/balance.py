@@ -34,7 +34,7 @@ class Balance(RunCallback):
     def __init__(self, context: RunContext, throughput: Throughput) -> None:
         super().__init__(context)
         self._throughput = throughput
-        strategy = self.run.strategy
+        strategy = self.strategy
         obstacle = ""
         if not strategy.marks.timed:
             obstacle = "train.deterministic=true, which leaves steps untimed"
@@ -84,7 +84,7 @@ class Balance(RunCallback):
             log.info(
                 "%s; from epoch %d on batches are %s instead of %s, and the slowest rank's own work in a step should "
                 "take %.1f ms instead of %.1f (train.balance)",
-                slowest_in_words(times, before, self.run.strategy.devices),
+                slowest_in_words(times, before, self.strategy.devices),
                 epoch + 2,
                 " + ".join(map(str, sizes)),
                 " + ".join(map(str, before)),

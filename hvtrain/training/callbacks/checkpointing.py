@@ -153,7 +153,7 @@ class CallbackState(keras.callbacks.Callback):
             }
         return numbers
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> store.Arrays:
         """Returns the best weights in callbacks, by the keys that store.Checkpoint.callbacks reads."""
         return {
             f"callback/{name}/{index:04d}": weight
@@ -185,13 +185,13 @@ class _Saving(RunCallback):
 
     def checkpoint(
         self,
-        rank_states: list[dict[str, np.ndarray]],
-        parts: dict[str, np.ndarray] | None = None,
+        rank_states: list[store.Arrays],
+        parts: store.Arrays | None = None,
         **meta: Any,
     ) -> store.Checkpoint:
         """Returns a copy of the current state, with the given states of ranks and sharded parts."""
         step = self.position.step
-        epoch, step_in_epoch = self.position.plan.position(step)
+        epoch, step_in_epoch = self.plan.position(step)
         return store.Checkpoint(
             path=Path(store.folder_name(step)),
             step=step,
@@ -268,10 +268,10 @@ class Checkpointing(_Saving):
             whole_step = self.comm.on_chief(self.writer.finish)
             self.run.state.note_keeper.note(whole_step)
             self.report.goodput.seconds["checkpoints"] += time.monotonic() - began
-            plan = self.position.plan
+            plan = self.plan
             ends_early = plan.ends_early and self.position.is_last
             # An elastic job goes on from memory, and a run that was stopped does not go on here.
-            in_memory = self.run.strategy.membership.commit_steps
+            in_memory = self.strategy.membership.commit_steps
             goes_on = self.report.rebalanced or (ends_early and not in_memory)
             if goes_on and not self.report.stopped_by and whole_step != self.position.step:
                 # The next attempt would resume from an older checkpoint and fail here again, endlessly.
@@ -287,7 +287,7 @@ class Checkpointing(_Saving):
         """True if checkpoint.every_minutes have passed, by the chief's clock (every rank)."""
         minutes = self.config.every_minutes
         steps = math.lcm(
-            STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate, self.run.strategy.sync_every
+            STEPS_BETWEEN_CLOCK_CHECKS * self.plan.accumulate, self.strategy.sync_every
         )
         if not minutes or (self.position.in_epoch and not self.position.is_multiple_of(steps)):
             return False
@@ -355,7 +355,7 @@ class MemoryCommit(_Saving):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # The end of an epoch is left to on_epoch_end, after the other callbacks' work.
-        commit_steps = self.run.strategy.membership.commit_steps
+        commit_steps = self.strategy.membership.commit_steps
         if self.position.is_multiple_of(commit_steps) and self.position.in_epoch:
             self._commit()
 
@@ -371,4 +371,4 @@ class MemoryCommit(_Saving):
         # For a checkpoint on disk, the writer adds the step to meta.
         self.run.state.checkpoint = self.checkpoint(rank_states, step=self.position.step)
         if not self.position.is_last:
-            self.run.strategy.membership.check()
+            self.strategy.membership.check()

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import keras
-from keras.callbacks import LambdaCallback
+from keras.callbacks import Callback, LambdaCallback
 
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
@@ -53,7 +53,7 @@ def make_callbacks(
     tracking: Tracking,
     search: LayerSearch | None,
     metrics: Metrics | None = None,
-) -> list[keras.callbacks.Callback]:
+) -> list[Callback]:
     """Returns all callbacks, in this order (every rank).
 
     Count the step; check that it was reduced; time it. Make the epoch's metrics those of all ranks,
@@ -128,7 +128,7 @@ def make_callbacks(
     return [*callbacks, begin_step]
 
 
-def _end_whole_epochs(callback: keras.callbacks.Callback, position: Position) -> None:
+def _end_whole_epochs(callback: Callback, position: Position) -> None:
     """Changes a user's callback so that a stop within an epoch is not the end of the epoch for it.
 
     The run that resumes and finishes the epoch ends it. Otherwise EarlyStopping, for example, would count it twice.
@@ -145,7 +145,7 @@ def _end_whole_epochs(callback: keras.callbacks.Callback, position: Position) ->
 def call_steps(
     config: RunConfig,
     strategy: Strategy,
-    callbacks: list[keras.callbacks.Callback],
+    callbacks: list[Callback],
 ) -> CallSteps:
     """Returns how many steps one call of the graph may do (every rank).
 
@@ -221,7 +221,7 @@ def own_callbacks(
     run: Run,
     model: keras.Model,
     validates: bool,
-) -> dict[str, keras.callbacks.Callback]:
+) -> dict[str, Callback]:
     """Returns the user's callbacks by name. Keras's callbacks that only write are on the chief alone.
 
     Args:
@@ -240,10 +240,7 @@ def own_callbacks(
         if package.startswith("keras.") and kind in _REFUSED:
             raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
 
-    callbacks = {
-        name: build(config, f"callbacks.{name}", keras.callbacks.Callback)
-        for name in config.callbacks
-    }
+    callbacks = {name: build(config, f"callbacks.{name}", Callback) for name in config.callbacks}
 
     metrics = _logged_metrics(run, model)
     if run.best not in metrics and not callbacks:  # Callbacks may add metrics.

@@ -109,11 +109,8 @@ class Recompute(RunCallback):
 
     def _values(self) -> list[tuple[Any, tf.Tensor]]:
         """Returns copies of all variables that a step uses, except for the optimizer's."""
-        variables = {
-            id(variable): variable
-            for variable in (*self.model.variables, *self.model.metrics_variables)
-        }
-        return [(variable, tf.identity(variable.value)) for variable in variables.values()]
+        variables = (*self.model.variables, *self.model.metrics_variables)
+        return [(variable, tf.identity(variable.value)) for variable in variables]
 
     def _recorded_step(self, data: Any) -> Any:
         """The model's step; if a check is due, it keeps its batch and a digest of its gradient."""
@@ -172,7 +169,7 @@ class Recompute(RunCallback):
         if not verdict.ranks:
             return
         devices = " or ".join(
-            f"rank {number} ({self.run.strategy.devices[number]})" for number in verdict.ranks
+            f"rank {number} ({self.strategy.devices[number]})" for number in verdict.ranks
         )
         error = LostRankError(
             f"{devices} computes wrongly: computed again on all ranks, rank {rank}'s gradient of step {self._step:,} "

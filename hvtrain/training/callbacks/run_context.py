@@ -23,6 +23,9 @@ from hvtrain.watchdog.progress import EXCHANGE
 
 log = logging.getLogger(__name__)
 
+Logs = dict[str, Any]
+"""Metrics by name, as Keras gives them to callbacks."""
+
 
 class Position(keras.callbacks.Callback):
     """Counts the run's optimizer steps, continuing from the step of a resume (every rank)."""
@@ -173,7 +176,13 @@ class RunCallback(keras.callbacks.Callback):
         super().__init__()
         # Keras sets self.model before the training begins.
         self.run = context.run
-        self.comm = context.run.strategy.comm
+        self.strategy = context.run.strategy
+        self.comm = self.strategy.comm
         self.position = context.position
         self.weights = context.weights
         self.report = context.report
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan of the run's steps."""
+        return self.position.plan

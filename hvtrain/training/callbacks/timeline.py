@@ -48,7 +48,7 @@ class TimelineTrace(RunCallback):
 
         self._begin = self.position.step
         self.comm.on_chief(self._make_folder)
-        self.run.strategy.timeline.start(self.folder / REDUCTIONS)
+        self.strategy.timeline.start(self.folder / REDUCTIONS)
         if self.run.topology.is_chief:
             # Level 3 includes individual operations.
             options = tf.profiler.experimental.ProfilerOptions(
@@ -81,7 +81,7 @@ class TimelineTrace(RunCallback):
             return
 
         self._ended = True
-        self.run.strategy.timeline.stop()
+        self.strategy.timeline.stop()
         if self.run.topology.is_chief:
             tf.profiler.experimental.stop()
             for line in time_by_operation(self.folder, self.position.step - self._begin):
