@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -282,9 +283,8 @@ def remove_if_empty(folder: Path) -> None:
 
 
 # Words in the names of metrics that improve by falling. For all others, such as accuracy, higher is better.
-_LOWER_IS_BETTER = (
-    *("loss", "error", "perplexity", "mae", "mse", "rmse", "mape", "msle", "nll", "entropy"),
-    *("crossentropy", "divergence", "huber", "brier", "wer", "cer"),
+_LOWER_IS_BETTER = re.compile(
+    "loss|error|perplexity|mae|mse|rmse|mape|msle|nll|(cross)?entropy|divergence|huber|brier|wer|cer"
 )
 
 
@@ -294,4 +294,4 @@ def lower_is_better(metric: str) -> bool:
     >>> lower_is_better("val_loss"), lower_is_better("val_accuracy")
     (True, False)
     """
-    return any(part in _LOWER_IS_BETTER for part in metric.split("_"))
+    return any(map(_LOWER_IS_BETTER.fullmatch, metric.split("_")))

@@ -14,6 +14,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+Tensors = list[tf.Tensor]
+
 BLOCK = 1024
 """Number of int8 values that share a scale of 4 bytes; an outlier costs only these their precision."""
 
@@ -39,11 +41,11 @@ class WireFormat(ABC):
     @abstractmethod
     def reduce(
         self,
-        tensors: list[tf.Tensor],
+        tensors: Tensors,
         projections: list[Any],
         name: str,
         process_set: Any,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         """Returns the means over the ranks, and this rank's errors (every rank).
 
         Args:
@@ -82,11 +84,11 @@ class ByteFormat(WireFormat):
 
     def reduce(
         self,
-        tensors: list[tf.Tensor],
+        tensors: Tensors,
         projections: list[Any],
         name: str,
         process_set: Any,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         dtype = tensors[0].dtype
         num_ranks = process_set.size()
         options = {"process_set": process_set, "ignore_name_scope": True}
@@ -213,12 +215,12 @@ class PowerSGD(WireFormat):
 
     def reduce(
         self,
-        tensors: list[tf.Tensor],
+        tensors: Tensors,
         projections: list[Any],
         name: str,
         process_set: Any,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        def mean(values: list[tf.Tensor], suffix: str) -> list[tf.Tensor]:
+    ) -> tuple[Tensors, Tensors]:
+        def mean(values: Tensors, suffix: str) -> Tensors:
             if not values:
                 return []
             return hvd.grouped_allreduce(
@@ -278,7 +280,7 @@ def ring_bytes(num_bytes: float, num_ranks: int) -> float:
     return num_bytes * 2 * (num_ranks - 1) / num_ranks
 
 
-def _packed(tensors: list[tf.Tensor], num_pieces: int) -> tf.Tensor:
+def _packed(tensors: Tensors, num_pieces: int) -> tf.Tensor:
     """Packs tensors into blocks [n, BLOCK], padded with zeros to equal slices."""
     size = tf.add_n([tf.size(tensor) for tensor in tensors])
     padding = tf.zeros([-size % (num_pieces * BLOCK)], tensors[0].dtype)
@@ -286,7 +288,7 @@ def _packed(tensors: list[tf.Tensor], num_pieces: int) -> tf.Tensor:
     return tf.reshape(tf.concat([*flat, padding], axis=0), [-1, BLOCK])
 
 
-def _unpacked(blocks: tf.Tensor, like: list[tf.Tensor]) -> list[tf.Tensor]:
+def _unpacked(blocks: tf.Tensor, like: Tensors) -> Tensors:
     """Splits blocks into tensors of these shapes, without the padding."""
     sizes = [tf.size(tensor) for tensor in like]
     padding = tf.size(blocks) - tf.add_n(sizes)

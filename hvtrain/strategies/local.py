@@ -69,9 +69,6 @@ class LocalSGDStrategy(HorovodStrategy):
         self.differences = [
             f"weights of the ranks differ between synchronizations, which come every {every} steps"
         ]
-        # At the last settle(): the step, and the reductions that had run.
-        self._settled_step = 0
-        self._num_counted = (0, 0)
 
     def start(self) -> Topology:
         if self.within_hosts:
@@ -143,6 +140,7 @@ class LocalSGDStrategy(HorovodStrategy):
 
     def make_steps(self, model: keras.Model, *arguments: Any) -> Steps:
         self._optimizer = model.optimizer
+        # At the last settle(): the step, and the reductions that had run.
         self._settled_step = int(model.optimizer.iterations.numpy())
         self._num_counted = self._hook.num_ran()
         return super().make_steps(model, *arguments)

@@ -50,9 +50,6 @@ class ParameterServerStrategy(Strategy):
             raise ConfigError(f"strategy.num_ps={num_ps} is not a whole number of 1 or more")
         self.num_ps = num_ps
         self.share_gpus = share_gpus
-        # Set by distribute; the workers check before they send a gradient.
-        self.check_finite = False
-        self.steps_by_worker = []
 
     @property
     def differences(self) -> list[str]:  # type: ignore[override]
@@ -86,7 +83,7 @@ class ParameterServerStrategy(Strategy):
         self.comm.watchdog = self.cluster.watch(abort_seconds, self.marks)
 
     def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
-        self.check_finite = check_finite
+        self.check_finite = check_finite  # The workers check before they send a gradient.
         return optimizer
 
     def prepare(self, model: keras.Model) -> None:

@@ -23,7 +23,12 @@ from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.same_gradients import compare_structure
-from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch, subclass_under_its_name
+from hvtrain.step.joint_loss import (
+    joint_loss,
+    overridden_steps,
+    refuse_joint_batch,
+    subclass_under_its_name,
+)
 from hvtrain.strategies.base import Strategy
 
 # Variables, by name, that are neither weights nor slots: see plain_variables.
@@ -206,10 +211,7 @@ class ReplicaStrategy(Strategy):
         Raises ConfigError if Keras does not divide the model's loss by the replicas, or if XLA is
         to compile the model.
         """
-        steps = ("train_step", "compute_loss")
-        overridden = [
-            name for name in steps if getattr(type(model), name) is not getattr(keras.Model, name)
-        ]
+        overridden = overridden_steps(type(model))
         if overridden:
             raise ConfigError(
                 f"strategy={self.name} needs Keras's own train_step and compute_loss, which divide "

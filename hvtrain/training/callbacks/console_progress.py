@@ -36,9 +36,7 @@ class Progress(RunCallback):
         super().__init__(context)
         self._display = display()
         self._first_call: Moment | None = None  # The end of the first call of this start.
-        self._first_in_epoch: Moment | None = None
         self._last_step_at = 0.0
-        self._last_shown_at = 0.0
         self._times_before: StepTimes | None = None
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -48,7 +46,7 @@ class Progress(RunCallback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._last_shown_at = time.monotonic()
         # The first epoch begins with the call that traces; its steps count from the end of that call.
-        self._first_in_epoch = None
+        self._first_in_epoch: Moment | None = None
         if self._first_call:
             self._first_in_epoch = (self._last_shown_at, self.position.step)
 

@@ -121,11 +121,6 @@ class Proof(RunCallback):
     The counts come from the steps themselves, not from the plan, so they would reveal examples that were lost.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self._arrived_before = 0
-        self._saw_begin = True
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._arrived_before = self.strategy.marks.num_examples
         self._saw_begin = not self.position.in_epoch

@@ -77,18 +77,13 @@ class Recompute(RunCallback):
         with tf.device("/CPU:0"):
             # Set before a call of the graph, whose first step then keeps its batch and digest.
             self._is_due = tf.Variable(False, trainable=False)
-        self._batch: list[np.ndarray] = []
-        self._sent = np.zeros(0)
-        self._before: list[tuple[Any, tf.Tensor]] = []
-        self._step = 0
         self._differences: list[float] = []
-        self._structure: Any = None
         # Keras calls it while the graph is traced.
         model.train_step = self._recorded_step
         self._gradient = tf.function(self._gradient_of, reduce_retracing=True)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._before = []
+        self._before: list[tuple[Any, tf.Tensor]] = []
         if self.position.is_multiple_of(self._every):
             self._step = self.position.step + 1
             self._before = self._values()

@@ -48,7 +48,6 @@ class LayerSearch(RunCallback):
                 "guard.layers=true repeats steps as each rank does them by itself, and this strategy has other steps; "
                 "choose strategy=horovod, elastic or single"
             )
-        self._before: list[tuple[Any, tf.Tensor]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         # Including dropout seeds and moving statistics.
