@@ -70,8 +70,7 @@ def train(config: RunConfig) -> RunRecord:
 
     Raises UserError, on all ranks at once where possible, for what the user can fix.
     """
-    record: RunRecord = on_all_ranks(config, whole_run)
-    return record
+    return on_all_ranks(config, whole_run)
 
 
 def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:

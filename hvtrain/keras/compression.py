@@ -13,7 +13,7 @@ from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompr
 
 from hvtrain.keras.gradients import are_finite, variable_id
 from hvtrain.keras.table_rows import rows_of
-from hvtrain.keras.wire_formats import BFloat16, Int8, PowerSGD, WireFormat, ring_bytes
+from hvtrain.keras.wire_formats import BFloat16, Int8, PowerSGD, WireFormat, average, ring_bytes
 
 
 class CompressedReduction:
@@ -84,12 +84,7 @@ class CompressedReduction:
             return self.wire.reduce(tensors, projections, name, self.process_set)
 
         def whole() -> tuple[list[Any], list[Any]]:
-            options = {
-                "op": hvd.Average,
-                "process_set": self.process_set,
-                "ignore_name_scope": True,
-            }
-            means = hvd.grouped_allreduce(tensors, name=f"{name}_whole", **options)
+            means = average(tensors, f"{name}_whole", self.process_set)
             return means, [tf.zeros_like(tensor) for tensor in tensors]
 
         if self.wire.whole_steps:

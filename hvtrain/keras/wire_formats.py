@@ -220,17 +220,6 @@ class PowerSGD(WireFormat):
         name: str,
         process_set: Any,
     ) -> tuple[Tensors, Tensors]:
-        def mean(values: Tensors, suffix: str) -> Tensors:
-            if not values:
-                return []
-            return hvd.grouped_allreduce(
-                values,
-                name=f"{name}_{suffix}",
-                op=hvd.Average,
-                process_set=process_set,
-                ignore_name_scope=True,
-            )
-
         low = [i for i, projection in enumerate(projections) if projection is not None]
         whole = [i for i, projection in enumerate(projections) if projection is None]
         matrices = [tf.reshape(tensors[i], [-1, projections[i].shape[0]]) for i in low]
@@ -238,12 +227,11 @@ class PowerSGD(WireFormat):
             matrix @ tf.cast(projections[i], matrix.dtype) for i, matrix in zip(low, matrices)
         ]
         # Tensors that are sent whole join the first message.
-        averaged = mean([*products, *(tensors[i] for i in whole)], "p")
+        sent = [*products, *(tensors[i] for i in whole)]
+        averaged = average(sent, f"{name}_p", process_set)
         bases = [tf.linalg.qr(product).q for product in averaged[: len(low)]]
-        coefficients = mean(
-            [tf.matmul(matrix, base, transpose_a=True) for matrix, base in zip(matrices, bases)],
-            "q",
-        )
+        own = [tf.matmul(matrix, base, transpose_a=True) for matrix, base in zip(matrices, bases)]
+        coefficients = average(own, f"{name}_q", process_set)
 
         means = dict(zip(whole, averaged[len(low) :]))
         for i, base, coefficient in zip(low, bases, coefficients):
@@ -269,6 +257,12 @@ class PowerSGD(WireFormat):
             else:
                 num_values += self.rank * (num_elements // projection[0] + projection[0])
         return ring_bytes(4 * num_values, num_ranks)
+
+
+def average(tensors: Tensors, name: str, process_set: Any) -> Tensors:
+    """Returns the means over the ranks, in one message (every rank)."""
+    options = {"op": hvd.Average, "process_set": process_set, "ignore_name_scope": True}
+    return hvd.grouped_allreduce(tensors, name=name, **options) if tensors else []
 
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:

@@ -53,11 +53,11 @@ class Balance(RunCallback):
         self._began = time.monotonic()
         self._first_step_seconds = 0.0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if not self._first_step_seconds:
             self._first_step_seconds = time.monotonic() - self._began
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         position = self.position
         plan = position.plan
         times = self._throughput.newest_times

@@ -45,14 +45,14 @@ class Interruption(RunCallback):
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         # Outside the training there is nothing to save, and Ctrl-C ends the process.
         console.take_signals(self._take_signal, signal.SIGINT)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         console.take_signals(signal.default_int_handler, signal.SIGINT)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self._signals or self._is_late:
             self.model.stop_training = True
 
@@ -120,13 +120,13 @@ class CallbackState(keras.callbacks.Callback):
         self._resumed_factor = resumed_factor
         self._comm = comm
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         # Keras's callbacks reset their counters in on_train_begin, so this callback has to come later.
         for name, values in self._saved.items():
             if name in self._callbacks:
                 vars(self._callbacks[name]).update(values)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         # The epoch had begun before the resume. LearningRateScheduler, for example, would change the
         # rate a second time.
         factor = rate_factor(self.model)
@@ -134,7 +134,7 @@ class CallbackState(keras.callbacks.Callback):
             factor.assign(self._resumed_factor)
         self._resumed_factor = None
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         factor = rate_factor(self.model)
         # Ranks with different rates would drift apart. Also without callbacks on this rank: the chief may
         # have some, such as CSVLogger.
@@ -232,13 +232,13 @@ class Checkpointing(_Saving):
         self.writer = writer
         self._last_saved_at = time.monotonic()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         # Only rank 0 knows that a background write failed. It requests a stop here, on which all
         # ranks agree after this step; on_epoch_end then raises the error on all of them.
         if self.writer.failed:
             self.model.stop_training = True
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # The last step of an epoch is left to on_epoch_end, when its metrics are known.
         if not self.position.in_epoch:
             return
@@ -353,13 +353,13 @@ class MemoryCommit(_Saving):
     the next attempt continues from the commit, so no step is lost. Put this callback last.
     """
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # The end of an epoch is left to on_epoch_end, after the other callbacks' work.
         commit_steps = self.strategy.membership.commit_steps
         if self.position.is_multiple_of(commit_steps) and self.position.in_epoch:
             self._commit()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         if not self.position.in_epoch:
             self._commit()
 

@@ -39,11 +39,11 @@ class Progress(RunCallback):
         self._last_step_at = 0.0
         self._times_before: StepTimes | None = None
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if self._display:
             self._display.stop()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self._last_shown_at = time.monotonic()
         # The first epoch begins with the call that traces; its steps count from the end of that call.
         self._first_in_epoch: Moment | None = None

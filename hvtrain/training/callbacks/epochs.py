@@ -41,7 +41,7 @@ class EpochMetrics(RunCallback):
             value for name, value in sorted(resumed.items()) if name.startswith("metric/")
         ]
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         # Keras has just reset the metrics.
         for variable, value in zip(self.model.metrics_variables, self._resumed):
             variable.assign(value)
@@ -93,7 +93,7 @@ class Validation(RunCallback):
         self.latest_step = -1
         self.unlogged = dict(resumed)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self.dataset is not None and self.position.is_multiple_of(
             self.config.validate_every_steps,
         ):
@@ -160,13 +160,13 @@ class Throughput(RunCallback):
         # Before the first step of an epoch both are 0.
         return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self._epoch_began = time.perf_counter()
         self._epoch_steps = 0
         self._epoch_step_seconds = 0.0
         self._times_at_epoch_begin = self.strategy.marks.times()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         self._batch_began = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
@@ -236,7 +236,7 @@ class GradientNoise(RunCallback):
 
     latest: float | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         try:
             # Before a step is traced, since the graph does the measuring.
             self._noise = NoiseScale(
@@ -253,7 +253,7 @@ class GradientNoise(RunCallback):
             logs["noise_scale"] = scale
             self.latest = scale
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if self.latest:
             log.info("%s", noise_in_words(self.latest, self.plan))
 
@@ -323,7 +323,7 @@ class Recording(RunCallback):
 class Skipped(RunCallback):
     """Reports examples that data.on_error=skip left out, after each epoch (every rank)."""
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         report_skipped(self.run, self.report)
 
 

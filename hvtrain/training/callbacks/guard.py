@@ -40,7 +40,7 @@ class Guard(RunCallback):
     this callback after EpochMetrics, so that all ranks see the same loss.
     """
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # Between synchronizations the weights of local steps differ.
         if self.position.is_multiple_of(
             math.lcm(self.run.config.guard.every, self.strategy.sync_every)
@@ -121,11 +121,11 @@ class Proof(RunCallback):
     The counts come from the steps themselves, not from the plan, so they would reveal examples that were lost.
     """
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self._arrived_before = self.strategy.marks.num_examples
         self._saw_begin = not self.position.in_epoch
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         if type(self.model).train_step is keras.Model.train_step:
             # The count of Keras's loss metric, which includes the examples before a resume.
             own_count = next(metric for metric in self.model.metrics if metric.name == "loss").count
@@ -152,14 +152,14 @@ class OneBatch(RunCallback):
     training: dict[str, float]
     before: dict[str, float]
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         self.training = {}
         self.before = self._evaluate()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
         self.training = logs
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if not self.position.is_last:
             return  # Stopped by a signal or a time limit.
         if self.position.start_step:

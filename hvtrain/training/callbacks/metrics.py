@@ -75,7 +75,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
             problem = getattr(error, "strerror", None) or error
             raise ConfigError(f"{setting} cannot be used: {problem}; choose another") from error
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         self._num_restarts = len(read_starts(self.run.folder)) - 1
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:

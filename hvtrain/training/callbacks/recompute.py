@@ -82,19 +82,19 @@ class Recompute(RunCallback):
         model.train_step = self._recorded_step
         self._gradient = tf.function(self._gradient_of, reduce_retracing=True)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         self._before: list[tuple[Any, tf.Tensor]] = []
         if self.position.is_multiple_of(self._every):
             self._step = self.position.step + 1
             self._before = self._values()
             self._is_due.assign(True)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self._before:
             self._check()
             self._before = []  # Frees as much memory as the weights take.
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if self._differences:
             log.info(
                 "%s gradients were computed again on all ranks, with relative differences up to %.1g",

@@ -49,7 +49,7 @@ class LayerSearch(RunCallback):
                 "choose strategy=horovod, elastic or single"
             )
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         # Including dropout seeds and moving statistics.
         self._before = [
             (variable, tf.identity(variable.value)) for variable in self.model.variables

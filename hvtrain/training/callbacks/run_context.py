@@ -52,10 +52,10 @@ class Position(keras.callbacks.Callback):
         """True if the steps done are a multiple of `steps`; False for 0 and None."""
         return bool(steps) and self.step % (steps or 1) == 0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self.epoch = epoch
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # Not step + 1: a call of the graph may have done several steps.
         self.step = self.plan.shift + self.epoch * self.plan.steps_per_epoch + batch + 1
 

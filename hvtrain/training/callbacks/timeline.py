@@ -42,7 +42,7 @@ class TimelineTrace(RunCallback):
         self._begin: int | None = None
         self._ended = False
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         if self._begin is not None or self.position.step < self.first_step:
             return
 
@@ -57,11 +57,11 @@ class TimelineTrace(RunCallback):
             )
             tf.profiler.experimental.start(str(self.folder), options)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self.position.step >= self.first_step + self.run.config.profile.steps:
             self._end()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if self._begin is None:
             log.warning(
                 "profile.timeline traced nothing: the run ended before step %s",

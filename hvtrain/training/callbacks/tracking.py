@@ -58,7 +58,7 @@ class Tracking(RunCallback):
         self._each(start)
         self._send()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         self._send()
 
     def finish(
