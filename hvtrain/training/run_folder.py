@@ -243,7 +243,7 @@ def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
     by_hand = os.environ.get(console.BY_HAND)
     if by_hand:
         return by_hand
-    is_runner = Path(argv[0]).parent.name == "hvtrain" or Path(argv[0]).name == "hvtrain"
+    is_runner = "hvtrain" in Path(argv[0]).parts[-2:]
     program = ["python", "-m", "hvtrain"] if is_runner else ["python", argv[0]]
 
     launcher: list[str] = []
