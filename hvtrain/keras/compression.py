@@ -112,10 +112,10 @@ def sent_bytes(tensors: list[Any], compression: Any, num_ranks: int) -> float:
     """Returns the bytes that a rank sends to reduce dense tensors; unknown sizes count as 0."""
     if isinstance(compression, WireFormat):
         return compression.sent_bytes([tensor.shape for tensor in tensors], num_ranks)
-    item_bytes = [2 if compression is Compression.fp16 else tensor.dtype.size for tensor in tensors]
-    num_bytes = sum(
-        size * (tensor.shape.num_elements() or 0) for size, tensor in zip(item_bytes, tensors)
-    )
+    num_bytes = 0
+    for tensor in tensors:
+        item_bytes = 2 if compression is Compression.fp16 else tensor.dtype.size
+        num_bytes += item_bytes * (tensor.shape.num_elements() or 0)
     return ring_bytes(num_bytes, num_ranks)
 
 

@@ -111,9 +111,6 @@ class MirroredStrategy(ReplicaStrategy):
                 lambda array: tf.split(array, self.num_replicas)[replica], batch
             )
 
-        def last_result(output: Any) -> Any:
-            return self.replicas.experimental_local_results(output)[-1]
-
         @tf.autograph.experimental.do_not_convert
         def step(batch: Any) -> Any:
             # tf.distribute would give each replica a batch of its own; here they split one.
@@ -122,7 +119,9 @@ class MirroredStrategy(ReplicaStrategy):
             )
             logs = self.replicas.run(train_step, (parts,))
             # All replicas add to the same metrics, and the last one sees them all.
-            return tf.nest.map_structure(last_result, logs)
+            return tf.nest.map_structure(
+                lambda output: self.replicas.experimental_local_results(output)[-1], logs
+            )
 
         return step
 
