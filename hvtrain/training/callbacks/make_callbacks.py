@@ -82,50 +82,47 @@ def make_callbacks(
     # First at the end of a step and last at its beginning, so that the watchdog can tell a step
     # from a callback.
     end_step = LambdaCallback(
-        on_train_batch_end=lambda batch, logs: progress.end_step(position.step),
+        on_train_batch_end=lambda batch, logs: progress.end_step(position.step)
     )
     begin_step = LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step),
+        on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step)
     )
 
-    callbacks = [position, end_step, *strategy.guards(), throughput, Proof(context)]
-    if search:
-        callbacks.append(search)
-    if config.guard.recompute_every and run.topology.size > 1:
-        callbacks.append(Recompute(context))
-    if config.profile.noise_scale_every and run.topology.size > 1:
-        callbacks.append(GradientNoise(context))
-    # The logs first become metrics over all ranks, and then identical on all of them.
-    callbacks += [
+    has_ranks = run.topology.size > 1
+    callbacks = [
+        position,
+        end_step,
+        *strategy.guards(),
+        throughput,
+        Proof(context),
+        search,
+        has_ranks and config.guard.recompute_every and Recompute(context),
+        has_ranks and config.profile.noise_scale_every and GradientNoise(context),
+        # The logs first become metrics over all ranks, and then identical on all of them.
         EpochMetrics(context, rank_state),
         Guard(context),
         validation,
         SameLogs(context),
-    ]
-    if config.data.one_batch:
-        callbacks.append(OneBatch(context))
-    # First those that may stop the training, then those that extend one rank's stop to all ranks.
-    callbacks += [*own.values(), interruption, state, *strategy.stop_callbacks()]
-    if config.train.balance and run.topology.size > 1:
-        callbacks.append(Balance(context, throughput))
-    callbacks += [
+        config.data.one_batch and OneBatch(context),
+        # First those that may stop the training, then those that extend one rank's stop to all ranks.
+        *own.values(),
+        interruption,
+        state,
+        *strategy.stop_callbacks(),
+        has_ranks and config.train.balance and Balance(context, throughput),
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),
+        is_chief and config.tracker and tracking,
+        is_chief and Progress(context),
+        is_chief and metrics and metrics.is_on and metrics,
+        Skipped(context),
+        config.profile.timeline and TimelineTrace(context),
+        # It raises if ranks join or leave, and no callback after it would be called.
+        strategy.membership.commit_steps and MemoryCommit(context, state, validation),
+        begin_step,
     ]
-
-    if is_chief and config.tracker:
-        callbacks.append(tracking)
-    if is_chief:
-        callbacks.append(Progress(context))
-        if metrics and metrics.is_on:
-            callbacks.append(metrics)
-    callbacks.append(Skipped(context))
-    if config.profile.timeline:
-        callbacks.append(TimelineTrace(context))
-    if strategy.membership.commit_steps:
-        # MemoryCommit raises if ranks join or leave, and no callback after it would be called.
-        callbacks.append(MemoryCommit(context, state, validation))
-    return [*callbacks, begin_step]
+    # Without those that are switched off.
+    return [callback for callback in callbacks if isinstance(callback, Callback)]
 
 
 def _end_whole_epochs(callback: Callback, position: Position) -> None:
