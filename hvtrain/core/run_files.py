@@ -238,9 +238,9 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
     """
     ranks = numbers["ranks"]
     steps = numbers["steps"]
+    synchronizations = numbers.get("synchronizations")
     parts = []
     if ranks > 1:
-        synchronizations = numbers.get("synchronizations")
         if synchronizations:
             parts.append(f"weights brought together {synchronizations:,} times in {steps:,} steps")
         else:
@@ -268,7 +268,7 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
         parts.append(f"{seen} of {numbers['examples']:,} samples seen once per epoch{left_out}")
     sent_bytes = numbers.get("sent_bytes")
     if sent_bytes:
-        moment = "at a time" if numbers.get("synchronizations") else "in a step"
+        moment = "at a time" if synchronizations else "in a step"
         parts.append(f"{human_bytes(sent_bytes)} sent by each rank {moment}")
     return "; ".join(parts) or "one rank, less than an epoch: nothing to prove"
 

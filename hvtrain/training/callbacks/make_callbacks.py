@@ -179,17 +179,16 @@ def call_steps(
                 f"equal; choose {-(-every // sync_every) * sync_every}"
             )
 
+    steps_between_clock_checks = STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate
     intervals = [
         *saved_every.values(),
         config.guard.recompute_every,
         math.lcm(config.guard.every, sync_every),
         *counts,
         strategy.membership.commit_steps,
+        bool(config.checkpoint.every_minutes) and math.lcm(steps_between_clock_checks, sync_every),
+        config.profile.timeline and config.profile.steps,
     ]
-    if config.checkpoint.every_minutes:
-        intervals.append(math.lcm(STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate, sync_every))
-    if config.profile.timeline:
-        intervals.append(config.profile.steps)
 
     steps = config.train.steps_per_execution
     if config.guard.layers or (acts_on_batches and steps is None):
