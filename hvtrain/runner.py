@@ -69,8 +69,7 @@ def train(config: RunConfig) -> RunRecord:
 
     Raises UserError, on all ranks at once where possible, for what the user can fix.
     """
-    record: RunRecord = on_all_ranks(config, whole_run)
-    return record
+    return on_all_ranks(config, whole_run)
 
 
 def on_all_ranks(config: RunConfig, attempt: Attempt) -> Any:
@@ -188,25 +187,23 @@ def open_inputs(
     """Opens the data set and the task, plans the run, and returns it (every rank)."""
     comm = strategy.comm
     folder = Path(str(config.run.dir))
-    changed = {}
+    before = saved.meta if saved else {}
+    changed = changed_since(before, config)
     fitted_files = None
-    if saved:
-        changed = changed_since(saved.meta, config)
-        # What was fitted to the run's data, such as a tokenizer, must not be fitted again.
-        if not any(name.startswith("dataset.") for name in changed):
-            fitted_files = comm.on_chief(lambda: fitted.read(folder))
+    # What was fitted to the run's data, such as a tokenizer, must not be fitted again.
+    if saved and not any(name.startswith("dataset.") for name in changed):
+        fitted_files = comm.on_chief(lambda: fitted.read(folder))
 
     ingredients = comm.all_or_raise(
         lambda: Ingredients(config, strategy.topology.rank, fitted_files)
     )
     source = ingredients.source
-    plan, topology = plan_run(config, source, strategy, saved.meta if saved else None)
+    plan, topology = plan_run(config, source, strategy, before or None)
     # After the plan, which refuses too few examples: combine might report them as missing classes, for example.
     comm.all_or_raise(lambda: ingredients.combine(config, plan.is_resized or strategy.cuts_batches))
     manifest = check_same_data(comm, source, config.guard.data)
-    changes = with_change(saved.meta, saved.step, changed) if saved else []
-    goodput = saved.meta.get("goodput") if saved else None
-    meta = checkpoint_meta(config, plan, manifest, state.run_id, changes, goodput)
+    changes = with_change(before, saved.step if saved else 0, changed)
+    meta = checkpoint_meta(config, plan, manifest, state.run_id, changes, before.get("goodput"))
     if saved:
         comm.on_chief(lambda: check_fits(saved, meta, config.guard.data))
     described = comm.all_or_raise(lambda: describe_data(source))
@@ -232,13 +229,16 @@ def make_model(run: Run) -> keras.Model:
     def new_model():
         return build_model(run.config, run.source, run.task, run.plan, strategy)
 
-    def first_batches():
-        # A plan for other ranks than the run began with counts its steps from plan.shift on.
-        return run.batches_from(run.plan.shift)
-
     if run.config.comm.tune and run.topology.size > 1:
         bucket_mib = run.config.strategy.get("bucket_mib")
-        comm_tuning.tune(strategy, run.folder, bucket_mib, first_batches, new_model)
+        comm_tuning.tune(
+            strategy,
+            run.folder,
+            bucket_mib,
+            # A plan for other ranks than the run began with counts its steps from plan.shift on.
+            lambda: run.batches_from(run.plan.shift),
+            new_model,
+        )
     return strategy.comm.all_or_raise(new_model)
 
 

@@ -230,7 +230,7 @@ FAULTS = [
         "seeds-forgotten",
         "a resumed run drops other units than one that was not stopped",
         "checkpoint/model_state.py",
-        'variables = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds)}',
+        'variables = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds_of(model))}',
         "variables = {}",
         (f"{CHECKPOINTS}::test_seeds_of_dropout_come_back",),
     ),

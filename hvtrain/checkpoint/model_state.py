@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.checkpoint.store import Arrays, Checkpoint
 from hvtrain.core.schedule import rate_factor
 from hvtrain.errors import CheckpointError
 
@@ -23,10 +23,10 @@ SAME = f"{MEMORY}same/"
 
 def snapshot(
     model: "keras.Model",
-    rank_states: list[dict[str, np.ndarray]],
-    callback_arrays: dict[str, np.ndarray] | None = None,
-    parts: dict[str, np.ndarray] | None = None,
-) -> dict[str, np.ndarray]:
+    rank_states: list[Arrays],
+    callback_arrays: Arrays | None = None,
+    parts: Arrays | None = None,
+) -> Arrays:
     """Returns copies of the arrays of a checkpoint, which further training does not change.
 
     Args:
@@ -89,7 +89,7 @@ def sharded_variables(model: "keras.Model") -> dict[str, Any]:
     }
 
 
-def rank_state(model: "keras.Model") -> dict[str, np.ndarray]:
+def rank_state(model: "keras.Model") -> Arrays:
     """Returns the state of one rank: seeds, the epoch's metrics, and the learning rate's factor."""
     variables = _rank_variables(model)
     for index, variable in enumerate(model.metrics_variables):
@@ -97,7 +97,7 @@ def rank_state(model: "keras.Model") -> dict[str, np.ndarray]:
     return {name: variable.numpy() for name, variable in variables.items()}
 
 
-def restore_rank(state: dict[str, np.ndarray], model: "keras.Model") -> None:
+def restore_rank(state: Arrays, model: "keras.Model") -> None:
     """Restores the seeds and the rate's factor that rank_state saved; other seeds are kept.
 
     Raises:
@@ -114,7 +114,7 @@ def keeps_memory(model: "keras.Model") -> bool:
     return bool(_memory_variables(model))
 
 
-def rank_memory(model: "keras.Model", is_chief: bool) -> dict[str, np.ndarray]:
+def rank_memory(model: "keras.Model", is_chief: bool) -> Arrays:
     """Returns the state that the optimizer keeps on this rank only, such as compression errors.
 
     It may be as large as the weights; most optimizers have none. Arrays that are equal on
@@ -128,7 +128,7 @@ def rank_memory(model: "keras.Model", is_chief: bool) -> dict[str, np.ndarray]:
     }
 
 
-def restore_memory(memory: dict[str, np.ndarray], model: "keras.Model") -> None:
+def restore_memory(memory: Arrays, model: "keras.Model") -> None:
     """Restores what rank_memory returned; state of another strategy is ignored."""
     for name, variable in _memory_variables(model).items():
         if name in memory and memory[name].shape == tuple(variable.shape):
@@ -150,12 +150,16 @@ def _variables(model: "keras.Model") -> dict[str, Any]:
     }
 
 
+def seeds_of(model: "keras.Model") -> list[Any]:
+    """Returns the seeds of dropout and other random layers."""
+    # model.variables has them; model.weights does not.
+    weights = {id(variable) for variable in model.weights}
+    return [variable for variable in model.variables if id(variable) not in weights]
+
+
 def _rank_variables(model: "keras.Model") -> dict[str, Any]:
     """Returns variables that are each rank's own, by key."""
-    # model.variables also has the seeds of dropout and other random layers; model.weights does not.
-    weights = {id(variable) for variable in model.weights}
-    seeds = [variable for variable in model.variables if id(variable) not in weights]
-    variables = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds)}
+    variables = {f"seed/{index:04d}": variable for index, variable in enumerate(seeds_of(model))}
     factor = rate_factor(model)
     if factor is not None:  # It is not a variable of the optimizer.
         variables["rate/factor"] = factor

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hvtrain.checkpoint.store import Arrays, Meta
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.core.run_files import RECEIPTS_FILE
 from hvtrain.errors import StorageError, in_one_line
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 Facts = dict[str, dict[str, Any]]
 """Facts by kind (data, settings, ...) and name."""
+Lines = list[dict[str, Any]]
+"""Lines of the file."""
 Digests = dict[str, str]
 
 MAX_BYTES = 8 << 20
@@ -41,7 +44,7 @@ class Receipt:
     digests: Digests
 
 
-def digests_of(arrays: dict[str, np.ndarray]) -> Digests:
+def digests_of(arrays: Arrays) -> Digests:
     """Digests of the weights and slots among the arrays of a checkpoint, by key: the first 8 bytes of SHA-256."""
     return {
         key: _digest(array)
@@ -87,11 +90,11 @@ def read_receipts(folder: Path) -> dict[int, Receipt]:
     return dict(sorted(receipts.items()))
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> Lines:
     return [json.loads(line) for line in whole_lines(read_file(path)).splitlines()]
 
 
-def _text(lines: list[dict[str, Any]]) -> str:
+def _text(lines: Lines) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
@@ -109,7 +112,7 @@ class ReceiptWriter(Writer):
         self._start = ""
         self._lost: dict[int, Digests] = {}
 
-    def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+    def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
         super()._work(step, arrays, meta)
         if self.whole_step != step:
             return
@@ -132,7 +135,7 @@ class ReceiptWriter(Writer):
 
     def _begin_file(self, path: Path) -> None:
         """Adds the line of this start, and drops an incomplete last line."""
-        lines: list[dict[str, Any]] = []
+        lines: Lines = []
         if path.exists():
             earlier = read_receipts(self.folder).items()
             self._lost = {
@@ -148,7 +151,7 @@ class ReceiptWriter(Writer):
         self._start = start
 
 
-def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def thinned(lines: Lines) -> Lines:
     """Drops every second receipt of the first half; lines of starts are kept.
 
     >>> [line.get("step") for line in thinned([{"start": "a"}, *({"step": step} for step in range(1, 9))])]

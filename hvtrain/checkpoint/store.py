@@ -21,6 +21,9 @@ from hvtrain.core.checkpoint_notes import checked_run_id, folder_name
 from hvtrain.errors import CheckpointError, StorageError
 from hvtrain.system.files import remove
 
+Arrays = dict[str, np.ndarray]
+Meta = dict[str, Any]
+
 ARRAYS = "state.safetensors"
 META = "meta.json"
 TABLES = "tables.safetensors"
@@ -42,11 +45,11 @@ class Checkpoint:
 
     path: Path
     step: int
-    meta: dict[str, Any]
+    meta: Meta
     # Keyed "model/0000/PATH", "optimizer/0000/PATH", "rank/0/NAME", "callback/NAME/0000".
-    arrays: dict[str, np.ndarray]
+    arrays: Arrays
 
-    def rank_state(self, rank: int) -> dict[str, np.ndarray]:
+    def rank_state(self, rank: int) -> Arrays:
         """Returns the arrays that model_state.rank_state() returned on this rank."""
         prefix = f"rank/{rank}/"
         return {
@@ -179,7 +182,7 @@ def _regular(path: Path) -> Path:
     return path
 
 
-def unchecked_meta(path: Path) -> dict[str, Any]:
+def unchecked_meta(path: Path) -> Meta:
     """Returns the meta of a checkpoint without checking the checksums.
 
     Empty if it cannot be read.
@@ -200,7 +203,7 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _map_tables(path: Path) -> dict[str, np.ndarray]:
+def _map_tables(path: Path) -> Arrays:
     """Memory-maps the arrays of a safetensors file, which may be larger than the memory."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

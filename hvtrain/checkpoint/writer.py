@@ -29,6 +29,8 @@ from hvtrain.checkpoint.store import (
     META,
     SUMS,
     TABLES,
+    Arrays,
+    Meta,
     digest_of,
     folder_name,
     list_checkpoints,
@@ -50,7 +52,7 @@ _REPLACED = f"{TEMPORARY}old-"
 _GONE = f"{TEMPORARY}gone-"
 
 
-def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Path:
+def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
     """Writes a checkpoint to folder/step-NNNNNNNN, and returns its path.
 
     Args:
@@ -85,8 +87,11 @@ def write(folder: Path, step: int, arrays: dict[str, np.ndarray], meta: dict[str
             _write_arrays(temporary / name, file_arrays)
             # safetensors creates files that only their owner can read.
             shutil.copymode(temporary / META, temporary / name)
-        sums = [_flush_and_sum(temporary / name) for name in (*files, META)]
-        (temporary / SUMS).write_text("".join(sums), encoding="utf-8")
+        sums = ""
+        for path in [temporary / name for name in (*files, META)]:
+            flush(path)
+            sums += f"{digest_of(path)}  {path.name}\n"
+        (temporary / SUMS).write_text(sums, encoding="utf-8")
         flush(temporary / SUMS)
         publish(temporary, target)
     return target
@@ -106,7 +111,7 @@ def publish(temporary: Path, target: Path) -> None:
     remove(old)
 
 
-def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def _write_arrays(path: Path, arrays: Arrays) -> None:
     """Writes a safetensors file from the arrays' own memory. Raises OSError."""
     try:
         save_file({key: np.asarray(array, order="C") for key, array in arrays.items()}, path)
@@ -118,18 +123,12 @@ def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
         raise OSError(int(match[2]), match[1]) from error
 
 
-def _flush_and_sum(path: Path) -> str:
-    """Waits until a file is on the disk; returns its line for SHA256SUMS."""
-    flush(path)
-    return f"{digest_of(path)}  {path.name}\n"
-
-
 def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
     """Records the best checkpoint so far, which prune keeps, and its host if that is another one."""
     write_json(folder / BEST, {"step": step, "metric": metric, "value": value, **host})
 
 
-def read_best(folder: Path) -> dict[str, Any] | None:
+def read_best(folder: Path) -> Meta | None:
     """Returns the record of mark_best; None if there is none, or if the checkpoint is gone.
 
     Its keys are step, metric, value and, if the checkpoint is on another host, host.
@@ -277,7 +276,7 @@ class Writer:
         """True if training must stop because a write failed; `outcome` says why. Does not wait."""
         return self._error is not None
 
-    def submit(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+    def submit(self, step: int, arrays: Arrays, meta: Meta) -> None:
         """Starts a write, after the previous one is done. The arrays must not change afterwards."""
         self.outcome()
         self._begin(self._work_and_copy, step, arrays, meta)
@@ -321,9 +320,7 @@ class Writer:
         if self._thread:
             self._thread.join(SECONDS_TO_FINISH)
 
-    def _work_and_copy(
-        self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]
-    ) -> None:
+    def _work_and_copy(self, step: int, arrays: Arrays, meta: Meta) -> None:
         self._work(step, arrays, meta)
         if self.whole_step == step:
             self._send()
@@ -334,7 +331,7 @@ class Writer:
         except BaseException as error:
             self._note(error)
 
-    def _work(self, step: int, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+    def _work(self, step: int, arrays: Arrays, meta: Meta) -> None:
         try:
             write(self._folder, step, arrays, meta)
             value = meta["metrics"].get(self._best, math.nan)

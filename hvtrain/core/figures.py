@@ -15,7 +15,7 @@ class Table:
     note: str
     columns: list[str]
     rows: list[list[Any]]
-    kind: str = field(default="table", init=False)
+    kind: str = "table"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Matrix:
     note: str
     labels: list[str]
     counts: list[list[int]]
-    kind: str = field(default="matrix", init=False)
+    kind: str = "matrix"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Pictures:
     pictures: list[tuple[str, str]]
     legend: list[tuple[str, str]] = field(default_factory=list)
     panels: int = 1
-    kind: str = field(default="pictures", init=False)
+    kind: str = "pictures"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Texts:
     note: str
     pairs: list[tuple[str, str]]
     goes_on: bool
-    kind: str = field(default="texts", init=False)
+    kind: str = "texts"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Scatter:
     y_label: str
     points: list[tuple[float, float]]
     line: str
-    kind: str = field(default="scatter", init=False)
+    kind: str = "scatter"
 
 
 Figure: TypeAlias = Table | Matrix | Pictures | Texts | Scatter

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -240,9 +241,9 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
     """
     ranks = numbers["ranks"]
     steps = numbers["steps"]
+    synchronizations = numbers.get("synchronizations")
     parts = []
     if ranks > 1:
-        synchronizations = numbers.get("synchronizations")
         if synchronizations:
             parts.append(f"weights brought together {synchronizations:,} times in {steps:,} steps")
         else:
@@ -270,7 +271,7 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
         parts.append(f"{seen} of {numbers['examples']:,} samples seen once per epoch{left_out}")
     sent_bytes = numbers.get("sent_bytes")
     if sent_bytes:
-        moment = "at a time" if numbers.get("synchronizations") else "in a step"
+        moment = "at a time" if synchronizations else "in a step"
         parts.append(f"{human_bytes(sent_bytes)} sent by each rank {moment}")
     return "; ".join(parts) or "one rank, less than an epoch: nothing to prove"
 
@@ -285,9 +286,8 @@ def remove_if_empty(folder: Path) -> None:
 
 
 # Words in the names of metrics that improve by falling. For all others, such as accuracy, higher is better.
-_LOWER_IS_BETTER = (
-    *("loss", "error", "perplexity", "mae", "mse", "rmse", "mape", "msle", "nll", "entropy"),
-    *("crossentropy", "divergence", "huber", "brier", "wer", "cer"),
+_LOWER_IS_BETTER = re.compile(
+    "loss|error|perplexity|mae|mse|rmse|mape|msle|nll|(cross)?entropy|divergence|huber|brier|wer|cer"
 )
 
 
@@ -297,4 +297,4 @@ def lower_is_better(metric: str) -> bool:
     >>> lower_is_better("val_loss"), lower_is_better("val_accuracy")
     (True, False)
     """
-    return any(part in _LOWER_IS_BETTER for part in metric.split("_"))
+    return any(map(_LOWER_IS_BETTER.fullmatch, metric.split("_")))

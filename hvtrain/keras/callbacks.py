@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.callbacks import Callback
 
 from hvtrain.errors import RankError
 from hvtrain.keras.collectives import broadcast_variables, built_optimizer, sum_arrays
@@ -21,7 +22,7 @@ from hvtrain.keras.optimizer import num_reductions
 from hvtrain.keras.tape import num_tape_reductions
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(Callback):
     """Sets weights and optimizer state of all ranks to those of root_rank (every rank).
 
     Happens once for each model: before the first step if the model is built (one with an Input is),
@@ -148,7 +149,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(Callback):
     """Replaces the metrics in an epoch's logs with their means over all ranks (every rank).
 
     All ranks have the same weight, as in Horovod, even if their shards differ in size. Put this
@@ -228,7 +229,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             super()._save_model(epoch, batch, logs)
 
 
-class ReductionCheckCallback(keras.callbacks.Callback):
+class ReductionCheckCallback(Callback):
     """Checks that the first step that changes weights reduced gradients (every rank).
 
     Raises:
@@ -236,16 +237,10 @@ class ReductionCheckCallback(keras.callbacks.Callback):
             that step did not increment the counter of reductions in the graph.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._reductions_before: int | None = None
-        self._first_iteration = 0
-        self._checked = False
-
     def set_model(self, model: keras.Model) -> None:
         # A second model has an optimizer, and so a counter, of its own.
         if model is not self.model:
-            self._reductions_before = None
+            self._reductions_before: int | None = None
             self._checked = False
         super().set_model(model)
 
@@ -272,7 +267,7 @@ class ReductionCheckCallback(keras.callbacks.Callback):
             )
 
 
-class StopTogetherCallback(keras.callbacks.Callback):
+class StopTogetherCallback(Callback):
     """Stops all ranks after the same step when one sets model.stop_training (every rank).
 
     Put this callback after those that may stop training. Within an epoch the request is reduced with
@@ -290,7 +285,6 @@ class StopTogetherCallback(keras.callbacks.Callback):
         super().__init__()
         self._sum_arrays = exchange
         self._flag: SharedFlag | None = None
-        self._requested = False
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -326,7 +320,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self.model.stop_training = bool(num_requests > 0)
 
 
-class WeightCheckCallback(keras.callbacks.Callback):
+class WeightCheckCallback(Callback):
     """Compares trainable weights and optimizer state of all ranks at intervals (every rank).
 
     The first comparison follows the first batch, the last one the end of the training. With LocalSGD
@@ -343,14 +337,11 @@ class WeightCheckCallback(keras.callbacks.Callback):
     def __init__(self, every_batches: int = 500) -> None:
         super().__init__()
         self.every_batches = every_batches
-        self.check: WeightCheck | None = None
-        self._batches = 0
-        self._first_batch = 0
         self._is_due = False
 
     def set_model(self, model: keras.Model) -> None:
         if model is not self.model:
-            self.check = None
+            self.check: WeightCheck | None = None
             self._batches = 0
         super().set_model(model)
 

@@ -6,6 +6,7 @@ and types of variables are pickled, by Horovod, between the ranks of one job.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,10 +26,7 @@ from hvtrain.keras.table_rows import distribute_whole
 CHUNK_BYTES = 64 << 20
 
 # Types of Horovod's broadcast kernel (horovod/tensorflow/mpi_ops.cc).
-_BROADCAST_TYPES = {
-    *("uint8", "int8", "uint16", "int16", "int32", "int64"),
-    *("float16", "float32", "float64", "bool"),
-}
+_BROADCAST_TYPES = re.compile(r"u?int(8|16)|int(32|64)|float(16|32|64)|bool")
 
 
 def allreduce(
@@ -266,7 +264,7 @@ def _compare_variables(own: list[tuple[tuple[int, ...], str]], process_set: Any)
 def _broadcast_packed(variables: list[Any], root_rank: int, process_set: Any) -> list[Any]:
     """Broadcasts variables of one type in few messages; returns the assignments."""
     dtype = variables[0].dtype
-    is_sent_as_bytes = dtype.name not in _BROADCAST_TYPES
+    is_sent_as_bytes = not _BROADCAST_TYPES.fullmatch(dtype.name)
     values = variables
     if is_sent_as_bytes:
         values = [tf.bitcast(variable, tf.uint8) for variable in variables]

@@ -13,7 +13,7 @@ from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompr
 
 from hvtrain.keras.gradients import are_finite, variable_id
 from hvtrain.keras.table_rows import rows_of
-from hvtrain.keras.wire_formats import BFloat16, Int8, PowerSGD, WireFormat, ring_bytes
+from hvtrain.keras.wire_formats import BFloat16, Int8, PowerSGD, WireFormat, average, ring_bytes
 
 
 class CompressedReduction:
@@ -38,8 +38,7 @@ class CompressedReduction:
         positions, and `same/steps`. The first part of a name is the rule by which a run on another
         number of ranks takes the state over: see resume.memories_on.
         """
-        is_alone = not self.process_set.included() or self.process_set.size() == 1
-        if is_alone or self.memory or not self.wire.keeps_errors:
+        if self.memory or not self.wire.keeps_errors:
             return
         if any(variable is None for variable in variables):
             raise ValueError(
@@ -85,12 +84,7 @@ class CompressedReduction:
             return self.wire.reduce(tensors, projections, name, self.process_set)
 
         def whole() -> tuple[list[Any], list[Any]]:
-            options = {
-                "op": hvd.Average,
-                "process_set": self.process_set,
-                "ignore_name_scope": True,
-            }
-            means = hvd.grouped_allreduce(tensors, name=f"{name}_whole", **options)
+            means = average(tensors, f"{name}_whole", self.process_set)
             return means, [tf.zeros_like(tensor) for tensor in tensors]
 
         if self.wire.whole_steps:
@@ -100,14 +94,13 @@ class CompressedReduction:
         else:
             means, losses = compressed()
 
-        def keep() -> tf.Tensor:
+        def keep() -> None:
             for error, loss in zip(errors, losses):
                 error.assign(tf.cast(loss, error.dtype))
-            return tf.constant(True)
 
         # A step that overflows must leave the errors alone. The means, and so the branch taken, are
         # the same on all ranks. tf.where() instead would cost a tenth of the compression's time.
-        tf.cond(are_finite(means), keep, lambda: tf.constant(False))
+        tf.cond(are_finite(means), keep, lambda: None)
         return [tf.cast(mean, dtype) for mean in means]
 
     def end_step(self) -> list[Any]:
@@ -119,10 +112,10 @@ def sent_bytes(tensors: list[Any], compression: Any, num_ranks: int) -> float:
     """Returns the bytes that a rank sends to reduce dense tensors; unknown sizes count as 0."""
     if isinstance(compression, WireFormat):
         return compression.sent_bytes([tensor.shape for tensor in tensors], num_ranks)
-    item_bytes = [2 if compression is Compression.fp16 else tensor.dtype.size for tensor in tensors]
-    num_bytes = sum(
-        size * (tensor.shape.num_elements() or 0) for size, tensor in zip(item_bytes, tensors)
-    )
+    num_bytes = 0
+    for tensor in tensors:
+        item_bytes = 2 if compression is Compression.fp16 else tensor.dtype.size
+        num_bytes += item_bytes * (tensor.shape.num_elements() or 0)
     return ring_bytes(num_bytes, num_ranks)
 
 

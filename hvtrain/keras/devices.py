@@ -7,7 +7,6 @@ the views of all ranks and applies the decision.
 
 import os
 import socket
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
@@ -98,17 +97,13 @@ def _check_all_or_none(views: list[View]) -> None:
 def _most_used(views: list[View], chosen: list[int | None]) -> tuple[str, str, int]:
     """Returns host and name of the GPU that most ranks use, and the number of these ranks."""
     # By key: two ranks may know one GPU under different numbers.
-    users: Counter[tuple[str, str]] = Counter()
-    names = {}
+    names: dict[tuple[str, str], list[str]] = {}
     for view, index in zip(views, chosen):
         if index is not None:
-            key = (view.host, view.keys[index])
-            users[key] += 1
-            names[key] = view.gpus[index]
-    if not users:
-        return "", "", 0
-    key, num_ranks = users.most_common(1)[0]
-    return key[0], names[key], num_ranks
+            names.setdefault((view.host, view.keys[index]), []).append(view.gpus[index])
+    nobody = (("", ""), [""])
+    (host, _), users = max(names.items(), key=lambda item: len(item[1]), default=nobody)
+    return host, users[-1], len(users)
 
 
 def _device(view: View, index: int | None, views: list[View]) -> str:

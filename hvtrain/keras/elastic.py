@@ -17,6 +17,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from horovod.common.elastic import ObjectState, State, run_fn
+from keras.callbacks import Callback
 
 from hvtrain.keras.collectives import broadcast_variables, built_optimizer
 from hvtrain.keras.hooks import hook_of
@@ -169,7 +170,7 @@ class Resets(State):
     restore = sync = save
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class CommitStateCallback(Callback):
     """Commits the state every batches_per_commit batches and after each epoch (every rank).
 
     The commit is made as the next batch or epoch begins, or at the end of fit. By then all
@@ -213,7 +214,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.on_epoch_begin(None)
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(Callback):
     """Updates state.batch, the number of batches done in this epoch; 0 at the end of the epoch.
 
     (Upstream keeps the index of the last batch since the reset, which repeats one batch, and forgets
@@ -261,7 +262,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
             self.model.stop_training = False
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):
+class UpdateEpochStateCallback(Callback):
     """Updates state.epoch, the number of epochs done, including those before resets.
 
     Works with both ways to resume: fit(epochs=all - state.epoch), and

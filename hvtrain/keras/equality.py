@@ -54,11 +54,9 @@ class WeightCheck:
         trained_ids = {id(variable) for variable in trained}
         untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
         # Each rank accumulates gradients of its own; only their mean over the ranks is applied.
-        own |= {
-            id(variable) for variable in trained if variable.name.endswith("gradient_accumulator")
-        }
+        whole = [item for item in trained if not item.name.endswith("gradient_accumulator")]
         self._trained = [
-            item for item in trained if id(item) not in own and not hasattr(item, "rank_part")
+            item for item in whole if id(item) not in own and not hasattr(item, "rank_part")
         ]
         self._untrained = [item for item in untrained if not hasattr(item, "rank_part")]
         self._fingerprint = tf.function(_fingerprints)

@@ -105,8 +105,9 @@ class Distributed:
 
     def build(self, variables: Any) -> None:
         super().build(variables)  # type: ignore[misc]
-        if self._hvtrain.reducer.compressed:
-            self._hvtrain.reducer.compressed.prepare(list(variables))
+        reducer = self._hvtrain.reducer
+        if reducer.compressed and not reducer.is_alone:
+            reducer.compressed.prepare(list(variables))
         take_tables(self, variables)
 
     def save_own_variables(self, store: Any) -> None:
@@ -131,10 +132,8 @@ class Distributed:
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         variables = None if trainable_variables is None else list(trainable_variables)
-        with _entering_step(self) as is_outermost:
-            if is_outermost:
-                grads = self._reduce(grads, variables)
-            return self._step(grads, variables)
+        with _entering_step(self, grads, variables) as reduced:
+            return self._step(reduced, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         # Keras's own method calls apply, which must not be bypassed: the runner replaces apply while
@@ -142,10 +141,8 @@ class Distributed:
         if "apply_gradients" not in overridden_steps(type(self).__bases__[1]):
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
         grads, variables = zip(*grads_and_vars)
-        with _entering_step(self) as is_outermost:
-            if is_outermost:
-                grads = self._reduce(grads, variables)
-            return super().apply_gradients(list(zip(grads, variables)))  # type: ignore[misc]
+        with _entering_step(self, grads, variables) as reduced:
+            return super().apply_gradients(list(zip(reduced, variables)))  # type: ignore[misc]
 
     def scale_loss(self, loss: Any) -> Any:
         self._hvtrain.loss_was_scaled = True
@@ -307,8 +304,8 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
 
 
 @contextmanager
-def _entering_step(optimizer: Any) -> Iterator[bool]:
-    """Yields True for the call that enters the step, False for those that the step itself makes.
+def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
+    """Yields the gradients to step on: reduced by the call that enters the step, unchanged in calls by the step itself.
 
     Raises:
         ValueError: inside another optimizer, where gradients would be reduced twice or not on all ranks.
@@ -339,6 +336,6 @@ def _entering_step(optimizer: Any) -> Iterator[bool]:
         )
     active.append(optimizer)
     try:
-        yield is_outermost
+        yield optimizer._reduce(grads, variables) if is_outermost else grads
     finally:
         active.pop()

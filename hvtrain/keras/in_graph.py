@@ -8,6 +8,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from hvtrain.step.step_timing import host_variable
+
 # A value of model.stop_training that ends only an epoch resumed after an elastic reset; not a request to stop.
 END_OF_EPOCH = "end of the epoch that began before the reset"
 
@@ -50,8 +52,7 @@ def counter(operation: str) -> tf.Variable:
 
 def new_counter() -> tf.Variable:
     """Creates a counter on the CPU, so that reading it waits for no GPU."""
-    with tf.init_scope(), tf.device("/CPU:0"):
-        return tf.Variable(0, dtype=tf.int64, trainable=False, name="num_reductions")
+    return host_variable(0, tf.int64, "num_reductions")
 
 
 def is_compiled_by_xla() -> bool:
@@ -75,9 +76,8 @@ class SharedFlag:
     """
 
     def __init__(self) -> None:
-        with tf.init_scope(), tf.device("/CPU:0"):
-            self._own = tf.Variable([0.0], trainable=False, name="own_flag")
-            self._reduced = tf.Variable([0.0], trainable=False, name="reduced_flag")
+        self._own = host_variable([0.0], tf.float32, "own_flag")
+        self._reduced = host_variable([0.0], tf.float32, "reduced_flag")
 
     def set(self) -> None:
         """Sets this rank's flag; the other ranks see it after the next reduction."""

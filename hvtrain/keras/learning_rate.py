@@ -63,12 +63,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 f"{type(self).__name__} sets the learning rate, and this optimizer's is a {type(schedule).__name__}; "
                 "give the optimizer a number, or leave the callback out and put the warm-up into the schedule"
             )
-        if self.initial_lr is None and is_elastic():
-            raise ValueError(
-                "initial_lr=None in an elastic job: a rank that joins gets a rate that is already changed; pass the "
-                "number that the optimizer began with"
-            )
         if self.initial_lr is None:
+            if is_elastic():
+                raise ValueError(
+                    "initial_lr=None in an elastic job: a rank that joins gets a rate that is already changed; pass "
+                    "the number that the optimizer began with"
+                )
             self.initial_lr = float(self.model.optimizer.learning_rate)
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")

@@ -5,12 +5,14 @@ weights differ between ranks; right after one they are equal.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
-from keras.optimizers import LossScaleOptimizer
+from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from hvtrain.keras.gradients import FiniteCheck
 from hvtrain.keras.hooks import Distributed, Hook, make_distributed
@@ -24,12 +26,12 @@ OUTER_MOMENTUM = 0.9
 
 
 def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     every: int = 16,
     warmup_steps: int = 0,
     within: Any = None,
     **options: Any,
-) -> keras.optimizers.Optimizer:
+) -> Optimizer:
     """Makes this optimizer step on its rank's gradients, and average the weights every few steps.
 
     Local SGD (Stich 2019, arXiv:1805.09767), with any optimizer; its slots stay each rank's own.
@@ -56,7 +58,7 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
 
 
 def DiLoCo(  # noqa: N802
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     every: int = 500,
     outer_rate: float = OUTER_RATE,
     outer_momentum: float = OUTER_MOMENTUM,
@@ -64,7 +66,7 @@ def DiLoCo(  # noqa: N802
     compression: Any = hvd.Compression.none,
     within: Any = None,
     **options: Any,
-) -> keras.optimizers.Optimizer:
+) -> Optimizer:
     """Makes this optimizer step on its rank's gradients, and an outer one on the resulting changes.
 
     DiLoCo (Douillard et al. 2023, arXiv:2311.08105): the mean of the ranks' changes since the last
@@ -76,12 +78,9 @@ def DiLoCo(  # noqa: N802
 
     The other arguments, results and errors are those of LocalSGD.
     """
-
-    def outer() -> keras.optimizers.Optimizer:
-        return keras.optimizers.SGD(
-            outer_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
-        )
-
+    outer = partial(
+        keras.optimizers.SGD, outer_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
+    )
     options = {**options, "compression": compression, "within": within}
     return _make_local(optimizer, every, warmup_steps, outer, options)
 
@@ -110,34 +109,23 @@ def local_hook(optimizer: Any) -> "LocalHook":
     return hook
 
 
+@dataclass(eq=False)
 class LocalHook(Hook):
     """State of an optimizer that steps locally.
 
-    Args:
-        reducer: reduces the weights or changes, and during the warm-up the gradients.
-        within: reduces gradients between the ranks of a host after the warm-up, or None.
+    Its reducer reduces the weights or changes, and during the warm-up the gradients.
     """
 
-    def __init__(
-        self,
-        reducer: Reducer,
-        finite_check: FiniteCheck | None,
-        every: int,
-        warmup_steps: int,
-        outer: Any,
-        within: Reducer | None = None,
-    ) -> None:
-        super().__init__(reducer, finite_check)
-        self.within = within
-        self.every = every
-        self.averages_weights = True
-        self.warmup_steps = warmup_steps
-        self.outer = outer
-        self.anchors: list[keras.Variable] = []
-        """The weights after the last synchronization, for the outer optimizer."""
-        self.has_anchors: Any = None
-        self.synchronized_step = 0
-        """The step after which synchronize() last acted."""
+    averages_weights: bool = True
+    warmup_steps: int = 0
+    outer: Any = None
+    # Reduces gradients between the ranks of a host after the warm-up, or None.
+    within: Reducer | None = None
+    # The weights after the last synchronization, for the outer optimizer.
+    anchors: list[keras.Variable] = field(default_factory=list)
+    has_anchors: Any = None
+    # The step after which synchronize() last acted.
+    synchronized_step: int = 0
 
     def are_apart(self, step: int) -> bool:
         """True if the ranks' weights differ after this step."""
@@ -150,7 +138,7 @@ class LocalHook(Hook):
     def num_due(self, first: int, last: int) -> tuple[int, int]:
         """Returns how many reductions are due in the steps after `first` up to `last`: (over all ranks, within hosts).
 
-        >>> LocalHook(None, None, every=4, warmup_steps=2, outer=None).num_due(0, 12)
+        >>> LocalHook(None, None, every=4, warmup_steps=2).num_due(0, 12)
         (5, 0)
         """
         warm = max(0, min(last, self.warmup_steps) - first)
@@ -188,24 +176,22 @@ class LocalHook(Hook):
                 anchor.assign(tf_variable(variable))
             self.has_anchors.assign(True)
 
-        _run_if(tf.logical_or(step % self.every == 0, tf.logical_not(self.has_anchors)), take)
+        is_due = tf.logical_or(step % self.every == 0, tf.logical_not(self.has_anchors))
+        tf.cond(is_due, take, lambda: None)
 
     def synchronize(self, optimizer: Any) -> None:
         """Averages the weights, or steps the outer optimizer on the mean change (every rank)."""
         variables = optimizer._trainable_variables
         own = [tf.convert_to_tensor(tf_variable(variable)) for variable in variables]
         if not self.outer:
-            means = self._check(own, self.reducer(own, variables))
+            means = optimizer._check(own, self.reducer(own, variables))
             for variable, mean in zip(variables, means):
                 variable.assign(mean)
             return
         changes = [tf_variable(anchor) - value for anchor, value in zip(self.anchors, own)]
-        self.outer.apply(self._check(changes, self.reducer(changes, variables)), self.anchors)
+        self.outer.apply(optimizer._check(changes, self.reducer(changes, variables)), self.anchors)
         for variable, anchor in zip(variables, self.anchors):
             variable.assign(tf_variable(anchor))
-
-    def _check(self, own: Sequence[Any], reduced: Sequence[Any]) -> Sequence[Any]:
-        return self.finite_check(own, reduced) if self.finite_check else reduced
 
 
 class LocalSteps(Distributed):
@@ -279,27 +265,17 @@ class LocalSteps(Distributed):
         result = super()._step(grads, variables)
         step = tf.convert_to_tensor(self.iterations)
         is_due = tf.logical_and(step > local.warmup_steps, step % local.every == 0)
-        _run_if(is_due, lambda: local.synchronize(self))
+        tf.cond(is_due, lambda: local.synchronize(self), lambda: None)
         return result
 
 
-def _run_if(condition: tf.Tensor, action: Callable[[], None]) -> None:
-    """Runs the action in the graph if the condition holds."""
-
-    def act() -> tf.Tensor:
-        action()
-        return tf.constant(0)
-
-    tf.cond(condition, act, lambda: tf.constant(0))
-
-
 def _make_local(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     every: int,
     warmup_steps: int,
-    make_outer: Callable[[], keras.optimizers.Optimizer | None],
+    make_outer: Callable[[], Optimizer | None],
     options: dict[str, Any],
-) -> keras.optimizers.Optimizer:
+) -> Optimizer:
     check_is_plain(optimizer)
     if every < 1 or warmup_steps < 0:
         raise ValueError(
@@ -332,12 +308,20 @@ def _make_local(
             "LocalSGD sends weights, which compression would round; use DiLoCo with outer_rate=1"
         )
 
-    def wrap(copy: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        return _make_local(copy, every, warmup_steps, make_outer, options)
-
-    within = Reducer(process_set=within_set) if within_set else None
     hook = LocalHook(
-        reducer, FiniteCheck() if check_finite else None, every, warmup_steps, outer, within
+        reducer,
+        FiniteCheck() if check_finite else None,
+        every=every,
+        warmup_steps=warmup_steps,
+        outer=outer,
+        within=Reducer(process_set=within_set) if within_set else None,
+    )
+    wrap = partial(
+        _make_local,
+        every=every,
+        warmup_steps=warmup_steps,
+        make_outer=make_outer,
+        options=options,
     )
     make_distributed(optimizer, LocalSteps, hook, wrap)
     return optimizer

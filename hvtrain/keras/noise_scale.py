@@ -42,8 +42,7 @@ class NoiseScale:
     """
 
     def __init__(self, optimizer: Any, every: int = 16) -> None:
-        # A LossScaleOptimizer may wrap an optimizer that accumulates; the wrapped optimizer then reduces.
-        hook = hook_of(getattr(optimizer, "inner_optimizer", optimizer)) or hook_of(optimizer)
+        hook = hook_of(optimizer)
         compression = hook.reducer.compression if hook else None
         is_adasum = hook is not None and hook.reducer.op == hvd.Adasum
         if not hook or hook.every > 1 or is_adasum or getattr(compression, "keeps_errors", False):

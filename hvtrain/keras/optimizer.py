@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 import horovod.tensorflow as hvd
 import keras
-from keras.optimizers import LossScaleOptimizer
+from keras.optimizers import LossScaleOptimizer, Optimizer
 from keras.src.legacy.saving.legacy_h5_format import load_attributes_from_hdf5_group
 
 from hvtrain.keras.gradients import FiniteCheck
@@ -36,7 +36,7 @@ from hvtrain.step.joint_loss import overridden_steps
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -53,7 +53,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     check_finite: bool = False,
     bucket_bytes: int = 0,
     shard: bool = False,
-) -> keras.optimizers.Optimizer:
+) -> Optimizer:
     """Makes this optimizer reduce gradients over all ranks before it steps; returns the same object.
 
     The optimizer's class becomes a subclass of the same name, so existing slots and iterations stay,
@@ -192,7 +192,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
 def check_is_plain(optimizer: Any) -> None:
     """Raises TypeError unless it is a Keras 3 optimizer, ValueError if it is distributed."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3"
         )
@@ -207,9 +207,7 @@ def check_is_plain(optimizer: Any) -> None:
         )
 
 
-def _wrap_copy(
-    optimizer: keras.optimizers.Optimizer, scale: float, **options: Any
-) -> keras.optimizers.Optimizer:
+def _wrap_copy(optimizer: Optimizer, scale: float, **options: Any) -> Optimizer:
     """Wraps a copy of an optimizer with the original's scale; the copy accumulates as its config says."""
     wrapped = DistributedOptimizer(optimizer, **options)
     hook_of(wrapped).reducer.scale = scale  # type: ignore[union-attr]
@@ -217,11 +215,11 @@ def _wrap_copy(
 
 
 def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     *args: Any,
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     **kwargs: Any,
-) -> keras.optimizers.Optimizer:
+) -> Optimizer:
     """Makes a DistributedOptimizer that keeps the gradients of local_layers on their rank.
 
     The layers must be built. Keep them out of the broadcast too:
@@ -274,7 +272,7 @@ def sent_bytes(optimizer: Any) -> int:
 
     0 for a plain optimizer, and before the first step is traced.
     """
-    hook = hook_of(getattr(optimizer, "inner_optimizer", optimizer)) or hook_of(optimizer)
+    hook = hook_of(optimizer)
     return round(hook.reducer.sent_bytes) if hook else 0
 
 
@@ -305,7 +303,7 @@ def gradient_norm(optimizer: Any) -> float | None:
     Of sharded tables it contains this rank's rows. None where it is not measured: without
     check_finite, or where ranks step on their own gradients.
     """
-    hook = hook_of(getattr(optimizer, "inner_optimizer", optimizer)) or hook_of(optimizer)
+    hook = hook_of(optimizer)
     if not hook or not hook.finite_check or hook.every > 1:
         return None
     return hook.finite_check.norm
@@ -369,7 +367,7 @@ def _as_class(name: str, maker: Any) -> Any:
     return Maker
 
 
-def _h5_optimizer(model: keras.Model, path: str | Path) -> keras.optimizers.Optimizer:
+def _h5_optimizer(model: keras.Model, path: str | Path) -> Optimizer:
     """Restores an optimizer from an .h5 file with its slots.
 
     Keras 3.15 drops them, since it builds the optimizer for an empty list of variables

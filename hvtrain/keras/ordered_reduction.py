@@ -42,9 +42,9 @@ class OrderedReducer(Reducer):
         reduced = list(gradients)
         present = [i for i, gradient in enumerate(reduced) if gradient is not None]
         parts = self.parts or [reduced]
-        own = [[part[i] for i in (*present, *range(len(reduced), len(part)))] for part in parts]
+        sent = [*present, *range(len(reduced), len(parts[0]))]
         # Sparse gradients become dense.
-        own = [[tf.convert_to_tensor(value) for value in part] for part in own]
+        own = [[tf.convert_to_tensor(part[i]) for i in sent] for part in parts]
         size = self.process_set.size()
         if not self.is_alone:
             settings = f"in order, {len(own)} parts of a rank, stop_flag={self.flag is not None}"

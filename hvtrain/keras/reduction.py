@@ -211,7 +211,7 @@ class Reducer:
         if self.is_alone:
             if self.scale == 1.0:
                 return reduced
-            return [g if g is None else self._scaled(g, averages=False) for g in reduced]
+            return [self._scaled(gradient, averages=False) for gradient in reduced]
         if is_compiled_by_xla():
             raise ValueError(
                 "XLA compiles this step, and cannot compile a reduction between ranks; pass jit_compile=False to "
@@ -231,7 +231,7 @@ class Reducer:
                 expect_rows(self.op)
                 reduced[i] = self._scaled(merge_rows(gradient), averages=self.op == hvd.Average)
                 continue
-            if is_local[i] and gradient is not None:
+            if is_local[i]:
                 reduced[i] = self._scaled(gradient, averages=self.scale_local_gradients)
             if self.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 reduced[i] = tf.convert_to_tensor(reduced[i])

@@ -49,17 +49,12 @@ class ShardedRows:
                 raise ValueError(
                     f"table {self.name} has {option}, which needs the whole table; leave it out"
                 )
-        is_joined = hvd.is_initialized() and hvd.size() > 1
-        if is_joined and is_elastic():
+        rank, size = (hvd.rank(), hvd.size()) if hvd.is_initialized() else (0, 1)
+        if size > 1 and is_elastic():
             raise ValueError(
                 f"table {self.name} is sharded, and ranks of an elastic job may leave with their rows"
             )
-        rows = Rows(
-            self.name,
-            self.input_dim,
-            hvd.rank() if is_joined else 0,
-            hvd.size() if is_joined else 1,
-        )
+        rows = Rows(self.name, self.input_dim, rank, size)
         check_size(rows, self.output_dim * tf.as_dtype(layer.variable_dtype).size)
 
         def first_rows(shape: Any, dtype: Any) -> tf.Tensor:

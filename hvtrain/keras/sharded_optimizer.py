@@ -17,26 +17,29 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Ftrl,
+    Lion,
+    Nadam,
+    RMSprop,
+)
 
 from hvtrain.core.buckets import in_buckets
 from hvtrain.keras import gradients, reduction
 from hvtrain.keras.gradients import overwrites
 from hvtrain.keras.wire_formats import ring_bytes
 from hvtrain.step.joint_loss import overridden_steps, subclass_under_its_name
+from hvtrain.step.step_timing import host_variable
 
-_optimizers = keras.optimizers
 # These update each element independently, so a variable may be cut anywhere. Others, such as LAMB,
 # use norms or products of whole variables.
-ELEMENTWISE = (
-    *(_optimizers.SGD, _optimizers.RMSprop, _optimizers.Adam, _optimizers.AdamW, _optimizers.Nadam),
-    *(
-        _optimizers.Adamax,
-        _optimizers.Adagrad,
-        _optimizers.Adadelta,
-        _optimizers.Ftrl,
-        _optimizers.Lion,
-    ),
-)
+ELEMENTWISE = (SGD, RMSprop, Adam, AdamW, Nadam, Adamax, Adagrad, Adadelta, Ftrl, Lion)
 # Slots of Keras's base class, which stay whole: gradients are accumulated before they are reduced;
 # averages of the weights are validated, and become the weights at the end.
 _WHOLE_SLOTS = ("gradient_accumulator", "average")
@@ -211,10 +214,8 @@ class Sharded:
             return
         parts = make_parts(variables, process_set, self._cuts_anywhere)
         object.__setattr__(self, "_hvtrain_parts", parts)
-        with tf.init_scope(), tf.device("/CPU:0"):
-            object.__setattr__(
-                self, "_hvtrain_received", tf.Variable(0.0, trainable=False, name="received")
-            )
+        received = host_variable(0.0, tf.float32, "received")
+        object.__setattr__(self, "_hvtrain_received", received)
         # hvd.join sends zeros, which cannot stand in for a rank's weights.
         gradients.exchanges_rows = True
         super().build([part.own for part in parts])  # type: ignore[misc]

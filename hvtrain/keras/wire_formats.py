@@ -14,6 +14,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+Tensors = list[tf.Tensor]
+
 BLOCK = 1024
 """Number of int8 values that share a scale of 4 bytes; an outlier costs only these their precision."""
 
@@ -39,11 +41,11 @@ class WireFormat(ABC):
     @abstractmethod
     def reduce(
         self,
-        tensors: list[tf.Tensor],
+        tensors: Tensors,
         projections: list[Any],
         name: str,
         process_set: Any,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         """Returns the means over the ranks, and this rank's errors (every rank).
 
         Args:
@@ -82,11 +84,11 @@ class ByteFormat(WireFormat):
 
     def reduce(
         self,
-        tensors: list[tf.Tensor],
+        tensors: Tensors,
         projections: list[Any],
         name: str,
         process_set: Any,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    ) -> tuple[Tensors, Tensors]:
         dtype = tensors[0].dtype
         num_ranks = process_set.size()
         options = {"process_set": process_set, "ignore_name_scope": True}
@@ -213,22 +215,11 @@ class PowerSGD(WireFormat):
 
     def reduce(
         self,
-        tensors: list[tf.Tensor],
+        tensors: Tensors,
         projections: list[Any],
         name: str,
         process_set: Any,
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        def mean(values: list[tf.Tensor], suffix: str) -> list[tf.Tensor]:
-            if not values:
-                return []
-            return hvd.grouped_allreduce(
-                values,
-                name=f"{name}_{suffix}",
-                op=hvd.Average,
-                process_set=process_set,
-                ignore_name_scope=True,
-            )
-
+    ) -> tuple[Tensors, Tensors]:
         low = [i for i, projection in enumerate(projections) if projection is not None]
         whole = [i for i, projection in enumerate(projections) if projection is None]
         matrices = [tf.reshape(tensors[i], [-1, projections[i].shape[0]]) for i in low]
@@ -236,12 +227,11 @@ class PowerSGD(WireFormat):
             matrix @ tf.cast(projections[i], matrix.dtype) for i, matrix in zip(low, matrices)
         ]
         # Tensors that are sent whole join the first message.
-        averaged = mean([*products, *(tensors[i] for i in whole)], "p")
+        sent = [*products, *(tensors[i] for i in whole)]
+        averaged = average(sent, f"{name}_p", process_set)
         bases = [tf.linalg.qr(product).q for product in averaged[: len(low)]]
-        coefficients = mean(
-            [tf.matmul(matrix, base, transpose_a=True) for matrix, base in zip(matrices, bases)],
-            "q",
-        )
+        own = [tf.matmul(matrix, base, transpose_a=True) for matrix, base in zip(matrices, bases)]
+        coefficients = average(own, f"{name}_q", process_set)
 
         means = dict(zip(whole, averaged[len(low) :]))
         for i, base, coefficient in zip(low, bases, coefficients):
@@ -269,6 +259,12 @@ class PowerSGD(WireFormat):
         return ring_bytes(4 * num_values, num_ranks)
 
 
+def average(tensors: Tensors, name: str, process_set: Any) -> Tensors:
+    """Returns the means over the ranks, in one message (every rank)."""
+    options = {"op": hvd.Average, "process_set": process_set, "ignore_name_scope": True}
+    return hvd.grouped_allreduce(tensors, name=name, **options) if tensors else []
+
+
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:
     """Returns the bytes that a rank sends in a ring all-reduce (Patarasuk and Yuan 2009).
 
@@ -278,7 +274,7 @@ def ring_bytes(num_bytes: float, num_ranks: int) -> float:
     return num_bytes * 2 * (num_ranks - 1) / num_ranks
 
 
-def _packed(tensors: list[tf.Tensor], num_pieces: int) -> tf.Tensor:
+def _packed(tensors: Tensors, num_pieces: int) -> tf.Tensor:
     """Packs tensors into blocks [n, BLOCK], padded with zeros to equal slices."""
     size = tf.add_n([tf.size(tensor) for tensor in tensors])
     padding = tf.zeros([-size % (num_pieces * BLOCK)], tensors[0].dtype)
@@ -286,7 +282,7 @@ def _packed(tensors: list[tf.Tensor], num_pieces: int) -> tf.Tensor:
     return tf.reshape(tf.concat([*flat, padding], axis=0), [-1, BLOCK])
 
 
-def _unpacked(blocks: tf.Tensor, like: list[tf.Tensor]) -> list[tf.Tensor]:
+def _unpacked(blocks: tf.Tensor, like: Tensors) -> Tensors:
     """Splits blocks into tensors of these shapes, without the padding."""
     sizes = [tf.size(tensor) for tensor in like]
     padding = tf.size(blocks) - tf.add_n(sizes)

@@ -100,15 +100,18 @@ def subclass_under_its_name(base: type, *mixins: type, **members: Any) -> type:
     return type(base.__name__, (*mixins, base), {**names, **members})
 
 
-def overridden_steps(optimizer_class: type) -> list[str]:
-    """Returns the methods of Keras's optimizer step that a class of optimizers overrides.
+def overridden_steps(kind: type) -> list[str]:
+    """Returns the methods of Keras's step that a class of optimizers or models overrides.
 
     >>> overridden_steps(keras.optimizers.Adam)
     []
     """
-    steps = ("apply", "apply_gradients", "_backend_apply_gradients")
     base = keras.optimizers.Optimizer
-    return [name for name in steps if getattr(optimizer_class, name) is not getattr(base, name)]
+    steps = ["apply", "apply_gradients", "_backend_apply_gradients"]
+    if issubclass(kind, keras.Model):
+        base = keras.Model
+        steps = ["train_step", "compute_loss"]
+    return [name for name in steps if getattr(kind, name) is not getattr(base, name)]
 
 
 def _denominator(

@@ -60,16 +60,16 @@ class StepMarks:
         self.host_only = not tf.config.list_logical_devices("GPU")
 
         # Counts of marks, and of examples.
-        self._arrived = _host_variable(0, tf.int64, "mark")
-        self._ready = _host_variable(0, tf.int64, "mark")
-        self._reduced = _host_variable(0, tf.int64, "mark")
-        self._examples = _host_variable(0, tf.int64, "examples")
+        self._arrived = host_variable(0, tf.int64, "mark")
+        self._ready = host_variable(0, tf.int64, "mark")
+        self._reduced = host_variable(0, tf.int64, "mark")
+        self._examples = host_variable(0, tf.int64, "examples")
         # Of the current step: when it began, when its batch arrived, and 1 until it ends.
-        self._step = _host_variable([0.0, 0.0, 0.0], tf.float64, "step")
+        self._step = host_variable([0.0, 0.0, 0.0], tf.float64, "step")
         # Seconds of waiting for data, seconds in all, and the number of steps.
-        self._totals = _host_variable([0.0, 0.0, 0.0], tf.float64, "totals")
+        self._totals = host_variable([0.0, 0.0, 0.0], tf.float64, "totals")
         # Seconds of communication.
-        self._seconds = _host_variable(0.0, tf.float64, "seconds")
+        self._seconds = host_variable(0.0, tf.float64, "seconds")
 
     def __call__(self) -> tuple[int, int, int, int]:
         """Returns counts of batches arrived, of gradients ready and reduced, and of steps ended."""
@@ -162,7 +162,7 @@ class StepMarks:
             return tf.nest.map_structure(tf.identity, values, expand_composites=True)
 
 
-def _host_variable(value: Any, dtype: tf.DType, name: str) -> tf.Variable:
+def host_variable(value: Any, dtype: tf.DType, name: str) -> tf.Variable:
     """Creates a variable on the CPU, so that reading it waits for no GPU."""
     with tf.init_scope(), tf.device("/CPU:0"):
         return tf.Variable(value, dtype=dtype, trainable=False, name=name)

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.callbacks import Callback
+from keras.optimizers import Optimizer
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
@@ -65,6 +67,8 @@ class Strategy:
     collective (every rank) unless its docstring says otherwise.
     """
 
+    # The strategy's name in messages.
+    name: str = "single"
     # Counts and times of this process's steps. Created by start.
     marks: StepMarks
     # A description of each rank's device, by rank. Set by start; empty here.
@@ -76,6 +80,10 @@ class Strategy:
     cuts_batches: bool = False
     # False if batches need the same shape in all steps.
     takes_lengths: bool = True
+    # False if all steps need batches of one size.
+    takes_short_batches: bool = True
+    # False if restart with other settings would change nothing, or cannot be.
+    can_restart: bool = True
     # How a run under this strategy differs from the same run under others, for the summary and the record.
     differences: Sequence[str] = ()
     # Steps from one synchronization of the ranks' weights to the next, and the synchronizations so far.
@@ -132,15 +140,21 @@ class Strategy:
         Raises ConfigError if a launcher started several ranks, since each would train alone.
         """
         # Not checked in start: hvtrain.load() calls it too, in scripts that a launcher may have started.
-        refuse_several_processes("single", "horovod")
+        refuse_several_processes(self.name, "horovod")
 
     def scope(self) -> AbstractContextManager[Any]:
         """Returns the context in which the model is built. Not collective."""
         return nullcontext()
 
-    def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
-    ) -> keras.optimizers.Optimizer:
+    def exclude(self, settings: dict[str, Any]) -> None:
+        """Raises ConfigError for the first of these settings whose value is true. Not collective."""
+        for setting, is_set in settings.items():
+            if is_set:
+                raise ConfigError(
+                    f"strategy={self.name} and {setting} exclude each other; leave one of them out"
+                )
+
+    def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         """Returns the optimizer, changed to step on the mean of all ranks' gradients. Not collective.
 
         Args:
@@ -165,7 +179,7 @@ class Strategy:
         batches_from: Callable[[int], tf.data.Dataset],
         plan: StepPlan,
         start_step: int,
-        callbacks: list[keras.callbacks.Callback],
+        callbacks: list[Callback],
         call_steps: CallSteps,
     ) -> None:
         """Trains, beginning at start_step: see loop.train.
@@ -196,6 +210,10 @@ class Strategy:
 
     def check_plan(self, plan: StepPlan) -> None:
         """Raises ConfigError for batches that this strategy cannot take. Not collective."""
+        if not (plan.is_full or self.takes_short_batches):
+            raise ConfigError(
+                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim"
+            )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any] | None:
         """Returns a function from a batch to logs; None: the model's own. Not collective."""
@@ -218,7 +236,7 @@ class Strategy:
         self,
         model: keras.Model,
         dataset: tf.data.Dataset,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> dict[str, float]:
         """Returns the metrics over all ranks' shards, which may differ in size or be empty.
 
@@ -248,11 +266,11 @@ class Strategy:
         """Returns True if calling the model is collective; this method is not."""
         return False
 
-    def guards(self) -> list[keras.callbacks.Callback]:
+    def guards(self) -> list[Callback]:
         """Returns callbacks that check that the ranks train together; put them first. Not collective."""
         return []
 
-    def stop_callbacks(self) -> list[keras.callbacks.Callback]:
+    def stop_callbacks(self) -> list[Callback]:
         """Returns callbacks that stop all ranks if one stops; put them last. Not collective."""
         return []
 
@@ -267,7 +285,8 @@ class Strategy:
         stopping.join(timeout=STOP_SECONDS)
 
     def expect_restart(self) -> None:
-        """Makes restart possible; call it before start. Not collective."""
+        """Makes restart possible, or raises ConfigError; call it before start. Not collective."""
+        self.exclude({"comm.tune=true": not self.can_restart})
 
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
         """Leaves and rejoins the other ranks, with another environment and bucket size."""
@@ -318,12 +337,6 @@ def error_of(reason: StopReason, watchdog: Watchdog) -> UserError:
     error.culprit = reason.rank
     error.spokesman = watchdog.spokesman
     return error
-
-
-def exclude(strategy: str, setting: str) -> None:
-    raise ConfigError(
-        f"strategy={strategy} and {setting} exclude each other; leave one of them out"
-    )
 
 
 def refuse_several_processes(strategy: str, instead: str) -> None:

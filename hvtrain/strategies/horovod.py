@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.optimizers import Optimizer
 
 import hvtrain.keras as hvd
 from hvtrain import watchdog
@@ -20,7 +21,7 @@ from hvtrain.keras.optimizer import divide_losses
 from hvtrain.keras.process import is_lost_rank_error, keep_mpi_initialized
 from hvtrain.keras.sharded_embedding import sharded_layers
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Membership, Strategy, Timeline, exclude
+from hvtrain.strategies.base import Membership, Strategy, Timeline
 from hvtrain.strategies.comm import Comm
 from hvtrain.watchdog.processes import resume_advice
 from hvtrain.watchdog.progress import EXCHANGE
@@ -93,6 +94,8 @@ class HorovodStrategy(Strategy):
         shard_optimizer: each rank keeps optimizer slots for its part of the weights only.
     """
 
+    name = "horovod"
+
     def __init__(
         self,
         compression: str = "none",
@@ -162,9 +165,7 @@ class HorovodStrategy(Strategy):
             survives_loss=self.membership.commit_steps > 0,
         )
 
-    def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
-    ) -> keras.optimizers.Optimizer:
+    def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         if self._keeps_errors and keras.config.dtype_policy().name == "mixed_float16":
             # The errors would be in units of a loss scale that changes.
             raise ConfigError(
@@ -210,6 +211,7 @@ class HorovodStrategy(Strategy):
         hvd.shutdown()
 
     def expect_restart(self) -> None:
+        super().expect_restart()
         keep_mpi_initialized()
 
     def restart(self, environment: dict[str, str], bucket_mib: float) -> None:
@@ -280,6 +282,9 @@ class ElasticStrategy(HorovodStrategy):
         horovod: the arguments of HorovodStrategy.
     """
 
+    name = "elastic"
+    can_restart = False
+
     def __init__(self, commit_steps: int = 100, **horovod: Any) -> None:
         super().__init__(**horovod)
         if self._keeps_errors:
@@ -287,8 +292,7 @@ class ElasticStrategy(HorovodStrategy):
                 f"strategy=elastic and strategy.compression={self.compression.name} exclude each other, since errors "
                 "of ranks that leave would be lost; choose bf16 or strategy=horovod"
             )
-        if self.shard_optimizer:
-            exclude("elastic", "strategy.shard_optimizer=true")
+        self.exclude({"strategy.shard_optimizer=true": self.shard_optimizer})
         if commit_steps < 1:
             raise ConfigError(
                 f"strategy.commit_steps={commit_steps} is out of range; it must be at least 1"
@@ -304,9 +308,6 @@ class ElasticStrategy(HorovodStrategy):
                 "strategy=elastic out"
             )
         return topology
-
-    def expect_restart(self) -> None:
-        exclude("elastic", "comm.tune=true")
 
     def description(self) -> str:
         return f"{super().description()}, elastic"

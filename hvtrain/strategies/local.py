@@ -2,21 +2,20 @@
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
+from keras.optimizers import Optimizer
 
 import hvtrain.keras as hvd
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
 from hvtrain.keras.local_steps import OUTER_MOMENTUM, OUTER_RATE, local_hook
-from hvtrain.strategies.base import Strategy, exclude
+from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.horovod import HorovodStrategy
-from hvtrain.strategies.loop import CallSteps
+from hvtrain.strategies.loop import Steps
 from hvtrain.watchdog.progress import EXCHANGE
 
 log = logging.getLogger(__name__)
@@ -39,6 +38,7 @@ class LocalSGDStrategy(HorovodStrategy):
     name = "local_sgd"
     # Rounded weights would lose what was learned; the changes that DiLoCo sends can be rounded.
     compresses = False
+    can_restart = False
 
     def __init__(
         self,
@@ -48,10 +48,13 @@ class LocalSGDStrategy(HorovodStrategy):
         **horovod: Any,
     ) -> None:
         super().__init__(**horovod)
-        if self.shard_optimizer:
-            exclude(self.name, "strategy.shard_optimizer=true")
-        if self.compression_name != "none" and not self.compresses:
-            exclude(self.name, f"strategy.compression={self.compression_name}")
+        compression = "none" if self.compresses else self.compression_name
+        self.exclude(
+            {
+                "strategy.shard_optimizer=true": self.shard_optimizer,
+                f"strategy.compression={compression}": compression != "none",
+            }
+        )
         if every < 1:
             raise ConfigError(f"strategy.every={every} is out of range; it must be at least 1")
         if warmup_steps < 0:
@@ -66,9 +69,6 @@ class LocalSGDStrategy(HorovodStrategy):
         self.differences = [
             f"weights of the ranks differ between synchronizations, which come every {every} steps"
         ]
-        # At the last settle(): the step, and the reductions that had run.
-        self._settled_step = 0
-        self._num_counted = (0, 0)
 
     def start(self) -> Topology:
         if self.within_hosts:
@@ -95,17 +95,15 @@ class LocalSGDStrategy(HorovodStrategy):
             if topology.rank in ranks:
                 self.host_set = process_set
 
-    def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
-    ) -> keras.optimizers.Optimizer:
-        excluded = {
-            "train.precision=mixed_float16": keras.config.dtype_policy().name == "mixed_float16",
-            "train.accumulate": optimizer.gradient_accumulation_steps,
-            "optimizer.use_ema": optimizer.use_ema,
-        }
-        for setting, is_set in excluded.items():
-            if is_set:
-                exclude(self.name, setting)
+    def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
+        precision = keras.config.dtype_policy().name
+        self.exclude(
+            {
+                "train.precision=mixed_float16": precision == "mixed_float16",
+                "train.accumulate": optimizer.gradient_accumulation_steps,
+                "optimizer.use_ema": optimizer.use_ema,
+            }
+        )
         distributed = self.make_local(
             optimizer,
             bucket_bytes=self.bucket_bytes,
@@ -116,9 +114,7 @@ class LocalSGDStrategy(HorovodStrategy):
         self._hook.reducer.marks = self.marks
         return distributed
 
-    def make_local(
-        self, optimizer: keras.optimizers.Optimizer, **options: Any
-    ) -> keras.optimizers.Optimizer:
+    def make_local(self, optimizer: Optimizer, **options: Any) -> Optimizer:
         """Wraps the optimizer. Not collective."""
         return hvd.LocalSGD(optimizer, self.sync_every, self.warmup_steps, **options)
 
@@ -132,15 +128,7 @@ class LocalSGDStrategy(HorovodStrategy):
     def guards(self) -> list[keras.callbacks.Callback]:
         return []  # settle() compares what ran with what was due.
 
-    def fit(
-        self,
-        model: keras.Model,
-        batches_from: Callable[[int], tf.data.Dataset],
-        plan: StepPlan,
-        start_step: int,
-        callbacks: list[keras.callbacks.Callback],
-        call_steps: CallSteps,
-    ) -> None:
+    def fit(self, model: keras.Model, batches_from: Any, plan: StepPlan, *arguments: Any) -> None:
         if plan.learning_rate_factor > 1 and self.topology.is_chief:
             log.warning(
                 "strategy=%s: the learning rate is multiplied by %g, as for a joint batch of all ranks, and steps "
@@ -148,19 +136,14 @@ class LocalSGDStrategy(HorovodStrategy):
                 self.name,
                 plan.learning_rate_factor,
             )
-        super().fit(model, batches_from, plan, start_step, callbacks, call_steps)
+        super().fit(model, batches_from, plan, *arguments)
 
-    def make_steps(
-        self,
-        model: keras.Model,
-        batches: tf.data.Dataset,
-        start_step: int,
-        call_steps: CallSteps,
-    ) -> Callable[[int], dict[str, Any]]:
+    def make_steps(self, model: keras.Model, *arguments: Any) -> Steps:
         self._optimizer = model.optimizer
+        # At the last settle(): the step, and the reductions that had run.
         self._settled_step = int(model.optimizer.iterations.numpy())
         self._num_counted = self._hook.num_ran()
-        return super().make_steps(model, batches, start_step, call_steps)
+        return super().make_steps(model, *arguments)
 
     def settle(self) -> None:
         """Synchronizes, and checks that as many reductions ran as were due (every rank)."""
@@ -185,9 +168,6 @@ class LocalSGDStrategy(HorovodStrategy):
         self.num_synchronizations += rounds_due
         self._settled_step = step
         self._num_counted = num_ran
-
-    def expect_restart(self) -> None:
-        exclude(self.name, "comm.tune=true")
 
     def description(self) -> str:
         warmup = f", after {self.warmup_steps} synchronous steps" if self.warmup_steps else ""
@@ -224,9 +204,7 @@ class DiLoCoStrategy(LocalSGDStrategy):
         self.outer_rate = outer_rate
         self.outer_momentum = outer_momentum
 
-    def make_local(
-        self, optimizer: keras.optimizers.Optimizer, **options: Any
-    ) -> keras.optimizers.Optimizer:
+    def make_local(self, optimizer: Optimizer, **options: Any) -> Optimizer:
         return hvd.DiLoCo(
             optimizer,
             self.sync_every,

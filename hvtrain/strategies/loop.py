@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.callbacks import Callback, CallbackList, LambdaCallback
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.step.step_timing import StepMarks
@@ -95,7 +96,7 @@ def train(
     begin_steps: Callable[[], Steps],
     plan: StepPlan,
     start_step: int,
-    callbacks: list[keras.callbacks.Callback],
+    callbacks: list[Callback],
     call_steps: CallSteps,
     settle: Callable[[], None],
 ) -> None:
@@ -112,7 +113,7 @@ def train(
         call_steps: chooses the number of steps in each call of the graph.
         settle: completes pending changes of the model at the end of an epoch.
     """
-    callback_list = keras.callbacks.CallbackList(
+    callback_list = CallbackList(
         callbacks,
         add_history=True,
         model=model,
@@ -158,16 +159,13 @@ def train(
 def evaluate_shard(
     model: keras.Model,
     dataset: tf.data.Dataset,
-    callbacks: Sequence[keras.callbacks.Callback],
+    callbacks: Sequence[Callback],
     watchdog: Watchdog,
 ) -> Collection[str]:
     """Evaluates on this rank's data; returns the names of the metrics. Not collective."""
-
-    # Reports each batch to the watchdog, which would otherwise mistake a long validation for a hang.
-    def beat(batch: int, logs: Any) -> None:
-        watchdog.progress.beat()
-
-    callbacks = [keras.callbacks.LambdaCallback(on_test_batch_begin=beat), *callbacks]
+    # The watchdog would otherwise mistake a long validation for a hang.
+    beat = LambdaCallback(on_test_batch_begin=lambda batch, logs: watchdog.progress.beat())
+    callbacks = [beat, *callbacks]
     with watchdog.phase(VALIDATION), warnings.catch_warnings():
         # Keras warns at the end of data of unknown length, as with data.on_error=skip.
         warnings.filterwarnings("ignore", "Your input ran out of data")
@@ -231,12 +229,10 @@ def make_steps(
     train_step = train_step or (_by_xla(model) if model.jit_compile else model.train_step)
     traced_step = tf.function(train_step, reduce_retracing=True)
     outputs = traced_step.get_concrete_function(batches.element_spec).structured_outputs
-
-    def blank_output(output: Any) -> tf.Tensor:
-        return tf.zeros([extent or 0 for extent in output.shape], output.dtype)
-
     # The loop in the graph needs a result before the first step; its values are never read.
-    blank = tf.nest.map_structure(blank_output, outputs)
+    blank = tf.nest.map_structure(
+        lambda output: tf.zeros([extent or 0 for extent in output.shape], output.dtype), outputs
+    )
 
     def step(iterator: Any, previous: Any) -> Any:
         # Marks the end of the previous step. A mark within the previous step would make the host wait

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.core.topology import Topology
@@ -73,9 +74,7 @@ class MirroredStrategy(ReplicaStrategy):
             options["aggregation"] = tf.VariableAggregation.MEAN
         return next_creator(**options)
 
-    def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
-    ) -> keras.optimizers.Optimizer:
+    def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         self._builds_model = False  # The optimizer's slots are equal on all replicas anyway.
         return super().distribute(optimizer, check_finite)
 
@@ -112,9 +111,6 @@ class MirroredStrategy(ReplicaStrategy):
                 lambda array: tf.split(array, self.num_replicas)[replica], batch
             )
 
-        def last_result(output: Any) -> Any:
-            return self.replicas.experimental_local_results(output)[-1]
-
         @tf.autograph.experimental.do_not_convert
         def step(batch: Any) -> Any:
             # tf.distribute would give each replica a batch of its own; here they split one.
@@ -123,7 +119,9 @@ class MirroredStrategy(ReplicaStrategy):
             )
             logs = self.replicas.run(train_step, (parts,))
             # All replicas add to the same metrics, and the last one sees them all.
-            return tf.nest.map_structure(last_result, logs)
+            return tf.nest.map_structure(
+                lambda output: self.replicas.experimental_local_results(output)[-1], logs
+            )
 
         return step
 

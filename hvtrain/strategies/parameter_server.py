@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 import hvtrain.keras as hvd
 from hvtrain.core.step_plan import StepPlan
@@ -11,7 +12,7 @@ from hvtrain.core.topology import Topology, reduced
 from hvtrain.errors import ConfigError
 from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch
 from hvtrain.step.step_timing import StepMarks
-from hvtrain.strategies.base import Strategy, exclude
+from hvtrain.strategies.base import Strategy
 from hvtrain.strategies.loop import CallSteps, Steps, build_metrics
 from hvtrain.strategies.multi_worker_mirrored import LOST_PROCESS_ERRORS
 from hvtrain.strategies.ps_cluster import Cluster, join_cluster, serve, worker_ranks
@@ -33,6 +34,8 @@ class ParameterServerStrategy(Strategy):
     name = "parameter_server"
     mode = "asynchronous"
     takes_lengths = False  # Not tested.
+    takes_short_batches = False
+    can_restart = False
     cluster: Cluster  # Set by start.
     # Examples of each part of a step's batch; a synchronous step has one for each worker. Set by check_plan.
     part_sizes: list[int]
@@ -47,9 +50,6 @@ class ParameterServerStrategy(Strategy):
             raise ConfigError(f"strategy.num_ps={num_ps} is not a whole number of 1 or more")
         self.num_ps = num_ps
         self.share_gpus = share_gpus
-        # Set by distribute; the workers check before they send a gradient.
-        self.check_finite = False
-        self.steps_by_worker = []
 
     @property
     def differences(self) -> list[str]:  # type: ignore[override]
@@ -82,10 +82,8 @@ class ParameterServerStrategy(Strategy):
     def start_watchdog(self, abort_seconds: float) -> None:
         self.comm.watchdog = self.cluster.watch(abort_seconds, self.marks)
 
-    def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
-    ) -> keras.optimizers.Optimizer:
-        self.check_finite = check_finite
+    def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
+        self.check_finite = check_finite  # The workers check before they send a gradient.
         return optimizer
 
     def prepare(self, model: keras.Model) -> None:
@@ -94,22 +92,18 @@ class ParameterServerStrategy(Strategy):
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         syncs = any(isinstance(layer, SyncBatchNormalization) for layer in model._flatten_layers())
         combines = f"the optimizer {type(optimizer).__name__}, which combines several,"
-        refused = {
-            "train.accumulate": optimizer.gradient_accumulation_steps,
-            "train.precision=mixed_float16": optimizer is not model.optimizer,
-            "train.jit_compile": model.jit_compile,
-            "train.sync_batch_norm": syncs,
-            combines: hasattr(optimizer, "optimizers"),
-        }
-        for setting, is_set in refused.items():
-            if is_set:
-                exclude(self.name, setting)
+        self.exclude(
+            {
+                "train.accumulate": optimizer.gradient_accumulation_steps,
+                "train.precision=mixed_float16": optimizer is not model.optimizer,
+                "train.jit_compile": model.jit_compile,
+                "train.sync_batch_norm": syncs,
+                combines: hasattr(optimizer, "optimizers"),
+            }
+        )
 
     def check_plan(self, plan: StepPlan) -> None:
-        if not plan.is_full:
-            raise ConfigError(
-                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim"
-            )
+        super().check_plan(plan)
         self.part_sizes = plan.on(self.num_replicas).batch_sizes
 
     def make_steps(
@@ -216,9 +210,6 @@ class ParameterServerStrategy(Strategy):
 
     def is_lost_rank(self, error: BaseException) -> bool:
         return isinstance(error, LOST_PROCESS_ERRORS)
-
-    def expect_restart(self) -> None:
-        exclude(self.name, "comm.tune=true")
 
     def stop(self) -> None:
         self.watchdog.stop()

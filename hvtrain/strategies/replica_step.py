@@ -13,17 +13,23 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2
 
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError, RankError
-from hvtrain.keras.gradients import overwrites, sum_duplicates
+from hvtrain.keras.gradients import merge_rows, overwrites
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.optimizer import DistributedOptimizer
 from hvtrain.keras.reduction import Reducer
 from hvtrain.keras.same_gradients import compare_structure
-from hvtrain.step.joint_loss import joint_loss, refuse_joint_batch, subclass_under_its_name
-from hvtrain.strategies.base import Strategy, exclude
+from hvtrain.step.joint_loss import (
+    joint_loss,
+    overridden_steps,
+    refuse_joint_batch,
+    subclass_under_its_name,
+)
+from hvtrain.strategies.base import Strategy
 
 # Variables, by name, that are neither weights nor slots: see plain_variables.
 _PLAIN = (
@@ -84,7 +90,7 @@ class ReplicaReducer(Reducer):
         sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, [*flags, *sent])
         done = [self.flag.update(sums.pop(0))] if self.flag else []
         if self.sums_duplicates:
-            sums = [_without_duplicates(total) for total in sums]
+            sums = [merge_rows(total) for total in sums]
 
         if is_own:
             done += tf.nest.flatten(sums, expand_composites=True)
@@ -96,13 +102,6 @@ class ReplicaReducer(Reducer):
         for index, total in zip(present, sums):
             reduced[index] = total
         return reduced
-
-
-def _without_duplicates(gradient: Any) -> Any:
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    values, indices = sum_duplicates(gradient.values, gradient.indices)
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def mean_over_replicas(number: tf.Tensor) -> tf.Tensor:
@@ -167,6 +166,8 @@ class ReplicaStrategy(Strategy):
     replicas: tf.distribute.Strategy
     # The collectives of tf.distribute keep the shapes of the first step.
     takes_lengths = False
+    # Horovod reduces no gradient here.
+    can_restart = False
     create_variable = staticmethod(plain_variables)
     mean = staticmethod(mean_over_replicas)
 
@@ -175,18 +176,16 @@ class ReplicaStrategy(Strategy):
         with self.replicas.scope(), tf.variable_creator_scope(self.create_variable):
             yield
 
-    def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
-    ) -> keras.optimizers.Optimizer:
+    def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         """Makes the optimizer step on the replicas' summed gradients (in place).
 
         The optimizer may be inside a LossScaleOptimizer, or combine several optimizers.
 
         Raises ConfigError if its step would reduce within a branch of the graph.
         """
-        if getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps:
-            # Keras accumulates in a branch of the graph, where tf.distribute cannot update weights.
-            exclude(self.name, "train.accumulate")
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        # Keras accumulates in a branch of the graph, where tf.distribute cannot update weights.
+        self.exclude({"train.accumulate": inner.gradient_accumulation_steps})
         distributed = DistributedOptimizer(optimizer, check_finite=check_finite)
         hook: Any = hook_of(distributed)
         hook.reducer = ReplicaReducer(
@@ -198,7 +197,6 @@ class ReplicaStrategy(Strategy):
 
         # Keras would sum the summed gradients again, in the optimizer itself or in those that a
         # MultiOptimizer combines.
-        inner = getattr(distributed, "inner_optimizer", distributed)
         for part in (inner, *(getattr(inner, "optimizers", None) or ())):
             part._all_reduce_sum_gradients = list
         return distributed
@@ -213,24 +211,16 @@ class ReplicaStrategy(Strategy):
         Raises ConfigError if Keras does not divide the model's loss by the replicas, or if XLA is
         to compile the model.
         """
-        steps = ("train_step", "compute_loss")
-        overridden = [
-            name for name in steps if getattr(type(model), name) is not getattr(keras.Model, name)
-        ]
+        overridden = overridden_steps(type(model))
         if overridden:
             raise ConfigError(
                 f"strategy={self.name} needs Keras's own train_step and compute_loss, which divide "
                 f"the loss by the number of replicas, and {type(model).__name__} has its own "
                 f"{' and '.join(overridden)}; choose strategy=horovod"
             )
-        if model.jit_compile:
-            exclude(self.name, "train.jit_compile")
+        self.exclude({"train.jit_compile": model.jit_compile})
         # Keras took it from the scope, and would run evaluate and predict in all replicas.
         model._distribute_strategy = None
-
-    def expect_restart(self) -> None:
-        # A restart of Horovod with other settings would change nothing: Horovod reduces no gradient here.
-        exclude(self.name, "comm.tune=true")
 
 
 def step_of(model: keras.Model) -> Callable[[Any], Any]:

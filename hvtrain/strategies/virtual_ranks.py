@@ -5,15 +5,15 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
-from hvtrain.core.step_plan import StepPlan
+from hvtrain.checkpoint.model_state import seeds_of
 from hvtrain.core.topology import Topology
 from hvtrain.errors import ConfigError
 from hvtrain.keras.hooks import hook_of
 from hvtrain.keras.ordered_reduction import OrderedReducer
 from hvtrain.keras.sharded_embedding import sharded_layers
 from hvtrain.step.joint_loss import joint_loss
-from hvtrain.strategies.base import exclude
 from hvtrain.strategies.horovod import HorovodStrategy
 from hvtrain.strategies.loop import replaced
 
@@ -38,6 +38,8 @@ class VirtualRanksStrategy(HorovodStrategy):
 
     name = "virtual_ranks"
     cuts_batches = True
+    takes_short_batches = False
+    can_restart = False
 
     def __init__(
         self, virtual_ranks: int, share_gpus: bool = False, pin_cores: bool = True
@@ -63,12 +65,9 @@ class VirtualRanksStrategy(HorovodStrategy):
         # Matrix products are divided among threads, so the number of threads shows in the last bits.
         tf.config.threading.set_intra_op_parallelism_threads(1)
 
-    def distribute(
-        self, optimizer: keras.optimizers.Optimizer, check_finite: bool = False
-    ) -> keras.optimizers.Optimizer:
+    def distribute(self, optimizer: Optimizer, check_finite: bool) -> Optimizer:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if inner.gradient_accumulation_steps:
-            exclude(self.name, "train.accumulate")
+        self.exclude({"train.accumulate": inner.gradient_accumulation_steps})
         distributed = super().distribute(optimizer, check_finite)
         hook: Any = hook_of(distributed)
         hook.reducer = OrderedReducer(marks=self.marks)
@@ -86,67 +85,53 @@ class VirtualRanksStrategy(HorovodStrategy):
         return joint_loss(loss, refuse, lambda: self.virtual_ranks)
 
     def prepare(self, model: keras.Model) -> None:
-        if model.jit_compile:
-            exclude(self.name, "train.jit_compile")
-        if sharded_layers(model):
-            exclude(self.name, "model.shard_embeddings")
-
-    def expect_restart(self) -> None:
-        exclude(self.name, "comm.tune=true")
-
-    def check_plan(self, plan: StepPlan) -> None:
-        if not plan.is_full:
-            raise ConfigError(
-                f"strategy={self.name} needs batches of one size in all steps; choose data.uneven=trim"
-            )
+        self.exclude(
+            {
+                "train.jit_compile": model.jit_compile,
+                "model.shard_embeddings": sharded_layers(model),
+            }
+        )
 
     def train_step(self, model: keras.Model) -> Callable[[Any], Any]:
         optimizer = model.optimizer
         reducer: Any = hook_of(optimizer).reducer  # type: ignore[union-attr]
-        weights = {id(variable) for variable in model.weights}
-        seeds = [variable for variable in model.variables if id(variable) not in weights]
+        seeds = seeds_of(model)
         statistics = [
             variable
-            for variable in model.non_trainable_variables
-            if id(variable) in weights and tf.as_dtype(variable.dtype).is_floating
+            for variable in model.non_trainable_weights
+            if tf.as_dtype(variable.dtype).is_floating
         ]
         # Ranks begin with different seeds.
         for seed, value in zip(seeds, self.comm.broadcast([seed.numpy() for seed in seeds])):
             seed.assign(value)
         first_part = self.topology.rank * self.num_replicas
 
-        def step_of_part(number: int, part: Any, collect: Callable[..., Any]) -> Any:
+        def step_of_part(number: int, part: Any) -> tuple[Any, list[Any]]:
+            """Returns the result of the model's step on this part, and its gradients."""
+            gradients: list[Any] = []
             draws = tf.cast(optimizer.iterations, tf.int64) * MAX_DRAWS
             for seed in seeds:
                 offset = tf.stack([tf.constant(number * SEED_STRIDE, tf.int64), draws])
                 seed.assign(seed + tf.cast(offset % 2**32, tf.uint32))
-            with replaced(optimizer, "apply", collect):
-                return model.train_step(part)
+            with replaced(optimizer, "apply", lambda values, _=None: gradients.extend(values)):
+                return model.train_step(part), gradients
 
         @tf.autograph.experimental.do_not_convert
         def step(batch: Any) -> Any:
             parts = zip(*(tf.split(tensor, self.num_replicas) for tensor in tf.nest.flatten(batch)))
-            seeds_before = [tf.identity(seed) for seed in seeds]
-            statistics_before = [tf.identity(variable) for variable in statistics]
+            kept = [*statistics, *seeds]
+            values_before = [tf.identity(variable) for variable in kept]
             reducer.parts = []
             for number, tensors in enumerate(parts, first_part + 1):
-                gradients: list[Any] = []
-
-                def collect(values: Any, _: Any = None, gradients: list[Any] = gradients) -> None:
-                    gradients.extend(values)
-
-                result = step_of_part(number, tf.nest.pack_sequence_as(batch, tensors), collect)
-                changes = [
-                    variable - before for variable, before in zip(statistics, statistics_before)
-                ]
+                part = tf.nest.pack_sequence_as(batch, tensors)
+                result, gradients = step_of_part(number, part)
+                changes = [variable - before for variable, before in zip(statistics, values_before)]
                 reducer.parts.append([*gradients, *changes])
-                for variable, before in zip(
-                    [*seeds, *statistics], [*seeds_before, *statistics_before]
-                ):
+                for variable, before in zip(kept, values_before):
                     variable.assign(before)
 
             optimizer.apply(_totals(reducer.parts, len(gradients)), model.trainable_variables)
-            for variable, before, change in zip(statistics, statistics_before, reducer.others):
+            for variable, before, change in zip(statistics, values_before, reducer.others):
                 variable.assign(before + change)
             return result
 

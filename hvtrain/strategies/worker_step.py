@@ -113,17 +113,15 @@ def reader(
     Parts have the given sizes. The function also marks that a step begins.
     """
 
-    def cut(batch: Any) -> list[Any]:
-        arrays = [tf.split(array, sizes) for array in tf.nest.flatten(batch)]
-        return [tf.nest.pack_sequence_as(batch, list(part)) for part in zip(*arrays)]
-
     @tf.function(autograph=False)
     def take(iterator: Any) -> Any:
         # For the coordinator the previous step is over once it reads the next batch.
         began = marks.ended([])
         with tf.control_dependencies([began]):
             data = iterator.get_next()
-        return cut(marks.arrived(data, began))
+        batch = marks.arrived(data, began)
+        arrays = [tf.split(array, sizes) for array in tf.nest.flatten(batch)]
+        return [tf.nest.pack_sequence_as(batch, list(part)) for part in zip(*arrays)]
 
     traced = take.get_concrete_function(batches)
     return lambda: traced(batches), traced.structured_outputs

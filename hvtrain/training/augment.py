@@ -56,15 +56,12 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
     facts: dict[str, Any] = {"height": height, "width": width}
     if limits:
         facts["value_range"] = limits
-    with tf.device("CPU:0"):
-        settings = [f"augment.{name}" for name in names]
-        built = {
-            setting: build(config, setting, keras.Layer, facts, source.name) for setting in settings
-        }
-
     layers: dict[str, keras.Layer] = {}
-    for setting, layer in built.items():
-        if "value_range" not in str(config.augment[setting.removeprefix("augment.")]):
+    for name in names:
+        setting = f"augment.{name}"
+        with tf.device("CPU:0"):
+            layer = build(config, setting, keras.Layer, facts, source.name)
+        if "value_range" not in str(config.augment[name]):
             _check_range(setting, layer, limits, source.name)
         layers.update(_in_turn(setting, layer))
 
@@ -72,13 +69,7 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
     keeps_integers = limits == BYTES or inputs.dtype.is_integer
     target_kind = _target_kind(source, task, targets, has_weights=bool(weights))
     shape = tuple(inputs.shape)
-    source.augmentation = Augmentation(
-        layers,
-        shape,
-        target_kind,
-        keeps_integers,
-        in_step,
-    )
+    source.augmentation = Augmentation(layers, shape, target_kind, keeps_integers, in_step)
     source.raw_batches = True  # Layers take images as they are in the files; the step normalizes.
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,9 @@ _PACKAGES = (
 )
 
 # Settings that cannot change a single bit of the weights.
-_NOT_IN_BITS = (
-    *(
-        "run.",
-        "resume",
-        "verbose",
-        "tracebacks",
-        "checkpoint.",
-        "guard.",
-        "watchdog.",
-        "profile.",
-        "tracker.",
-        "metrics.",
-    ),
-    *("notify", "train.max_time", "train.steps_per_execution"),
+_NOT_IN_BITS = re.compile(
+    r"(run|checkpoint|guard|watchdog|profile|tracker|metrics)\."
+    r"|resume|verbose|tracebacks|notify|train\.(max_time|steps_per_execution)"
 )
 
 
@@ -119,9 +109,7 @@ def facts_of(run: Run) -> Facts:
             **{name: run.meta[name] for name in ("batch_sizes", "steps_per_epoch", "uneven")},
         },
         "settings": {
-            name: value
-            for name, value in run.config.flat.items()
-            if not name.startswith(_NOT_IN_BITS)
+            name: value for name, value in run.config.flat.items() if not _NOT_IN_BITS.match(name)
         },
         "code": {
             **code,

@@ -305,11 +305,9 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
 
     if not batches:
         return None
-
-    def join(*parts: np.ndarray) -> np.ndarray:
-        return np.concatenate(parts)[:limit]
-
-    inputs, targets, outputs = tf.nest.map_structure(join, *batches)
+    inputs, targets, outputs = tf.nest.map_structure(
+        lambda *parts: np.concatenate(parts)[:limit], *batches
+    )
     number = min(num_examples, limit)
     return ReviewedExamples(inputs, targets, outputs, number, split, source.num_examples(split))
 

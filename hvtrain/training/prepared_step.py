@@ -126,7 +126,7 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
             )
         counts = count_classes(np.asarray(targets), num_classes)
         balanced = counts.sum() / (num_classes * np.maximum(counts, 1))
-        return [float(weight) for weight in np.where(counts, balanced, 0.0)]
+        return np.where(counts, balanced, 0.0).tolist()
 
     if not isinstance(chosen, Mapping):
         raise ConfigError(

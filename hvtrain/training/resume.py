@@ -4,6 +4,7 @@ Settings that differ from the checkpoint's are recorded, or refused if they must
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,13 +13,14 @@ import keras
 import numpy as np
 
 from hvtrain.checkpoint import model_state, store
+from hvtrain.checkpoint.store import Arrays
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.step_plan import StepPlan
 from hvtrain.data.manifest import check_unchanged
 from hvtrain.errors import CheckpointError, ConfigError
 from hvtrain.strategies.comm import Comm
 from hvtrain.system.text import flatten
-from hvtrain.training.run import Arrays, ResumePoint, Start, versions
+from hvtrain.training.run import ResumePoint, Start, versions
 
 # Packing a message takes several times its size in memory, and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
@@ -26,27 +28,10 @@ MESSAGE_BYTES = 64 << 20
 # not its own, and another task's metrics the state of the old ones.
 FIXED = ("seed", "optimizer._target_", "task._target_")
 # Settings that do not change what is learned.
-_IRRELEVANT = (
-    "run.",
-    "resume",
-    "verbose",
-    "tracebacks",
-    "checkpoint.",
-    "guard.",
-    "watchdog.",
-    "metrics.",
-    "profile.",
-    "comm.",
-    "strategy.",
-    "train.max_time",
-    "train.evaluation_batch_size",
-    "train.evaluation_steps",
-    "train.steps_per_execution",
-    "train.remat",
-    "model.weights",
-    "model.shard_embeddings",
-    "tracker.",
-    "notify",
+_IRRELEVANT = re.compile(
+    r"(run|checkpoint|guard|watchdog|metrics|profile|comm|strategy|tracker)\."
+    r"|resume|verbose|tracebacks|notify|model\.(weights|shard_embeddings)"
+    r"|train\.(max_time|evaluation_batch_size|evaluation_steps|steps_per_execution|remat)"
 )
 
 
@@ -345,7 +330,7 @@ def changed_settings(before: dict[str, Any], config: RunConfig) -> dict[str, lis
     changed = {
         name: [old.get(name), new.get(name)]
         for name in {**old, **new}
-        if old.get(name) != new.get(name) and not name.startswith(_IRRELEVANT)
+        if old.get(name) != new.get(name) and not _IRRELEVANT.match(name)
     }
     # The order of augmentation layers matters too, and the comparison above does not show it.
     old_layers = list(before.get("augment") or {})

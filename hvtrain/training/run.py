@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from hvtrain.checkpoint.store import Checkpoint
+from hvtrain.checkpoint.store import Arrays, Checkpoint
 from hvtrain.config.schema import RunConfig
 from hvtrain.core.checkpoint_notes import NoteKeeper
 from hvtrain.core.step_plan import MOST_LEFT_OUT, StepPlan
@@ -28,8 +27,6 @@ from hvtrain.system.run_lock import RunLock
 from hvtrain.tasks import Task
 from hvtrain.trackers.notice import Notice
 from hvtrain.training.augment import describe_augmentation
-
-Arrays = dict[str, np.ndarray]
 
 
 @dataclass

@@ -100,15 +100,13 @@ def open_run_folder(
     """
     run_store = run_store or RunStore()
     folder = begun or run_store.folder
-    if folder is None:
-        folder = (
-            Path(config.run.dir).absolute()
-            if config.run.dir
-            else make_default_folder(config, parent)
-        )
-
-    checkpoints = folder / "checkpoints"
+    has_name = folder or config.run.dir
+    folder = folder or Path(config.run.dir or default_run_dir(config, parent)).absolute()
     try:
+        if not has_name:
+            # Runs that begin in the same second each get a folder of their own.
+            folder = new_folder(folder)
+        checkpoints = folder / "checkpoints"
         refuse_files_of_others(folder)
         refuse_link(
             checkpoints,
@@ -127,7 +125,9 @@ def open_run_folder(
             probe.touch()
             probe.unlink()
     except OSError as error:
-        raise _cannot_be_written(folder, error) from error
+        raise ConfigError(
+            f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
+        ) from error
 
     if config.resume == "never" and not begun and store.list_checkpoints(checkpoints):
         raise ConfigError(
@@ -139,24 +139,6 @@ def open_run_folder(
         folder / README_FILE, README.format(version=VERSION, folder=run_store.address or folder)
     )
     return folder
-
-
-def make_default_folder(config: RunConfig, parent: str) -> Path:
-    """Creates and returns a new folder of the default name. Raises ConfigError if that fails.
-
-    Runs that begin in the same second each get a folder of their own.
-    """
-    default = Path(default_run_dir(config, parent)).absolute()
-    try:
-        return new_folder(default)
-    except OSError as error:
-        raise _cannot_be_written(default, error) from error
-
-
-def _cannot_be_written(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"run.dir={folder} cannot be written: {error.strerror}; choose another run.dir"
-    )
 
 
 def refuse_files_of_others(folder: Path) -> None:
@@ -249,7 +231,7 @@ def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
     by_hand = os.environ.get(console.BY_HAND)
     if by_hand:
         return by_hand
-    is_runner = Path(argv[0]).parent.name == "hvtrain" or Path(argv[0]).name == "hvtrain"
+    is_runner = "hvtrain" in Path(argv[0]).parts[-2:]
     program = ["python", "-m", "hvtrain"] if is_runner else ["python", argv[0]]
 
     launcher: list[str] = []

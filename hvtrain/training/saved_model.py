@@ -189,9 +189,7 @@ def raw_batches(source: Source, topology: Topology, number: int) -> list[Any]:
     """
     # Raw images are integers, and the model takes float32; columns and tokens keep their types.
     dtype = tf.float32 if isinstance(source.preprocessing().shape, tuple) else None
-
-    def as_batch(value: Any) -> tf.Tensor:
-        return tf.constant(np.asarray(value)[np.newaxis], dtype)
-
     examples = source.raw_examples(checked_split(source), topology, number)
-    return [tf.nest.map_structure(as_batch, example) for example in examples]
+    return tf.nest.map_structure(
+        lambda value: tf.constant(np.asarray(value)[np.newaxis], dtype), list(examples)
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from hvtrain.config.instantiate import build
 from hvtrain.config.make_plan import (
@@ -25,6 +26,7 @@ from hvtrain.data.source import Source, symbolic
 from hvtrain.errors import CheckpointError, ConfigError, cause_of
 from hvtrain.models.parts import change_parts, sharded_tables
 from hvtrain.models.rates import decay_kernels, factors_of, keep_averages, multiply_rates
+from hvtrain.step.joint_loss import overridden_steps
 from hvtrain.storage.cache import forget_copies
 from hvtrain.strategies.base import Strategy
 from hvtrain.tasks import Task
@@ -148,7 +150,7 @@ def plan_run(
     shard_sizes = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), weights))
 
     if config.data.uneven == "auto":
-        can_pad = strategy.takes_lengths and not strategy.cuts_batches
+        can_pad = strategy.takes_short_batches and strategy.takes_lengths
         config.data.uneven = choose_uneven(config.train, shard_sizes, batch_sizes, can_pad, saved)
     rate = config.optimizer["learning_rate"]
     plan = make_plan(config.train, rate, shard_sizes, source.name, batch_sizes, config.data.uneven)
@@ -180,8 +182,11 @@ def build_model(
                 "replicas in one process; leave the setting out"
             )
         model = build_network(config, source, task, strategy.topology.size)
-        if config.train.jit_compile:
-            _refuse_uncompilable(model)
+        for layer in model._flatten_layers():
+            if config.train.jit_compile and not getattr(layer, "supports_jit", True):
+                raise ConfigError(
+                    f"train.jit_compile=true and the layer {layer.name}, which XLA cannot compile; leave one out"
+                )
 
         optimizer = strategy.distribute(build_optimizer(config, plan), config.guard.finite)
         try:
@@ -211,14 +216,6 @@ def build_model(
         harden=task.harden,
     )
     return model
-
-
-def _refuse_uncompilable(model: keras.Model) -> None:
-    for layer in model._flatten_layers():
-        if not getattr(layer, "supports_jit", True):
-            raise ConfigError(
-                f"train.jit_compile=true and the layer {layer.name}, which XLA cannot compile; leave one out"
-            )
 
 
 def build_network(config: RunConfig, source: Source, task: Task, size: int) -> keras.Model:
@@ -296,10 +293,7 @@ def check_model(model: keras.Model, name: str, source: Source, task: Task) -> No
         ) from error
 
     # A user's own train_step or compute_loss may use outputs of any form.
-    if all(
-        getattr(type(model), step) is getattr(keras.Model, step)
-        for step in ("train_step", "compute_loss")
-    ):
+    if not overridden_steps(type(model)):
         task.check_outputs(outputs, name, source)
 
 
@@ -334,7 +328,7 @@ class LearningRate:
         self.factor = keras.Variable(1.0, trainable=False, name="learning_rate_factor")
         self._optimizer: Any = None
 
-    def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
+    def follow(self, optimizer: Optimizer) -> None:
         """Takes the step from `optimizer` from now on.
 
         The optimizer is then saved with a schedule of Keras that stays at the current rate, so that a
@@ -370,7 +364,7 @@ class LearningRate:
         self.factor.assign(keras.ops.where(scheduled > 0, value / scheduled, 1.0))
 
 
-def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optimizer:
+def build_optimizer(config: RunConfig, plan: StepPlan) -> Optimizer:
     """Builds the optimizer of one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     optimizer = optimizer_at(rate, config)
@@ -379,13 +373,13 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> keras.optimizers.Optim
     return optimizer
 
 
-def optimizer_at(rate: Any, config: RunConfig) -> keras.optimizers.Optimizer:
+def optimizer_at(rate: Any, config: RunConfig) -> Optimizer:
     """Builds the optimizer of one process with a callable learning rate."""
     arguments: dict[str, Any] = {"learning_rate": rate}
     # Keras refuses gradient_accumulation_steps=1.
     if config.train.accumulate > 1:
         arguments["gradient_accumulation_steps"] = config.train.accumulate
-    optimizer = build(config, "optimizer", keras.optimizers.Optimizer, **arguments)
+    optimizer = build(config, "optimizer", Optimizer, **arguments)
     decay_kernels(optimizer, config.train.weight_decay)
     keep_averages(optimizer, config.train.ema)
     return optimizer

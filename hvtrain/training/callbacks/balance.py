@@ -34,7 +34,7 @@ class Balance(RunCallback):
     def __init__(self, context: RunContext, throughput: Throughput) -> None:
         super().__init__(context)
         self._throughput = throughput
-        strategy = self.run.strategy
+        strategy = self.strategy
         obstacle = ""
         if not strategy.marks.timed:
             obstacle = "train.deterministic=true, which leaves steps untimed"
@@ -53,11 +53,11 @@ class Balance(RunCallback):
         self._began = time.monotonic()
         self._first_step_seconds = 0.0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if not self._first_step_seconds:
             self._first_step_seconds = time.monotonic() - self._began
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         position = self.position
         plan = position.plan
         times = self._throughput.newest_times
@@ -84,7 +84,7 @@ class Balance(RunCallback):
             log.info(
                 "%s; from epoch %d on batches are %s instead of %s, and the slowest rank's own work in a step should "
                 "take %.1f ms instead of %.1f (train.balance)",
-                slowest_in_words(times, before, self.run.strategy.devices),
+                slowest_in_words(times, before, self.strategy.devices),
                 epoch + 2,
                 " + ".join(map(str, sizes)),
                 " + ".join(map(str, before)),

@@ -45,14 +45,14 @@ class Interruption(RunCallback):
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         # Outside the training there is nothing to save, and Ctrl-C ends the process.
         console.take_signals(self._take_signal, signal.SIGINT)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         console.take_signals(signal.default_int_handler, signal.SIGINT)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self._signals or self._is_late:
             self.model.stop_training = True
 
@@ -126,13 +126,13 @@ class CallbackState(keras.callbacks.Callback):
         self._resumed_factor = resumed_factor
         self._comm = comm
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         # Keras's callbacks reset their counters in on_train_begin, so this callback has to come later.
         for name, values in self._saved.items():
             if name in self._callbacks:
                 vars(self._callbacks[name]).update(values)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         # The epoch had begun before the resume. LearningRateScheduler, for example, would change the
         # rate a second time.
         factor = rate_factor(self.model)
@@ -140,7 +140,7 @@ class CallbackState(keras.callbacks.Callback):
             factor.assign(self._resumed_factor)
         self._resumed_factor = None
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         factor = rate_factor(self.model)
         # Ranks with different rates would drift apart. Also without callbacks on this rank: the chief may
         # have some, such as CSVLogger.
@@ -159,7 +159,7 @@ class CallbackState(keras.callbacks.Callback):
             }
         return numbers
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> store.Arrays:
         """Returns the best weights in callbacks, by the keys that store.Checkpoint.callbacks reads."""
         return {
             f"callback/{name}/{index:04d}": weight
@@ -191,13 +191,13 @@ class _Saving(RunCallback):
 
     def checkpoint(
         self,
-        rank_states: list[dict[str, np.ndarray]],
-        parts: dict[str, np.ndarray] | None = None,
+        rank_states: list[store.Arrays],
+        parts: store.Arrays | None = None,
         **meta: Any,
     ) -> store.Checkpoint:
         """Returns a copy of the current state, with the given states of ranks and sharded parts."""
         step = self.position.step
-        epoch, step_in_epoch = self.position.plan.position(step)
+        epoch, step_in_epoch = self.plan.position(step)
         return store.Checkpoint(
             path=Path(store.folder_name(step)),
             step=step,
@@ -238,13 +238,13 @@ class Checkpointing(_Saving):
         self.writer = writer
         self._last_saved_at = time.monotonic()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         # Only rank 0 knows that a background write failed. It requests a stop here, on which all
         # ranks agree after this step; on_epoch_end then raises the error on all of them.
         if self.writer.failed:
             self.model.stop_training = True
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # The last step of an epoch is left to on_epoch_end, when its metrics are known.
         if not self.position.in_epoch:
             return
@@ -274,10 +274,10 @@ class Checkpointing(_Saving):
             whole_step = self.comm.on_chief(self.writer.finish)
             self.run.state.note_keeper.note(whole_step)
             self.report.goodput.seconds["checkpoints"] += time.monotonic() - began
-            plan = self.position.plan
+            plan = self.plan
             ends_early = plan.ends_early and self.position.is_last
             # An elastic job goes on from memory, and a run that was stopped does not go on here.
-            in_memory = self.run.strategy.membership.commit_steps
+            in_memory = self.strategy.membership.commit_steps
             goes_on = self.report.rebalanced or (ends_early and not in_memory)
             if goes_on and not self.report.stopped_by and whole_step != self.position.step:
                 # The next attempt would resume from an older checkpoint and fail here again, endlessly.
@@ -293,7 +293,7 @@ class Checkpointing(_Saving):
         """True if checkpoint.every_minutes have passed, by the chief's clock (every rank)."""
         minutes = self.config.every_minutes
         steps = math.lcm(
-            STEPS_BETWEEN_CLOCK_CHECKS * self.position.plan.accumulate, self.run.strategy.sync_every
+            STEPS_BETWEEN_CLOCK_CHECKS * self.plan.accumulate, self.strategy.sync_every
         )
         if not minutes or (self.position.in_epoch and not self.position.is_multiple_of(steps)):
             return False
@@ -359,13 +359,13 @@ class MemoryCommit(_Saving):
     the next attempt continues from the commit, so no step is lost. Put this callback last.
     """
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # The end of an epoch is left to on_epoch_end, after the other callbacks' work.
-        commit_steps = self.run.strategy.membership.commit_steps
+        commit_steps = self.strategy.membership.commit_steps
         if self.position.is_multiple_of(commit_steps) and self.position.in_epoch:
             self._commit()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         if not self.position.in_epoch:
             self._commit()
 
@@ -377,4 +377,4 @@ class MemoryCommit(_Saving):
         # For a checkpoint on disk, the writer adds the step to meta.
         self.run.state.checkpoint = self.checkpoint(rank_states, step=self.position.step)
         if not self.position.is_last:
-            self.run.strategy.membership.check()
+            self.strategy.membership.check()

@@ -13,7 +13,7 @@ from hvtrain.system import drawing, resources
 from hvtrain.system.console import is_launched
 from hvtrain.system.drawing import Bar, Drawing, LiveDisplay, Sender
 from hvtrain.system.text import duration
-from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
@@ -36,23 +36,21 @@ class Progress(RunCallback):
         super().__init__(context)
         self._display = display()
         self._first_call: Moment | None = None  # The end of the first call of this start.
-        self._first_in_epoch: Moment | None = None
         self._last_step_at = 0.0
-        self._last_shown_at = 0.0
         self._times_before: StepTimes | None = None
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if self._display:
             self._display.stop()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self._last_shown_at = time.monotonic()
         # The first epoch begins with the call that traces; its steps count from the end of that call.
-        self._first_in_epoch = None
+        self._first_in_epoch: Moment | None = None
         if self._first_call:
             self._first_in_epoch = (self._last_shown_at, self.position.step)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         now = time.monotonic()
         self._last_step_at = now
         self._first_call = self._first_call or (now, self.position.step)
@@ -67,21 +65,21 @@ class Progress(RunCallback):
         else:
             log.info("%s", self._line(logs))
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         log.info("%s", self._line(logs))
 
     @property
     def _steps_of_epoch(self) -> tuple[int, int]:
         """The number of steps done in the epoch, and the number of steps that it has."""
-        plan = self.position.plan
+        plan = self.plan
         begin = plan.shift + self.position.epoch * plan.steps_per_epoch
         return self.position.step - begin, min(plan.steps_per_epoch, plan.num_steps - begin)
 
     @property
     def _share_of_run(self) -> str:
-        return f"{self.position.step / self.position.plan.num_steps:.0%}"
+        return f"{self.position.step / self.plan.num_steps:.0%}"
 
-    def _line(self, logs: dict[str, Any]) -> str:
+    def _line(self, logs: Logs) -> str:
         """Formats the epoch's steps, speed and metrics, the share of the run that is done, and the time left."""
         done, total = self._steps_of_epoch
         parts = [f"{done:,}/{total:,} steps", *self._step_time(), *self._numbers(logs)]
@@ -92,7 +90,7 @@ class Progress(RunCallback):
             ],
         )
 
-    def _drawing(self, logs: dict[str, Any]) -> Drawing:
+    def _drawing(self, logs: Logs) -> Drawing:
         done, total = self._steps_of_epoch
         run_text = ", ".join([self._share_of_run, *self._left()])
         epoch_text = ", ".join([f"{done:,}/{total:,} steps", *self._step_time()])
@@ -103,7 +101,7 @@ class Progress(RunCallback):
         time_and_gpu = filter(None, [self._shares(), gpu()])
         return Drawing(
             bars=(
-                Bar("Run", self.position.step, self.position.plan.num_steps, run_text),
+                Bar("Run", self.position.step, self.plan.num_steps, run_text),
                 Bar(self._epoch(), done, total, epoch_text),
             ),
             lines=(", ".join(numbers), "; ".join(time_and_gpu)),
@@ -111,7 +109,7 @@ class Progress(RunCallback):
 
     def _shares(self) -> str:
         """Describes how the time since the last drawing was spent, and names the slowest rank of the last epoch."""
-        marks = self.run.strategy.marks
+        marks = self.strategy.marks
         size = self.run.topology.size
         times = marks.times()
         parts = []
@@ -125,7 +123,7 @@ class Progress(RunCallback):
         return "; ".join(filter(None, parts))
 
     def _epoch(self) -> str:
-        return f"Epoch {self.position.epoch + 1}/{self.position.plan.num_epochs}"
+        return f"Epoch {self.position.epoch + 1}/{self.plan.num_epochs}"
 
     def _step_time(self) -> list[str]:
         # Measured up to the last step, so that the line of an epoch leaves out its validation.
@@ -134,7 +132,7 @@ class Progress(RunCallback):
             return [f"{seconds:.3g} s/step"]
         return [f"{1000 * seconds:.3g} ms/step"] if seconds else []
 
-    def _numbers(self, logs: dict[str, Any]) -> list[str]:
+    def _numbers(self, logs: Logs) -> list[str]:
         """Formats loss, metrics and speed."""
         parts = [
             f"{name} {float(value):.4g}" for name, value in logs.items() if name != "examples/s"
@@ -151,7 +149,7 @@ class Progress(RunCallback):
     def _left(self) -> list[str]:
         """Formats the remaining time of the run; empty if it is not known yet."""
         # Measured up to now, since the rest of the run has validations and checkpoints too.
-        steps = self.position.plan.num_steps - self.position.step
+        steps = self.plan.num_steps - self.position.step
         seconds = steps * _seconds_per_step(
             self._first_call,
             (time.monotonic(), self.position.step),

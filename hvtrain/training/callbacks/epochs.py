@@ -15,7 +15,7 @@ from hvtrain.keras.noise_scale import NoiseScale, noise_scale
 from hvtrain.keras.optimizer import gradient_norm
 from hvtrain.models.rates import averaged
 from hvtrain.step.step_timing import Split, StepTimes
-from hvtrain.training.callbacks.run_context import RunCallback, RunContext, RunReport
+from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext, RunReport
 from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -41,14 +41,14 @@ class EpochMetrics(RunCallback):
             value for name, value in sorted(resumed.items()) if name.startswith("metric/")
         ]
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         # Keras has just reset the metrics.
         for variable, value in zip(self.model.metrics_variables, self._resumed):
             variable.assign(value)
         self._resumed = []
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        metrics = self.run.strategy.metrics_over_ranks(self.model)
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        metrics = self.strategy.metrics_over_ranks(self.model)
         # A train_step of the user's own may leave out some of Keras's metrics, such as a loss that
         # it never computes.
         left_out = metrics.keys() - logs.keys()
@@ -63,7 +63,7 @@ class SameLogs(RunCallback):
     Callbacks after it then make the same decisions on all ranks.
     """
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         logs.update(self.comm.broadcast({name: float(value) for name, value in logs.items()}))
 
 
@@ -93,7 +93,7 @@ class Validation(RunCallback):
         self.latest_step = -1
         self.unlogged = dict(resumed)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self.dataset is not None and self.position.is_multiple_of(
             self.config.validate_every_steps,
         ):
@@ -101,7 +101,7 @@ class Validation(RunCallback):
             results = ", ".join(f"{name} {value:.4f}" for name, value in self.latest.items())
             log.info("step %s: %s", f"{self.position.step:,}", results)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.dataset is None or self.position.in_epoch:
             return  # Stopped within the epoch.
         every = self.config.validate_every_epochs
@@ -116,7 +116,7 @@ class Validation(RunCallback):
     def _validate(self) -> None:
         self.weights.average_untrained()  # Otherwise each rank would validate a different model.
         with averaged(self.model, self.config.ema):
-            results = self.run.task.results(self.run.strategy.evaluate(self.model, self.dataset))
+            results = self.run.task.results(self.strategy.evaluate(self.model, self.dataset))
         self.latest = {f"val_{name}": value for name, value in results.items()}
         self.unlogged = self.latest
         self.latest_step = self.position.step
@@ -136,7 +136,7 @@ class Throughput(RunCallback):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        plan = self.position.plan
+        plan = self.plan
         start_step = self.position.start_step
         self.epoch_seconds = 0.0
         self.rank_seconds: list[float] = []
@@ -147,18 +147,12 @@ class Throughput(RunCallback):
         self._last_warmup_step = start_step + min(WARMUP_STEPS, (plan.num_steps - start_step) // 2)
 
         self._last_step = start_step
-        self._batch_began = 0.0
         self._noted_at = 0.0
         self._steps = 0
         self._seconds = 0.0
-
-        self._epoch_began = 0.0
-        self._epoch_steps = 0
-        self._epoch_step_seconds = 0.0
         self._times_after_warmup: StepTimes | None = None
         # At the end of the first step, or of the last epoch that goodput has counted.
         self._times_counted: StepTimes | None = None
-        self._times_at_epoch_begin: StepTimes | None = None
 
     @property
     def epoch_examples_per_second(self) -> float:
@@ -166,16 +160,16 @@ class Throughput(RunCallback):
         # Before the first step of an epoch both are 0.
         return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self._epoch_began = time.perf_counter()
         self._epoch_steps = 0
         self._epoch_step_seconds = 0.0
-        self._times_at_epoch_begin = self.run.strategy.marks.times()
+        self._times_at_epoch_begin = self.strategy.marks.times()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         self._batch_began = time.perf_counter()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         now = time.perf_counter()
         seconds = now - self._batch_began
         if self.run.topology.is_chief and now - self._noted_at >= SECONDS_BETWEEN_NOTES:
@@ -193,31 +187,31 @@ class Throughput(RunCallback):
             self._seconds += seconds
             self._steps += steps
         if self._times_after_warmup is None and self.position.step >= self._last_warmup_step:
-            self._times_after_warmup = self.run.strategy.marks.times()
+            self._times_after_warmup = self.strategy.marks.times()
         logs["examples/s"] = self.epoch_examples_per_second
         if self._times_counted:
             self.report.goodput.seconds["steps"] += seconds
         else:
             self.report.goodput.end_first_step(time.time())
-            self._times_counted = self.run.strategy.marks.times()
+            self._times_counted = self.strategy.marks.times()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         self.epoch_seconds = time.perf_counter() - self._epoch_began
         logs["examples/s"] = self.epoch_examples_per_second
         if self._steps:
             self.report.step_seconds = self._seconds / self._steps
             self.report.examples_per_second = self._examples_per_step * self._steps / self._seconds
-        if self.run.strategy.marks.timed:  # The same on all ranks.
+        if self.strategy.marks.timed:  # The same on all ranks.
             self._split_time()
-            times = self.run.strategy.marks.times()
+            times = self.strategy.marks.times()
             self.report.goodput.count_data((times - (self._times_counted or times)).data)
             self._times_counted = times
 
     def _split_time(self) -> None:
         """Sets rank_seconds, newest_times and the report's split from the times of all ranks (every rank)."""
         topology = self.comm.topology
-        times = self.run.strategy.marks.times()
-        in_epoch = times - (self._times_at_epoch_begin or times)
+        times = self.strategy.marks.times()
+        in_epoch = times - self._times_at_epoch_begin
         after_warmup = times - (self._times_after_warmup or times)
         # The span with fewer steps began later.
         newest = min(after_warmup, in_epoch)
@@ -226,9 +220,9 @@ class Throughput(RunCallback):
         self.rank_seconds = [own_work for _, _, own_work, _ in ranks]
         if after_warmup.steps > 0:
             self.newest_times = [times for *_, times in ranks]
-            strategy = self.run.strategy
-            sees_exchange = strategy.num_computing == topology.size or strategy.cuts_batches
-            steps_in_a_row = min(round(after_warmup.steps), self.position.plan.steps_per_epoch)
+            is_rank_by_rank = self.strategy.num_computing == topology.size
+            sees_exchange = is_rank_by_rank or self.strategy.cuts_batches
+            steps_in_a_row = min(round(after_warmup.steps), self.plan.steps_per_epoch)
             self.report.split = Split.of(
                 [(times, host) for times, host, *_ in ranks], steps_in_a_row, sees_exchange
             )
@@ -242,7 +236,7 @@ class GradientNoise(RunCallback):
 
     latest: float | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         try:
             # Before a step is traced, since the graph does the measuring.
             self._noise = NoiseScale(
@@ -251,17 +245,17 @@ class GradientNoise(RunCallback):
         except ValueError as error:
             raise ConfigError(f"profile.noise_scale_every: {error}; leave it out") from error
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        plan = self.position.plan
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        plan = self.plan
         batch_sizes = [size * plan.accumulate for size in plan.batch_sizes]
         scale = noise_scale(self.comm.gather(self._noise.norms()), batch_sizes)
         if scale is not None:
             logs["noise_scale"] = scale
             self.latest = scale
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if self.latest:
-            log.info("%s", noise_in_words(self.latest, self.position.plan))
+            log.info("%s", noise_in_words(self.latest, self.plan))
 
 
 def noise_in_words(scale: float, plan: StepPlan) -> str:
@@ -288,7 +282,7 @@ class Recording(RunCallback):
         self._history = history_table(self.run.folder)
         self._ranks = ranks_table(self.run.folder)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.position.in_epoch:
             return  # Stopped within the epoch; the run that resumes and finishes it writes the row.
         metrics = {name: float(value) for name, value in logs.items() if name != "examples/s"}
@@ -329,7 +323,7 @@ class Recording(RunCallback):
 class Skipped(RunCallback):
     """Reports examples that data.on_error=skip left out, after each epoch (every rank)."""
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         report_skipped(self.run, self.report)
 
 

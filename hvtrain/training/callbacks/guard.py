@@ -17,7 +17,7 @@ from hvtrain.errors import DataError, TrainingError
 from hvtrain.keras.gradients import NOT_FINITE
 from hvtrain.keras.optimizer import ranks_at_fault
 from hvtrain.keras.sharded_embedding import wrong_ids
-from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,14 @@ class Guard(RunCallback):
     this callback after EpochMetrics, so that all ranks see the same loss.
     """
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # Between synchronizations the weights of local steps differ.
         if self.position.is_multiple_of(
-            math.lcm(self.run.config.guard.every, self.run.strategy.sync_every)
+            math.lcm(self.run.config.guard.every, self.strategy.sync_every)
         ):
             self.weights(f"after step {self.position.step:,}")
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         # With a dynamic loss scale, steps that overflow are skipped; their loss is not an error.
         if math.isfinite(logs.get("loss", 0.0)) or hasattr(self.model.optimizer, "dynamic_scale"):
             return
@@ -121,26 +121,21 @@ class Proof(RunCallback):
     The counts come from the steps themselves, not from the plan, so they would reveal examples that were lost.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self._arrived_before = 0
-        self._saw_begin = True
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._arrived_before = self.run.strategy.marks.num_examples
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
+        self._arrived_before = self.strategy.marks.num_examples
         self._saw_begin = not self.position.in_epoch
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         if type(self.model).train_step is keras.Model.train_step:
             # The count of Keras's loss metric, which includes the examples before a resume.
             own_count = next(metric for metric in self.model.metrics if metric.name == "loss").count
             is_whole = True
         else:
-            own_count = self.run.strategy.marks.num_examples - self._arrived_before
+            own_count = self.strategy.marks.num_examples - self._arrived_before
             is_whole = self._saw_begin
 
         count = int(self.comm.sum_arrays([np.asarray(own_count)])[0])
-        has_ended = self.position.plan.position(self.position.step)[1] == 0
+        has_ended = self.plan.position(self.position.step)[1] == 0
         if is_whole and has_ended and not self.run.config.data.one_batch:
             self.report.examples_each_epoch.append(count)
 
@@ -157,14 +152,14 @@ class OneBatch(RunCallback):
     training: dict[str, float]
     before: dict[str, float]
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         self.training = {}
         self.before = self._evaluate()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
         self.training = logs
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if not self.position.is_last:
             return  # Stopped by a signal or a time limit.
         if self.position.start_step:
@@ -179,7 +174,7 @@ class OneBatch(RunCallback):
         )
         if "loss" in self.training:
             changes += f"; in training, with dropout if there is any: {self.training['loss']:.4g}"
-        batch = f"one batch of {self.position.plan.global_batch} examples"
+        batch = f"one batch of {self.plan.global_batch} examples"
         best = self.run.task.best
         if is_learned(self.before, after, self.training, best, self.run.task.sign(best)):
             log.info("%s was memorized: %s", batch, changes)
@@ -191,7 +186,7 @@ class OneBatch(RunCallback):
 
     def _evaluate(self) -> dict[str, float]:
         run = self.run
-        batch = run.stream_from(self.position.plan.shift).take(1)
+        batch = run.stream_from(self.plan.shift).take(1)
         if run.source.raw_batches:
             # In training prepare_step does this.
             batch = batch.map(lambda inputs, *others: (run.source.finish(inputs), *others))

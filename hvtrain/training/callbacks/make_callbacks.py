@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import keras
-from keras.callbacks import LambdaCallback
+from keras.callbacks import Callback, LambdaCallback
 
 from hvtrain.checkpoint.writer import Writer
 from hvtrain.config.instantiate import build
@@ -53,7 +53,7 @@ def make_callbacks(
     tracking: Tracking,
     search: LayerSearch | None,
     metrics: Metrics | None = None,
-) -> list[keras.callbacks.Callback]:
+) -> list[Callback]:
     """Returns all callbacks, in this order (every rank).
 
     Count the step; check that it was reduced; time it. Make the epoch's metrics those of all ranks,
@@ -82,55 +82,54 @@ def make_callbacks(
     # First at the end of a step and last at its beginning, so that the watchdog can tell a step
     # from a callback.
     end_step = LambdaCallback(
-        on_train_batch_end=lambda batch, logs: progress.end_step(position.step),
+        on_train_batch_end=lambda batch, logs: progress.end_step(position.step)
     )
     begin_step = LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step),
+        on_train_batch_begin=lambda batch, logs: progress.begin_step(position.step)
     )
 
-    callbacks = [position, end_step, *strategy.guards(), throughput, Proof(context)]
-    if search:
-        callbacks.append(search)
-    if config.guard.recompute_every and run.topology.size > 1:
-        callbacks.append(Recompute(context))
-    if config.profile.noise_scale_every and run.topology.size > 1:
-        callbacks.append(GradientNoise(context))
-    # The logs first become metrics over all ranks, and then identical on all of them.
-    callbacks += [
+    agree = LambdaCallback(on_epoch_end=lambda epoch, logs: interruption.agree_within_epoch())
+
+    has_ranks = run.topology.size > 1
+    callbacks = [
+        position,
+        end_step,
+        *strategy.guards(),
+        throughput,
+        Proof(context),
+        search,
+        has_ranks and config.guard.recompute_every and Recompute(context),
+        has_ranks and config.profile.noise_scale_every and GradientNoise(context),
+        # The logs first become metrics over all ranks, and then identical on all of them.
         EpochMetrics(context, rank_state),
         Guard(context),
         validation,
         SameLogs(context),
-    ]
-    if config.data.one_batch:
-        callbacks.append(OneBatch(context))
-    # First those that may stop the training, then those that extend one rank's stop to all ranks.
-    # Before both, since the end of an epoch that was cut short depends on the reason.
-    agree = LambdaCallback(on_epoch_end=lambda epoch, logs: interruption.agree_within_epoch())
-    callbacks += [agree, *own.values(), interruption, state, *strategy.stop_callbacks()]
-    if config.train.balance and run.topology.size > 1:
-        callbacks.append(Balance(context, throughput))
-    callbacks += [
+        config.data.one_batch and OneBatch(context),
+        # First those that may stop the training, then those that extend one rank's stop to all ranks.
+        # Before both, since the end of an epoch that was cut short depends on the reason.
+        agree,
+        *own.values(),
+        interruption,
+        state,
+        *strategy.stop_callbacks(),
+        has_ranks and config.train.balance and Balance(context, throughput),
         Recording(context, throughput),
         Checkpointing(context, state, validation, interruption, writer),
+        is_chief and config.tracker and tracking,
+        is_chief and Progress(context),
+        is_chief and metrics and metrics.is_on and metrics,
+        Skipped(context),
+        config.profile.timeline and TimelineTrace(context),
+        # It raises if ranks join or leave, and no callback after it would be called.
+        strategy.membership.commit_steps and MemoryCommit(context, state, validation),
+        begin_step,
     ]
-
-    if is_chief and config.tracker:
-        callbacks.append(tracking)
-    if is_chief:
-        callbacks.append(Progress(context))
-        if metrics and metrics.is_on:
-            callbacks.append(metrics)
-    callbacks.append(Skipped(context))
-    if config.profile.timeline:
-        callbacks.append(TimelineTrace(context))
-    if strategy.membership.commit_steps:
-        # MemoryCommit raises if ranks join or leave, and no callback after it would be called.
-        callbacks.append(MemoryCommit(context, state, validation))
-    return [*callbacks, begin_step]
+    # Without those that are switched off.
+    return [callback for callback in callbacks if isinstance(callback, Callback)]
 
 
-def _end_whole_epochs(callback: keras.callbacks.Callback, context: RunContext) -> None:
+def _end_whole_epochs(callback: Callback, context: RunContext) -> None:
     """Changes a user's callback so that an interruption within an epoch does not end the epoch for it.
 
     The run that resumes and finishes the epoch ends it. Otherwise EarlyStopping, for example, would
@@ -148,7 +147,7 @@ def _end_whole_epochs(callback: keras.callbacks.Callback, context: RunContext) -
 def call_steps(
     config: RunConfig,
     strategy: Strategy,
-    callbacks: list[keras.callbacks.Callback],
+    callbacks: list[Callback],
 ) -> CallSteps:
     """Returns how many steps one call of the graph may do (every rank).
 
@@ -185,17 +184,16 @@ def call_steps(
                 f"equal; choose {-(-every // sync_every) * sync_every}"
             )
 
+    steps_between_clock_checks = STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate
     intervals = [
         *saved_every.values(),
         config.guard.recompute_every,
         math.lcm(config.guard.every, sync_every),
         *counts,
         strategy.membership.commit_steps,
+        bool(config.checkpoint.every_minutes) and math.lcm(steps_between_clock_checks, sync_every),
+        config.profile.timeline and config.profile.steps,
     ]
-    if config.checkpoint.every_minutes:
-        intervals.append(math.lcm(STEPS_BETWEEN_CLOCK_CHECKS * config.train.accumulate, sync_every))
-    if config.profile.timeline:
-        intervals.append(config.profile.steps)
 
     steps = config.train.steps_per_execution
     if config.guard.layers or (acts_on_batches and steps is None):
@@ -224,7 +222,7 @@ def own_callbacks(
     run: Run,
     model: keras.Model,
     validates: bool,
-) -> dict[str, keras.callbacks.Callback]:
+) -> dict[str, Callback]:
     """Returns the user's callbacks by name. Keras's callbacks that only write are on the chief alone.
 
     Args:
@@ -243,10 +241,7 @@ def own_callbacks(
         if package.startswith("keras.") and kind in _REFUSED:
             raise ConfigError(f"callbacks.{name}: {kind} {_REFUSED[kind]}")
 
-    callbacks = {
-        name: build(config, f"callbacks.{name}", keras.callbacks.Callback)
-        for name in config.callbacks
-    }
+    callbacks = {name: build(config, f"callbacks.{name}", Callback) for name in config.callbacks}
 
     metrics = _logged_metrics(run, model)
     if run.best not in metrics and not callbacks:  # Callbacks may add metrics.

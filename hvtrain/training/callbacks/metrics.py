@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +17,7 @@ from hvtrain.errors import ConfigError
 from hvtrain.keras.devices import uuid_in_use
 from hvtrain.keras.optimizer import gradient_norm, sent_bytes
 from hvtrain.system.resources import busy_percent, resident_bytes
-from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         self._config = self.run.config.metrics
         self._optimizer = context.model.optimizer
         self._writer = writer
-        self._logs: dict[str, Any] = {}
+        self._logs: Logs = {}
         self._last_step_at = time.time()
         self._last_file_at = 0.0
         self._num_restarts = 0
@@ -76,16 +75,16 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
             problem = getattr(error, "strerror", None) or error
             raise ConfigError(f"{setting} cannot be used: {problem}; choose another") from error
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Any) -> None:
         self._num_restarts = len(read_starts(self.run.folder)) - 1
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         self._logs = logs
         self._last_step_at = time.time()
         if self._last_step_at - self._last_file_at >= SECONDS_BETWEEN_FILES:
             self._update_file()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         self._logs = logs
         self._update_file()
 
@@ -100,11 +99,11 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         if self._config.file:
             write_to_textfile(self._config.file, self._registry)
 
-    def collect(self) -> Iterator[Family]:
-        """Yields all numbers, as prometheus_client asks for them (in any thread)."""
+    def collect(self) -> list[Family]:
+        """Returns all numbers, as prometheus_client asks for them (in any thread)."""
         logs = dict(self._logs)
         speed = logs.pop("examples/s", 0.0)
-        times = self.run.strategy.marks.times()
+        times = self.strategy.marks.times()
         phases = {
             "data": times.data,
             "compute": times.compute,
@@ -113,65 +112,56 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         goodput = self.report.goodput.summary(time.time())
         parts = {name: goodput[name] for name in (*PARTS, "other")}
         # The last entry is that of the newest epoch.
-        rank_seconds = [*self.report.rank_seconds.values(), []][-2:][0]
+        rank_seconds = next(reversed(self.report.rank_seconds.values()), [])
         memory = {"process": resident_bytes()}
         if tf.config.list_logical_devices("GPU"):
             memory["gpu"] = tf.config.experimental.get_memory_info("GPU:0")["current"]
 
-        yield self._family("step", "Optimizer steps done.", self.position.step)
-        yield self._family(
-            "planned_steps", "Optimizer steps of the whole run.", self.position.plan.num_steps
-        )
-        yield self._family("epoch", "The current epoch, from 1.", self.position.epoch + 1)
-        yield self._family(
-            "last_step_timestamp_seconds", "When the last step ended.", self._last_step_at
-        )
-        yield self._family("examples_per_second", "Speed of all ranks in this epoch.", speed)
-        yield self._family("metric", "Loss and metrics of this epoch so far.", logs, "name")
-        yield self._family(
-            "rank_step_seconds",
-            "Own work of each rank in a step of the last epoch.",
-            {str(rank): seconds for rank, seconds in enumerate(rank_seconds)},
-            "rank",
-        )
-        flops = {"flops_per_second": math.nan, "share_of_peak": math.nan} | self.report.flops(speed)
         norm = gradient_norm(self._optimizer)
+        flops = self.report.flops(speed)
         busy = busy_percent(uuid_in_use())
-        yield self._family(
-            "gradient_norm",
-            "Norm of the last step's mean gradient.",
-            math.nan if norm is None else norm,
-        )
-        yield self._family(
-            "model_flops", "Operations of the model in a second.", flops["flops_per_second"]
-        )
-        yield self._family(
-            "peak_share", "The model's share of the devices' peak.", flops["share_of_peak"]
-        )
-        yield self._family(
-            "gpu_busy_ratio",
-            "Share of the time in which rank 0's GPU computes.",
-            math.nan if busy is None else busy / 100,
-        )
-        yield self._family(
-            "phase_seconds", "Time in rank 0's steps.", phases, "phase", CounterMetricFamily
-        )
-        yield self._family(
-            "sent_bytes_per_step", "Bytes that a rank sends in a step.", sent_bytes(self._optimizer)
-        )
-        yield self._family("memory_bytes", "Memory that rank 0 uses.", memory, "kind")
-        yield self._family(
-            "checkpoint_step", "Step of this start's newest checkpoint.", self._writer.whole_step
-        )
-        yield self._family(
-            "checkpoint_timestamp_seconds",
-            "When it was complete; before the first one, when this start began.",
-            self._writer.whole_at,
-        )
-        yield self._family(
-            "goodput_seconds", "Wall time of the run by what it went to.", parts, "part"
-        )
-        yield self._family("restarts", "Starts of the run after the first.", self._num_restarts)
+        families: list[tuple[Any, ...]] = [
+            ("step", "Optimizer steps done.", self.position.step),
+            ("planned_steps", "Optimizer steps of the whole run.", self.plan.num_steps),
+            ("epoch", "The current epoch, from 1.", self.position.epoch + 1),
+            ("last_step_timestamp_seconds", "When the last step ended.", self._last_step_at),
+            ("examples_per_second", "Speed of all ranks in this epoch.", speed),
+            ("metric", "Loss and metrics of this epoch so far.", logs, "name"),
+            (
+                "rank_step_seconds",
+                "Own work of each rank in a step of the last epoch.",
+                {str(rank): seconds for rank, seconds in enumerate(rank_seconds)},
+                "rank",
+            ),
+            ("gradient_norm", "Norm of the last step's mean gradient.", norm),
+            ("model_flops", "Operations of the model in a second.", flops.get("flops_per_second")),
+            ("peak_share", "The model's share of the devices' peak.", flops.get("share_of_peak")),
+            (
+                "gpu_busy_ratio",
+                "Share of the time in which rank 0's GPU computes.",
+                busy and busy / 100,
+            ),
+            ("phase_seconds", "Time in rank 0's steps.", phases, "phase", CounterMetricFamily),
+            (
+                "sent_bytes_per_step",
+                "Bytes that a rank sends in a step.",
+                sent_bytes(self._optimizer),
+            ),
+            ("memory_bytes", "Memory that rank 0 uses.", memory, "kind"),
+            (
+                "checkpoint_step",
+                "Step of this start's newest checkpoint.",
+                self._writer.whole_step,
+            ),
+            (
+                "checkpoint_timestamp_seconds",
+                "When it was complete; before the first one, when this start began.",
+                self._writer.whole_at,
+            ),
+            ("goodput_seconds", "Wall time of the run by what it went to.", parts, "part"),
+            ("restarts", "Starts of the run after the first.", self._num_restarts),
+        ]
+        return [self._family(*family) for family in families]
 
     def _family(
         self,
@@ -185,5 +175,6 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         names = ["run", label] if label else ["run"]
         family = kind(f"hvtrain_{name}", text, labels=names)
         for key, value in (values if label else {"": values}).items():
-            family.add_metric([self.run.folder.name, key][: len(names)], float(value))
+            number = math.nan if value is None else float(value)
+            family.add_metric([self.run.folder.name, key][: len(names)], number)
         return family

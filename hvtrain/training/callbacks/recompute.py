@@ -77,29 +77,24 @@ class Recompute(RunCallback):
         with tf.device("/CPU:0"):
             # Set before a call of the graph, whose first step then keeps its batch and digest.
             self._is_due = tf.Variable(False, trainable=False)
-        self._batch: list[np.ndarray] = []
-        self._sent = np.zeros(0)
-        self._before: list[tuple[Any, tf.Tensor]] = []
-        self._step = 0
         self._differences: list[float] = []
-        self._structure: Any = None
         # Keras calls it while the graph is traced.
         model.train_step = self._recorded_step
         self._gradient = tf.function(self._gradient_of, reduce_retracing=True)
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._before = []
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
+        self._before: list[tuple[Any, tf.Tensor]] = []
         if self.position.is_multiple_of(self._every):
             self._step = self.position.step + 1
             self._before = self._values()
             self._is_due.assign(True)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self._before:
             self._check()
             self._before = []  # Frees as much memory as the weights take.
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if self._differences:
             log.info(
                 "%s gradients were computed again on all ranks, with relative differences up to %.1g",
@@ -109,11 +104,8 @@ class Recompute(RunCallback):
 
     def _values(self) -> list[tuple[Any, tf.Tensor]]:
         """Returns copies of all variables that a step uses, except for the optimizer's."""
-        variables = {
-            id(variable): variable
-            for variable in (*self.model.variables, *self.model.metrics_variables)
-        }
-        return [(variable, tf.identity(variable.value)) for variable in variables.values()]
+        variables = (*self.model.variables, *self.model.metrics_variables)
+        return [(variable, tf.identity(variable.value)) for variable in variables]
 
     def _recorded_step(self, data: Any) -> Any:
         """The model's step; if a check is due, it keeps its batch and a digest of its gradient."""
@@ -172,7 +164,7 @@ class Recompute(RunCallback):
         if not verdict.ranks:
             return
         devices = " or ".join(
-            f"rank {number} ({self.run.strategy.devices[number]})" for number in verdict.ranks
+            f"rank {number} ({self.strategy.devices[number]})" for number in verdict.ranks
         )
         error = LostRankError(
             f"{devices} computes wrongly: computed again on all ranks, rank {rank}'s gradient of step {self._step:,} "

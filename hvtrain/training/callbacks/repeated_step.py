@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvtrain.errors import ConfigError, TrainingError, in_one_line
+from hvtrain.strategies.loop import replaced
 from hvtrain.training.callbacks.guard import ADVICE, named
-from hvtrain.training.callbacks.run_context import RunCallback, RunContext
+from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +43,19 @@ class LayerSearch(RunCallback):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        if not self.run.strategy.is_plain:
+        if not self.strategy.is_plain:
             raise ConfigError(
                 "guard.layers=true repeats steps as each rank does them by itself, and this strategy has other steps; "
                 "choose strategy=horovod, elastic or single"
             )
-        self._before: list[tuple[Any, tf.Tensor]] = []
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         # Including dropout seeds and moving statistics.
         self._before = [
             (variable, tf.identity(variable.value)) for variable in self.model.variables
         ]
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         if hasattr(self.model.optimizer, "dynamic_scale"):
             return  # A loss scale skips steps that overflow; their loss is not an error.
 
@@ -83,7 +83,7 @@ class LayerSearch(RunCallback):
     def _repeat(self, steps_before: int) -> Origin | None:
         batch = next(iter(self.run.batches_from(steps_before)))
         try:
-            return first_not_finite(self.model, batch, not self.position.plan.is_even)
+            return first_not_finite(self.model, batch, not self.plan.is_even)
         except Exception as error:
             # The other ranks wait for this rank's answer, and the run fails anyway.
             log.warning("the step cannot be repeated layer by layer: %s", in_one_line(error))
@@ -115,7 +115,9 @@ def first_not_finite(
         return origin
 
     watch = _Watch(model)
-    with _replaced_calls(watch.calls()):
+    with ExitStack() as stack:
+        for operation, call in watch.calls():
+            stack.enter_context(replaced(operation, "call", call))
         logs, gradients = step_without_update(model, batch)
     if watch.forward:
         return watch.forward
@@ -136,15 +138,16 @@ def step_without_update(
     optimizer = model.optimizer
     pairs: list[tuple[Any, Any]] = []
     model.reset_metrics()
-    # Instance attributes hide the methods of the class, which would reduce and update.
-    optimizer.apply_gradients = pairs.extend
-    optimizer.apply = lambda grads, variables=None: pairs.extend(
-        zip(grads, variables or model.trainable_weights),
-    )
-    try:
+
+    def collect(grads: Any, variables: Any = None) -> None:
+        pairs.extend(zip(grads, variables or model.trainable_weights))
+
+    # The methods of the class would reduce and update.
+    with (
+        replaced(optimizer, "apply_gradients", pairs.extend),
+        replaced(optimizer, "apply", collect),
+    ):
         return dict(model.train_step(batch) or {}), pairs
-    finally:
-        del optimizer.apply_gradients, optimizer.apply
 
 
 def _in_batch(batch: Any) -> Origin | None:
@@ -189,7 +192,7 @@ class _Watch:
         operations = [
             item for layer in layers for item in (layer, *getattr(layer, "operations", ()))
         ]
-        self._operations = list({id(operation): operation for operation in operations}.values())
+        self._operations = list(dict.fromkeys(operations))
         self._num_calls = 0
         self._last_call: dict[int, int] = {}  # By the identity of an operation.
         self.forward: Origin | None = None
@@ -217,64 +220,40 @@ class _Watch:
         call = operation.call
         name = f"{operation.name} ({type(operation).__name__})"
         see_passed_back = partial(
-            self._see_gradient,
-            operation,
-            f"the gradient that {name} passes back",
+            self._with_gradient_seen, operation, f"the gradient that {name} passes back"
         )
         # The incoming gradient differs from the one that the next layer passes back if code that is
         # not an operation of the model lies between the two layers.
         see_incoming = partial(
-            self._see_gradient,
+            self._with_gradient_seen,
             operation,
             f"the gradient that comes back to {name} from what follows it",
         )
 
         @wraps(call)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tf.nest.map_structure(
-                partial(_with_gradient_seen, see_passed_back),
-                (args, kwargs),
-            )
+            args, kwargs = tf.nest.map_structure(see_passed_back, (args, kwargs))
             outputs = call(*args, **kwargs)
             self._num_calls += 1
             self._last_call[id(operation)] = self._num_calls
             if not self.forward and not all(map(_is_finite, tf.nest.flatten(outputs))):
                 self.forward = Origin(FORWARD, self._num_calls, f"the output of {name}")
-            return tf.nest.map_structure(partial(_with_gradient_seen, see_incoming), outputs)
+            return tf.nest.map_structure(see_incoming, outputs)
 
         return watched
 
-    def _see_gradient(self, operation: Any, description: str, gradient: Any) -> None:
-        if not self.backward and not _is_finite(gradient):
-            self.backward = Origin(BACKWARD, -self._last_call[id(operation)], description)
+    def _with_gradient_seen(self, operation: Any, description: str, value: Any) -> Any:
+        """Returns an equal tensor whose gradient is checked; anything but a float tensor unchanged."""
+        if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+            return value
 
+        @tf.custom_gradient
+        def same(tensor: tf.Tensor) -> Any:
+            def gradient(upstream: Any) -> Any:
+                if not self.backward and not _is_finite(upstream):
+                    self.backward = Origin(BACKWARD, -self._last_call[id(operation)], description)
+                return upstream
 
-@contextmanager
-def _replaced_calls(calls: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    before = [(operation, vars(operation).get("call")) for operation, _ in calls]
-    for operation, call in calls:
-        # Bypasses Keras's __setattr__, which tracks a layer's attributes.
-        object.__setattr__(operation, "call", call)
-    try:
-        yield
-    finally:
-        for operation, own_call in before:
-            object.__delattr__(operation, "call")
-            if own_call:
-                object.__setattr__(operation, "call", own_call)
+            return tf.identity(tensor), gradient
 
-
-def _with_gradient_seen(see: Callable[[Any], None], value: Any) -> Any:
-    """Returns an equal tensor that also passes its gradient to `see`; anything but a float tensor unchanged."""
-    if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
-        return value
-
-    @tf.custom_gradient
-    def same(tensor: tf.Tensor) -> Any:
-        def gradient(upstream: Any) -> Any:
-            see(upstream)
-            return upstream
-
-        return tf.identity(tensor), gradient
-
-    return same(value)
+        return same(value)

@@ -23,6 +23,9 @@ from hvtrain.watchdog.progress import EXCHANGE
 
 log = logging.getLogger(__name__)
 
+Logs = dict[str, Any]
+"""Metrics by name, as Keras gives them to callbacks."""
+
 
 class Position(keras.callbacks.Callback):
     """Counts the run's optimizer steps, continuing from the step of a resume (every rank)."""
@@ -49,10 +52,10 @@ class Position(keras.callbacks.Callback):
         """True if the steps done are a multiple of `steps`; False for 0 and None."""
         return bool(steps) and self.step % (steps or 1) == 0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self.epoch = epoch
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         # Not step + 1: a call of the graph may have done several steps.
         self.step = self.plan.shift + self.epoch * self.plan.steps_per_epoch + batch + 1
 
@@ -173,7 +176,13 @@ class RunCallback(keras.callbacks.Callback):
         super().__init__()
         # Keras sets self.model before the training begins.
         self.run = context.run
-        self.comm = context.run.strategy.comm
+        self.strategy = context.run.strategy
+        self.comm = self.strategy.comm
         self.position = context.position
         self.weights = context.weights
         self.report = context.report
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan of the run's steps."""
+        return self.position.plan

@@ -42,13 +42,13 @@ class TimelineTrace(RunCallback):
         self._begin: int | None = None
         self._ended = False
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any) -> None:
         if self._begin is not None or self.position.step < self.first_step:
             return
 
         self._begin = self.position.step
         self.comm.on_chief(self._make_folder)
-        self.run.strategy.timeline.start(self.folder / REDUCTIONS)
+        self.strategy.timeline.start(self.folder / REDUCTIONS)
         if self.run.topology.is_chief:
             # Level 3 includes individual operations.
             options = tf.profiler.experimental.ProfilerOptions(
@@ -57,11 +57,11 @@ class TimelineTrace(RunCallback):
             )
             tf.profiler.experimental.start(str(self.folder), options)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self.position.step >= self.first_step + self.run.config.profile.steps:
             self._end()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Any) -> None:
         if self._begin is None:
             log.warning(
                 "profile.timeline traced nothing: the run ended before step %s",
@@ -81,7 +81,7 @@ class TimelineTrace(RunCallback):
             return
 
         self._ended = True
-        self.run.strategy.timeline.stop()
+        self.strategy.timeline.stop()
         if self.run.topology.is_chief:
             tf.profiler.experimental.stop()
             for line in time_by_operation(self.folder, self.position.step - self._begin):

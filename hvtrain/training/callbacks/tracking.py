@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hvtrain.config.instantiate import build
@@ -28,7 +27,6 @@ class Tracking(RunCallback):
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._trackers: dict[str, Tracker] = {}
-        self._tracked: dict[str, dict[str, Any]] = {}
         self._is_open = False
         if self.run.config.tracker:
             self.comm.on_chief(self._build)
@@ -58,7 +56,7 @@ class Tracking(RunCallback):
         self._each(start)
         self._send()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         self._send()
 
     def finish(
@@ -85,12 +83,7 @@ class Tracking(RunCallback):
     def __enter__(self) -> "Tracking":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A run that is still open without an exception will be resumed, such as after train.max_time.
         is_stopped = kind is None or issubclass(kind, Stopped)
         self.finish("stopped" if is_stopped else "failed")
@@ -122,9 +115,8 @@ class Tracking(RunCallback):
         for name, tracker in list(self._trackers.items()):
             try:
                 action(name, tracker)
-            except (
-                Exception
-            ) as error:  # Trackers are other people's code, and a run must not end because of them.
+            # Trackers are other people's code, and a run must not end because of them.
+            except Exception as error:
                 del self._trackers[name]
                 reason = without_passwords(in_one_line(error))
                 log.warning("tracker.%s failed: %s; the run continues without it", name, reason)
