@@ -42,6 +42,9 @@ def import_what_runs_need() -> None:
     import h5py  # noqa: F401
     import horovod.tensorflow  # noqa: F401
     import hydra  # noqa: F401
+    import jinja2  # noqa: F401
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
     import safetensors.numpy  # noqa: F401
     import sklearn.preprocessing  # noqa: F401
 
