@@ -57,7 +57,7 @@ MORE = (RANKS, pytest.mark.release)
     [
         pytest.param("alone", 80, marks=pytest.mark.nightly),
         pytest.param("horovodrun", 80, marks=(RANKS, pytest.mark.nightly)),
-        pytest.param("launch", 80, marks=(RANKS, pytest.mark.nightly)),
+        pytest.param("launch", 80, marks=MORE),
         pytest.param("launch-gloo", 120, marks=MORE),
         pytest.param("launch-mpirun", 120, marks=MORE),
         pytest.param("horovodrun-gloo", 120, marks=MORE),

@@ -13,7 +13,7 @@ from ranks import MARK, rank_processes, send, wait_until_gone
 
 pytestmark = pytest.mark.distributed
 
-WORDS = ["train.epochs=20", "train.deterministic=true", "dataset.shift_pixels=1", "schedule=cosine"]
+WORDS = ["train.epochs=10", "train.deterministic=true", "dataset.shift_pixels=1", "schedule=cosine"]
 
 
 def arrays(run):
