@@ -96,7 +96,7 @@ def test_ctrl_c_writes_what_was_measured(tmp_path):
         "--output",
         str(tmp_path / "out"),
     ]
-    process = start(None, 1, *COMPARE, *arguments, cwd=tmp_path)
+    process = start(None, 1, "python", *COMPARE[1:], *arguments, cwd=tmp_path)
     lines = iter(process.stdout.readline, "")
     seen = [next(line for line in lines if line.startswith("run 1 of 8: single"))]
     os.kill(process.pid, signal.SIGINT)

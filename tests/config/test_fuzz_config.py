@@ -113,7 +113,7 @@ def test_hard_values_at_every_setting():
             checked(changed(copy.deepcopy(default_tree()), name, value))
 
 
-@settings(FIXED, max_examples=300)
+@settings(FIXED, max_examples=200)
 @given(st.data())
 def test_any_values_at_any_settings(data):
     tree = copy.deepcopy(default_tree())
@@ -180,7 +180,7 @@ def test_any_words(arguments):
 
 
 @pytest.mark.nightly
-@settings(FIXED, max_examples=250)
+@settings(FIXED, max_examples=150)
 @given(st.lists(st.tuples(names, texts).map("=".join), min_size=1, max_size=3))
 def test_many_words(arguments):
     words_are_answered(arguments)

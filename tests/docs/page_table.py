@@ -1,7 +1,7 @@
 """What becomes of each command in README.md, CONTRIBUTING.md and docs: rows in the order of the page.
 
 By default tests/docs/test_pages.py composes the settings of all commands and compares this table with the pages.
-The release runs each page from its first command to its last; NIGHTLY has parts of six pages.
+The release runs each page from its first command to its last; NIGHTLY has parts of four pages.
 docs/tutorial.md has a test of its own, tests/docs/test_tutorial.py.
 """
 
@@ -302,21 +302,10 @@ TABLE = {
     ],
 }
 
-# The most different promises in the least time: own data, own losses, text, a finished run, a range test, the library.
+# The most different promises in the least time: own data, own losses, a finished run, the library.
 NIGHTLY = {
     "data": [trains("dataset=waves", "test_accuracy", 0.9, 1)],
     "tasks": [trains("experiment=houses", "test_price_error", 0, 0.2)],
-    # The vocabulary has 1,024 tokens.
-    "text": [
-        trains(
-            "runs/tales",
-            "test_perplexity",
-            20,
-            1000,
-            "train.steps=20 model.width=32 model.blocks=1",
-        )
-    ],
     "use": FINISHED_RUN,
-    "find-lr": runs("--steps 10", "--highest 1"),
     "library": LIBRARY,
 }

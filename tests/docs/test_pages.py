@@ -1,4 +1,4 @@
-"""Commands of the pages: composed by default, parts of six pages nightly, all pages before a release."""
+"""Commands of the pages: composed by default, parts of four pages nightly, all pages before a release."""
 
 import ast
 import importlib.util

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
     # Three ranks have pieces of their own, and a second rounding.
     params=[
         pytest.param(("gloo", 3), id="gloo-3"),
-        pytest.param(("mpirun", 2), marks=pytest.mark.nightly, id="mpi-2"),
+        pytest.param(("mpirun", 2), marks=pytest.mark.release, id="mpi-2"),
     ],
 )
 def ranks(request, tmp_path_factory):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
     scope="module",
     params=[
         pytest.param(("mpirun", 2), id="mpi-2"),
-        pytest.param(("gloo", 3), marks=pytest.mark.nightly, id="gloo-3"),
+        pytest.param(("gloo", 3), marks=pytest.mark.release, id="gloo-3"),
         pytest.param(("mpirun", 4), marks=pytest.mark.release, id="mpi-4"),
     ],
 )

@@ -25,7 +25,7 @@ CASES = {
     scope="module",
     params=[
         pytest.param(("mpirun", 2), id="mpi-2"),
-        pytest.param(("gloo", 3), marks=pytest.mark.nightly, id="gloo-3"),
+        pytest.param(("gloo", 3), marks=pytest.mark.release, id="gloo-3"),
     ],
 )
 def ranks(request, tmp_path_factory):

@@ -36,7 +36,7 @@ EQUAL = [
     scope="module",
     params=[
         pytest.param(("gloo", 3), id="gloo-3"),
-        pytest.param(("mpirun", 2), marks=pytest.mark.nightly, id="mpi-2"),
+        pytest.param(("mpirun", 2), marks=pytest.mark.release, id="mpi-2"),
     ],
 )
 def ranks(request, tmp_path_factory):

@@ -30,7 +30,7 @@ TOLERANCE = {"muon": 1e-5}
     # Between three ranks no border of a part is one of a variable.
     params=[
         pytest.param(("gloo", 3), id="gloo-3"),
-        pytest.param(("mpirun", 2), marks=pytest.mark.nightly, id="mpi-2"),
+        pytest.param(("mpirun", 2), marks=pytest.mark.release, id="mpi-2"),
     ],
 )
 def ranks(request, tmp_path_factory):

@@ -98,8 +98,14 @@ hvtrain.run_ranks(2, task)
 
 @needs_kernel
 @pytest.mark.distributed
-@pytest.mark.nightly
-@pytest.mark.parametrize("way", ["interrupt", "shutdown", "kill"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("interrupt", marks=pytest.mark.nightly),
+        pytest.param("shutdown", marks=pytest.mark.release),
+        pytest.param("kill", marks=pytest.mark.nightly),
+    ],
+)
 def test_no_rank_outlives_its_cell(way, tmp_path):
     """One rank sleeps, and the other waits for it inside Horovod."""
     client = notebook([WAITING, "hvtrain.run_ranks(2, sys.exit, 0)"], tmp_path, allow_errors=True)

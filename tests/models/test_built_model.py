@@ -53,8 +53,15 @@ def trained(model, jit_compile=False, steps=3):
     )
 
 
-@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("nested", "jit_compile"),
+    [
+        (False, False),
+        pytest.param(True, True, marks=pytest.mark.nightly),
+        pytest.param(True, False, marks=pytest.mark.release),
+        pytest.param(False, True, marks=pytest.mark.release),
+    ],
+)
 def test_recomputed_values_are_the_same_with_dropout_and_moving_statistics(nested, jit_compile):
     plain, number = trained(network(nested=nested), jit_compile)
     model = network(nested=nested)

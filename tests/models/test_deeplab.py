@@ -11,9 +11,9 @@ from hvtrain.models.memory import recompute
 from hvtrain.models.networks import body, clone
 from launching import without_hvtrain
 
-nightly = pytest.mark.nightly
+nightly, release = pytest.mark.nightly, pytest.mark.release
 TINY = {"backbone": "MobileNetV2", "alpha": 0.35, "filters": 16}
-BACKBONES = [("MobileNetV2", {"alpha": 0.35}), pytest.param("ResNet50", {}, marks=nightly)]
+MOBILE_NET, RES_NET = ("MobileNetV2", {"alpha": 0.35}), ("ResNet50", {})
 
 
 def rates(model):
@@ -32,8 +32,15 @@ MOBILE = [
 ]
 
 
-@pytest.mark.parametrize(("backbone", "options"), BACKBONES)
-@pytest.mark.parametrize("output_stride", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("backbone", "options", "output_stride"),
+    [
+        *((*MOBILE_NET, output_stride) for output_stride in (8, 16, 32)),
+        pytest.param(*RES_NET, 8, marks=nightly),  # Which dilates most.
+        pytest.param(*RES_NET, 16, marks=release),
+        pytest.param(*RES_NET, 32, marks=release),
+    ],
+)
 def test_features_are_as_fine_as_the_output_stride_says_and_later_blocks_dilated(
     backbone, options, output_stride
 ):
@@ -62,7 +69,9 @@ def test_features_are_as_fine_as_the_output_stride_says_and_later_blocks_dilated
     )
 
 
-@pytest.mark.parametrize(("backbone", "options"), BACKBONES)
+@pytest.mark.parametrize(
+    ("backbone", "options"), [MOBILE_NET, pytest.param(*RES_NET, marks=release)]
+)
 def test_each_place_sees_what_the_undilated_network_sees_there(backbone, options):
     """On odd sides, where strides leave no pixel over: every second or fourth feature is keras.applications' own."""
     keras.utils.set_random_seed(0)

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from hvtrain.core.topology import Topology
 from launching import many_runs, without_hvtrain
 from own.leaves import leaves
+from tiers import with_release
 
 # By default test_parts.py, test_first_weights.py, test_built_model.py and test_rates_and_averages.py hold what is done
 # to a model; here ranks train it and go on.
@@ -39,22 +40,22 @@ RUNS = {
     "own arguments": ["model._target_=leaves.loads_by_itself", "model.weights={folder}/source"],
     "tuned in parts/3": TUNED,
     "lora": LORA,
-    "lora in parts/1": [*LORA, "train.steps=7"],
-    "lora in parts/2": LORA,
     "synced": SYNCED,
     "synced in parts/1": [*SYNCED, "train.steps=7"],
     "synced in parts/2": SYNCED,
     "synced again": [*SYNCED, "train.remat=true"],
 }
+RUNS_FOR_RELEASE = {"lora in parts/1": [*LORA, "train.steps=7"], "lora in parts/2": LORA}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(request, tmp_path_factory):
     """(folder, what each rank saw, all output)."""
     folder = tmp_path_factory.mktemp("finetuned")
+    release_too = RUNS_FOR_RELEASE if with_release(request) else {}
     runs = {
         name: [setting.replace("{folder}", str(folder)) for setting in settings]
-        for name, settings in RUNS.items()
+        for name, settings in {**RUNS, **release_too}.items()
     }
     results, output = many_runs("gloo", 2, runs, folder)
     return folder, results, output
@@ -64,7 +65,9 @@ def arrays(folder, step=20):
     return load_file(folder / f"checkpoints/step-{step:08d}/state.safetensors")
 
 
-@pytest.mark.parametrize("name", ["tuned", "lora", "synced"])
+@pytest.mark.parametrize(
+    "name", ["tuned", "synced", pytest.param("lora", marks=pytest.mark.release)]
+)
 def test_a_resumed_run_ends_with_the_same_bits(two_ranks, name):
     folder, results, _ = two_ranks
     assert results[0][f"{name} in parts/2"]["record"]["first_step"] in (7, 8)

@@ -14,7 +14,7 @@ hub = pytest.importorskip(
 )
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(900)]
 
-SIZE = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "intermediate_dim": 64}
+SIZE = {"num_layers": 1, "num_heads": 2, "hidden_dim": 32, "intermediate_dim": 64}
 OPTIONS = [f"+model.backbone.{name}={value}" for name, value in SIZE.items()]
 KINDS = {
     "BertTextClassifier": ["task=classification", "+dataset.language=false"],
@@ -69,7 +69,7 @@ def results(request, tmp_path_factory):
     runs["of another size"] = words(
         "BertTextClassifier",
         *OPTIONS,
-        "model.backbone.num_layers=1",
+        "model.backbone.hidden_dim=16",
         f"model.weights={folder}/preset",
     )
     tuned = ["model.lora_rank=2", "train.ema=0.9", "train.rates={logits:2}", "train.remat=true"]
@@ -114,7 +114,7 @@ def test_two_ranks_begin_with_a_preset(results, run):
     task = keras.models.load_model(folder / run / "model.keras").layers[-1].get_layer("task")
     for ours, other in zip(task.backbone.get_weights(), backbone.get_weights(), strict=True):
         np.testing.assert_allclose(ours, other, atol=1e-6)
-    line = f"weights        21,984 parameters from {folder}/preset; new: task/logits/kernel (32, 2)"
+    line = f"weights        13,440 parameters from {folder}/preset; new: task/logits/kernel (32, 2)"
     assert output.count(line) == 3, "on rank 0, for each run that begins with it"
 
 

@@ -101,12 +101,12 @@ def test_a_trial_that_fails_does_not_end_the_sweep(tmp_path):
 @pytest.mark.nightly
 def test_a_trial_that_lags_behind_is_pruned(tmp_path):
     seed = searches(tmp_path, "optimizer.learning_rate", [0.01, 1.0e-9])
-    command = [*SWEEP, *seed, "--prune-after", "1", "trials=2", *RUN, "train.epochs=200"]
+    command = [*SWEEP, *seed, "--prune-after", "1", "trials=2", *RUN, "train.epochs=100"]
     code, output = run(None, 1, *command, cwd=tmp_path, timeout=580)
     assert code == 0, output
     good, pruned = json.loads((tmp_path / "out/sweep.json").read_text())["trials"]
-    assert (good["state"], pruned["state"]) == ("finished", "pruned") and len(good["epochs"]) == 200
-    assert 2 <= len(pruned["epochs"]) < 200 and pruned["value"] < good["value"]
+    assert (good["state"], pruned["state"]) == ("finished", "pruned") and len(good["epochs"]) == 100
+    assert 2 <= len(pruned["epochs"]) < 100 and pruned["value"] < good["value"]
     assert read_run(tmp_path / "out/trial-1").state == "stopped", "its ranks have saved, and ended"
     assert children_of(tmp_path) == []
 

@@ -59,8 +59,10 @@ def test_it_must_start_before_tensorflow_has_devices(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.nightly
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param(0, marks=pytest.mark.nightly), pytest.param(1, marks=pytest.mark.release)],
+)
 def test_a_worker_is_killed_and_the_run_goes_on_from_its_checkpoint(tmp_path, victim):
     """Rank 0 also holds the service that TensorFlow's workers register with."""
     line = [f"run.dir={tmp_path / 'run'}", "model=mlp", "checkpoint.every_steps=10", *OURS]
@@ -90,9 +92,14 @@ def test_a_worker_is_killed_and_the_run_goes_on_from_its_checkpoint(tmp_path, vi
 
 
 @pytest.mark.distributed
-@pytest.mark.nightly
 @needs_lab
-@pytest.mark.parametrize("how", ["--gloo", "--mpi"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("--gloo", marks=pytest.mark.nightly),
+        pytest.param("--mpi", marks=pytest.mark.release),
+    ],
+)
 def test_workers_on_two_hosts_find_each_other(how):
     with Lab(2) as lab:
         line = [

@@ -18,7 +18,7 @@ from hvtrain.launch.job import Job
 from hvtrain.launch.kubernetes import JobSet
 from lab import Lab, needs_lab
 from launching import WORKERS, finish, kill, run, start
-from tiers import with_nightly
+from tiers import with_nightly, with_release
 
 pytestmark = pytest.mark.distributed
 nightly, release = pytest.mark.nightly, pytest.mark.release
@@ -48,12 +48,15 @@ NIGHTLY_RUNS = {
     "exact/on": [SYNC, *STEPS, "train.steps=30"],
     "unlike": [SYNC, *STEPS, "train.batch_size=[12,4]"],
     "joint unlike": ["strategy=single", *STEPS, "train.batch_size=[12,4]"],
-    "sum": [SYNC, *STEPS, "train.batch_size=[12,4]", SUM],
-    "joint sum": ["strategy=single", *STEPS, "train.batch_size=[12,4]", SUM],
     "to servers": ["strategy=single", *STEPS, "train.steps=10"],
     "to servers/on": [SYNC, *STEPS],
     "from servers": [SYNC, *STEPS, "train.steps=10"],
     "from servers/on": ["strategy=single", *STEPS],
+}
+# Synchronous servers have other batches and another strategy nightly.
+RELEASE_RUNS = {
+    "sum": [SYNC, *STEPS, "train.batch_size=[12,4]", SUM],
+    "joint sum": ["strategy=single", *STEPS, "train.batch_size=[12,4]", SUM],
     "to async": ["strategy=single", *STEPS, "train.steps=10"],
     "to async/on": [ASYNC, *STEPS],
     "from async": [ASYNC, *STEPS, "train.steps=10", "train.divide_steps_by_size=false"],
@@ -65,9 +68,9 @@ NIGHTLY_RUNS = {
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
-    (folder / "runs.json").write_text(
-        json.dumps({**RUNS, **(NIGHTLY_RUNS if with_nightly(request) else {})})
-    )
+    nightly_too = NIGHTLY_RUNS if with_nightly(request) else {}
+    release_too = RELEASE_RUNS if with_release(request) else {}
+    (folder / "runs.json").write_text(json.dumps({**RUNS, **nightly_too, **release_too}))
     command = [
         "python",
         str(WORKERS / "server_runs.py"),
@@ -109,8 +112,9 @@ def test_synchronous_steps_equal_one_process_on_the_joint_batch(runs):
     assert ours == pytest.approx(expected, abs=1e-5)
 
 
-@nightly
-@pytest.mark.parametrize("name", ["unlike", "sum"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("unlike", marks=nightly), pytest.param("sum", marks=release)]
+)
 def test_workers_with_unlike_batches_equal_one_process_on_the_joint_batch(runs, name):
     folder, results = runs
     assert results[name]["parts"] == [12, 4], results[name]
@@ -168,7 +172,7 @@ def test_a_run_goes_on_under_another_strategy_as_if_it_were_its_own(runs, name):
     assert difference(folder, name, "joint") < 1e-5
 
 
-@nightly
+@release
 @pytest.mark.parametrize("name", ["to async", "from async"])
 def test_an_asynchronous_run_goes_on_from_and_to_another_strategy(runs, name):
     _, results = runs
@@ -226,6 +230,7 @@ def begin(folder, num_processes, *settings, **more):
         "-m",
         "hvtrain",
         "model=mlp",
+        "run.report=false",
         f"run.dir={folder}/run",
         *settings,
         cwd=folder,
@@ -250,8 +255,13 @@ def ranks_of(folder):
     return pids
 
 
-@nightly
-@pytest.mark.parametrize(("rank", "role"), [(3, "worker 1"), (1, "ps 0")])
+@pytest.mark.parametrize(
+    ("rank", "role"),
+    [
+        pytest.param(3, "worker 1", marks=release),
+        pytest.param(1, "ps 0", marks=nightly),
+    ],
+)
 def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
     process, ranks = begin(tmp_path, 4, ASYNC, "train.epochs=5000")
     os.kill(ranks[rank], signal.SIGKILL)
@@ -262,9 +272,12 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path, rank, role):
     assert not ranks_of(tmp_path)
 
 
-@nightly
 @pytest.mark.parametrize(
-    ("job", "number", "code"), [("worker", signal.SIGINT, 130), ("ps", signal.SIGTERM, 75)]
+    ("job", "number", "code"),
+    [
+        pytest.param("worker", signal.SIGINT, 130, marks=nightly),
+        pytest.param("ps", signal.SIGTERM, 75, marks=release),
+    ],
 )
 def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(
     tmp_path, job, number, code
@@ -308,7 +321,7 @@ def test_a_signal_to_one_of_the_processes_started_by_hand_saves_and_stops_all(
 @nightly
 def test_a_late_gradient_is_dropped(tmp_path):
     """One of three workers stands still for a while; the run goes on without it, and drops what it then gives."""
-    process, ranks = begin(tmp_path, 5, SYNC, "strategy.replicas_to_aggregate=2", "train.epochs=60")
+    process, ranks = begin(tmp_path, 5, SYNC, "strategy.replicas_to_aggregate=2", "train.epochs=30")
     try:
         os.kill(ranks[4], signal.SIGSTOP)
         time.sleep(1)

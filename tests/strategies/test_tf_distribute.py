@@ -1,9 +1,11 @@
 """The strategies of tf.distribute keep one contract: exact, the same as Horovod's ranks, resumed, and refused by name.
 
 mirrored is two replicas in one process, multi_worker_mirrored is two real workers. Each makes its runs in one start, by
-default those of a few tasks and settings; what reduces, counts and saves is the same for all of them.
+default those of a few tasks and settings; what reduces, counts and saves is the same for all of them. Each other task
+or setting is tried with one of the two strategies nightly, and with the other before a release.
 """
 
+import itertools
 import json
 import re
 
@@ -12,14 +14,14 @@ import pytest
 
 from launching import many_runs, without_hvtrain
 from run_results import different, history, record, state
-from tiers import mostly_nightly, with_nightly
+from tiers import with_nightly
 
 # Nightly, two starts with some thirty runs each.
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.timeout(900),
 ]
-nightly = pytest.mark.nightly
+nightly, release = pytest.mark.nightly, pytest.mark.release
 
 WORDS = {
     "mirrored": ["strategy=mirrored", "strategy.num_replicas=2"],
@@ -79,6 +81,39 @@ print(type(model).__module__.split(".")[0])
 """
 both = pytest.mark.parametrize("strategy", WORDS)
 BY_DEFAULT = ("classification", "norm")
+# An Embedding's rows and masks with both; what else there is with one of them.
+NIGHTLY = {
+    "mirrored": ("language", "one number", "text in two", "half"),
+    "multi_worker_mirrored": (
+        "language",
+        "regression",
+        "custom",
+        "norm in two",
+        "parts",
+        "mixed targets",
+        "digits",
+    ),
+}
+
+
+def on_both(names):
+    """Parameters: each strategy with each name, in the tier that the two have."""
+    parameters = []
+    for strategy, name in itertools.product(WORDS, names):
+        later = nightly if name in NIGHTLY[strategy] else release
+        parameters.append(pytest.param(strategy, name, marks=() if name in BY_DEFAULT else later))
+    return parameters
+
+
+def selected(request, strategy):
+    """Names of the strategy's runs, or of their tasks, that the selected tests read."""
+    items = [item for item in request.session.items if item.path == request.path]
+    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return {
+        names["name"]
+        for names in parameters
+        if names.get("strategy") == strategy and "name" in names
+    }
 
 
 def six_steps(own):
@@ -115,7 +150,7 @@ def joint_runs(strategy):
     return runs
 
 
-def runs_of(strategy, nightly_too):
+def runs_of(strategy, names):
     """Runs by name: against one process, whole ones, one in two starts, and refused ones."""
     ours = WORDS[strategy]
     runs = {
@@ -131,14 +166,13 @@ def runs_of(strategy, nightly_too):
             f"{name} in two": [*runs[name], "train.steps=5"],
             f"{name} in two/again": runs[name],
         }
-    if nightly_too:
-        return runs
-    by_default = {
-        *BY_DEFAULT,
-        *(f"joint {name}" for name in (*BY_DEFAULT, "forgetful")),
-        *(name for name, _ in REFUSED),
+    wholes = {name.removesuffix(" in two") for name in names}
+    chosen = {*names, *wholes, *BY_DEFAULT, "forgetful"}
+    return {
+        name: own
+        for name, own in runs.items()
+        if name.removeprefix("joint ").partition("/")[0] in chosen
     }
-    return {name: own for name, own in runs.items() if name in by_default}
 
 
 REFUSED = [
@@ -168,9 +202,13 @@ def workers(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     (folder / "text.txt").write_text(TEXT)
     ours = WORDS["multi_worker_mirrored"]
-    runs = runs_of("multi_worker_mirrored", with_nightly(request))
+    names = selected(request, "multi_worker_mirrored")
+    runs = runs_of("multi_worker_mirrored", names)
+    compared = names | selected(request, "mirrored") | {"norm"}
     runs |= {
-        f"horovod {name}": six_steps(own) for name, own in {**SAME, **MORE}.items() if name in runs
+        f"horovod {name}": six_steps(own)
+        for name, own in {**SAME, **MORE}.items()
+        if name in compared
     }
     if with_nightly(request):
         runs |= {
@@ -197,7 +235,7 @@ def replicas(request, workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("replicas")
     (folder / "text.txt").write_text(TEXT)
     ours = WORDS["mirrored"]
-    runs = runs_of("mirrored", with_nightly(request))
+    runs = runs_of("mirrored", selected(request, "mirrored"))
     if with_nightly(request):
         runs["to horovod"] = [*runs["norm"], "train.steps=5"]
         runs["from horovod"] = [*runs["norm"], f"run.dir={workers[1] / 'horovod for replicas'}"]
@@ -225,15 +263,14 @@ def largest_gap(first, second):
     )
 
 
-@both
-@pytest.mark.parametrize("kind", mostly_nightly([*JOINT, "one number"], *BY_DEFAULT))
-def test_twenty_steps_equal_one_process_on_the_joint_batches(results, strategy, kind):
+@pytest.mark.parametrize(("strategy", "name"), on_both([*JOINT, "one number"]))
+def test_twenty_steps_equal_one_process_on_the_joint_batches(results, strategy, name):
     """With weights, masks, clipping, rows of an Embedding, inputs by name and losses that layers add."""
     for rank in results[0]:
-        result = rank[f"joint {kind}"]
+        result = rank[f"joint {name}"]
         assert result["exact"] < 1e-5
         assert len(result["sizes"][0]) == 20
-        if kind in ("language", "custom") or (strategy, kind) == (
+        if name in ("language", "custom") or (strategy, name) == (
             "multi_worker_mirrored",
             "regression",
         ):
@@ -245,8 +282,7 @@ def test_without_the_reduction_they_do_not(results):
     assert results[0][0]["joint forgetful"]["exact"] > 1e-3
 
 
-@both
-@pytest.mark.parametrize("name", mostly_nightly([*SAME, *MORE], *BY_DEFAULT))
+@pytest.mark.parametrize(("strategy", "name"), on_both([*SAME, *MORE]))
 def test_a_run_gives_what_horovod_gives(results, workers, strategy, name):
     """With dropout, batch normalization, parts at other rates, averages, half precision and mixed targets."""
     ours, expected = record(results[0], name), record(workers[0], f"horovod {name}")
@@ -268,13 +304,12 @@ def test_a_run_gives_what_horovod_gives(results, workers, strategy, name):
         )
 
 
-@both
-@nightly
-@pytest.mark.parametrize("name", ["text", "norm"])
+@pytest.mark.parametrize(("strategy", "name"), on_both(["text in two", "norm in two"]))
 def test_it_goes_on_in_the_middle_of_an_epoch_with_the_same_bits(results, strategy, name):
     """With dropout's seeds and moving statistics of each replica or worker."""
-    assert record(results[0], f"{name} in two/again")["first_step"] == 5
-    assert different(state(results[1] / name, 6), state(results[1] / f"{name} in two", 6)) == []
+    assert record(results[0], f"{name}/again")["first_step"] == 5
+    whole = state(results[1] / name.removesuffix(" in two"), 6)
+    assert different(whole, state(results[1] / name, 6)) == []
 
 
 @nightly
@@ -340,10 +375,9 @@ def test_ranks_of_horovod_go_on_where_replicas_stopped(replicas, workers):
     )
 
 
-@both
-@nightly
-def test_the_digits_are_learned_and_plain_keras_loads_the_model(results, strategy):
-    assert record(results[0], "digits")["test_accuracy"] > 0.95
+@pytest.mark.parametrize(("strategy", "name"), on_both(["digits"]))
+def test_the_digits_are_learned_and_plain_keras_loads_the_model(results, name):
+    assert record(results[0], name)["test_accuracy"] > 0.95
     assert len(history(results[1] / "digits")) == 8
     path = str(results[1] / "digits/model.keras")
     assert without_hvtrain(LOADED.format(path=path), cwd=results[1]).strip() == "keras"

@@ -71,7 +71,7 @@ def test_ranks_equal_keras_in_one_process_on_the_joint_batches(two_ranks, name):
     check(two_ranks[0], name)
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 def test_so_do_three_ranks(tmp_path_factory):
     ranks = start(
         3, {name: [*JOINT, *more] for name, more in KINDS.items()}, tmp_path_factory.mktemp("three")

@@ -98,7 +98,7 @@ def metrics(finished, run):
     return json.loads((finished[0] / run / "result.json").read_text())["metrics"]
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.release), 3])
 def test_ranks_equal_one_process_on_the_joint_batch(num_ranks, tmp_path):
     """Also in the last step, whose batches are unlike. Without joint_batch and the joint loss they do not."""
     ranks, _ = launching.many_runs("mpirun", num_ranks, JOINT, tmp_path)

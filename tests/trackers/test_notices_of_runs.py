@@ -11,7 +11,8 @@ from receivers import SECRET, free_port, receiving
 pytest.importorskip("apprise", reason="apprise is not installed; ./scripts/run pytest does it")
 pytest.importorskip("aiosmtpd", reason="aiosmtpd is not installed; ./scripts/run pytest does it")
 # By default test_notice.py holds what is sent, by whom, and that it has no secret.
-pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
+pytestmark = pytest.mark.distributed
+nightly, release = pytest.mark.nightly, pytest.mark.release
 
 HOST = os.uname().nodename
 
@@ -49,6 +50,7 @@ def with_secret(folder):
     ]
 
 
+@nightly
 @pytest.mark.usefixtures("ran")
 def test_a_finished_run_sends_its_results_by_mail_and_webhook(received, folder):
     kind, body = received.only_post("whole has finished")
@@ -61,6 +63,7 @@ def test_a_finished_run_sends_its_results_by_mail_and_webhook(received, folder):
     assert subject == "whole has finished" and "test_accuracy" in text
 
 
+@nightly
 @pytest.mark.usefixtures("ran")
 def test_addresses_come_from_the_variable_too(received):
     assert received.only_post("variable has finished")[0] == "success"
@@ -70,6 +73,7 @@ def test_addresses_come_from_the_variable_too(received):
     )
 
 
+@nightly
 def test_a_run_that_reaches_its_time_limit_says_how_it_goes_on(ran, received, folder):
     assert ran[0][0]["limited"]["record"]["num_steps"] < 25
     kind, body = received.only_post("limited was stopped")
@@ -77,6 +81,7 @@ def test_a_run_that_reaches_its_time_limit_says_how_it_goes_on(ran, received, fo
     assert f"; run the same command with run.dir={folder / 'limited'} to continue\n" in body
 
 
+@nightly
 def test_what_cannot_be_sent_is_one_warning(ran):
     results, output = ran
     assert [seen["unsent"]["record"]["num_steps"] for seen in results] == [12, 12]
@@ -86,6 +91,7 @@ def test_what_cannot_be_sent_is_one_warning(ran):
     )
 
 
+@nightly
 def test_an_unknown_address_ends_all_ranks_before_training(ran, folder):
     assert {seen["unknown"]["error"] for seen in ran[0]} == {
         "ConfigError: notify: address 2 of 2 (nosuch://***) is not an address that apprise takes; see docs/notices.md"
@@ -93,6 +99,7 @@ def test_an_unknown_address_ends_all_ranks_before_training(ran, folder):
     assert not list((folder / "unknown/checkpoints").iterdir())
 
 
+@nightly
 def test_no_secret_is_in_a_run_folder_or_on_the_console(ran, folder):
     assert SECRET not in ran[1]
     files = {path.name for path in (folder / "whole").rglob("*")}
@@ -112,16 +119,31 @@ FATES = {
     "hanging": ["+callbacks.own._target_=strike.Strike", "+callbacks.own.done=done", "+callbacks.own.step=3",
                 "+callbacks.own.name=SIGSTOP", "watchdog.abort_seconds=3"],
 }  # fmt: skip
-STRUCK = [("failing", 1), ("failing", 0), ("killed", 1), ("killed", 0), ("preempted", 1)]
-CASES = [
+# A launcher, what happens, and the rank to which it does.
+NIGHTLY = [
     ("--gloo", "hanging", 1),
-    *(("--gloo", *case) for case in STRUCK),
-    *(("--mpi", *case) for case in STRUCK),
+    ("--gloo", "failing", 1),
+    ("--gloo", "killed", 0),
+    ("--mpi", "killed", 1),
+    ("--mpi", "preempted", 1),
 ]
-"""A launcher, what happens, and the rank to which it does."""
+RELEASE = [
+    ("--gloo", "failing", 0),
+    ("--gloo", "killed", 1),
+    ("--gloo", "preempted", 1),
+    ("--mpi", "failing", 1),
+    ("--mpi", "failing", 0),
+    ("--mpi", "killed", 0),
+]
 
 
-@pytest.mark.parametrize(("how", "fate", "rank"), CASES)
+@pytest.mark.parametrize(
+    ("how", "fate", "rank"),
+    [
+        *(pytest.param(*case, marks=nightly) for case in NIGHTLY),
+        *(pytest.param(*case, marks=release) for case in RELEASE),
+    ],
+)
 def test_a_job_that_is_struck_sends_one_notice(how, fate, rank, received, tmp_path):
     name = f"{fate}-{rank}{how}"
     settings = [
@@ -129,6 +151,7 @@ def test_a_job_that_is_struck_sends_one_notice(how, fate, rank, received, tmp_pa
         *FATES[fate],
         f"+callbacks.own.rank={rank}",
         f"notify={received.webhook}",
+        "run.report=false",
     ]
     code, output = run(
         None, 1, "python", "-m", "hvtrain", "launch", how, "-np", "2", "--", *settings, f"run.dir={name}", cwd=tmp_path,

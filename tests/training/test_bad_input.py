@@ -129,7 +129,8 @@ def test_settings_of_another_launcher_are_told(tmp_path):
     ("launcher", "num_ranks"),
     [
         (None, 1),
-        *(pytest.param(launcher, 2, marks=pytest.mark.nightly) for launcher in ("gloo", "mpi")),
+        pytest.param("gloo", 2, marks=pytest.mark.nightly),
+        pytest.param("mpi", 2, marks=pytest.mark.release),
     ],
 )
 def test_interrupted_by_the_user(launcher, num_ranks, tmp_path):

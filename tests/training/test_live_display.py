@@ -10,7 +10,7 @@ from hvtrain.system.drawing import Bar, Drawing, LiveDisplay, Sender, request
 from hvtrain.training.callbacks.console_progress import display
 from launching import BIN
 
-EPOCHS = 4  # Fast machines take less than a second for one, and bars are drawn twice a second.
+EPOCHS = 3  # Fast machines take less than a second for one, and bars are drawn twice a second.
 SETTINGS = [
     "model=cnn",
     "train.batch_size=1",
@@ -57,7 +57,7 @@ MORE = (RANKS, pytest.mark.release)
     [
         pytest.param("alone", 80, marks=pytest.mark.nightly),
         pytest.param("horovodrun", 80, marks=(RANKS, pytest.mark.nightly)),
-        pytest.param("launch", 80, marks=(RANKS, pytest.mark.nightly)),
+        pytest.param("launch", 80, marks=MORE),
         pytest.param("launch-gloo", 120, marks=MORE),
         pytest.param("launch-mpirun", 120, marks=MORE),
         pytest.param("horovodrun-gloo", 120, marks=MORE),

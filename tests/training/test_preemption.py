@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 # 22 steps an epoch.
 WORDS = [
-    "train.epochs=20",
+    "train.epochs=10",
     "train.deterministic=true",
     "dataset.shift_pixels=1",
     "schedule=cosine",

@@ -88,7 +88,7 @@ GOES_ON = "run the same command with run.dir={folder} to resume from step-000000
     ("event", "phase"),
     [([1, 30, "data: hang"], "data since step 31"),
      pytest.param([0, 30, "forward: hang"], "forward since step 31", marks=pytest.mark.nightly),
-     pytest.param([1, 30, "hang"], "callbacks since step 31", marks=pytest.mark.nightly)],
+     pytest.param([1, 30, "hang"], "callbacks since step 31", marks=pytest.mark.release)],
 )  # fmt: skip
 def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path, event, phase):
     with Ranks(tmp_path, 3, 2, event) as ranks:
@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path, event, phase):
         assert ("in act" in ranks.stacks(rank)) == (rank == event[0])
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.release)])
 def test_a_rank_that_is_stopped_is_named_and_woken_for_its_stacks(tmp_path, rank):
     with Ranks(tmp_path, 3, 2, [rank, 30, "stop"]) as ranks:
         codes = ranks.codes()
@@ -154,7 +154,7 @@ def test_rank_0_that_was_killed(tmp_path):
 @pytest.mark.parametrize(
     ("rank", "what", "error"),
     [
-        pytest.param(0, "raise", "RuntimeError: a leaf fell off", marks=pytest.mark.nightly),
+        pytest.param(0, "raise", "RuntimeError: a leaf fell off", marks=pytest.mark.release),
         (1, "raise", "RuntimeError: a leaf fell off"),
         pytest.param(1, "memory", "MemoryError: no room for a leaf", marks=pytest.mark.nightly),
     ],

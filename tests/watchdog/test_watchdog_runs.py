@@ -30,6 +30,8 @@ def begin(launcher, tmp_path, *overrides, size=2, options=(), **extra):
         "hvtrain",
         "--config-dir",
         str(OWN / "conf"),
+        "model=mlp",
+        "run.report=false",
         f"run.dir={tmp_path / 'run'}",
         "data.uneven=trim",
         *overrides,
@@ -148,7 +150,7 @@ def test_what_takes_longer_than_the_limit_is_no_hang(tmp_path):
 @pytest.mark.nightly
 def test_the_launcher_is_killed(tmp_path):
     """All ranks notice and go. Over two hosts: test_network.py."""
-    process = begin("mpirun", tmp_path, "train.epochs=100000", "model=mlp")
+    process = begin("mpirun", tmp_path, "train.epochs=100000")
     checkpoints = tmp_path / "run" / "checkpoints"
     deadline = time.monotonic() + 120
     while not list(checkpoints.glob("step-*")):

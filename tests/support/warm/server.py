@@ -42,15 +42,46 @@ def import_what_runs_need() -> None:
     import h5py  # noqa: F401
     import horovod.tensorflow  # noqa: F401
     import hydra  # noqa: F401
+    import jinja2  # noqa: F401
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
     import safetensors.numpy  # noqa: F401
     import sklearn.preprocessing  # noqa: F401
 
+    import hvtrain.config.compose
     import hvtrain.keras
     import hvtrain.runner
     import hvtrain.strategies.horovod  # noqa: F401
 
+    convert_steps()
+
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     assert len(threads) == 1, f"a fork has none of these threads but the one that forks: {threads}"
+
+
+def convert_steps() -> None:
+    """AutoGraph's conversion of what every training traces: half a CPU second, whose results the forks inherit."""
+    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+    from tensorflow.python.autograph.core import converter
+    from tensorflow.python.autograph.impl import api
+
+    from hvtrain.keras.hooks import Distributed
+    from hvtrain.keras.reduction import Reducer
+    from hvtrain.step import joint_loss
+
+    called = [
+        Distributed.apply_gradients,
+        Distributed.scale_loss,
+        Reducer.scale_loss,
+        joint_loss.ExactLoss.update_state,
+        joint_loss.overridden_steps,
+    ]
+    # The first is what `tf.function` gets, the others are what it calls. AutoGraph's cache has each by this option.
+    for function in (TensorFlowTrainer.train_step, *called):
+        options = converter.ConversionOptions(
+            recursive=True, user_requested=function not in called, optional_features=None
+        )
+        api._TRANSPILER.transform(function, converter.ProgramContext(options=options))
 
 
 class Server:
