@@ -357,10 +357,7 @@ class Task(ABC):
 
 
 class ClassTask(Task):
-    """A task whose targets are indices of classes.
-
-    The model outputs a logit for each class of each index.
-    """
+    """A task whose targets are indices of classes. The model outputs a logit for each class of each index."""
 
     gives_logits = True
     rank: ClassVar[int] = 0
