@@ -44,7 +44,7 @@ CASES = {
     "same": ["dataset.same_data=by_mistake"],
     "meant": ["dataset.same_data=meant", "train.accumulate=3", "train.epochs=2"],
     "error": ["data.uneven=error"],
-    "unlike": ["train.batch_size=[24,8]", "train.epochs=1", "data.uneven=pad",
+    "unlike": ["train.batch_size=[24,8]", "train.epochs=1", "data.uneven=auto",
                "guard.every=0", "guard.finite=false", "guard.batches=false",
                "+callbacks.log={_target_: keras.callbacks.CSVLogger, filename: '${run.dir}/log.csv'}"],
     "numbers": ["train.batch_size=[24,8,4]"],
