@@ -17,7 +17,7 @@ from hvtrain.launch.cluster_files import texts
 from hvtrain.launch.job import Job
 from hvtrain.launch.kubernetes import JobSet
 from lab import Lab, needs_lab
-from launching import WORKERS, finish, kill, run, start
+from launching import WORKERS, finish, kill, run, start, with_usual
 from tiers import with_nightly, with_release
 
 pytestmark = pytest.mark.distributed
@@ -70,7 +70,10 @@ def runs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     nightly_too = NIGHTLY_RUNS if with_nightly(request) else {}
     release_too = RELEASE_RUNS if with_release(request) else {}
-    (folder / "runs.json").write_text(json.dumps({**RUNS, **nightly_too, **release_too}))
+    settings = {**RUNS, **nightly_too, **release_too}
+    (folder / "runs.json").write_text(
+        json.dumps({name: with_usual(own) for name, own in settings.items()})
+    )
     command = [
         "python",
         str(WORKERS / "server_runs.py"),

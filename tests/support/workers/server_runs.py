@@ -36,7 +36,6 @@ def composed(name, settings):
         "~dataset",
         "+model={_target_: kinds.model, kind: words}",
         "+dataset={_target_: kinds.data, kind: words}",
-        "run.report=false",  # It takes a second of each run.
     ]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         return from_dict(
