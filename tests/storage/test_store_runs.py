@@ -413,6 +413,7 @@ def test_killed_runs_on_ever_new_hosts_end_with_the_same_bits(server, tmp_path):
         "train.epochs=4",
         "checkpoint.every_steps=7",
         "train.batch_size=64",
+        "data.uneven=trim",
     ]
     code, output = train("gloo", 2, *settings, f"run.dir={tmp_path / 'whole'}", cwd=tmp_path)
     assert code == 0, output
