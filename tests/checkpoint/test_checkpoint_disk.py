@@ -15,8 +15,8 @@ pytestmark = pytest.mark.distributed
 # A checkpoint of the default model has 640 kB; the second one kept does not fit beside the one being written.
 OVERRIDES = [
     "train.epochs=3",
-    "data.uneven=trim",
     "checkpoint.every_steps=7",
+    "data.uneven=trim",
     "checkpoint.keep=9",
 ]
 
@@ -83,7 +83,7 @@ def test_training_goes_on_without_checkpoints_where_that_is_wished(tmp_path):
         filler = disk / "filler"
         filler.write_bytes(b"x" * 1_400_000)
         overrides = [
-            *OVERRIDES[:2],
+            *OVERRIDES[:3],
             "checkpoint.keep=1",
             "checkpoint.on_error=warn",
             f"run.dir={run}",

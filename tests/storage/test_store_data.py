@@ -466,7 +466,7 @@ def test_shards_that_change_or_cannot_be_read_end_the_stream(
     else:
         store.fault = lambda request: 403 if ".tar" in request.path else None
         message = rf"{address}/{name} cannot be accessed"
-    cache._far[str(Path(far.paths("train")[0]))]._kept = None
+    cache._far[str(Path(far.paths("train")[0]))].kept = None
     with pytest.raises(StorageError, match=message):
         try:
             images_of(stream)
