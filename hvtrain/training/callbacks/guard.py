@@ -40,6 +40,7 @@ class Guard(RunCallback):
     this callback after EpochMetrics, so that all ranks see the same loss.
 
     Raises:
+        RankError: Weights differ between ranks.
         TrainingError: The loss of an epoch is not finite; names the ranks on which it is not.
     """
 

@@ -171,7 +171,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         label: str = "",
         kind: type[Family] = GaugeMetricFamily,
     ) -> Family:
-        """Makes a metric from a number or, with `label`, from numbers by the label's value. All have the label `run`."""
+        """Makes a metric from a number or, with `label`, numbers by the label's value. All have the label `run`."""
         names = ["run", label] if label else ["run"]
         family = kind(f"hvtrain_{name}", text, labels=names)
         for key, value in (values if label else {"": values}).items():

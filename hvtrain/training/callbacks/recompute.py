@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 NUM_CALIBRATIONS = 3
 """The first checks, whose differences show how much rounding alone changes gradients."""
 FIRST_TOLERANCE = 1e-2
-"""Tolerance of these checks, which do not know that yet."""
+"""Tolerance of these first checks."""
 MARGIN = 10.0
 """Factor of later tolerances over the largest difference in the first checks."""
 LEAST_TOLERANCE = 1e-5
