@@ -150,7 +150,7 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
 
     Args:
         run: The run.
-        batches: This rank's stream from the run's first step on.
+        batches: This rank's stream from this start's first step on, see Run.stream_from.
         is_resumed: The run continues from a checkpoint.
 
     Raises:
