@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes 
 MEMORY = "memory/"
 """Prefix of the array names that rank_memory returns."""
 SAME = f"{MEMORY}same/"
-"""Longer prefix of those arrays that are equal on all ranks."""
+"""Prefix of such names if the arrays are equal on all ranks."""
 
 
 def snapshot(
@@ -61,7 +61,7 @@ def restore(
     prefixes = tuple(f"{part}/" for part in parts)
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
     sharded = sharded_variables(model)
-    # This process may know only the shape of its part, so for these only the keys are compared.
+    # This process may know only the shape of its part, so of sharded variables only the keys are compared.
     variables = {
         key: checkpoint.arrays.get(key, variable) if key in sharded else variable
         for key, variable in _variables(model).items()

@@ -2,8 +2,8 @@
 
 Does not communicate. A checkpoint is a folder step-NNNNNNNN, written by writer.py, with
 state.safetensors (arrays), meta.json (everything else), tables.safetensors (sharded tables, if any)
-and SHA256SUMS, their checksums in the format of the command sha256sum. The folder is not trusted: nothing in it is
-executed or instantiated, no link is followed, and no name in it is used as a path.
+and SHA256SUMS, their checksums in the format of the command sha256sum. The folder is not trusted:
+nothing in it is executed or instantiated, no link is followed, and no name in it is used as a path.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ TABLES = "tables.safetensors"
 """Embedding tables and their slots, if they are sharded over the ranks."""
 SUMS = "SHA256SUMS"
 MAX_HEADER_BYTES = 16 << 20
-"""Longest header of tables.safetensors: the file states its length, which must not fill the memory."""
+"""Longest accepted header of tables.safetensors, whose length the file itself states."""
 # Types of tables, by their names in safetensors.
 _TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _NAME = re.compile(r"step-([0-9]{8,})")
@@ -63,7 +63,7 @@ class Checkpoint:
         """Returns each callback's numbers and best weights, by its name, as CallbackState saved them.
 
         Raises:
-            CheckpointError: the saved numbers are not numbers.
+            CheckpointError: the saved values are not numbers.
         """
         # Known names only, so that a checkpoint cannot set any other attribute of a callback.
         try:

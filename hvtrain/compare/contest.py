@@ -35,7 +35,7 @@ _ONLY_STEPS = (
     "checkpoint.every_minutes=null",
 )
 
-# Takes the place of a round's number to stand for a whole run.
+# Stands for a whole run, in place of a round's number.
 WHOLE = 0
 # Removed after each short run, since there are many of those; whole runs keep them.
 _LARGE = ("checkpoints", "model.keras", "best.keras")

@@ -120,7 +120,7 @@ def _entry(
     points: Curve,
     reached: Reached | None,
 ) -> dict[str, Any]:
-    """Returns a strategy's entry in compare.json; without a whole run, what only that measures is None or empty."""
+    """Returns a strategy's entry in compare.json. Fields that only a whole run fills are None or empty without one."""
     name = contestant.name
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)

@@ -75,7 +75,7 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
     left = [item for item in objects if (item.name or remote.name).lower().endswith(far)]
     brought = sorted({*objects} - {*left})
     num_bytes = sum(item.num_bytes for item in objects)
-    # Parts are kept only if the whole objects would fit, since nothing bounds how much of them is read.
+    # Parts are kept only if the whole objects would fit, since every part may be read in the end.
     keeps_parts = num_bytes <= limit_bytes()
     if not keeps_parts:
         num_bytes = sum(item.num_bytes for item in brought)
