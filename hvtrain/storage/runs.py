@@ -43,7 +43,7 @@ class RunStore:
         """Claims the run, and downloads its newest state if it is not here (chief only). Raises UserError."""
 
     def send(self) -> None:
-        """Uploads what has changed (chief only). Raises StorageError."""
+        """Uploads what has changed (chief only). Raises StorageError, or DataError if the store cannot be read."""
 
 
 def address_of(folder: Path) -> str:

@@ -112,7 +112,7 @@ class Notice:
         self._tell(FINISHED, text)
 
     def stopped(self, text: str) -> None:
-        """Sends that the run was asked to stop, with text that says how to continue it."""
+        """Sends the notice that the run was asked to stop; the text says how to continue it."""
         self._tell(STOPPED, text)
 
     def failed(self, error: BaseException) -> None:

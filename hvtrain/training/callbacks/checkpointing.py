@@ -102,7 +102,7 @@ class Interruption(RunCallback):
 class CallbackState(keras.callbacks.Callback):
     """Saves the state of the user's callbacks, and restores it in a resumed run (every rank).
 
-    Saved are only numbers, such as patience and best value, in the checkpoint's meta, and best_weights
+    It saves only numbers, such as patience and best value, in the checkpoint's meta, and best_weights,
     among its arrays. Since callbacks may set the factor of the learning rate, all ranks get the chief's
     factor after each epoch. Put this callback after the user's.
 
@@ -245,8 +245,8 @@ class Checkpointing(_Saving):
         self._last_saved_at = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
-        # Only rank 0 knows that a background write failed. It requests a stop here, which the callbacks
-        # of this step extend to all ranks; on_epoch_end then raises the error on all of them.
+        # Only rank 0 knows that a background write failed. It requests a stop here, which the strategy's
+        # stop_callbacks extend to all ranks; on_epoch_end then raises the error on all of them.
         if self.writer.failed:
             self.model.stop_training = True
 

@@ -137,7 +137,7 @@ def make_callbacks(
         strategy.membership.commit_steps and MemoryCommit(context, state, validation),
         begin_step,
     ]
-    # Callbacks that are switched off are None or False here.
+    # A callback that is switched off is None, False or 0 here.
     return [callback for callback in callbacks if isinstance(callback, Callback)]
 
 

@@ -82,7 +82,7 @@ class Recompute(RunCallback):
             # If set before a call of the graph, the first step of the call keeps its batch and digest.
             self._is_due = tf.Variable(False, trainable=False)
         self._differences: list[float] = []
-        # Before tracing, in which Keras calls it.
+        # Set before the graph is traced, when Keras calls it.
         model.train_step = self._recorded_step
         self._gradient = tf.function(self._gradient_of, reduce_retracing=True)
 
