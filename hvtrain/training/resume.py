@@ -175,7 +175,7 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
             if name.startswith("metric/")
         }
         kept[0] = {**kept[0], **sums}
-    # Seeds are not copied: dropout would then drop the same units on two ranks.
+    # Seeds are not copied, since dropout would drop the same units on two ranks.
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
 

@@ -126,7 +126,7 @@ class Progress:
         """Returns the rank's status.
 
         Args:
-            suspended: seconds since the last call in which the process was suspended; they do not count.
+            suspended: for how many seconds since the last call the process was suspended; they do not count.
         """
         now = time.monotonic()
         self._phase_began += suspended
