@@ -1,6 +1,6 @@
-"""The state of a model that a checkpoint holds: taken from the model, and restored to it.
+"""Copies the state of a model for a checkpoint, and restores it from one.
 
-Does not communicate: its callers gather and broadcast. Does not touch the disk; see store.py.
+Does not communicate: its callers gather and broadcast. Does not touch the disk: store.py reads, writer.py writes.
 """
 
 from itertools import zip_longest
@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # Reading and writing files works without Keras, which takes 
     import keras
 
 MEMORY = "memory/"
-"""Prefix of the names of arrays that rank_memory returns."""
+"""Prefix of the array names that rank_memory returns."""
 SAME = f"{MEMORY}same/"
-"""Prefix of those names whose arrays are equal on all ranks."""
+"""Prefix of such names if the arrays are equal on all ranks."""
 
 
 def snapshot(
@@ -27,16 +27,16 @@ def snapshot(
     callback_arrays: Arrays | None = None,
     parts: Arrays | None = None,
 ) -> Arrays:
-    """Returns copies of the arrays of a checkpoint, which further training does not change.
+    """Copies the arrays of a checkpoint, so that further training does not change them.
 
     Args:
         model: the model whose weights and optimizer are saved.
         rank_states: results of rank_state(), by rank.
         callback_arrays: best weights of callbacks, by key.
-        parts: the whole values of sharded_variables, by key.
+        parts: the whole values of the sharded_variables, by key.
     """
     variables = _variables(model)
-    # The order does not depend on what is sharded.
+    # Whole tables take the places of their parts, so the order does not depend on sharding.
     arrays = {
         key: (parts or {})[key] if hasattr(variable, "rank_part") else variable.numpy()
         for key, variable in variables.items()
@@ -50,16 +50,18 @@ def snapshot(
 def restore(
     checkpoint: Checkpoint, model: "keras.Model", parts: tuple[str, ...] = ("model", "optimizer")
 ) -> None:
-    """Sets weights, optimizer, or both (`parts`), which must be built; for sharded variables, sets `whole`.
+    """Restores the weights, the optimizer, or both (`parts`) of a built model.
+
+    For sharded variables it sets only `whole`; broadcast_model then gives each rank its part.
 
     Raises:
-        CheckpointError: the checkpoint is of another model or optimizer; names the first
-            difference. Nothing is set then.
+        CheckpointError: the checkpoint is of another model or optimizer. The message names the first
+            difference, and nothing is set.
     """
     prefixes = tuple(f"{part}/" for part in parts)
     saved = sorted(item for item in checkpoint.arrays.items() if item[0].startswith(prefixes))
     sharded = sharded_variables(model)
-    # This process may know only the shape of its part, so the whole shape is the checkpoint's.
+    # This process may know only the shape of its part, so of sharded variables only the keys are compared.
     variables = {
         key: checkpoint.arrays.get(key, variable) if key in sharded else variable
         for key, variable in _variables(model).items()
@@ -74,14 +76,13 @@ def restore(
         )
     for (key, variable), (_, array) in zip(own, saved):
         if key in sharded:
-            # broadcast_model gives each rank its part.
             sharded[key].whole = array
         else:
             variable.assign(array)
 
 
 def sharded_variables(model: "keras.Model") -> dict[str, Any]:
-    """Returns weights and slots of which each rank has a part, by key."""
+    """Returns the weights and slots that are sharded over the ranks, by key."""
     return {
         key: variable
         for key, variable in _variables(model).items()
@@ -90,7 +91,7 @@ def sharded_variables(model: "keras.Model") -> dict[str, Any]:
 
 
 def rank_state(model: "keras.Model") -> Arrays:
-    """Returns the state of one rank: seeds, the epoch's metrics, and the learning rate's factor."""
+    """Returns the state of one rank by name: seeds, the epoch's metrics, and the learning rate's factor."""
     variables = _rank_variables(model)
     for index, variable in enumerate(model.metrics_variables):
         variables[f"metric/{index:04d}"] = variable
@@ -98,10 +99,12 @@ def rank_state(model: "keras.Model") -> Arrays:
 
 
 def restore_rank(state: Arrays, model: "keras.Model") -> None:
-    """Restores the seeds and the rate's factor that rank_state saved; other seeds are kept.
+    """Restores the seeds and the rate's factor that rank_state saved; seeds without saved state are kept.
+
+    The metrics are left to EpochMetrics, since Keras resets them when the epoch begins.
 
     Raises:
-        CheckpointError: if one has another shape.
+        CheckpointError: a saved array has another shape.
     """
     for name, variable in _rank_variables(model).items():
         if name in state:
@@ -110,7 +113,7 @@ def restore_rank(state: Arrays, model: "keras.Model") -> None:
 
 
 def keeps_memory(model: "keras.Model") -> bool:
-    """Returns True if rank_memory has something to save, on all ranks or on none."""
+    """True if rank_memory has something to save; the same on all ranks."""
     return bool(_memory_variables(model))
 
 
@@ -167,7 +170,7 @@ def _rank_variables(model: "keras.Model") -> dict[str, Any]:
 
 
 def _compare(subject: str, saved: tuple[str | None, Any], own: tuple[str | None, Any]) -> None:
-    """Raises CheckpointError unless two arrays, of which one may be missing, match.
+    """Raises CheckpointError unless two arrays have the same name and shape. One of them may be missing.
 
     Args:
         subject: begins the message.

@@ -2,10 +2,10 @@
 
 Does not communicate.
 
-The file has two kinds of lines. A start has the facts on which the bits may depend, written once
-for equal facts: {"start": DIGEST, "first_step": 0, "facts": {KIND: {NAME: VALUE}}}. A receipt follows
-each checkpoint: {"step": 44, "start": DIGEST, "digests": {KEY: DIGEST}}, with keys of the
-checkpoint's arrays.
+The file has two kinds of lines. Each start adds a line with the facts on which the bits may depend,
+{"start": DIGEST, "first_step": 0, "facts": {KIND: {NAME: VALUE}}}; "facts" is left out if an earlier
+start has equal facts. Each checkpoint adds a receipt, {"step": 44, "start": DIGEST, "digests": {KEY:
+DIGEST}}, with the keys of the checkpoint's arrays.
 """
 
 import hashlib
@@ -31,6 +31,7 @@ Facts = dict[str, dict[str, Any]]
 Lines = list[dict[str, Any]]
 """Lines of the file."""
 Digests = dict[str, str]
+"""Digests of arrays, by the arrays' keys in the checkpoint."""
 
 MAX_BYTES = 8 << 20
 """Size of the file above which every second receipt of the older half is dropped."""
@@ -38,14 +39,17 @@ MAX_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Receipt:
-    """The digests of a run at a step, and the facts on which they depended."""
+    """The digests of a run at a step, and the facts on which they may depend."""
 
     facts: Facts
     digests: Digests
 
 
 def digests_of(arrays: Arrays) -> Digests:
-    """Digests of the weights and slots among the arrays of a checkpoint, by key: the first 8 bytes of SHA-256."""
+    """Returns the digest of each weight and slot among a checkpoint's arrays, by key.
+
+    A digest is the first 8 bytes of SHA-256, as 16 hexadecimal digits.
+    """
     return {
         key: _digest(array)
         for key, array in arrays.items()
@@ -60,10 +64,10 @@ def _digest(array: np.ndarray) -> str:
 
 
 def read_receipts(folder: Path) -> dict[int, Receipt]:
-    """Returns a run's receipts by step; for repeated steps, the newer ones.
+    """Returns a run's receipts by step; for a step that was trained again, the newer one.
 
     Raises:
-        StorageError: there is no such file, or the file is damaged.
+        StorageError: the run has no receipts, or their file is damaged.
     """
     path = folder / RECEIPTS_FILE
     if not is_own_file(path):
@@ -127,14 +131,14 @@ class ReceiptWriter(Writer):
             self._begin_file(path)
         receipt = {"step": step, "start": self._start, "digests": digests}
         if step in self._lost:
-            # The run had reached this step before, and lost it.
+            # An earlier start had reached this step, but the run resumed from before it.
             receipt["repeated"] = "same bits" if self._lost[step] == digests else "other bits"
         append_text(path, _text([receipt]))
         if path.stat().st_size > MAX_BYTES:
             write_atomic(path, _text(thinned(_lines(path))))
 
     def _begin_file(self, path: Path) -> None:
-        """Adds the line of this start, and drops an incomplete last line."""
+        """Adds the line of this start, drops an incomplete last line, and notes the receipts of lost steps."""
         lines: Lines = []
         if path.exists():
             earlier = read_receipts(self.folder).items()
@@ -152,7 +156,7 @@ class ReceiptWriter(Writer):
 
 
 def thinned(lines: Lines) -> Lines:
-    """Drops every second receipt of the first half; lines of starts are kept.
+    """Drops every second receipt of the older half; lines of starts are kept.
 
     >>> [line.get("step") for line in thinned([{"start": "a"}, *({"step": step} for step in range(1, 9))])]
     [None, 2, 4, 5, 6, 7, 8]

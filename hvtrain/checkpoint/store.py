@@ -1,9 +1,9 @@
-"""The content of a checkpoint, and how it is read: arrays and JSON under checksums, never code.
+"""Reads checkpoints: arrays and JSON under checksums, never code.
 
-Does not communicate. A checkpoint is a folder step-NNNNNNNN with state.safetensors (arrays),
-meta.json (everything else), tables.safetensors (sharded tables, if any) and SHA256SUMS of these, in
-the format of the command sha256sum; writer.py writes it. The folder is not trusted: nothing in it is
-executed or instantiated, no link is followed, and no name in it is used as a path.
+Does not communicate. A checkpoint is a folder step-NNNNNNNN, written by writer.py, with
+state.safetensors (arrays), meta.json (everything else), tables.safetensors (sharded tables, if any)
+and SHA256SUMS, their checksums in the format of the command sha256sum. The folder is not trusted:
+nothing in it is executed or instantiated, no link is followed, and no name in it is used as a path.
 """
 
 import hashlib
@@ -30,12 +30,13 @@ TABLES = "tables.safetensors"
 """Embedding tables and their slots, if they are sharded over the ranks."""
 SUMS = "SHA256SUMS"
 MAX_HEADER_BYTES = 16 << 20
+"""Longest accepted header of tables.safetensors, whose length the file itself states."""
 # Types of tables, by their names in safetensors.
 _TYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _NAME = re.compile(r"step-([0-9]{8,})")
 
-# State of Keras's EarlyStopping, ReduceLROnPlateau and similar callbacks, which they reset whenever
-# a fit begins.
+# Attributes that hold the state of Keras's EarlyStopping, ReduceLROnPlateau and similar callbacks,
+# which reset them whenever a fit begins.
 NUMBERS = ("wait", "best", "best_epoch", "cooldown_counter")
 
 
@@ -59,10 +60,10 @@ class Checkpoint:
         }
 
     def callbacks(self) -> dict[str, dict[str, Any]]:
-        """Returns numbers and best weights of callbacks, as CallbackState wrote them.
+        """Returns each callback's numbers and best weights, by its name, as CallbackState saved them.
 
         Raises:
-            CheckpointError: if they are not numbers.
+            CheckpointError: the saved values are not numbers.
         """
         # Known names only, so that a checkpoint cannot set any other attribute of a callback.
         try:
@@ -88,7 +89,7 @@ class Checkpoint:
         """Returns validation results that are not yet in any epoch's logs.
 
         Raises:
-            CheckpointError: if they are not numbers.
+            CheckpointError: the results are not numbers.
         """
         try:
             return {
@@ -106,10 +107,10 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns checkpoints by step, the oldest first.
+    """Returns the checkpoints in a folder, oldest first; none if there is no such folder.
 
     Raises:
-        CheckpointError: if the folder cannot be read.
+        CheckpointError: the folder cannot be read.
     """
     try:
         names = [path.name for path in folder.iterdir()]
@@ -126,7 +127,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Checks the checksums of a checkpoint, and reads it.
+    """Reads a checkpoint and verifies its checksums.
 
     Raises:
         CheckpointError: it is damaged.
@@ -183,10 +184,7 @@ def _regular(path: Path) -> Path:
 
 
 def unchecked_meta(path: Path) -> Meta:
-    """Returns the meta of a checkpoint without checking the checksums.
-
-    Empty if it cannot be read.
-    """
+    """Returns the meta of a checkpoint without verifying the checksums; empty if it cannot be read."""
     try:
         meta = {} if path.is_symlink() else json.loads(_regular(path / META).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -195,7 +193,7 @@ def unchecked_meta(path: Path) -> Meta:
 
 
 def digest_of(path: Path) -> str:
-    """Returns the SHA-256 of a file, which is read in pieces."""
+    """Returns the SHA-256 of a file, reading it in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for block in iter(lambda: file.read(1 << 20), b""):
@@ -204,7 +202,7 @@ def digest_of(path: Path) -> str:
 
 
 def _map_tables(path: Path) -> Arrays:
-    """Memory-maps the arrays of a safetensors file, which may be larger than the memory."""
+    """Memory-maps the arrays of a safetensors file, which may not fit into memory."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > MAX_HEADER_BYTES:
@@ -230,11 +228,11 @@ def run_id(path: Path) -> str | None:
 
 
 def set_aside(path: Path, reason: str, taken_step: int) -> str:
-    """Renames a damaged checkpoint to damaged-step-NNNNNNNN, so that it is not deleted.
+    """Renames a damaged checkpoint to damaged-step-NNNNNNNN if possible, so that it is not deleted.
 
     Args:
         path: folder of the damaged checkpoint.
-        reason: the error that names the damage.
+        reason: the text of the error that found the damage.
         taken_step: step of the checkpoint that is used instead.
 
     Returns:

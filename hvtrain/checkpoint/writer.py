@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 SECONDS_TO_FINISH = 30.0
 BEST = "best.json"
+# Prefixes of a checkpoint while another one replaces it, and while it is deleted.
 _REPLACED = f"{TEMPORARY}old-"
 _GONE = f"{TEMPORARY}gone-"
 
@@ -57,12 +58,12 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
 
     Args:
         folder: folder of the run's checkpoints.
-        step: step of the training.
+        step: number of steps that the run has completed.
         arrays: arrays by key, see model_state.snapshot.
-        meta: everything else, as JSON.
+        meta: everything else; must be serializable as JSON.
 
     Raises:
-        CheckpointError: if it was not written; older checkpoints are unchanged.
+        CheckpointError: it was not written; older checkpoints are unchanged.
     """
     # safetensors has no bfloat16 for NumPy: meta lists such arrays, which are stored as their bits.
     halves = [key for key, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
@@ -76,7 +77,7 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
     with writing(target, temporary, needed_bytes, CheckpointError, f"checkpoint {target.name}"):
         temporary.mkdir(parents=True)
         (temporary / META).write_bytes(text)
-        # Memory-mapped tables may be larger than the memory, so they get a file that is mapped when read.
+        # Memory-mapped tables may not fit into memory, so they get a file of their own that is mapped when read.
         tables = {key: array for key, array in storable.items() if isinstance(array, np.memmap)}
         files: dict[str, Any] = {
             ARRAYS: {key: array for key, array in storable.items() if key not in tables}
@@ -98,7 +99,7 @@ def write(folder: Path, step: int, arrays: Arrays, meta: Meta) -> Path:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames a checkpoint whose files are flushed to its final name. Raises OSError."""
+    """Gives a checkpoint whose files are flushed its final name. Raises OSError."""
     # The folder is flushed too, or a power cut might lose the names of its files.
     flush(temporary)
     # If replacing an older checkpoint of this step is interrupted, sweep restores the older one.
@@ -112,7 +113,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def _write_arrays(path: Path, arrays: Arrays) -> None:
-    """Writes a safetensors file from the arrays' own memory. Raises OSError."""
+    """Writes a safetensors file without copying contiguous arrays. Raises OSError."""
     try:
         save_file({key: np.asarray(array, order="C") for key, array in arrays.items()}, path)
     except SafetensorError as error:
@@ -124,14 +125,17 @@ def _write_arrays(path: Path, arrays: Arrays) -> None:
 
 
 def mark_best(folder: Path, step: int, metric: str, value: float, **host: str) -> None:
-    """Records the best checkpoint so far, which prune keeps, and its host if that is another one."""
+    """Records the best checkpoint so far, which prune keeps; host=NAME if it is on another host."""
     write_json(folder / BEST, {"step": step, "metric": metric, "value": value, **host})
 
 
 def read_best(folder: Path) -> Meta | None:
-    """Returns the record of mark_best; None if there is none, or if the checkpoint is gone.
+    """Returns the record of mark_best; None if there is none, if it is damaged, or if the checkpoint is gone.
 
     Its keys are step, metric, value and, if the checkpoint is on another host, host.
+
+    Raises:
+        StorageError: the record cannot be read, but may be intact.
     """
     path = folder / BEST
     try:
@@ -224,7 +228,7 @@ def save_model(model: "keras.Model", path: Path) -> None:
     """Saves the model as a Keras file, or its weights as .weights.h5, completely or not at all.
 
     Raises:
-        StorageError: if it was not saved.
+        StorageError: it was not saved.
     """
     # A folder: Keras may put temporary files beside the model.
     temporary = path.with_name(f"{TEMPORARY}model")
@@ -240,12 +244,12 @@ def save_model(model: "keras.Model", path: Path) -> None:
 class Writer:
     """Writes checkpoints in a background thread, one at a time (chief only).
 
-    Records the best, and deletes old ones. As a context manager it waits for a write even if
-    training fails, up to SECONDS_TO_FINISH.
+    Records which is the best, and deletes old ones. As a context manager it waits up to
+    SECONDS_TO_FINISH for the current write, even if training fails.
 
     Args:
         folder: folder of the run's checkpoints.
-        config: settings: how many are kept, and what an error does.
+        config: how many checkpoints are kept, and what an error does.
         best: the metric whose best checkpoint is kept.
         sign: 1 if higher values of that metric are better, otherwise -1.
         copy: sends another host the checkpoints that it lacks.
@@ -267,7 +271,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._unsaved = ""
-        # The last step that was written, and the time.time() of that write; before the first, that of this start.
+        # The step of the last complete checkpoint, and the time.time() at which it was complete. Before the
+        # first one: 0, and the time of this start.
         self.whole_step = 0
         self.whole_at = time.time()
 
@@ -277,12 +282,12 @@ class Writer:
         return self._error is not None
 
     def submit(self, step: int, arrays: Arrays, meta: Meta) -> None:
-        """Starts a write, after the previous one is done. The arrays must not change afterwards."""
+        """Waits for the previous write, then starts this one. The arrays must not change afterwards."""
         self.outcome()
         self._begin(self._work_and_copy, step, arrays, meta)
 
     def copy(self) -> None:
-        """Starts to send another host the checkpoints that it lacks."""
+        """Starts sending another host the checkpoints that it lacks; call it before the first submit."""
         self._begin(self._send)
 
     def _begin(self, work: Callable[..., None], *args: Any) -> None:
@@ -304,7 +309,7 @@ class Writer:
     def finish(self) -> int:
         """Waits for the last write; returns the step of the last complete checkpoint.
 
-        Raises its error, or warns that the last state is not saved.
+        Raises the error of a write that stops training; only warns if the last state is not saved.
         """
         error = self.outcome()
         if error:
@@ -349,7 +354,7 @@ class Writer:
             self._note(error)
 
     def _note(self, error: BaseException) -> None:
-        """Keeps an error that stops training, or warns of it."""
+        """Keeps the error if it stops training; otherwise logs a warning."""
         if not isinstance(error, UserError):  # A bug; outcome() raises it in the training thread.
             self._error = error
         elif self._config.on_error == "stop":

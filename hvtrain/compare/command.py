@@ -22,7 +22,7 @@ from hvtrain.system.text import aligned
 
 
 def main() -> int:
-    """Checks all runs, then starts them one after another. Returns 1 if one of them failed."""
+    """Checks all runs, then starts them one after another. Returns the exit code: 1 if one of them failed."""
     options = _parser().parse_with_overrides()
     target = parse_target(options.target) if options.target else None
     strategies = contestants(options.overrides, options.np, options.single_batch)
@@ -53,7 +53,7 @@ def main() -> int:
         "interrupted": ended_by is not None,
         **summary(contest, target),
     }
-    # Warnings are shown with the conclusions, which they qualify.
+    # Warnings qualify the conclusions, so they are shown with them.
     comparison["conclusion"] += facts["warnings"]
     # Written before the plan is made, which takes a while and can fail.
     write(comparison, folder)
@@ -79,7 +79,7 @@ def main() -> int:
 def write(comparison: dict[str, Any], folder: Path) -> None:
     """Writes compare.json, compare.html and, if anything was measured, compare.png."""
     strategies = comparison["strategies"]
-    # The page shows no settings; the JSON does, and may be shared like the page.
+    # Unlike the page, the JSON contains the settings, and people share both.
     public = [{**entry, "words": without_secrets(entry["words"])} for entry in strategies]
     write_json(folder / "compare.json", {**comparison, "strategies": public})
     write_atomic(folder / "compare.html", html(comparison))
@@ -88,7 +88,7 @@ def write(comparison: dict[str, Any], folder: Path) -> None:
 
 
 def parse_target(text: str) -> tuple[str, float]:
-    """Reads METRIC=VALUE. Raises ConfigError if it is something else."""
+    """Parses METRIC=VALUE. Raises ConfigError if the text is anything else."""
     metric, _, value = text.partition("=")
     try:
         number = float(value)
@@ -105,10 +105,10 @@ def parse_target(text: str) -> tuple[str, float]:
 
 
 def busy_warning(load: float, cores: int) -> list[str]:
-    """Warns if other processes use this machine.
+    """Returns a warning if other processes use more than half of the cores, else nothing.
 
     Args:
-        load: processes that ran before the first run, on average over a minute.
+        load: the load average over the minute before the first run, in processes.
         cores: the number of cores that this process may use.
 
     >>> busy_warning(0.2, 2)
@@ -126,7 +126,7 @@ def busy_warning(load: float, cores: int) -> list[str]:
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
     """Returns facts about this comparison and its machine, for the results."""
     load = os.getloadavg()[0]  # Over the last minute.
-    # The cores of this process: a container or a job may have fewer than the host.
+    # Of this process: a container or a job may use fewer cores than the host has.
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

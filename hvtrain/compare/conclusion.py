@@ -1,4 +1,4 @@
-"""The conclusions of a comparison as sentences, and those of `hvtrain plan` for more ranks."""
+"""Draws the conclusions of a comparison, as sentences, and those of `hvtrain plan` for more ranks."""
 
 import json
 import subprocess
@@ -12,11 +12,11 @@ from hvtrain.compare.contest import SINGLE
 from hvtrain.compare.ratios import Ratio, ratio
 from hvtrain.system.secrets import command_line
 
-# With fewer than 3 rounds the interval of order statistics says nothing: its coverage is at most this.
+# The coverage of the interval for 2 rounds. At this coverage or less, the interval says nothing.
 NO_CONFIDENCE = 0.5
 # The strategy whose ring all-reduce `hvtrain plan` models.
 PLANNED = "horovod"
-# More ranks pay off above this multiple of the speed of one.
+# More ranks pay off if they are faster than one by more than this factor.
 PAYS = 1.05
 
 # Examples/s by contestant and round.
@@ -33,8 +33,8 @@ def against(numerators: Mapping[int, float], denominators: Mapping[int, float]) 
     if not common:
         return None
 
-    # A strategy that failed or was interrupted has fewer rounds; each is compared only with the
-    # same round of the other.
+    # A strategy that failed or was interrupted has fewer rounds; each of them is compared only with the
+    # same round of the other strategy.
     return ratio([numerators[n] for n in common], [denominators[n] for n in common])
 
 
@@ -155,7 +155,7 @@ def on_test(metric: str, values: Mapping[str, float]) -> str:
 def on_examples(examples: Mapping[str, int]) -> list[str]:
     """Warns if the whole runs trained on different numbers of examples.
 
-    10% are tolerated: what does not fill a batch is left out, and the batches of strategies differ.
+    A difference of 10% is tolerated: incomplete batches are dropped, and batch sizes differ between strategies.
 
     >>> on_examples({"single": 1000, "horovod": 990}), on_examples({"single": 1000, "horovod": 2000})
     ([], ['Not the same training: not the same number of examples (single 1,000, horovod 2,000); give train.epochs.'])
@@ -172,7 +172,7 @@ def on_examples(examples: Mapping[str, int]) -> list[str]:
 def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] | None:
     """Returns the arguments of `hvtrain plan` that extend the comparison to num_ranks ranks.
 
-    The time of a rank's own work in a step comes from the rounds of horovod; None if it was not measured.
+    They include the time of a rank's own work in a step, from horovod's rounds; None if it was not measured.
     """
     entries = (
         entry for entry in comparison["strategies"] if entry["name"].partition("@")[0] == PLANNED
@@ -194,10 +194,7 @@ def plan_arguments(comparison: Mapping[str, Any], num_ranks: int) -> list[str] |
 
 
 def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Runs `hvtrain plan`, which writes into the folder.
-
-    States its result and the command that repeats it.
-    """
+    """Runs `hvtrain plan`, which writes into the folder; states its result and the command that repeats it."""
     done = subprocess.run(
         [sys.executable, "-m", "hvtrain", "plan", "--output", str(folder), *arguments],
         capture_output=True,
@@ -219,7 +216,7 @@ def on_more_ranks(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def pays_from(costs: Sequence[Mapping[str, Any]]) -> str:
-    """States from how many ranks a plan's speed exceeds that of one, and the speedup of the most ranks.
+    """States from how many ranks on the plan is faster than one rank, and the speedup of the most ranks.
 
     >>> costs = [{"num_ranks": 1, "efficiency": 1.0}, {"num_ranks": 2, "efficiency": 0.5}]
     >>> pays_from([*costs, {"num_ranks": 4, "efficiency": 0.4}])

@@ -1,4 +1,4 @@
-"""The strategies of a comparison, each with the settings that make it train the same as the others, and their runs.
+"""Runs the strategies of a comparison, each with the settings that make it train the same as the others.
 
 Short runs take turns to measure speed; then each strategy has one whole run.
 """
@@ -23,7 +23,7 @@ from hvtrain.system.text import duration
 SINGLE = "single"
 JOINT = "joint"
 RANK = "rank"
-# Data is sharded, then shuffled, so several shards give a different order than one.
+# Data is sharded, then shuffled, so the order of one shard differs from that of several.
 ORDER = "takes the examples in another order, since its data is one shard"
 # A short run takes its steps and nothing else: validation and checkpoints would be timed too.
 _ONLY_STEPS = (
@@ -35,9 +35,9 @@ _ONLY_STEPS = (
     "checkpoint.every_minutes=null",
 )
 
-# In place of a round's number, this stands for a whole run.
+# Stands for a whole run, in place of a round's number.
 WHOLE = 0
-# Removed from short runs, of which there are many; whole runs keep them.
+# Removed after each short run, since there are many of those; whole runs keep them.
 _LARGE = ("checkpoints", "model.keras", "best.keras")
 
 
@@ -51,8 +51,8 @@ class Contestant:
         overrides: all settings of its run.
         accumulate: train.accumulate, of which a run's steps are a multiple.
         has_servers: True for strategies with parameter servers.
-        differences: ways in which the comparison makes this training unlike the others; those of
-            the strategy itself are in the record of its run.
+        differences: how this training differs from the others because of the comparison; differences
+            due to the strategy itself are in the record of its run.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Contestant:
 
     @property
     def is_single(self) -> bool:
-        """True for one process, which needs no launcher."""
+        """True for the single process, which needs no launcher."""
         return self.strategy == SINGLE
 
     def speed_overrides(self, num_steps: int) -> list[str]:
@@ -76,12 +76,12 @@ class Contestant:
 def contestants(
     overrides: Sequence[str], num_ranks: int, single_batch: str = JOINT
 ) -> list[Contestant]:
-    """Returns the strategies to compare, after composing and checking the run of each.
+    """Returns the strategies to compare, after composing and checking the run of each one.
 
     Args:
         overrides: `strategy=A,B,...` and settings of the run.
         num_ranks: ranks for all strategies but `single`.
-        single_batch: JOINT if `single` takes the batch of all ranks, RANK for that of one.
+        single_batch: JOINT if `single` takes the batch of all ranks, RANK if it takes that of one.
 
     Raises:
         ConfigError: fewer than two strategies, an unknown one, or a wrong setting.
@@ -116,7 +116,7 @@ def _contestant(name: str, common: list[str], num_ranks: int, single_batch: str)
     strategy, *settings = name.split("@")
     overrides = [*common, f"strategy={strategy}"]
 
-    # In horovod@compression=fp16 a setting without a group is the strategy's.
+    # A setting without a group belongs to the strategy: horovod@compression=fp16.
     for setting in settings:
         if "." not in setting.partition("=")[0]:
             setting = f"strategy.{setting}"
@@ -227,7 +227,7 @@ class Contest:
         speed_only: True leaves out the whole runs.
         rounds: short runs by contestant and round number.
         whole: whole runs by contestant.
-        errors: messages by contestant that failed.
+        errors: error messages, by contestant that failed.
     """
 
     contestants: Sequence[Contestant]
@@ -241,7 +241,7 @@ class Contest:
     errors: dict[str, str] = field(default_factory=dict)
 
     def schedule(self) -> list[tuple[Contestant, int]]:
-        """Returns all runs in their order, each with the number of its round, or WHOLE."""
+        """Returns all runs in order, each with the number of its round, or WHOLE."""
         runs = [
             (contestant, number)
             for number, order in in_turns(self.contestants, self.num_rounds)
@@ -273,10 +273,7 @@ class Contest:
             print(f"{title:<58} {outcome}; {self.time_left(schedule[index + 1 :])}", flush=True)
 
     def time_left(self, schedule: Sequence[tuple[Contestant, int]]) -> str:
-        """Estimates the time left from the runs so far.
-
-        Whole runs are unknown until one has ended.
-        """
+        """Estimates the time left from the runs so far; the length of whole runs is unknown until one has ended."""
         short_runs = [training for rounds in self.rounds.values() for training in rounds.values()]
 
         known_seconds = 0.0
@@ -285,7 +282,7 @@ class Contest:
             if contestant.name in self.errors:
                 continue
             similar = list(self.whole.values()) if number == WHOLE else short_runs
-            # A short run says nothing about a whole one, which trains, validates and saves.
+            # A short run says nothing about a whole one, which also validates and saves.
             if similar:
                 known_seconds += mean(training.seconds for training in similar)
             else:

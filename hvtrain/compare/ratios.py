@@ -1,4 +1,4 @@
-"""Ratios between measurements of the same rounds, with their uncertainty, and their picture."""
+"""Computes ratios between measurements of the same rounds, with their uncertainty, and draws the rounds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Ratio:
     coverage: float
 
     def __str__(self) -> str:
-        """The median and its interval, with its coverage if that is below 95 percent.
+        """The median and the interval, with the coverage if that is below 95 percent.
 
         >>> str(Ratio(0.9, 0.8, 1.0, 0.75))
         '0.900 [0.800, 1.000, 75% sure]'
@@ -44,11 +44,13 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
         numerators: one measurement by round.
         denominators: the other measurement, of the same rounds.
 
+    Raises:
+        ValueError: the two differ in length.
+
     >>> ratio([3.0, 5.0, 4.0], [2.0, 2.0, 2.0])
     Ratio(median=2.0, low=1.5, high=2.5, coverage=0.75)
     """
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
-    # From here on only the order of the ratios counts.
     count = len(ratios)
     # Drop equally many values at both ends, as long as the coverage suffices.
     cut = 0
@@ -64,9 +66,9 @@ def _coverage(count: int, cut: int) -> float:
 
 
 def draw_rounds(axes: Any, values: Mapping[str, Sequence[float]], colors: Sequence[str]) -> None:
-    """Draws a bar with the median of each contender, the first at the top.
+    """Draws a bar with the median of each contender, and a dot for each round; the first contender is at the top.
 
-    Those without values keep their row.
+    Contenders without values keep their row.
 
     Args:
         axes: Matplotlib axes.

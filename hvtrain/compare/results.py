@@ -1,4 +1,4 @@
-"""The results of a comparison: the plain values of compare.json, and their table, page and picture."""
+"""Makes the results of a comparison: the plain values of compare.json, and from them the table, page and picture."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +31,10 @@ Curve = list[dict[str, Any]]
 Record = Mapping[str, Any]
 # A metric and its value.
 Target = tuple[str, float]
-# The epoch that reached it, and the seconds of training up to its end.
+# The epoch that reached the target, and the seconds of training up to its end.
 Reached = tuple[int, float]
 
-# The default target metric is the first of these that all runs have. Validation says more than training.
+# The default target metric is the first of these that all runs have; validation says more than training.
 _TARGET_METRICS = ("val_accuracy", "accuracy", "val_loss", "loss")
 
 # In inches. Charts on the page leave room for the names of the strategies.
@@ -49,7 +49,7 @@ def summary(contest: Contest, target: Target | None) -> dict[str, Any]:
 
     Args:
         contest: the comparison, with its runs so far.
-        target: None: the best value that all whole runs reached.
+        target: the metric and value to reach; None: the best value that all whole runs reached.
     """
     curves = {name: curve(training) for name, training in contest.whole.items()}
     # The default target is a value that all runs reach, so that all have a time.
@@ -120,7 +120,7 @@ def _entry(
     points: Curve,
     reached: Reached | None,
 ) -> dict[str, Any]:
-    """Returns a strategy's entry in compare.json. What only a whole run measures is None or empty without one."""
+    """Returns a strategy's entry in compare.json. Fields that only a whole run fills are None or empty without one."""
     name = contestant.name
     rounds = contest.rounds.get(name, {})
     whole = contest.whole.get(name)
@@ -136,7 +136,7 @@ def _entry(
             dict.fromkeys([*contestant.differences, *record.get("differences", ())])
         ),
         "rounds": [_round_entry(number, run) for number, run in sorted(rounds.items())],
-        # None if a run ended before memory was sampled; gpu_bytes also without GPUs.
+        # None if every run ended before memory was sampled; gpu_bytes also if there are no GPUs.
         "peak_bytes": max((run.peak_bytes for run in runs if run.peak_bytes), default=None),
         "gpu_bytes": max((run.gpu_bytes for run in runs if run.gpu_bytes), default=None),
         **{fact: record.get(fact) for fact in ("global_batch", "num_parameters", "versions")},
@@ -191,9 +191,11 @@ def curve(training: Training) -> Curve:
 
 
 def reached_at(points: Curve, metric: str, value: float) -> Reached | None:
-    """Returns the first epoch whose metric reaches the value, and the seconds of training up to its end."""
+    """Returns the first epoch whose metric reaches the value, and the seconds of training up to its end.
+
+    None if no epoch reaches it.
+    """
     sign = _sign(metric)
-    # The first epoch counts: a metric may reach the value and then fall back.
     for point in points:
         if metric in point and sign * point[metric] >= sign * value:
             return point["epoch"], point["seconds"]
@@ -202,7 +204,10 @@ def reached_at(points: Curve, metric: str, value: float) -> Reached | None:
 
 
 def best_of_all(curves: Sequence[Curve]) -> Target | None:
-    """Returns the metric to compare, of validation if possible, and the best value that every run reached."""
+    """Returns the metric to compare by, a validation metric if possible, and the best value that every run reached.
+
+    None if the runs have no target metric in common.
+    """
     names = [{name for point in points for name in point} for points in curves]
     # A target that a run does not measure would say nothing about that run.
     shared = set.intersection(*names) if names else set()
@@ -226,7 +231,7 @@ def _test_metrics(training: Training) -> dict[str, float]:
 
 
 def table(comparison: Record) -> list[list[str]]:
-    """Returns the table, header first; the row of a strategy that failed has what is known."""
+    """Returns the rows of the table, header first; the row of a failed strategy has what was measured."""
     strategies = comparison["strategies"]
     target = comparison["target"]
     tests = list(dict.fromkeys(name for entry in strategies for name in entry["tests"]))
@@ -238,7 +243,7 @@ def table(comparison: Record) -> list[list[str]]:
 
 
 def _table_row(entry: Record, goal: str, tests: Sequence[str], has_gpus: bool) -> dict[str, str]:
-    """The cells of a strategy by column."""
+    """Returns a strategy's cells, by the header of their column."""
     against_single = "-"
     if entry["against_single"]:
         ratio = Ratio(**entry["against_single"])
@@ -278,7 +283,7 @@ def html(comparison: Record) -> str:
 
 
 def write_png(comparison: Record, path: Path) -> None:
-    """Draws all panels, of which there must be at least one, into one picture."""
+    """Draws all panels into one picture; there must be at least one."""
     shown = list(panels(comparison))
     # Two in a row, unless there is only one.
     columns = min(2, len(shown))
@@ -290,7 +295,7 @@ def panels(comparison: Record) -> Iterator[Panel]:
     strategies = comparison["strategies"]
     target = comparison["target"] or {"metric": "loss", "value": None}
     points = [point for entry in strategies for point in entry["curve"]]
-    # The validation loss, if there is one, shows what was learned.
+    # The validation loss shows best what was learned.
     loss = "val_loss" if any("val_loss" in point for point in points) else "loss"
 
     # A comparison that failed early has nothing to draw.
@@ -301,7 +306,7 @@ def panels(comparison: Record) -> Iterator[Panel]:
     if not points:
         return
 
-    # Over seconds the faster strategy leads; over examples, the one that learns more from each.
+    # Over seconds the faster strategy leads; over examples, the one that learns more from each example.
     curves = [(loss, "seconds"), (loss, "examples")]
     if target["metric"] != loss:
         curves.append((target["metric"], "seconds"))

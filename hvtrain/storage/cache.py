@@ -1,4 +1,4 @@
-"""A cache of objects on this host: bounded, shared by the host's ranks and runs, each entry complete or absent.
+"""Caches objects on this host: bounded, shared by the host's ranks and runs, each entry complete or absent.
 
 An entry is a folder, named after a hash of the address and its objects' names, sizes and modification times. It
 appears by a rename and never changes, so a run reads one state of the data, whatever happens in the store. When a new
@@ -47,7 +47,7 @@ _far: dict[str, FarFile] = {}
 def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
     """Returns a local file or folder with the content of an address; for a pattern, the same pattern inside the copy.
 
-    The first process on a host to ask downloads it, and the others wait. A process that asks again
+    The first process on a host that asks for it downloads it, and the others wait. A process that asks again
     gets the same copy, until `forget_copies`.
 
     Args:
@@ -75,6 +75,7 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
     left = [item for item in objects if (item.name or remote.name).lower().endswith(far)]
     brought = sorted({*objects} - {*left})
     num_bytes = sum(item.num_bytes for item in objects)
+    # Parts are kept only if the whole objects would fit, since every part may be read in the end.
     keeps_parts = num_bytes <= limit_bytes()
     if not keeps_parts:
         num_bytes = sum(item.num_bytes for item in brought)
@@ -92,7 +93,7 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
                 file.truncate(item.num_bytes)
         if brought:
             download(remote, brought, folder)
-            # If objects were replaced in the meantime, the copy may mix two states.
+            # If objects were replaced during the download, the copy may mix two states.
             if not {*objects} <= {*remote.objects()}:
                 raise DataError(
                     f"{address} changed while it was read; start again when nothing writes there"
@@ -106,7 +107,7 @@ def local_copy(address: str, far: tuple[str, ...] = ()) -> Path:
 
 
 def far_file(path: str | Path) -> FarFile | None:
-    """Returns the object behind a placeholder that local_copy made for an object left in its store; None for others."""
+    """Returns the object behind a placeholder that local_copy made; None for any other path."""
     return _far.get(str(path))
 
 
@@ -116,7 +117,7 @@ def path_of(text: str | Path) -> Path:
 
 
 def complete_objects(remote: Remote) -> list[Object]:
-    """Lists the objects at an address; for a run, only those of its last complete state. Raises DataError."""
+    """Lists the objects at an address; of a run, only those of its last complete state. Raises DataError."""
     objects = remote.objects()
     if RUN_MANIFEST not in [item.name for item in objects]:
         return objects
@@ -131,14 +132,14 @@ def forget_copies() -> None:
 
 
 def user_cache() -> Path | None:
-    """Returns hvtrain's folder in this user's cache; None if the user has no home, as may happen in a container."""
+    """Returns hvtrain's folder in the user's cache; None if the user has no home directory, as in some containers."""
     with suppress(RuntimeError):
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hvtrain"
     return None
 
 
 def cache_folder() -> Path:
-    """Returns the cache on this host: HVTRAIN_CACHE, or a folder in the user's cache. Raises ConfigError."""
+    """Returns the folder of the cache: HVTRAIN_CACHE, or one in the user's cache. Raises ConfigError without either."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder:
         return Path(folder).absolute()
@@ -168,14 +169,18 @@ def _entry(
     num_bytes: int,
     fill: Callable[[Path], None],
 ) -> Path:
-    """Returns the path of the objects in their cache entry, and keeps a shared lock on it.
+    """Returns the path of the objects in their cache entry, and keeps a shared lock on the entry.
 
-    If it does not exist, this process fills it, or waits until another one has done so.
+    If the entry does not exist, this process fills it, or waits until another one has done so.
 
     Args:
-        kind: Tells entries of the same objects apart.
+        kind: Distinguishes entries of the same objects.
         num_bytes: The space that the entry needs.
         fill: Writes the objects to a path.
+
+    Raises:
+        ConfigError: The cache folder cannot be used.
+        DataError: There is no room, or `fill` fails.
     """
     facts = [
         kind,
@@ -218,7 +223,7 @@ def _entry(
                 temporary.mkdir()
                 fill(temporary / remote.name)
                 temporary.rename(folder)
-        os.utime(lock.fileno())
+        os.utime(lock.fileno())  # The time of last use, by which _make_room sorts the entries.
     except OSError as error:
         raise ConfigError(
             f"the cache {cache_folder()} cannot be used ({error.strerror}); set {FOLDER_VARIABLE} to a folder of this "
@@ -261,7 +266,7 @@ def _make_parents(objects: Sequence[Object], folder: Path) -> None:
 
 
 def download(remote: Remote, objects: Sequence[Object], folder: Path) -> None:
-    """Downloads the objects into the folder, several at a time, and logs the progress."""
+    """Downloads the objects into the folder, several at a time, and logs the progress. Raises DataError."""
     _make_parents(objects, folder)
 
     def bring(item: Object) -> None:
@@ -277,7 +282,7 @@ def download(remote: Remote, objects: Sequence[Object], folder: Path) -> None:
                 last_line = time.monotonic()
                 log.info("storage        %s so far", human_bytes(num_bytes))
     finally:
-        # After a failure the other objects are no longer needed.
+        # After a failure, the downloads that have not begun are pointless.
         pool.shutdown(cancel_futures=True)
     log.info(
         "storage        %s is here after %s", remote.address, duration(time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""Outputs of commands at addresses: written on this host first, and uploaded once they are complete."""
+"""Sends the outputs of commands to addresses: written on this host first, uploaded once they are complete."""
 
 import tempfile
 import weakref
@@ -14,10 +14,10 @@ class Output:
 
     Args:
         text: A path, or an address.
-        replaces: Objects at the address may be replaced. For a path the command itself decides.
+        replaces: Objects at the address may be replaced. For a local path the command itself decides.
 
     Attributes:
-        path: The path to write to; files next to it, such as a description, are uploaded with it.
+        path: The local path to write to; files next to it, such as a description, are uploaded with it.
 
     Raises:
         ConfigError, DataError: The address cannot be used, or already has objects.
@@ -34,7 +34,7 @@ class Output:
         parent_path, _, name = remote.path.rpartition("/")
         if not parent_path:
             raise ConfigError(f"--output {text} names no object; add a name to it")
-        # Always listed, so that an address that cannot be read is refused before the work begins.
+        # Listed even with `replaces`, so that an unreadable address is refused before the work begins.
         if remote.objects() and not replaces:
             raise ConfigError(f"--output {text} exists already; choose another address")
         self._parent = Remote(remote.address.rpartition("/")[0], remote.filesystem, parent_path)
@@ -49,7 +49,7 @@ class Output:
         folder = self.path.parent
         files = [file for file in folder.rglob("*") if file.is_file()]
         try:
-            # Files next to the output, such as a description, come last: if they exist, everything does.
+            # Files next to the output, such as a description, go last: where they exist, the output is complete.
             for file in sorted(files, key=lambda file: file != self.path and file.parent == folder):
                 self._parent.child(file.relative_to(folder).as_posix()).upload(file)
         except StorageError as error:

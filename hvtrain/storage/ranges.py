@@ -1,4 +1,4 @@
-"""Objects read in parts, each part only once: parts are kept in a sparse file, which the host's ranks share."""
+"""Reads objects in parts, each part only once: parts are kept in a sparse file, which the host's ranks share."""
 
 import errno
 import io
@@ -22,8 +22,9 @@ SECONDS_UNCHECKED = 10.0
 """How long an object is assumed to be unchanged before it is checked again."""
 READ_AHEAD_BYTES = 1 << 20
 SUM_BYTES = 4
+"""Size of a checksum, a CRC-32."""
 MOST_AHEAD = 1024
-"""Maximum number of parts that wait to be taken."""
+"""Maximum number of parts read ahead and not yet taken."""
 
 
 @dataclass(eq=False)
@@ -43,14 +44,15 @@ class FarFile:
     _checked: float = 0.0
 
     def part(self, num_bytes: int, offset: int) -> bytes:
-        """Returns bytes from an offset, from this host's disk if they were read before.
+        """Returns num_bytes from an offset, from this host's disk if the same part was read before.
 
         Raises:
             StorageError: The store does not answer, or the object has changed.
         """
         if self.kept is None:
             return self.pread(num_bytes, offset)
-        # A checksum, since a power cut may save only one of the two files. It is at about the part's offset.
+        # A second file has each part's checksum, at the part's offset rounded down. The checksum tells parts from
+        # holes, since the CRC-32 of zeros is not 0, and detects that a power cut has saved only one of the files.
         slot = offset - offset % SUM_BYTES
         with suppress(OSError):
             file, sums = _kept_files(self.kept)
@@ -65,7 +67,7 @@ class FarFile:
         return data
 
     def pread(self, num_bytes: int, offset: int) -> bytes:
-        """Reads bytes from the store, and does not keep them. Raises StorageError."""
+        """Reads num_bytes at an offset from the store without keeping them. Raises StorageError."""
 
         def read():
             handle = self._handle
@@ -89,7 +91,7 @@ class FarFile:
             seconds = datetime.fromisoformat(changed).timestamp()
         else:
             seconds = (filesystem.get_file_info(path).mtime_ns or 0) / 1e9
-        # Some stores list times with more digits than they report for one object.
+        # In whole seconds, since some stores list times with more digits than they report for one object.
         if (handle.size(), int(seconds)) != (
             self.state.num_bytes,
             self.state.changed_ns // 10**9,
@@ -102,22 +104,22 @@ class FarFile:
         return handle
 
     def whole(self) -> bytes:
-        """Returns the whole object, in the same way as `part`."""
+        """Returns the whole object as one part, see `part`."""
         data = self.part(self.state.num_bytes, 0)
-        # Not kept open, since there may be millions of objects.
+        # The handle is not kept, since there may be millions of objects.
         self._handle = None
         return data
 
     def opened(self) -> io.RawIOBase:
-        """Opens the object as a file, each read of which is a part."""
+        """Opens the object as an unbuffered file, each read of which is a part."""
         return _Positioned(self.part, self.state.num_bytes)
 
     def read_ahead(self) -> io.BufferedReader:
-        """Opens the object as a buffered file for sequential reading. What is read is not kept on this host."""
+        """Opens the object as a buffered file for sequential reading, without keeping what is read on this host."""
         return io.BufferedReader(_Positioned(self.pread, self.state.num_bytes), READ_AHEAD_BYTES)
 
 
-# Few, since each takes two of the 1,024 files that a process may open.
+# Few, since each takes two of the file descriptors of a process, often limited to 1,024.
 @lru_cache(maxsize=16)
 def _kept_files(path: Path) -> tuple[IO[bytes], IO[bytes]]:
     """Opens the file of kept parts, and the file of their checksums.
@@ -147,9 +149,9 @@ class ReadAhead:
         self._pool: ThreadPoolExecutor | None = None
 
     def announce(self, names: Iterable[str]) -> None:
-        """Starts to read these parts. Beyond MOST_AHEAD, the oldest that were not taken are dropped."""
+        """Starts reading these parts. Beyond MOST_AHEAD, the oldest parts that were not taken are dropped."""
         with self._lock:
-            # Created here, since threads do not survive a fork.
+            # Created only here, since threads do not survive a fork.
             self._pool = self._pool or ThreadPoolExecutor(READ_AT_ONCE)
             for name in names:
                 if name not in self._parts:
@@ -158,7 +160,7 @@ class ReadAhead:
                 self._parts.pop(next(iter(self._parts))).cancel()
 
     def take(self, name: str) -> Any:
-        """Returns a part, which is read now if it was not announced. Raises what `read` raises."""
+        """Returns a part; reads it now if it was not announced. Raises what `read` raises."""
         with self._lock:
             future = self._parts.pop(name, None)
         if future is None:
@@ -175,7 +177,7 @@ class ReadAhead:
 
 
 class _Positioned(io.RawIOBase):
-    """A read-only file of num_bytes. read: returns a number of bytes from an offset."""
+    """A read-only file of num_bytes, whose content at an offset is read(size, offset)."""
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""Objects at addresses: s3://, gs://, abfs:// and hdfs:// through pyarrow.fs, other schemes through fsspec.
+"""Reads and writes objects at addresses: s3://, gs://, abfs:// and hdfs:// by pyarrow.fs, others by fsspec.
 
 Endpoints and credentials come from the stores' own environment variables and files, never from an address.
 pyarrow.fs is imported where it is used, since its threads do not survive a fork.
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SECONDS_BEFORE_RETRIES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses after failures, which grow to let an overloaded store recover."""
+"""Pauses after failed attempts; they grow, so that an overloaded store can recover."""
 PIECE_BYTES = 4 << 20
 READ_AT_ONCE = 48
-"""Concurrent requests of one process for parts of objects, each of which waits for the store."""
+"""Concurrent requests of one process for parts of objects; many, since each mostly waits for the store."""
 
-# Errors that no retry can fix, as stores name them.
+# Errors that no retry can fix, by the names that stores give them.
 _MISSING = re.compile(
     r"NO_SUCH_(BUCKET|KEY)|RESOURCE_NOT_FOUND|HTTP status 404|\b404\b|Container.?NotFound"
 )
@@ -75,7 +75,7 @@ class Remote:
         return PurePosixPath(self.path).name
 
     def read_json(self) -> dict[str, Any]:
-        """Returns the content of a small JSON object. Raises DataError."""
+        """Returns the content of a small object that holds a JSON object. Raises DataError."""
 
         def read():
             with self.filesystem.open_input_stream(self.path) as source:
@@ -118,7 +118,7 @@ class Remote:
         return [Object(name, info.size, info.mtime_ns or 0) for name, info in sorted(names.items())]
 
     def download(self, target: Path, num_bytes: int) -> None:
-        """Downloads the object to a file. Raises DataError, or OSError for errors of the disk."""
+        """Downloads the object to a file. Raises DataError, or OSError if this host's disk fails."""
 
         def copy():
             with self.filesystem.open_input_stream(self.path) as source, target.open("wb") as file:
@@ -138,7 +138,7 @@ class Remote:
                 try:
                     shutil.copyfileobj(file, target, PIECE_BYTES)
                 except BaseException:
-                    # Only closing ends an upload. It publishes the part, which is then deleted.
+                    # Only closing ends an upload, but it publishes what was sent, which is then deleted.
                     with suppress(Exception):
                         target.close()
                     with suppress(Exception):
@@ -151,7 +151,12 @@ class Remote:
     def attempt(
         self, action: Callable[[], T], kind: type[UserError] = DataError, verb: str = "read"
     ) -> T:
-        """Returns the action's result, with retries after transient failures; finally raises an error of that kind."""
+        """Returns the action's result, retrying after transient failures.
+
+        Raises:
+            kind: The last attempt failed, or no retry can help.
+            OSError: This host's disk is full or read-only.
+        """
         for pause in (*SECONDS_BEFORE_RETRIES, None):
             try:
                 return action()
@@ -167,13 +172,13 @@ class Remote:
                         f"({_reason(error)}); check the network and the store"
                     ) from None
                 log.debug("%s: %s; tried again in %s s", self.address, _reason(error), pause)
-                # Jitter, so that ranks that failed together retry apart. The run has seeded Python's own generator.
+                # Jitter, so that ranks that failed together retry apart; by SystemRandom, since the run seeds `random`.
                 time.sleep(pause * random.SystemRandom().uniform(0.5, 1.5))
         raise AssertionError("unreachable")
 
 
 def locate(address: str) -> Remote:
-    """Opens the store of an address, without reading anything yet. Raises ConfigError."""
+    """Returns the object or folder at an address, without reading anything yet. Raises ConfigError."""
     match = ADDRESS.fullmatch(address)
     assert match, address
     if WITH_PASSWORD.search(address):
@@ -184,14 +189,14 @@ def locate(address: str) -> Remote:
     scheme, rest = match.groups()
     authority, _, path = rest.partition("/")
     filesystem, root = _filesystem(scheme.lower(), authority)
-    # The path is not parsed as a URI: object names may contain characters that a URI may not, such as blanks.
+    # The path is not parsed as a URI: unlike a URI, an object name may contain blanks, for example.
     full = f"{root.rstrip('/')}/{path}".rstrip("/")
     return Remote(address.rstrip("/"), filesystem, full)
 
 
 @lru_cache(maxsize=32)
 def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
-    """Returns the pyarrow filesystem of a store, and the path of the store's root in it. Raises ConfigError."""
+    """Returns a store's pyarrow filesystem, and the path of the store's root in it. Raises ConfigError."""
     import pyarrow as pa
     from pyarrow import fs
 
@@ -216,8 +221,8 @@ def _filesystem(scheme: str, authority: str) -> tuple[Any, str]:
 
 
 def _final_problem(error: Exception) -> str:
-    """Returns the problem and advice if no retry can help, else ""."""
-    # Without the quoted names of objects: signatures/404.jpg is no problem.
+    """Returns the problem, with advice, if no retry can help; otherwise ""."""
+    # Object names, which are quoted, do not count: signatures/404.jpg is not a problem.
     text = re.sub(r"'[^']*'", "", str(error))
     if isinstance(error, FileNotFoundError) or _MISSING.search(text):
         return "is not there; check the bucket and the path"
@@ -230,7 +235,7 @@ def _final_problem(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the error in brief, without keys and addresses of requests.
+    """Returns the error in brief, without the keys and addresses of requests.
 
     >>> _reason(OSError("When reading 'a' in 'b': AWS Error SLOW_DOWN (HTTP status 503) during GetObject operation: ?"))
     'SLOW_DOWN (HTTP status 503) during GetObject'

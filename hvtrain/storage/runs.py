@@ -1,6 +1,6 @@
-"""Runs whose folder is in object storage: the run works in a local folder, which is uploaded after each checkpoint.
+"""Keeps a run in object storage: the run works in a local folder, which is uploaded after each checkpoint.
 
-Objects are uploaded first and their manifest last, so everything in the manifest is complete whenever the process is
+Objects are uploaded first and their manifest last, so whatever the manifest lists is complete, even if the process is
 killed. Stores have no locks that pyarrow can take: the latest start wins, and an earlier one ends at its next upload.
 """
 
@@ -25,14 +25,15 @@ from hvtrain.system.files import TEMPORARY, is_own_file, is_remote, remove, writ
 log = logging.getLogger(__name__)
 
 OWNER = "hvtrain-owner.json"
-"""The object that identifies the run and the start that writes it."""
+"""The object that names the run, and the start of it that may write."""
 IDENTITY_FILE = ".object-store-run"
-# Not uploaded, since they belong to this host: logs, and names that begin with a dot.
+"""File in the local working folder: the run that its files belong to, and the run's address."""
+# Not uploaded, since they concern this host only: logs, and names that begin with a dot.
 _LEFT = re.compile(r"logs|launch|(.*/)?\.")
 
 
 class RunStore:
-    """The store of a run whose folder is on disk: there is nothing to upload."""
+    """The store of a run; this base class is for a run folder on disk, which is not uploaded."""
 
     folder: Path | None = None
     """The local folder to work in, if run.dir is an address."""
@@ -42,13 +43,13 @@ class RunStore:
         """Claims the run, and downloads its newest state if it is not here (chief only). Raises UserError."""
 
     def send(self) -> None:
-        """Uploads what has changed (chief only). Raises StorageError."""
+        """Uploads what has changed (chief only). Raises StorageError, or DataError if the store cannot be read."""
 
 
 def address_of(folder: Path) -> str:
-    """Returns the address of the run for which a folder is the local working folder; empty for any other folder."""
+    """Returns the address of the run whose local working folder this is; empty for any other folder."""
     identity = folder / IDENTITY_FILE
-    # A folder that may not be entered has none; opening the run reports it.
+    # A folder that may not be entered counts as any other; opening the run reports it.
     with suppress(OSError):
         if is_own_file(identity):
             return identity.read_text().partition(" ")[2]
@@ -56,8 +57,8 @@ def address_of(folder: Path) -> str:
 
 
 def open_store(run_dir: str | None) -> RunStore:
-    """Returns the store for the setting run.dir. Raises ConfigError for an address that cannot be used."""
-    # The local working folder of such a run stands for its address.
+    """Returns the store for the setting run.dir. Raises ConfigError if the address cannot be used."""
+    # The local working folder of a run in object storage stands for its address.
     run_dir = address_of(Path(run_dir or ".")) or run_dir
     if run_dir and is_remote(run_dir):
         if run_dir.startswith("file://"):
@@ -84,7 +85,7 @@ class _ObjectStore(RunStore):
                 f"run.dir={self.address} is not a run, and holds {names[0]}; choose another address"
             )
         listed = complete_objects(self._remote) if RUN_MANIFEST in names else []
-        # Only these may be deleted: others, such as another run below this address, do not belong to this run.
+        # send() may delete only these: others, such as another run below this address, do not belong to this run.
         own = [
             *(item.name for item in listed),
             *(name for name in names if name.startswith("checkpoints/")),
@@ -99,7 +100,7 @@ class _ObjectStore(RunStore):
             or identity.read_text().split()[0] != owner.get("run")
         ):
             for path in self.folder.iterdir():
-                # The lock file, or the claim in its place.
+                # These are the lock file, or the claim in its place; this process holds it.
                 if not path.name.startswith(".lock"):
                     remove(path)
         run = owner.get("run") or secrets.token_hex(8)
@@ -120,7 +121,7 @@ class _ObjectStore(RunStore):
         self._bring(listed)
 
     def _bring(self, objects: list[Object]) -> None:
-        """Downloads the state of the store if its newest checkpoint is not here."""
+        """Downloads the run's objects if the newest checkpoint in the store is not here."""
         folder_of = {item.name: Path(item.name).parent.as_posix() for item in objects}
         checkpoints = {
             folder for folder in folder_of.values() if folder.startswith("checkpoints/step-")

@@ -12,21 +12,23 @@ from hvtrain.system.text import flatten
 from hvtrain.trackers import TrackedRun, Tracker, plain_name
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# Without these MLflow reports its usage to its makers, and waits many minutes for a server that is gone.
+# Without these MLflow sends usage data to its makers, and waits many minutes for a server that is gone.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-# MLflow refuses more parameters in one request, and longer values.
+# MLflow refuses requests with more parameters, and longer values.
 MOST_PARAMS = 100
 LONGEST_PARAM = 6000
 
 
 class MLflow(Tracker):
-    """Metrics by step, settings as parameters, files as artifacts.
+    """Logs metrics by step, settings as parameters, and files as artifacts.
 
-    uri: where MLflow keeps runs; null: MLFLOW_TRACKING_URI, or else sqlite:///mlflow.db in the working folder.
+    Args:
+        uri: where MLflow keeps runs; null: MLFLOW_TRACKING_URI, or else sqlite:///mlflow.db in the working folder.
+        experiment: the name of the experiment, which is created if it does not exist.
     """
 
     needs: tuple[str, ...] = ("mlflow=mlflow-skinny",)
@@ -44,7 +46,7 @@ class MLflow(Tracker):
             os.environ.setdefault(name, value)
         import mlflow
 
-        # Both log the migrations of a new file.
+        # When an SQLite file is new, both log every migration of its schema.
         for logger in ("mlflow", "alembic"):
             logging.getLogger(logger).setLevel(logging.WARNING)
 
@@ -56,7 +58,7 @@ class MLflow(Tracker):
             experiment = self._experiment_id()
             self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
             self._log_settings(run.settings)
-        # As a tag: MLflow's parameters never change.
+        # As a tag, since MLflow does not let parameters change.
         if run.changes:
             self._client.set_tag(self._id, "changes", json.dumps(run.changes))
         return self._id
@@ -64,7 +66,7 @@ class MLflow(Tracker):
     def scalars(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
 
-        # MLflow wants milliseconds, and the same for all metrics of a step.
+        # In milliseconds; all metrics of a step get the same time.
         now = int(1000 * time.time())
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
@@ -83,7 +85,7 @@ class MLflow(Tracker):
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
-        # Somebody may have deleted it meanwhile.
+        # A deleted run is still found.
         return bool(info.lifecycle_stage == "active")
 
     def _experiment_id(self) -> str:
@@ -91,17 +93,17 @@ class MLflow(Tracker):
         if experiment:
             return str(experiment.experiment_id)
 
-        # A server decides where it keeps artifacts.
+        # None: a server decides where it keeps artifacts.
         artifacts = None
         if self.uri.startswith("sqlite:"):
-            # MLflow would look for them below the working folder of whoever opens the file later.
+            # Absolute, or MLflow would look for them in the working folder of whoever opens the file later.
             artifacts = Path("mlruns").absolute().as_uri()
         return str(self._client.create_experiment(self.experiment, artifact_location=artifacts))
 
     def _log_settings(self, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        # MLflow would refuse all of them for one name with a * in it.
+        # One name with a * in it would make MLflow refuse all of them.
         values = {plain_name(name): value for name, value in flatten(settings).items()}
         params = [Param(name, str(value)[:LONGEST_PARAM]) for name, value in values.items()]
         for begin in range(0, len(params), MOST_PARAMS):

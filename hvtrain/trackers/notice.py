@@ -1,15 +1,15 @@
-"""The notice of a run's end.
+"""Sends the notice of a run's end.
 
-Rank 0 prepares it, and a process that outlives rank 0 sends it by apprise.
+Rank 0 prepares it, and a process that outlives rank 0 sends it with apprise.
 
 That process is `python -m hvtrain.trackers.notice PID`, with the process ID of rank 0. It
 reads rank 0's messages, lines of JSON, from its standard input: first {"addresses", "name",
-"folder", "lost"}, then each notice {"kind", "body"} that is to be sent if rank 0 ends now;
-"is_last" sends it at once. It answers twice, on its standard output: with the indices of addresses
-that apprise does not know, and of those that did not take the notice.
+"folder", "lost"}, then notices {"kind", "body", "is_last"}. It sends the newest notice ("lost" if there
+is none) when rank 0 ends, or at once if "is_last" is true. It answers twice on its standard output: with the indices of
+the addresses that apprise does not know, and then of those that did not accept the notice.
 
-No launcher knows of it: it has a session of its own, no parent, and none of the environment variables
-by which launchers find what they kill. It ends at the latest SECONDS_TO_SEND after rank 0.
+No launcher knows of this process: it has a session of its own, no parent, and none of the environment
+variables by which launchers find what to kill. It ends at most SECONDS_TO_SEND after rank 0.
 """
 
 import json
@@ -51,7 +51,7 @@ _TYPES = {FINISHED: "success", STOPPED: "warning"}
 
 
 class Notice:
-    """The notice of a run's end. Without addresses all methods do nothing. Chief only."""
+    """Rank 0's side of the notice of a run's end (chief only). Without addresses all methods do nothing."""
 
     def __init__(self) -> None:
         self._addresses: list[str] = []
@@ -60,7 +60,7 @@ class Notice:
     def begin(self, chosen: Sequence[str], folder: Path) -> None:
         """Starts the process that sends the notice, unless it is running already.
 
-        Raises ConfigError for a wrong address.
+        Raises ConfigError if apprise is missing or does not know an address.
         """
         # A restart of the ranks calls this again.
         if not chosen or self._sender:
@@ -97,8 +97,8 @@ class Notice:
             with suppress(ProcessLookupError):
                 os.killpg(sender.pid, signal.SIGKILL)
             log.warning("no notice will be sent: the process that sends it has not started")
-        sender.wait()  # Reaps the process that forked the sender.
-        # It has not started, or has ended with the wrong address.
+        sender.wait()  # Reaps the parent of the sender, which has ended after the fork.
+        # It has not started, or has ended because of an unknown address.
         if unknown != []:
             self._sender = None
         if unknown:
@@ -112,27 +112,25 @@ class Notice:
         self._tell(FINISHED, text)
 
     def stopped(self, text: str) -> None:
-        """Sends that the run was asked to stop, and how to continue it."""
+        """Sends the notice that the run was asked to stop; the text says how to continue it."""
         self._tell(STOPPED, text)
 
     def failed(self, error: BaseException) -> None:
-        """Sends the cause of a failure, unless the end was reported before."""
+        """Sends the cause of a failure, unless a final notice was sent before."""
         if isinstance(error, KeyboardInterrupt):
             self.stopped("interrupted; nothing new was saved")
         else:
             self._tell(FAILED, cause_in_words(error))
 
     def note(self, text: str) -> None:
-        """Records why the run fails.
-
-        It is sent if a launcher or the watchdog ends this process before it says more.
+        """Records why the run fails, to be sent if this process is ended before it can say more.
 
         Any thread may call this.
         """
         self._tell(FAILED, text, is_last=False)
 
     def wait(self) -> None:
-        """Waits for the notice to be sent, SECONDS_TO_SEND + 1 at most; warns of each address that did not accept it.
+        """Waits up to SECONDS_TO_SEND + 1 for the notice to be sent; warns of each address that did not accept it.
 
         The sender continues if this process is killed meanwhile.
         """
@@ -148,7 +146,7 @@ class Notice:
         self._sender = None
 
     def _tell(self, kind: str, text: str, is_last: bool = True) -> None:
-        # An error may quote an address or a token of the data.
+        # The text of an error may quote an address that contains a password.
         text = without_passwords(text).removeprefix("stopped because ")
         self._write({"kind": kind, "body": text[:MOST_CHARACTERS], "is_last": is_last})
 
@@ -156,7 +154,7 @@ class Notice:
         sender = self._sender
         if sender and sender.stdin:
             with suppress(OSError):
-                # A sender that is gone has read its last message, or wait() will notice.
+                # If the sender is gone, it has had its last message, or wait() will notice.
                 os.write(sender.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def _answer(self, seconds: float) -> list[int] | None:
@@ -176,15 +174,15 @@ class Notice:
 
 
 def cause_in_words(error: BaseException) -> str:
-    """Says why a run failed: the text of a UserError, or what was raised on this rank, and where."""
+    """Describes why a run failed: the text of a UserError, or the exception and where this rank raised it."""
     if isinstance(error, UserError):
         return message_of(error)
     return f"rank 0 on {socket.gethostname()} failed: {cause_of(error)}"
 
 
 def sender_main() -> None:
-    """Waits for rank 0's last message, or its end, and sends what it said last."""
-    # Without a parent, no launcher can find the child.
+    """Runs the sender: waits for rank 0's last message, or for its end, and sends the newest notice."""
+    # The parent ends, so that no launcher finds the child through it.
     if os.fork():
         os._exit(0)
 
@@ -215,9 +213,12 @@ def sender_main() -> None:
 
 
 def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
-    """Yields messages until the pipe is closed or the process ends, as its forked children may keep the pipe open."""
+    """Yields messages until the pipe is closed or the process ends.
+
+    Both, because forked children of the process may keep the pipe open.
+    """
     end = []
-    # The process may have ended; kernels before Linux 5.3, and Pythons built with older headers, lack pidfd_open.
+    # The process may be gone, and Linux before 5.3, or a Python built with older headers, lacks pidfd_open.
     with suppress(OSError, AttributeError):
         end = [os.pidfd_open(process)]
 
@@ -232,10 +233,7 @@ def read_messages(pipe: int, process: int) -> Iterator[dict[str, Any]]:
 
 
 def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any) -> list[int]:
-    """Sends the notice to all servers at once.
-
-    Returns the indices of those that have not accepted it in time.
-    """
+    """Sends the notice to all servers at once; returns the indices of those that did not accept it in time."""
     failed = set(range(len(servers)))
 
     def send_to(index: int) -> None:
@@ -255,13 +253,13 @@ def send(servers: Sequence[Any], seconds: float = SECONDS_TO_SEND, **notice: Any
 
 
 def write_answer(indices: list[int]) -> None:
-    """Writes a line, if rank 0 is still there to read it."""
+    """Sends an answer to rank 0, if it is still there to read it."""
     with suppress(BrokenPipeError):
         os.write(1, json.dumps(indices).encode() + b"\n")
 
 
 def _clean(text: str) -> str:
-    """Replaces what cannot be sent: names of files may hold any bytes."""
+    """Replaces characters that cannot be sent: file names may contain any bytes."""
     return text.encode(errors="replace").decode()
 
 

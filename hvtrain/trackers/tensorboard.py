@@ -1,4 +1,4 @@
-"""tracker=tensorboard: event files in the run folder, which `tensorboard --logdir runs` shows."""
+"""tracker=tensorboard: event files in the run folder, for `tensorboard --logdir runs`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +11,9 @@ from hvtrain.trackers import TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):
-    """Scalars by step, and the settings as text.
+    """Logs scalars by step, and the settings as text.
 
-    Files stay where they are: beside the events, in the run folder.
+    Files are not copied: they are in the run folder already, beside the events.
     """
 
     needs = ("tensorboard",)
@@ -28,7 +28,7 @@ class TensorBoard(Tracker):
 
         self._scalar = scalar_pb
         self._writer = tf.summary.create_file_writer(str(self.folder))
-        # Relative, so that a run whose folder was moved is still known.
+        # Relative if possible, so that a run is still known after its folder was moved.
         place = str(self.folder)
         if self.folder.is_relative_to(run.folder):
             place = str(self.folder.relative_to(run.folder))
@@ -43,8 +43,8 @@ class TensorBoard(Tracker):
         return place
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        # tf.summary.scalar writes the same, but runs several operations for each number while the
-        # other ranks wait.
+        # tf.summary.scalar would write the same, but it runs several operations for each number, while
+        # the other ranks wait.
         summaries = [self._scalar(name, value) for name, value in values.items()]
         summary = b"".join(each.SerializeToString() for each in summaries)
         with self._writer.as_default():

@@ -1,4 +1,4 @@
-"""tracker=wandb: a run of Weights & Biases, kept offline until `wandb sync` sends it."""
+"""tracker=wandb: a run of Weights & Biases, by default kept offline until `wandb sync` sends it."""
 
 import os
 import secrets
@@ -14,9 +14,9 @@ MODES = get_args(Mode)
 
 
 class WeightsAndBiases(Tracker):
-    """Numbers by step, settings as the configuration, and files.
+    """Logs numbers by step, settings as the run's config, and files.
 
-    A resumed run that is offline begins another folder under the same id.
+    Offline, a resumed run begins another folder with the same id.
     """
 
     needs = ("wandb",)
@@ -33,7 +33,7 @@ class WeightsAndBiases(Tracker):
         self._run: Any = None
 
     def start(self, run: TrackedRun, known: str | None) -> str:
-        # Without the folder wandb would use a temporary one.
+        # If the folder did not exist, wandb would use a temporary one.
         self.folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -71,11 +71,11 @@ class WeightsAndBiases(Tracker):
         for path in files:
             link = Path(self._run.dir) / path.name
             link.unlink(missing_ok=True)
-            # wandb would do the same, with a warning.
+            # wandb would make the same link, with a warning.
             link.symlink_to(path)
             self._run.save(str(link), base_path=self._run.dir, policy="now")
 
-        # The page of the run then says that it is to be resumed.
+        # Then the run's page says that the run can be resumed.
         if state == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=int(state != "finished"))

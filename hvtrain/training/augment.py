@@ -1,4 +1,4 @@
-"""Builds the augmentation layers that the setting `augment` names, and adds them to the data set's streams."""
+"""Builds the augmentation layers that the setting `augment` names, for the streams of the data set."""
 
 import math
 from collections.abc import Iterator
@@ -23,15 +23,16 @@ CROP_TARGET = f"{RandomResizedCrop.__module__}.{RandomResizedCrop.__name__}"
 def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
     """Builds the layers that `augment` names, and sets source.augmentation and source.raw_batches.
 
-    A random_resized_crop goes to source.sizing instead. The caller resets Keras's names and random
+    A random_resized_crop goes to source.sizing instead. The caller must reset Keras's names and random
     numbers afterwards, so that the model is the same as without augmentation.
-
-    Raises ConfigError for layers that do not fit the images or the targets.
 
     Args:
         config: The run's settings.
-        source: A data set of images.
-        task: The task, which tells how targets are mixed.
+        source: The data set.
+        task: The task, which determines how targets are mixed.
+
+    Raises:
+        ConfigError: The data set has no images, or a layer does not fit its images or targets.
     """
     inputs, targets, *weights = source.element_spec
     if not isinstance(inputs, tf.TensorSpec) or inputs.shape.rank != 3:
@@ -74,17 +75,17 @@ def open_augmentation(config: RunConfig, source: Source, task: Task) -> None:
 
 
 def describe_augmentation(config: RunConfig, source: Source) -> str:
-    """Returns the names of the layers, with the device on which they run."""
+    """Describes the layers: their names, and where they run."""
     names = list(config.augment)
     device = "device" if source.augmentation and source.augmentation.in_step else "cpu"
     if device == "device" and config.augment[names[0]].get("_target_") == CROP_TARGET:
-        # Random crops are taken while images are decoded, wherever the later layers run.
+        # A random crop is taken while images are decoded, wherever the layers after it run.
         names[0] += " (on the cpu)"
     return f"{', '.join(names)} (on the {device})"
 
 
 def _without_crop(config: RunConfig, source: Source) -> list[str]:
-    """Returns the names of the layers except a random crop, which the source will take while it decodes.
+    """Returns the names of the layers except a random crop, which the source takes while it decodes.
 
     Raises ConfigError if the source cannot crop, or another layer comes first.
     """
@@ -118,7 +119,7 @@ def _target_kind(
         ignored_label = getattr(task, "ignored_label", None)
         return Masks(0 if ignored_label is None else ignored_label)
 
-    # Example weights would have to be mixed too, but layers do not get them.
+    # Example weights would have to be mixed with the targets, but layers do not get them.
     soften = None if has_weights else task.softener(source)
     if soften is None:
         return Labels(None, 1)
@@ -134,7 +135,7 @@ def _check_range(
 ) -> None:
     """Raises ConfigError if a layer's value_range, such as the default 0 to 255, is not that of the images.
 
-    The layer would clip them.
+    Such a layer would clip the images.
 
     Args:
         setting: The layer's setting, in which value_range is not set.

@@ -1,10 +1,10 @@
 """comm.tune=true: finds the reduction settings with which this model trains fastest on these ranks.
 
-Horovod's own autotuner tries no cycle under 1 ms and no buckets, and tunes during the training.
-This module times steps of a copy of the model before the training, and stores the result in the run
-folder for later starts on the same hosts and kinds of device, with gradients of the same sizes. It
-leaves Horovod's fusion buffer alone: buckets determine the size of messages, and Horovod 0.28.1
-crashes when it is restarted with both a fusion threshold and a cycle time.
+Horovod's own autotuner tries neither cycles below 1 ms nor buckets, and it tunes during training.
+This module times steps of a copy of the model before training, and stores the result in the run
+folder for later starts with the same hosts, kinds of devices and sizes of gradients. It leaves
+Horovod's fusion buffer alone: buckets determine the size of messages, and Horovod 0.28.1 crashes when
+it is restarted with both a fusion threshold and a cycle time.
 """
 
 import logging
@@ -32,11 +32,11 @@ FILE = "comm.json"
 MIB = 1 << 20
 CYCLES_MS = (1.0, 0.5, 0.2, 0.1, 0.05)
 BUCKETS_MIB = (25.0, 4.0)
-# The time of a setting is the median of three rounds of up to ten steps, about three seconds in all.
+# The time of a setting is the median of ROUNDS rounds of up to STEPS steps, SECONDS_FOR_STEPS in all if possible.
 ROUNDS = 3
 STEPS = 10
 SECONDS_FOR_STEPS = 3.0
-# A setting must take less than this share of the best time so far; a smaller gain may be noise.
+# A setting is taken only if its time is below this share of the best so far; a smaller gain may be noise.
 WORTHWHILE = 0.97
 
 
@@ -44,7 +44,9 @@ WORTHWHILE = 0.97
 class CommSettings:
     """Settings of the reduction.
 
-    cycle_ms: Horovod looks for ready gradients at this interval. bucket_mib: see HorovodStrategy.
+    Args:
+        cycle_ms: Interval at which Horovod looks for ready gradients, in milliseconds.
+        bucket_mib: Size of buckets in MiB, see HorovodStrategy; 0: one bucket.
     """
 
     cycle_ms: float = 1.0
@@ -60,7 +62,7 @@ class CommSettings:
 
 
 def default_settings(bucket_mib: float | None) -> CommSettings:
-    """Returns the settings without comm.tune. Raises ConfigError if HOROVOD_FUSION_THRESHOLD is set."""
+    """Returns the settings that hold without comm.tune. Raises ConfigError if HOROVOD_FUSION_THRESHOLD is set."""
     if "HOROVOD_FUSION_THRESHOLD" in os.environ:
         raise ConfigError(
             "comm.tune=true and HOROVOD_FUSION_THRESHOLD exclude each other; unset it: buckets take its place"
@@ -86,6 +88,9 @@ def tune(
         bucket_mib: The strategy's setting; None: its default.
         first_batches: Opens this rank's stream of batches at the beginning of the first epoch.
         build: Makes a compiled model whose optimizer uses the strategy's current settings.
+
+    Raises:
+        ConfigError: HOROVOD_FUSION_THRESHOLD is set.
     """
     comm = strategy.comm
     default = default_settings(bucket_mib)
@@ -131,9 +136,9 @@ def _search(
     default: CommSettings,
     mib: float,
 ) -> tuple[CommSettings, dict[CommSettings, float]]:
-    """Returns the fastest settings for `mib` MiB of gradients, and the seconds per step of all that were tried.
+    """Returns the fastest settings for `mib` MiB of gradients, and the seconds per step of all settings tried.
 
-    The times are those of the slowest rank, so that all ranks make the same choice.
+    A time is that of the slowest rank, so all ranks make the same choice.
     """
     seconds: dict[CommSettings, float] = {}
 
@@ -156,7 +161,7 @@ def _search(
             for settings in order:
                 settings.apply(strategy)
                 rounds[settings].append(max(strategy.comm.gather(trials[settings.bucket_mib]())))
-            # Alternate the order, so that a machine that slows down puts no setting at a disadvantage.
+            # The order alternates, so that no setting suffers most if the machine slows down.
             order = order[::-1]
 
         seconds |= {settings: median(times) for settings, times in rounds.items()}
@@ -168,7 +173,7 @@ def _search(
 
 def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> Callable[[], float]:
     """Returns a function that runs some steps and returns the seconds per step (every rank)."""
-    # The same batch in every step, so that the input pipeline does not count.
+    # The same cached batch in every step, so that the input pipeline takes no time.
     iterator = iter(batches.take(1).cache().repeat())
     steps = make_steps(model, iterator, strategy.marks)
 
@@ -184,7 +189,7 @@ def _trial(model: keras.Model, strategy: Strategy, batches: tf.data.Dataset) -> 
 
 
 def _device_kind() -> str:
-    """Returns the kind of device that this rank computes on: the GPU's model, or CPU."""
+    """Returns the kind of device on which this rank computes: the GPU's model, or CPU."""
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         return "CPU"

@@ -1,4 +1,4 @@
-"""Checks before the first step: the ranks run the same program, on different data."""
+"""Checks, before the first step, that the ranks run the same program on different data."""
 
 import hashlib
 import logging
@@ -42,18 +42,18 @@ _NOT_IN_BITS = re.compile(
 def check_same_run(comm: Comm, config: RunConfig) -> None:
     """Checks that all ranks run the same program with the same settings (every rank).
 
-    Raises on all ranks, and names the difference:
+    Raises, on all ranks, with the difference named:
         ConfigError: Settings differ.
-        RankError: Versions of packages or code differ.
+        RankError: Versions of packages, or code, differ.
     """
     own = {"settings": config.flat, "programs": software(config)}
-    # Digests suffice while all agree; with a thousand ranks each would otherwise receive ten megabytes.
+    # Digests suffice if all agree; without them, each of a thousand ranks would receive ten megabytes.
     if len(set(comm.gather(digest_of(own)))) == 1:
         return
     ranks = comm.gather((*own.values(), comm.topology.host))
     settings, programs, host = ranks[0]
 
-    # Settings first: if they name different packages, the code differs as a consequence.
+    # Settings first: if they name different packages, different code is only a consequence.
     for rank, (other_settings, _, _) in enumerate(ranks):
         difference = difference_of(settings, other_settings)
         if difference:
@@ -72,17 +72,14 @@ def check_same_run(comm: Comm, config: RunConfig) -> None:
 
 
 def software(config: RunConfig) -> dict[str, str]:
-    """Returns versions of packages, and checksums of code.
-
-    The code is that of hvtrain and of the packages that the settings name.
-    """
+    """Returns versions of packages, and digests of the code of hvtrain and of packages that the settings name."""
     facts = {"version of python": platform.python_version()}
     for name, version in host_facts.package_versions(_PACKAGES).items():
         facts[f"version of {name}"] = version or "none"
     targets = [value for key, value in config.flat.items() if key.endswith("_target_")]
     for package in dict.fromkeys(["hvtrain", *(target.split(".")[0] for target in targets)]):
         if package == "keras":
-            continue  # Its version is compared already.
+            continue  # Its version is among those above.
         files = host_facts.code_files(package)
         digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
         facts[f"code of {package}"] = digest if files else "not found"
@@ -100,7 +97,7 @@ def facts_of(run: Run) -> Facts:
         f"{key} of {split}": value
         for split, part in data["splits"].items()
         for key, value in part.items()
-        if key != "files"  # There may be thousands, and the digest covers them.
+        if key != "files"  # There may be thousands, and the manifest's digest covers them.
     }
     return {
         "data": {
@@ -129,10 +126,10 @@ def facts_of(run: Run) -> Facts:
 def check_same_data(comm: Comm, source: Source, refuse: bool) -> dict[str, Any]:
     """Returns the data set's manifest (every rank).
 
-    Raises RankError on all ranks if hosts have different copies; without `refuse` it only warns.
+    If hosts have different copies of the data, raises RankError on all ranks; without `refuse` only warns.
     """
     manifest = comm.all_or_raise(source.manifest)
-    # Digests are enough while all agree; a manifest may list thousands of files.
+    # Digests suffice if all agree; a manifest may list thousands of files.
     digests, hosts = zip(*comm.gather((digest_of(manifest), comm.topology.host)))
     if len(set(digests)) > 1:
         manifests = comm.gather(manifest)
@@ -151,8 +148,14 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
 
     Rank 0 records the kinds of its inputs in the run folder; in a resumed run it compares them with the record.
 
-    Raises DataError on all ranks if a target is wrong, the inputs differ in kind from the recorded ones,
-    or two ranks have read the same batch.
+    Args:
+        run: The run.
+        batches: This rank's stream from this start's first step on, see Run.stream_from.
+        is_resumed: The run continues from a checkpoint.
+
+    Raises:
+        DataError: On all ranks: a target is wrong, the inputs differ in kind from the recorded ones, or two
+            ranks have read the same batch.
     """
     comm = run.strategy.comm
     source = run.source
@@ -183,7 +186,7 @@ def check_first_batches(run: Run, batches: tf.data.Dataset, is_resumed: bool) ->
 
 
 def _check_kinds(run: Run, inputs: Any, is_resumed: bool) -> DataError | None:
-    """Records the kinds of a batch, or returns an error if they changed (chief only)."""
+    """Records the kinds of a batch's inputs, or returns an error if they have changed (chief only)."""
     source = run.source
     if source.raw_batches:
         finished = source.finish(tf.nest.map_structure(tf.constant, inputs))

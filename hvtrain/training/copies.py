@@ -1,4 +1,4 @@
-"""A second copy of each checkpoint on another host, made in the background (checkpoint.copies).
+"""Keeps a second copy of each checkpoint on another host, in the background (checkpoint.copies).
 
 Without a shared disk only rank 0's host has the checkpoints. Rank 0 connects to the receiver, the first rank on another
 host. Rank 0's writer sends each complete checkpoint, and waits until the receiver has it. The receiver never keeps
@@ -43,10 +43,10 @@ Pieces = Iterator[tuple[str, bytes]]
 
 
 class Copies(AbstractContextManager["Copies"]):
-    """Second copies of a run's checkpoints. This base class makes none.
+    """One rank's side of the second copies of a run's checkpoints. This base class makes none.
 
     Args:
-        connection: The connection between rank 0 and the receiver; it is shut down when the context exits.
+        connection: Between rank 0 and the receiver; it is shut down when the context exits.
     """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
@@ -65,13 +65,16 @@ class Copies(AbstractContextManager["Copies"]):
 
 
 def begin_copies(run: Run) -> Copies:
-    """Connects rank 0 to the receiver if checkpoint.copies is set; returns this rank's side (every rank)."""
+    """Connects rank 0 to the receiver if checkpoint.copies is set; returns this rank's side (every rank).
+
+    If there is no other host, or the two do not connect, only logs a warning.
+    """
     if not run.config.checkpoint.copies:
         return Copies()
     comm = run.strategy.comm
     rank = comm.topology.rank
     hosts = comm.gather(comm.topology.host)
-    # On each other host with its own disk, the first rank keeps a note of the newest checkpoint.
+    # The receiver needs a disk of its own. On such hosts the first rank keeps a note of the newest checkpoint.
     keeps_note = comm.gather(run.state.note_keeper.folder is not None)
     receiver = next(
         (rank for rank, host in enumerate(hosts) if keeps_note[rank] and host != hosts[0]), 0
@@ -116,7 +119,7 @@ def begin_copies(run: Run) -> Copies:
 
 
 def accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Returns the first connection that sends the token; stops listening. Raises OSError if none comes in time."""
+    """Returns the first connection that sends the token, and stops listening. Raises OSError if none comes in time."""
     with listener:
         listener.settimeout(SECONDS_TO_CONNECT)
         while True:
@@ -142,10 +145,10 @@ class Sender(Copies):
         self._folder = folder
         self._socket = connection
         self._host = host
-        # True after a message that was cut short, which the receiver could not tell from the next one.
+        # True once a message was cut short, after which the connection cannot be used any more.
         self._is_lost = False
         self._answers = connection.makefile("rb")
-        # The receiver's checkpoints: name -> checksums. Equal checksums mean the same checkpoint.
+        # The checksums of the receiver's checkpoints, by name. Equal checksums mean the same checkpoint.
         self._present: dict[str, str] = json.loads(self._answers.readline())
 
     def send(self) -> None:
@@ -153,7 +156,7 @@ class Sender(Copies):
             return
         checkpoints = self._folder / "checkpoints"
         try:
-            # Newest first: a restart needs the newest.
+            # Newest first, since a restart needs the newest.
             for name, sums in reversed(sums_of(checkpoints).items()):
                 if self._present.get(name) != sums:
                     self._send_one(checkpoints / name)
@@ -167,13 +170,13 @@ class Sender(Copies):
             )
 
     def _send_one(self, path: Path) -> None:
-        """Sends a checkpoint, and the run's small files as they are now."""
+        """Sends a checkpoint, with the run's small files as they are now. Raises StorageError or OSError."""
         names = [CONFIG_FILE, *RECORDS, f"checkpoints/{writer.BEST}"]
         small = [
             *(self._folder / name for name in names),
             *(self._folder / fitted.FOLDER).glob("[!.]*"),
         ]
-        # Latin-1 maps each byte to one character.
+        # As Latin-1, which maps each byte to one character, so that JSON can hold them.
         records = {
             str(file.relative_to(self._folder)): read_bytes(file).decode("latin-1")
             for file in small
@@ -187,7 +190,7 @@ class Sender(Copies):
                     if self._socket.sendfile(file) != size:
                         raise OSError(f"{name} has changed")
         except OSError:
-            # Otherwise the receiver would read the next message as the rest of this one.
+            # If the connection stayed open, the receiver would read the next message as the rest of this one.
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._is_lost = True
@@ -208,7 +211,7 @@ def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfi
     """
     checkpoints = folder / "checkpoints"
     writer.sweep(checkpoints)
-    # Whatever ends this thread closes the connection, or rank 0 would wait for an answer.
+    # However this thread ends, it closes the connection: otherwise rank 0 would wait for an answer forever.
     with suppress(OSError), connection, connection.makefile("rb") as stream:
         connection.sendall(encode(sums_of(checkpoints)))
         for line in stream:
@@ -227,14 +230,14 @@ def receive_all(folder: Path, connection: socket.socket, config: CheckpointConfi
                 )
             except UserError as error:
                 problem = str(error)
-                # Skip the rest of the message: rank 0 reads no answer until it has sent everything.
+                # Skip the rest of the message, since rank 0 reads the answer only after it has sent everything.
                 for _ in pieces:
                     pass
             connection.sendall(encode({"problem": problem}))
 
 
 def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
-    """Writes the run's small files and a checkpoint, completely or not at all; returns the checkpoint's path."""
+    """Writes the run's small files, and the checkpoint completely or not at all; returns the checkpoint's path."""
     name = message["name"]
     sizes = message["sizes"]
     target = folder / "checkpoints" / name
@@ -250,7 +253,7 @@ def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
                 raise StorageError(f"the copy of {name} was damaged on its way")
         for file_name in sizes:
             flush(temporary / file_name)
-        # Records before the checkpoint: a surplus row of the history is dropped when the run resumes.
+        # Records before the checkpoint: a surplus row is dropped when the run resumes, a missing one is lost.
         for record, text in message["records"].items():
             (folder / record).parent.mkdir(exist_ok=True)
             write_atomic(folder / record, text.encode("latin-1"))
@@ -259,7 +262,7 @@ def _receive(folder: Path, message: dict[str, Any], pieces: Pieces) -> Path:
 
 
 def _pieces(stream: BinaryIO, sizes: dict[str, int]) -> Pieces:
-    """Yields (name, piece of its content) for the files that follow in the stream."""
+    """Yields (name, piece of content) for the files that follow in the stream. Raises ConnectionError at its end."""
     for name, num_left in sizes.items():
         while num_left:
             piece = stream.read(min(num_left, PIECE_BYTES))

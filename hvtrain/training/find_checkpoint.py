@@ -36,7 +36,7 @@ from hvtrain.training.run import ResumePoint, RunState
 
 log = logging.getLogger(__name__)
 
-# What a checkpoint's meta must contain for a resume, with the types.
+# What a checkpoint's meta must contain for a resume, and its types.
 _NEEDED: dict[str, Any] = {
     "num_ranks": int,
     "batch_size": int | list,
@@ -51,10 +51,10 @@ RECORDS = (HISTORY_FILE, RANKS_FILE, RECEIPTS_FILE, STARTS_FILE, TRACKERS_FILE)
 
 @dataclass(frozen=True)
 class Candidate:
-    """The newest checkpoint of a rank, in memory (path None) or on its disk.
+    """A rank's newest checkpoint that is not known to be damaged, in memory (path None) or on disk.
 
-    run_id is None if no checkpoint on its disk names its run, as when all are damaged. seen_step is
-    the newest step on its disk, damaged or not.
+    run_id is None if no checkpoint on the disk names its run, for example because all are damaged.
+    seen_step is the newest step on the disk, damaged or not.
     """
 
     rank: int
@@ -86,7 +86,7 @@ def find_checkpoint(
             checkpoint.
         resume: The setting `resume`.
         on_all_ranks: All ranks get the checkpoint's arrays, not only the chief.
-        copies: checkpoint.copies; if set, the chief also writes a checkpoint that it receives to its own disk.
+        copies: The setting checkpoint.copies; if set, the chief also writes a received checkpoint to its disk.
 
     Raises:
         CheckpointError: Hosts have checkpoints of different runs, a newer one is on an absent host,
@@ -97,7 +97,7 @@ def find_checkpoint(
     saved = search.newest()
     hosts = comm.gather(comm.topology.host)
     rank = comm.topology.rank
-    # Only when the run starts: after a change of ranks its identifier is known already.
+    # Checked only when the run starts: after a change of ranks its identifier is known.
     if search.run_id is None:
         if resume == "never" and search.candidates:
             raise ConfigError(
@@ -106,7 +106,7 @@ def find_checkpoint(
             )
         if resume == "auto" and run_state.checkpoint is None:
             own_notes = [notes.read(folder)]
-            # With copies the launcher's note may name a checkpoint that was still being copied.
+            # With copies, the launcher's note may name a checkpoint whose copy was not complete yet.
             if not copies or not search.candidates:
                 own_notes.append(notes.from_launcher(os.environ))
             all_notes = [
@@ -123,9 +123,9 @@ def find_checkpoint(
 
     run_state.note_keeper = NoteKeeper()
     if search.has_own_disk and hosts.index(hosts[rank]) == rank:
-        # The first rank of each host with its own disk keeps the note; rank 0's host has the
-        # checkpoints themselves. With resume=available the user has accepted that the newest
-        # checkpoint is absent, so this run's own note is forgotten too.
+        # On each host with its own disk the first rank keeps the note, except on rank 0's host, which has
+        # the checkpoints themselves. With resume=available the user has accepted that the newest
+        # checkpoint is absent, so even this run's own note is forgotten.
         notes.forget(folder, run_state.run_id if resume != "available" else None)
         if saved and saved.host not in ("", hosts[rank]):
             NoteKeeper(folder, saved.host, run_state.run_id).note(saved.step)
@@ -151,11 +151,11 @@ class _Search:
         self.needs_arrays = on_all_ranks or comm.topology.is_chief
         self.candidates: list[Candidate] = []
 
-        # Set if the run has begun already, and continues after a change of ranks.
+        # Not None if the run continues after a change of ranks.
         self.run_id = next(filter(None, comm.gather(run_state.run_id)), None)
 
-        # A rank shares the chief's run folder if the lock file in it has the same contents.
-        own_lock = ""  # If the lock is missing or unreadable, the disk counts as the rank's own.
+        # A rank shares the chief's disk if the lock file in its run folder has the same content.
+        own_lock = ""  # If the file is missing or unreadable, the disk counts as the rank's own.
         with suppress(OSError, ValueError):
             own_lock = read_file(folder / LOCK_FILE)[:200]
         self.has_own_disk = (
@@ -175,7 +175,7 @@ class _Search:
             self.candidates = _of_run(candidates, self.run_id)
             if not self.candidates:
                 break
-            # On a tie the lowest rank, so that rank 0 is not sent what it already has.
+            # The lowest rank on a tie, so that rank 0 is not sent what it already has.
             newest = max(self.candidates, key=lambda candidate: (candidate.step, -candidate.rank))
             self._root = newest.rank
             saved = self.comm.on_rank(self._root, partial(self._read, newest))
@@ -217,7 +217,7 @@ class _Search:
         return self._checkpoint if self.needs_arrays else None
 
     def _candidate(self) -> Candidate | None:
-        """Returns the newest checkpoint of this rank that is not known to be damaged."""
+        """Returns this rank's candidate, or None if it has no checkpoint. Raises CheckpointError for a link."""
         topology = self.comm.topology
         if self.checkpoints.is_symlink():
             raise CheckpointError(
@@ -241,7 +241,7 @@ class _Search:
             run_id = self.run_state.run_id
         elif paths:
             path = paths[-1]
-            # If it is damaged, an older checkpoint in the folder tells which run it belongs to.
+            # If its meta is unreadable, an older checkpoint in the folder names the run.
             run_id = next(filter(None, map(store.run_id, reversed(paths))), None)
         else:
             return None
@@ -265,7 +265,7 @@ class _Search:
 
         name = checkpoint.path.name
         meta = checkpoint.meta
-        # Matching checksums prove that the file is whole, not that a run has written it.
+        # Matching checksums prove that the files are whole, not that a run has written them.
         missing = [key for key, kind in _NEEDED.items() if not isinstance(meta.get(key), kind)]
         if checked_run_id(meta.get("run_id")) is None:
             missing.append("run_id")
@@ -290,7 +290,7 @@ class _Search:
         """
         topology = self.comm.topology
         own_lines = list(self._damaged.values())
-        # If there is no other checkpoint they keep their names: someone may be able to repair them.
+        # If there is no other checkpoint, they keep their names, since someone may be able to repair them.
         if saved:
             own_lines = [
                 store.set_aside(path, reason, saved.step) for path, reason in self._damaged.items()
@@ -308,7 +308,7 @@ class _Search:
                 log.warning("%s", line)
 
     def _send_records(self) -> None:
-        """Sends the records and the best checkpoint's name from root to chief (every rank)."""
+        """Sends the records, and the record of the best checkpoint, from the root to the chief (every rank)."""
         own_host = self.comm.topology.host
         records, best, root_host = self.comm.on_rank(
             self._root,
@@ -318,7 +318,7 @@ class _Search:
         def write() -> None:
             write_records(self.folder, records)
             if best:
-                # A best checkpoint without a host is on the root's disk, which need not be the chief's.
+                # A record without a host means the root's own disk, which need not be the chief's.
                 best_host = best.get("host", root_host)
                 elsewhere = {"host": best_host} if best_host != own_host else {}
                 step, metric, value = (best[key] for key in ("step", "metric", "value"))
@@ -340,11 +340,11 @@ def write_records(folder: Path, records: dict[str, bytes]) -> None:
 
 
 def _of_run(candidates: Sequence[Candidate], run_id: str | None) -> list[Candidate]:
-    """Returns the candidates of a run that has begun; all of them if run_id is None."""
+    """Returns the candidates of the run with this identifier; all of them if it is None."""
     if run_id is None:
         return list(candidates)
     ours = [candidate for candidate in candidates if candidate.run_id == run_id]
-    # Otherwise take those of an unknown run: they are damaged, which must be reported before the run
+    # Without any, those of an unknown run: these are damaged, which must be reported before the run
     # starts over.
     ours = ours or [candidate for candidate in candidates if candidate.run_id is None]
     for candidate in candidates:
@@ -359,14 +359,14 @@ def _check_notes(
     candidates: Sequence[Candidate],
     folder: Path,
 ) -> None:
-    """Raises CheckpointError if a note tells of a newer checkpoint of this run on an absent host.
+    """Raises CheckpointError if a note names a newer checkpoint of this run on an absent host.
 
     A damaged checkpoint of that step on a present host counts as present; _report_damaged reports it.
     """
     run_ids = {candidate.run_id for candidate in candidates} - {None}
     seen_step = max((candidate.seen_step for candidate in candidates), default=-1)
     away = [note for note in notes if note.host not in hosts and note.step > seen_step]
-    # The launcher's note does not name its run.
+    # A note without a run is the launcher's, and counts as this run's.
     away = [note for note in away if not run_ids or note.run_id is None or note.run_id in run_ids]
     newest = max(away, key=lambda note: note.step, default=None)
     if newest is None:

@@ -27,16 +27,16 @@ from hvtrain.training.saved_model import BEST_FILE, export, save
 
 log = logging.getLogger(__name__)
 
-MAX_SECONDS = 10.0  # For the predictions: the other ranks wait meanwhile.
+MAX_SECONDS = 10.0  # For the predictions, during which the other ranks wait.
 MAX_BYTES = 256 << 20  # For examples and outputs together.
 
 
 def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
-    """Returns the figures of the run: equal on all ranks, except for counts that each process makes.
+    """Returns the figures of the run, which are equal on all ranks, except for times and counts of this process.
 
     Args:
         context: The run's context, with its report complete.
-        metrics: Metrics on the test data; empty if there is none.
+        metrics: Results of test_metrics; empty if there is no test data.
     """
     run = context.run
     report = context.report
@@ -56,7 +56,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
         num_parameters=num_parameters(context.model),
         num_steps=context.position.step,
         global_batch=run.plan.global_batch,
-        # Since this start of the run, including restarts of its ranks.
+        # Of this start of the run, including restarts of its ranks.
         seconds=time.monotonic() - run.state.began,
         reductions=proof["reductions"],
         first_step=context.position.start_step,
@@ -76,10 +76,7 @@ def make_record(context: RunContext, metrics: dict[str, float]) -> RunRecord:
 
 
 def _proof(context: RunContext) -> dict[str, Any]:
-    """Returns the proof, for result.json, that the ranks trained together.
-
-    The reductions are counted in this process.
-    """
+    """Returns the proof, for result.json, that the ranks trained together; reductions are those of this process."""
     optimizer = context.model.optimizer
     # A LossScaleOptimizer wraps the optimizer that accumulates.
     accumulate = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
@@ -105,13 +102,13 @@ def steps_of_result(folder: Path) -> int | None:
 def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
     """Writes result.json, model.keras and best.keras (every rank).
 
-    Returns the record, completed by the best checkpoint's figures and a sample. The saved models have
-    weights only; the optimizer's state is in the checkpoints. A run that was complete already keeps
-    its old results, which include its speed.
+    Returns the record, completed with the best checkpoint's figures and a sample. The saved models have
+    no optimizer state, which is in the checkpoints. A run that was complete already keeps its old
+    results, since they include its speed.
     """
     comm = run.strategy.comm
     folder = run.folder
-    # A start that trained nothing has no speed, so older results stay, unless a shorter run wrote them.
+    # A start that trained nothing has no speed, so older results stay if they are of the same step.
     steps_before = comm.on_chief(lambda: steps_of_result(folder))
     if record.first_step == record.num_steps == steps_before:
         log.info("test: %s", in_words(record.metrics))
@@ -137,7 +134,7 @@ def write_results(run: Run, model: keras.Model, record: RunRecord) -> RunRecord:
 def send_results(run: Run) -> None:
     """Uploads the results if run.dir is an address (chief only).
 
-    Raises StorageError; with checkpoint.on_error=warn it only warns, since the results are on this host.
+    Raises StorageError; with checkpoint.on_error=warn only warns, since the results are on this host.
     """
     try:
         run.state.store.send()
@@ -164,7 +161,7 @@ def _log_results(record: RunRecord, folder: Path) -> None:
     speed = ""
     if record.step_seconds:
         rates = {"examples": record.examples_per_second, **record.per_second}
-        # Replicas of one process, and workers of parameter servers, count like ranks.
+        # Replicas in one process, and workers with parameter servers, count like ranks.
         number = record.num_replicas or record.num_ranks
         kind = "rank" if number == record.num_ranks else "replica"
         speeds = ", ".join(f"{rate:,.0f} {unit}/s" for unit, rate in rates.items())
@@ -195,7 +192,7 @@ def _read_best(checkpoints: Path) -> dict[str, Any] | None:
 def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any] | None:
     """Tests the best checkpoint, saves it as best.keras and returns its figures (every rank).
 
-    Returns None if there is none or, with a warning, if it is unreadable. The model gets its weights back.
+    Returns None if there is none or, with a warning, if it cannot be read. The model keeps its last weights.
     """
     comm = run.strategy.comm
     best = comm.on_chief(lambda: _read_best(run.folder / "checkpoints"))
@@ -206,7 +203,7 @@ def _test_best(run: Run, model: keras.Model, record: RunRecord) -> dict[str, Any
     last_weights = None
     # Callbacks such as EarlyStopping may have restored other weights after the last step.
     if best["step"] != record.num_steps or run.config.callbacks:
-        # On every rank: all test the best weights, each on its own shard.
+        # On every rank, since all of them test the best weights, each on its own shard.
         last_weights = model.get_weights()
         if not comm.on_chief(lambda: _load_best(run, model, best)):
             return None
@@ -239,7 +236,7 @@ def _load_best(run: Run, model: keras.Model, best: dict[str, Any]) -> bool:
 
 
 def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str, Any] | None:
-    """Sets the weights to those of a checkpoint, or with train.ema to their averages (chief only).
+    """Sets the weights to those of a checkpoint or, with train.ema, to their averages (chief only).
 
     Returns the manifest of the training data, if the checkpoint has it.
 
@@ -249,7 +246,7 @@ def load_weights(config: RunConfig, model: keras.Model, path: Path) -> dict[str,
     checkpoint = store.read(path)
     if config.train.ema is None:
         model_state.restore(checkpoint, model, ("model",))
-    else:  # The averages are among the optimizer's variables, which no later step needs.
+    else:  # The averages are optimizer variables. Overwriting those is harmless, since no step follows.
         model_state.restore(checkpoint, model)
         take_averages(model)
     return checkpoint.meta.get("data")
@@ -260,7 +257,7 @@ def in_words(metrics: dict[str, float]) -> str:
 
 
 def write_review(run: Run, model: keras.Model) -> None:
-    """Writes review.json, predictions for some test examples, for the report (chief only).
+    """Writes review.json, the report's predictions for some test examples (chief only).
 
     An error becomes a warning, since the run itself has finished.
     """
@@ -277,9 +274,9 @@ def write_review(run: Run, model: keras.Model) -> None:
 
 
 def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
-    """Returns the first examples of the test data, or else of the validation data, with the model's outputs.
+    """Returns the first test examples, or else validation examples, with the model's outputs.
 
-    Returns as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty.
+    They are as many as the task reviews, or fewer if time or memory runs out; None if both splits are empty.
     """
     source = run.source
     limit = run.task.num_reviewed
@@ -292,7 +289,7 @@ def _predict_some(run: Run, model: keras.Model) -> ReviewedExamples | None:
     num_bytes = 0
     began = time.monotonic()
     batch_size = min(run.plan.batch_sizes[0], limit)
-    # Topology() is one process: the chief reads the examples of all ranks.
+    # Topology() is a single process: the chief reads the examples of all ranks.
     for inputs, targets, *_ in source.evaluation(split, Topology(), batch_size).as_numpy_iterator():
         run.strategy.watchdog.progress.beat()
         outputs = keras.tree.map_structure(_as_numpy, model(inputs, training=False))

@@ -31,11 +31,14 @@ def prepare_step(
 
     Args:
         model: The compiled model.
-        source: The data set, which knows whether its batches are raw, and whether the step augments them.
+        source: The data set, which says whether its batches are raw, and whether the step augments them.
         losses: The losses that the model is compiled with, made by joint_loss.
         has_batch_weights: The ranks' batches differ in size, and come as pairs (batch, weight).
         class_weights: Weights by class, which multiply those of the examples; empty for none.
         harden: Task.harden, which turns mixed targets back into targets that metrics accept.
+
+    Raises:
+        ConfigError: When the step is traced, if the model's own train_step does not apply batch weights.
     """
     if not (has_batch_weights or source.raw_batches or class_weights):
         return
@@ -44,7 +47,7 @@ def prepare_step(
     compute_metrics = model.compute_metrics
     augmentation = source.augmentation
     mixes = bool(augmentation and augmentation.mixes)
-    batch_weight: list[Any] = []  # Of the step that is being traced.
+    batch_weight: list[Any] = []  # That of the step being traced, until its loss uses it.
     # By thread: a strategy may trace the steps of several replicas alternately.
     hard_targets: dict[int, Any] = {}
 
@@ -82,8 +85,8 @@ def prepare_step(
             loss.batch_weight = weight
 
         result = train_step((inputs, targets) if weights is None else (inputs, targets, weights))
-        # compute_loss should have used up the weight. Otherwise all ranks' gradients would count
-        # the same, whatever the size of their batches.
+        # compute_loss should have used the weight. Otherwise the gradients of all ranks would count
+        # equally, whatever the sizes of their batches.
         if batch_weight:
             raise ConfigError(
                 "ranks have batches of different sizes, which the loss has to weight, and the model's train_step does "
@@ -105,7 +108,8 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
     n / (classes x count), as in scikit-learn: every class then has the same sum of weights, and the
     mean weight is 1. A class without examples gets the weight 0.
 
-    Raises ConfigError if the task has no classes, the source has no counts, or a class or weight is invalid.
+    Raises:
+        ConfigError: The task has no classes, the source has no counts, or a class or weight is invalid.
     """
     chosen = config.train.class_weights
     if chosen is None:
@@ -117,7 +121,7 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
         )
 
     facts = source.facts()
-    num_classes = facts.get("num_classes", 2)  # The source of a binary task may name none.
+    num_classes = facts.get("num_classes", 2)  # For a binary task the source may give no number.
     if chosen == BALANCED:
         targets = source.whole_targets().get("train")
         if targets is None:
@@ -137,7 +141,7 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
     for key, weight in chosen.items():
         name = str(key)
         index = -1
-        # Names take precedence: a data set's class names may be numbers in another order.
+        # Names take precedence over numbers: class names may be numbers in another order.
         if name in names:
             index = names.index(name)
         elif name.isdigit():
@@ -156,7 +160,7 @@ def class_weights(config: RunConfig, source: Source, task: Task) -> list[float]:
 
 
 def weights_of(targets: tf.Tensor, class_weights: Sequence[float]) -> tf.Tensor:
-    """Returns the weight of each target's class; 1 for an ignored label, which has no class.
+    """Returns the float32 weight of each target's class, in the targets' shape; 1 for an ignored label.
 
     >>> weights_of(tf.constant([0, 1, 255]), [1.0, 3.0]).numpy().tolist()
     [1.0, 3.0, 1.0]
@@ -164,15 +168,15 @@ def weights_of(targets: tf.Tensor, class_weights: Sequence[float]) -> tf.Tensor:
     classes = tf.cast(targets, tf.int32)
     table = tf.constant(class_weights, tf.float32)
     is_class = (classes >= 0) & (classes < len(class_weights))
-    # On a CPU tf.gather fails for an index out of range, so ignored labels look up class 0.
+    # On a CPU tf.gather fails for indices out of range, so ignored labels look up class 0.
     return tf.where(is_class, tf.gather(table, tf.where(is_class, classes, 0)), 1.0)
 
 
 def product_by_example(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
-    """Returns the product of two weights of the same examples; one of them may also weight parts of an example.
+    """Returns the product of two weights of the same n examples; one may also weight parts of an example.
 
-    Plain broadcasting of [n, 1] and [n] would give [n, n], and of [n, height, width] and [n] a
-    weight for each column.
+    Plain broadcasting would give [n, n] for [n, 1] and [n], and for [n, height, width] and [n] it would
+    weight the columns.
 
     >>> product_by_example(tf.constant([[2.0], [3.0]]), tf.constant([1, 10])).numpy().tolist()
     [[2.0], [30.0]]
@@ -183,7 +187,7 @@ def product_by_example(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
 
 
 def _with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
-    """Returns the weights with `rank` axes; axes of length 1 are added at the end."""
+    """Appends axes of length 1 until the weights have `rank` axes."""
     ones = tf.ones([rank - weights.shape.rank], tf.int32)
     return tf.reshape(weights, tf.concat([tf.shape(weights), ones], axis=0))
 
@@ -192,11 +196,11 @@ def weighted_mixture(
     targets: tf.Tensor,
     class_weights: Sequence[float],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns targets and weights whose cross-entropy is the sum of share x weight x loss over the classes.
+    """Returns targets, and weights [n], whose weighted cross-entropy sums share x weight x loss over the classes.
 
     Args:
-        targets: The share of each class in an example, [n, classes], or of the second of two
-            classes, [n].
+        targets: The share of each class in an example, [n, classes]; for two classes also that of the
+            second alone, [n] or [n, 1].
         class_weights: Weights by class.
 
     >>> weighted_mixture(tf.constant([[0.5, 0.5, 0.0]]), [1.0, 3.0, 1.0])[0].numpy().tolist()
@@ -210,8 +214,8 @@ def weighted_mixture(
         second = tf.reshape(targets, [-1])
         parts = tf.stack([1 - second, second], axis=-1)
 
-    # A cross-entropy is linear in the parts: sum(w p log q) is that of the parts w p / sum(w p),
-    # times sum(w p).
+    # A cross-entropy is linear in the targets p: with class weights w, sum(w p log q) is sum(w p) times
+    # that of the targets w p / sum(w p).
     heavy = parts * tf.constant(class_weights, tf.float32)
     weights = tf.reduce_sum(heavy, axis=-1)
     heavy = tf.math.divide_no_nan(heavy, weights[:, None])

@@ -1,4 +1,4 @@
-"""Resumes a run: sends a checkpoint, checks that it fits, and restores the state of all ranks.
+"""Resumes a run: checks that a checkpoint fits, and restores the state of all ranks from it.
 
 Settings that differ from the checkpoint's are recorded, or refused if they must not change.
 """
@@ -24,8 +24,8 @@ from hvtrain.training.run import ResumePoint, Start, versions
 
 # Packing a message takes several times its size in memory, and MPI counts its bytes in 31 bits.
 MESSAGE_BYTES = 64 << 20
-# The seed determines the order of the rest of the epoch. Another optimizer would get slots that are
-# not its own, and another task's metrics the state of the old ones.
+# Settings that a resume must not change. The seed determines the order of the rest of the epoch;
+# another optimizer would get slots that are not its own, and another task's metrics the old ones' state.
 FIXED = ("seed", "optimizer._target_", "task._target_")
 # Settings that do not change what is learned.
 _IRRELEVANT = re.compile(
@@ -36,11 +36,11 @@ _IRRELEVANT = re.compile(
 
 
 def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
-    """Restores the chief's model and each rank's own state; returns the run's start (every rank).
+    """Restores the model on all ranks and each rank's own state; returns the run's start (every rank).
 
     Args:
-        model: The model, with the optimizer built. The other ranks get the weights by a broadcast.
-        saved: The checkpoint, see check_fits; None: nothing is restored.
+        model: The model, with the optimizer built. The chief restores it, and broadcasts the weights.
+        saved: The checkpoint, already checked by check_fits; None: nothing is restored.
         comm: The collectives of the current ranks.
 
     Raises:
@@ -71,19 +71,19 @@ def resume(model: keras.Model, saved: ResumePoint | None, comm: Comm) -> Start:
             any(memories),
         )
 
-    # Every rank receives the states of all ranks, which are small, and uses its own.
+    # Every rank receives the states of all ranks, which are small, and uses only its own.
     start, rank_states, has_memory = comm.on_chief(restore)
     start = replace(start, rank_state=rank_states[comm.topology.rank])
     model_state.restore_rank(start.rank_state, model)
     comm.broadcast_model(model)
-    # After the broadcast, which gives all ranks the chief's slots.
+    # After the broadcast, which would replace it with the chief's.
     if has_memory:
         model_state.restore_memory(scatter_arrays(memories, comm), model)
     return start
 
 
 def _part(state: Arrays, of_memory: bool) -> Arrays:
-    """Returns the arrays of the optimizer's rank memory (see model_state.rank_memory), or all others."""
+    """Returns only the arrays of the optimizer's rank memory (see model_state.rank_memory), or all others."""
     return {
         name: array
         for name, array in state.items()
@@ -105,7 +105,7 @@ def checkpoint_meta(
         config: The run's settings.
         plan: The plan, whose shares are those that the run began with.
         data: The data set's manifest.
-        run_id: The same for all starts of a run.
+        run_id: The run's identifier, the same for all of its starts.
         changes: Changes of settings since the run began, see with_change.
         goodput: The goodput recorded in the checkpoint that the run resumes from, if any.
     """
@@ -131,7 +131,7 @@ def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> N
     Args:
         saved: The checkpoint.
         meta: Facts about the continuing run, see checkpoint_meta.
-        refuse_data: Refuse data that have changed, instead of warning.
+        refuse_data: Refuse data that have changed; otherwise only warn.
 
     Raises:
         CheckpointError: The checkpoint was made with other batches.
@@ -146,7 +146,7 @@ def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> N
     # With another number of ranks the plan is expected to differ.
     if before["num_ranks"] == meta["num_ranks"]:
         keys = ["batch_sizes", *keys]
-        # After rebalancing, an epoch may end a step earlier or later.
+        # After rebalancing, an epoch may have a step more or less.
         if not before.get("balanced"):
             keys.append("steps_per_epoch")
     different = [
@@ -161,13 +161,13 @@ def check_fits(saved: ResumePoint, meta: dict[str, Any], refuse_data: bool) -> N
 
 
 def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
-    """Returns the ranks' states for `size` ranks: each rank that stays keeps its own.
+    """Redistributes the ranks' states over `size` ranks: each rank that stays keeps its own.
 
     The metrics of an unfinished epoch are sums, so the chief adds those of ranks that left. A new
     rank starts with empty metrics, its own seeds, and the chief's learning rate factor.
     """
     kept = states[:size]
-    # Any rank could take over the sums, since metrics are computed from the sums over all ranks.
+    # Any rank could take over the sums, since metrics come from the sums over all ranks.
     for lost in states[size:]:
         sums = {
             name: value + lost[name]
@@ -175,18 +175,18 @@ def states_on(size: int, states: list[Arrays]) -> list[Arrays]:
             if name.startswith("metric/")
         }
         kept[0] = {**kept[0], **sums}
-    # Seeds are not copied, or dropout would drop the same units on two ranks.
+    # Seeds are not copied, since dropout would drop the same units on two ranks.
     new = {name: value for name, value in kept[0].items() if name == "rate/factor"}
     return kept + [new] * (size - len(kept))
 
 
 def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
-    """Returns the optimizer's rank memories for `size` ranks, by the rule in each array's name.
+    """Redistributes the optimizer's rank memories over `size` ranks, by the rule that begins each array's name.
 
     - same: equal on all ranks, and saved by the chief only.
-    - mean: slots of local steps. All ranks begin with their mean.
-    - sum: compression errors that have yet to be averaged over the ranks. The chief takes over those
-      of ranks that left; all are multiplied by new / old number of ranks, which keeps their mean.
+    - mean: slots of local steps. All ranks get their mean.
+    - sum: compression errors that are yet to be averaged over the ranks. The chief takes over those of
+      ranks that left. All are multiplied by new / old number of ranks, which keeps their mean.
     """
     shared = {
         name: array for name, array in memories[0].items() if name.startswith(model_state.SAME)
@@ -211,9 +211,9 @@ def memories_on(size: int, memories: list[Arrays]) -> list[Arrays]:
 
 
 def gather_arrays(arrays: Arrays, comm: Comm) -> list[Arrays]:
-    """Returns all ranks' arrays, by rank, on the chief, and an empty list elsewhere (every rank).
+    """Returns all ranks' arrays, by rank, on the chief; elsewhere an empty list (every rank).
 
-    Ranks send one after the other, in messages of MESSAGE_BYTES; the chief's link is the bottleneck anyway.
+    Ranks send one after the other, in messages of MESSAGE_BYTES: the chief's link is the bottleneck anyway.
     """
     topology = comm.topology
     ranks = [send_arrays(arrays, rank, comm, topology.is_chief) for rank in range(topology.size)]
@@ -241,7 +241,15 @@ def send_arrays(
 ) -> Arrays | None:
     """Sends the root's arrays to the ranks that receive them (every rank).
 
-    Returns them, or None on the ranks that do not receive them.
+    Args:
+        arrays: On the root, the arrays by name; ignored elsewhere.
+        root: The rank that sends.
+        comm: The collectives.
+        is_receiver: True if this rank receives the arrays.
+        message_bytes: Size of each message but the last.
+
+    Returns:
+        The arrays; None on ranks that do not receive them.
     """
     is_root = comm.topology.rank == root
     # reshape, because ascontiguousarray turns a scalar into a vector.
@@ -255,7 +263,7 @@ def send_arrays(
         if is_receiver:
             own = {name: np.empty(shape, dtype) for name, (shape, dtype) in layout.items()}
 
-    # All arrays form one stream of bytes in messages of equal size; each rank computes their number.
+    # All arrays form one stream of bytes, cut into messages of equal size; each rank computes their number.
     num_bytes = sum(
         int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in layout.values()
     )
@@ -273,7 +281,7 @@ def send_arrays(
 
 
 def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
-    """Yields views of the arrays' bytes, in lists of chunk_bytes each; the last list may be shorter."""
+    """Yields lists of views of the arrays' bytes, chunk_bytes in each list; the last one may have fewer."""
     chunk: list[np.ndarray] = []
     free_bytes = chunk_bytes
     for array in arrays.values():
@@ -296,7 +304,7 @@ def _chunks(arrays: Arrays, chunk_bytes: int) -> Iterator[list[np.ndarray]]:
 def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any]]:
     """Returns {name: [before, now]} of the settings that differ from a checkpoint's.
 
-    Raises ConfigError where a setting cannot change.
+    Raises ConfigError if one of them must not change.
     """
     before = meta.get("config")
     if not isinstance(before, dict):
@@ -314,7 +322,7 @@ def changed_since(meta: dict[str, Any], config: RunConfig) -> dict[str, list[Any
 def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) -> list[Any]:
     """Returns the changes of settings in meta, plus those of the start at this step, if any.
 
-    Each is {"step": ..., "changed": ...}.
+    Each change is {"step": STEP, "changed": {NAME: [BEFORE, NOW]}}.
     """
     earlier = meta.get("changes")
     changes = list(earlier) if isinstance(earlier, list) else []
@@ -324,7 +332,7 @@ def with_change(meta: dict[str, Any], step: int, changed: dict[str, list[Any]]) 
 
 
 def changed_settings(before: dict[str, Any], config: RunConfig) -> dict[str, list[Any]]:
-    """Returns {name: [before, now]} of the settings that differ and change what is learned."""
+    """Returns {name: [before, now]} of the settings that differ and affect what is learned."""
     old = flatten(before)
     new = config.flat
     changed = {
@@ -332,7 +340,7 @@ def changed_settings(before: dict[str, Any], config: RunConfig) -> dict[str, lis
         for name in {**old, **new}
         if old.get(name) != new.get(name) and not _IRRELEVANT.match(name)
     }
-    # The order of augmentation layers matters too, and the comparison above does not show it.
+    # The comparison above does not see the order of augmentation layers, which matters too.
     old_layers = list(before.get("augment") or {})
     new_layers = list(config.augment)
     if old_layers != new_layers and sorted(old_layers) == sorted(new_layers):

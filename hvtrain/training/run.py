@@ -1,4 +1,4 @@
-"""A run as a value: what is decided before its model is built, its batches, and its summary."""
+"""A run as a value: everything decided before its model is built, with its batches and its summary."""
 
 import math
 import platform
@@ -39,9 +39,9 @@ class RunState:
         lock: The folder's lock.
         signals: Signals that this rank has received.
         checkpoint: The last commit to memory, in an elastic job.
-        run_id: The same in all checkpoints of the run, over all of its starts.
+        run_id: The run's identifier, the same in all checkpoints of all its starts.
         note_keeper: Keeps a note on this host of where the newest checkpoint is.
-        notice: The message that is sent at the end.
+        notice: Sends a notice of the run's end.
         store: Where the run folder is uploaded, if run.dir is an address.
     """
 
@@ -60,8 +60,8 @@ class RunState:
 class ResumePoint:
     """The checkpoint to resume from.
 
-    Every rank has its meta; the chief, or in an elastic job every rank, has its arrays. host is the
-    host whose disk holds it; empty if it was in memory.
+    Every rank has its meta. The chief has the checkpoint with its arrays; in an elastic job, every rank.
+    host is the host on whose disk it is; empty if it was in memory.
     """
 
     name: str
@@ -73,12 +73,12 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a run, at step 0 or at a checkpoint.
+    """The point from which a run starts: step 0, or a checkpoint.
 
     Args:
-        name: The checkpoint's name; None: the run begins.
-        step: Number of steps that were done before.
-        ended: A user's callback has ended the training; nothing is left to do.
+        name: The checkpoint's name; None: the run begins at step 0.
+        step: Number of steps done before.
+        ended: True if a user's callback has ended the training, so that nothing is left to do.
         num_ranks: Number of ranks that wrote the checkpoint.
         plan_ranks: Number of ranks that the checkpoint's plan was made for.
         rank_state: This rank's own state, see model_state.rank_state.
@@ -103,13 +103,13 @@ class Run:
     Args:
         config: All settings.
         strategy: The started strategy.
-        topology: This rank's place, with the weights by which the data are sharded.
+        topology: This rank's place among the ranks, with the weights by which the data are sharded.
         source: The data set.
         task: What the model learns.
         plan: Steps and batches, which continue those of a resumed run.
         folder: The run folder.
         meta: Facts that each checkpoint of the run records.
-        state: What survives a restart of the ranks.
+        state: State that survives a restart of the ranks.
         changed: Settings that differ from the checkpoint's, {name: [before, now]}.
         described: The description of the data set's contents.
     """
@@ -132,9 +132,9 @@ class Run:
         return self.config.checkpoint.best or f"val_{self.task.best}"
 
     def batches_from(self, step: int) -> tf.data.Dataset:
-        """This rank's endless stream of batches, beginning at a step of the run.
+        """Returns this rank's endless stream of batches, beginning at a step of the run.
 
-        They are pairs (batch, weight) if batches of different ranks or steps differ in size.
+        Its elements are pairs (batch, weight) if batches of different ranks or steps differ in size.
         """
         is_one = self.config.data.one_batch
         if is_one:
@@ -148,7 +148,7 @@ class Run:
         return batches
 
     def stream_from(self, step: int) -> tf.data.Dataset:
-        """This rank's batches, beginning at a step, without augmentation and weights."""
+        """Returns this rank's batches, beginning at a step, without augmentation and weights."""
         return training_batches(
             self.source,
             self.plan,
@@ -159,7 +159,7 @@ class Run:
         )
 
     def evaluation_data(self, split: str) -> tf.data.Dataset | None:
-        """This rank's shard of a split, up to train.evaluation_steps batches; None if empty."""
+        """Returns this rank's shard of a split, up to train.evaluation_steps batches; None if the split is empty."""
         steps = self.config.train.evaluation_steps
         dataset = evaluation_batches(
             self.source,
@@ -178,7 +178,10 @@ def evaluation_batches(
     topology: Topology,
     batch_size: int,
 ) -> tf.data.Dataset | None:
-    """This rank's shard of a split, of known length unless data.on_error=skip; None if the split is empty."""
+    """Returns this rank's shard of a split in batches; None if the split is empty.
+
+    The number of batches is known unless data.on_error=skip.
+    """
     if not source.num_examples(split):
         return None
     shard_sizes = source.shard_sizes(split, topology.size, topology.weights)
@@ -197,7 +200,7 @@ def training_batches(
     step: int,
     augmented: bool = True,
 ) -> tf.data.Dataset:
-    """This rank's endless stream of the plan's batches, beginning at a step of the run."""
+    """Returns this rank's endless stream of the plan's batches, beginning at a step of the run."""
     first_step = step - plan.shift
 
     def share_stream(rank: int) -> tf.data.Dataset:
@@ -217,8 +220,8 @@ def training_batches(
         return batches
 
     if plan.is_resized:
-        # The data keep the order of the ranks that the run began with; each current rank takes a
-        # part of their joint batches.
+        # The data keep the order that they have for the ranks with which the run began; each current rank
+        # takes a part of those ranks' joint batches.
         return regrouped(share_stream, plan, topology, first_step)
     return share_stream(topology.rank)
 
@@ -231,9 +234,9 @@ def with_rank_weights(
 ) -> tf.data.Dataset:
     """Turns a stream of batches that begins at start_step into pairs (batch, float32 weight).
 
-    The mean of the ranks' mean gradients is that of the joint batch only if batches have equal
-    sizes. Otherwise a rank with n of the step's N examples needs the weight n x ranks / N. The step
-    (prepared_step.py) applies it only to the gradient, so losses and metrics still count examples.
+    The mean of the ranks' mean gradients is the mean gradient of the joint batch only if all batches have
+    the same size. Otherwise a rank with n of the step's N examples needs the weight n x ranks / N. The
+    step (prepared_step.py) applies it only to the gradient, so losses and metrics still count examples.
     """
     steps = tf.data.Dataset.range(start_step, 2**62)  # Endless; int64 ends at 2**63.
 
@@ -247,14 +250,14 @@ def with_rank_weights(
 def summary(lines: dict[str, str]) -> str:
     """Formats the run's description as an aligned block that ends with a newline."""
     width = max(map(len, lines))
-    # Further lines of a text are indented to align with its first one.
+    # The second and later lines of a text are aligned with its first.
     next_line = "\n" + " " * (width + 2)
     rows = [(name, text.replace("\n", next_line)) for name, text in lines.items()]
     return "".join(f"{name:<{width}}  {text}\n" for name, text in rows)
 
 
 def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
-    """Returns the lines of the run's summary as {name: text}, without empty ones."""
+    """Returns the lines of the run's summary as {name: text}, without lines that have no text."""
     config = run.config
     strategy = run.strategy
     source = run.source
@@ -263,7 +266,7 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
     counts = {split: source.num_examples(split) for split in ("train", "validation", "test")}
     splits = ", ".join(f"{count:,} {split}" for split, count in counts.items() if count)
     if len(set(plan.batch_sizes)) == 1:
-        # The plan has one batch for all replicas of a process.
+        # The plan counts all replicas of a process as one rank, with their joint batch.
         number = plan.size * strategy.num_replicas
         kind = "ranks" if number == plan.size else "replicas"
         batch = f"{number} x {plan.global_batch // number} = {plan.global_batch} ({kind} x batch)"
@@ -323,7 +326,6 @@ def describe(run: Run, model: keras.Model, start: Start) -> dict[str, str]:
             for name, (before, now) in run.changed.items()
         )
 
-    # Lines without text are left out.
     return {name: text for name, text in lines.items() if text}
 
 
@@ -335,7 +337,7 @@ def describe_resize(start: Start, plan: StepPlan) -> str:
     """Describes what another number of ranks changes in a resumed run; empty if nothing changes."""
     ranks = f", on {start.num_ranks} rank{'s' * (start.num_ranks > 1)}; on {plan.size} now"
     batch = f"global batch {plan.global_batch}"
-    # The current ranks have a plan of their own: see planned_batch_sizes.
+    # The current ranks then have a plan of their own, see planned_batch_sizes.
     if start.plan_ranks != len(plan.shares):
         epoch = plan.position(start.step)[0] + 1
         rate = f"learning rate {plan.peak_learning_rate:g}"
@@ -370,7 +372,7 @@ def device_map(devices: Sequence[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this process's software, for the header, records and checkpoints."""
+    """Returns the versions of this process's software, for the summary, records and checkpoints."""
     return {
         "hvtrain": VERSION,
         "horovod": version("horovod"),

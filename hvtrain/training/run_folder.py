@@ -1,4 +1,4 @@
-"""The folder of a run: created or reopened, locked, cleaned up, and described for later readers.
+"""Creates or reopens the folder of a run, locks it, cleans it up, and describes it for later readers.
 
 Nothing here needs TensorFlow.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Files that a run replaces. A folder that is not a run's may have files of the same names.
+# Files that a run replaces. A folder that is not a run's may contain files with these names.
 REPLACED = (
     CONFIG_FILE,
     README_FILE,
@@ -91,12 +91,13 @@ def open_run_folder(
     Args:
         config: The run's settings.
         lock: A free lock, to lock the folder with.
-        begun: The folder of an earlier attempt of this run, if any.
-        parent: Where folders are created if run.dir is not set.
-        run_store: Begins the run in object storage, if run.dir is an address.
+        begun: The folder of an earlier attempt at this run, if any.
+        parent: Where the folder is created if run.dir is not set.
+        run_store: The run's store, which is claimed here if run.dir is an address.
 
     Raises:
-        ConfigError: The folder cannot be written, another run uses it, or it holds something else.
+        ConfigError: The folder cannot be written, another run uses it, it holds something else, or
+            resume=never and it holds checkpoints.
     """
     run_store = run_store or RunStore()
     folder = begun or run_store.folder
@@ -104,7 +105,7 @@ def open_run_folder(
     folder = folder or Path(config.run.dir or default_run_dir(config, parent)).absolute()
     try:
         if not has_name:
-            # Runs that begin in the same second each get a folder of their own.
+            # Even runs that begin in the same second get folders of their own.
             folder = new_folder(folder)
         checkpoints = folder / "checkpoints"
         refuse_files_of_others(folder)
@@ -114,13 +115,13 @@ def open_run_folder(
             "make it a folder, or set run.dir to the folder that it leads to",
         )
         folder.mkdir(parents=True, exist_ok=True)
-        # Before the sweep, which would remove what another run is writing at the moment.
+        # Before the sweep, which would remove what another process is writing at this moment.
         lock.take(folder)
         run_store.begin()
         checkpoints.mkdir(exist_ok=True)
         for path in (folder, checkpoints):
             writer.sweep(path)
-            # Missing permissions should fail the run now, and not after the first epoch.
+            # If permissions are missing, the run should fail now, not after the first epoch.
             probe = path / f"{TEMPORARY}probe"
             probe.touch()
             probe.unlink()
@@ -142,12 +143,12 @@ def open_run_folder(
 
 
 def refuse_files_of_others(folder: Path) -> None:
-    """Raises ConfigError for a folder that is not a run's, if the run would replace files in it."""
+    """Raises ConfigError if the folder is not a run's, and has files that the run would replace."""
     others = [name for name in REPLACED if (folder / name).exists()]
     if not others:
         return
     first_line = CONFIG_HEADER.splitlines()[0]
-    # A run's configuration is recognized by its first line.
+    # The first line tells a run's config.yaml from others.
     try:
         is_of_a_run = read_file(folder / CONFIG_FILE).startswith(first_line)
     except (OSError, UnicodeDecodeError):
@@ -161,7 +162,7 @@ def refuse_files_of_others(folder: Path) -> None:
 
 
 def reusable(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings for another run: without the folder, and without secrets."""
+    """Returns the settings for another run: without the folder, and without notify."""
     # The addresses in notify may contain passwords.
     return {**config.record, "run": {**config.record["run"], "dir": None}, "notify": None}
 
@@ -183,7 +184,8 @@ def note_start(run: "Run", hosts: Sequence[str], described: dict[str, str], step
         starts = [*earlier[1 - MOST_STARTS :], _facts(run, hosts, described, step)]
         ended = last_step_at(run.folder)
         write_json(run.folder / STARTS_FILE, starts)
-        # If this start ends before its first step, the next one has to know the last step all the same.
+        # The modification time of the file tells when the last step ended (see note_step). If this start ends
+        # before its first step, the next one still needs that time.
         if ended:
             note_step(run.folder, ended)
     except Exception as error:
@@ -221,7 +223,9 @@ def _facts(
 
 
 def command(argv: Sequence[str], hosts: Sequence[str]) -> str:
-    """Returns the command that starts the same ranks again, without secrets; after a start by hand, this process's.
+    """Returns the command that starts the same ranks again, without secrets.
+
+    If the ranks were started by hand, it is the command of this process.
 
     >>> command(["/x/hvtrain/__main__.py", "model=cnn", "dataset.api_key=hunter2"], ["s1", "s1", "s2"])
     "horovodrun -np 3 -H s1:2,s2:1 python -m hvtrain model=cnn 'dataset.api_key=***'"

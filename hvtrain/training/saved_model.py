@@ -1,6 +1,6 @@
-"""The saved models of a run: model.keras, best.keras and model.json, which need nothing but Keras.
+"""Saves the models of a run, model.keras and best.keras, with a description, so that they need only Keras.
 
-The saved model takes raw examples, as they are in the user's arrays or files: it includes the
+A saved model takes raw examples, as they are in the user's arrays or files: it includes the
 preprocessing of the input pipeline as Keras layers, see Source.preprocessing.
 """
 
@@ -50,7 +50,7 @@ def export(
 
 
 def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Path) -> None:
-    """Saves the model with its preprocessing.
+    """Saves the model with its preprocessing. Raises StorageError.
 
     The model is compiled again with the same loss and metrics, so that the file does not need
     hvtrain. If Keras cannot serialize the model's custom classes, only its weights are saved.
@@ -74,13 +74,14 @@ def save(model: keras.Model, task: Task, preprocessing: Preprocessing, path: Pat
 def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocessing) -> keras.Model:
     """Returns a model from raw examples to logits; its last layer is the trained model.
 
-    Both are compiled again; if a loss or metric is the user's own, they are saved as not compiled.
+    Both are compiled again, with SGD. If a loss or metric is the user's own, they are saved as if not
+    compiled.
     """
     raw = preprocessing.inputs()
     whole = keras.Model(raw, model(preprocessing(raw)), name=f"{model.name}_from_raw")
 
     for part in (model, whole):
-        # Keras cannot load a model that was compiled without an optimizer. SGD has no slots.
+        # Keras cannot load a model that was compiled without an optimizer; SGD has no slots to save.
         task.compile(part, keras.optimizers.SGD())
 
     users_names = sorted(set(own_names(whole.get_compile_config())))
@@ -89,7 +90,7 @@ def with_preprocessing(model: keras.Model, task: Task, preprocessing: Preprocess
             "the saved model is not compiled: a program that loads it may not have your %s",
             ", ".join(users_names),
         )
-        # When it loads the file, Keras would compile the inner model even with compile=False.
+        # Of both: even with compile=False, Keras would compile the inner model when it loads the file.
         model.get_compile_config = dict
         whole.get_compile_config = dict
     return whole
@@ -99,7 +100,7 @@ def own_names(config: Any) -> Iterator[str]:
     """Yields the names of classes and functions in a Keras config that are not Keras's own."""
     if isinstance(config, dict):
         if config.get("registered_name"):
-            # A class has its name in class_name, a function in config.
+            # The name of a class is in class_name, that of a function in config.
             name = config["class_name"]
             yield name if name != "function" else config["config"]
         config = list(config.values())
@@ -109,7 +110,7 @@ def own_names(config: Any) -> Iterator[str]:
 
 
 def description(source: Source, task: Task, preprocessing: Preprocessing) -> dict[str, Any]:
-    """Returns the contents of model.json: inputs and outputs of the saved model."""
+    """Returns the content of model.json, which describes the inputs and outputs of the saved model."""
     raw = preprocessing.shape
     if isinstance(raw, tuple):
         inputs = {
@@ -144,7 +145,7 @@ def check_preprocessing(
     source: Source,
     topology: Topology,
 ) -> str | None:
-    """Compares preprocessing() with the source's streams on a few raw examples.
+    """Compares preprocessing() with the source's stream on a few raw examples.
 
     Returns a description of the difference; None if they agree, or cannot be compared.
     """
@@ -157,7 +158,7 @@ def check_preprocessing(
             return None
         streamed, *_ = next(source.evaluation(split, topology, len(batches)).as_numpy_iterator())
     except (OSError, tf.errors.OpError):
-        return None  # Missing files must not fail a finished run, which no longer needs them.
+        return None  # Missing files must not fail a finished run, which needs them no more.
 
     pairs = [
         (number, keras.ops.convert_to_numpy(part)[0], expected[number])
@@ -183,9 +184,9 @@ def checked_split(source: Source) -> str:
 
 
 def raw_batches(source: Source, topology: Topology, number: int) -> list[Any]:
-    """Returns batches of one raw example each, as the saved model takes them.
+    """Returns `number` batches of one raw example each, as the saved model takes them.
 
-    The list is empty if the source has no raw examples.
+    There are fewer if the split is smaller, and none if the source has no raw examples.
     """
     # Raw images are integers, and the model takes float32; columns and tokens keep their types.
     dtype = tf.float32 if isinstance(source.preprocessing().shape, tuple) else None

@@ -1,4 +1,4 @@
-"""Setup of a run: its seeds, data, plan and model."""
+"""Sets up a run: its seeds, data, plan and model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,11 +35,11 @@ from hvtrain.training.prepared_step import class_weights, prepare_step
 
 
 def seed_everything(config: RunConfig, rank: int) -> None:
-    """Resets Keras's names and random numbers as in a new process; sets precision and determinism.
+    """Resets Keras's names and random numbers, as in a new process, and sets precision and determinism.
 
-    Each rank has its own seed: weights are broadcast anyway, and dropout must differ between ranks.
+    Each rank has its own seed, since dropout must differ between ranks; weights are broadcast anyway.
     """
-    # Checkpoints contain layer names, whose numbers Keras counts from the start of a session.
+    # Checkpoints contain layer names, which Keras numbers from the start of a session.
     keras.utils.clear_session()
     keras.utils.set_random_seed(config.seed + rank)
     if config.train.deterministic:
@@ -48,14 +48,14 @@ def seed_everything(config: RunConfig, rank: int) -> None:
 
 
 class Ingredients:
-    """The data set and the task that a run's settings name; combine adds the layers of augment.
+    """Opens the data set and builds the task that a run's settings name; combine adds the layers of augment.
 
     Model and optimizer are built later, by build_model, since they need the run's plan.
 
     Args:
         config: The run's settings.
         rank: The rank of this process.
-        fitted_files: Files of what earlier starts fitted to the training data, by name, if any.
+        fitted_files: Files, by name, with what earlier starts fitted to the training data, if any.
 
     Raises:
         ConfigError: Settings, data set and task do not fit each other.
@@ -80,6 +80,9 @@ class Ingredients:
             config: The run's settings.
             is_resized: The run continues with another number of ranks. Layers on the device then move
                 to the input pipeline, whose batches are still those of the earlier ranks.
+
+        Raises:
+            ConfigError: Settings, data set and task do not fit each other.
         """
         self.task.prepare(self.source)
         if config.data.bucket_by_length and self.source.lengths("train") is None:
@@ -94,7 +97,7 @@ class Ingredients:
 
 
 def open_source(config: RunConfig) -> Source:
-    """Opens the data set."""
+    """Opens the data set. Raises ConfigError or DataError."""
     forget_copies()
     source: Source = build(config, "dataset", Source)
     source.on_error = config.data.on_error
@@ -125,6 +128,10 @@ def plan_run(
 
     Returns:
         The plan, and this rank's topology with its share of the data.
+
+    Raises:
+        CheckpointError: The strategy cannot continue a run that began with steps of so many parts.
+        ConfigError: The strategy cannot take the batches, or they do not fit the data.
     """
     comm = strategy.comm
     num_processes = strategy.topology.size
@@ -133,7 +140,7 @@ def plan_run(
             "data.bucket_by_length gives batches of unlike lengths, and this strategy needs equal ones; "
             "leave the setting out, or choose strategy=horovod"
         )
-    # One entry for each rank of the plan; a process with several replicas has one for each of them.
+    # One entry for each rank of the plan, that is for each replica, since a process may have several.
     hosts = [host for host in comm.gather(comm.topology.host) for _ in range(strategy.num_replicas)]
     if strategy.cuts_batches and saved and saved["num_ranks"] != len(hosts):
         parts = saved["num_ranks"]
@@ -144,7 +151,7 @@ def plan_run(
     batch_sizes = planned_batch_sizes(saved, config.train, hosts)
     weights = reduced(batch_sizes)
     if len(batch_sizes) == num_processes:
-        # If the size of the data is unknown, each rank counts its own shard, and all get the counts.
+        # If the size of the data is unknown, each rank counts its own shard, and all ranks get the counts.
         topology = replace(comm.topology, weights=tuple(weights))
         source.take_counts(comm.gather(comm.all_or_raise(lambda: source.own_counts(topology))))
     shard_sizes = comm.all_or_raise(lambda: source.shard_sizes("train", len(batch_sizes), weights))
@@ -172,8 +179,8 @@ def build_model(
 
     Raises ConfigError if settings, model, data set and task do not fit each other.
     """
-    # Every layer that is built, such as one of augment, uses up Keras's names and random numbers.
-    # After a reset the run's model does not depend on what was built before it.
+    # Every layer that was built, such as one of augment, has used up names and random numbers of Keras.
+    # After a reset, the run's model does not depend on what was built before it.
     seed_everything(config, strategy.topology.rank)
     with strategy.scope():
         if config.train.sync_batch_norm and strategy.num_replicas > 1:
@@ -240,7 +247,7 @@ def build_network(config: RunConfig, source: Source, task: Task, size: int) -> k
 
 @contextmanager
 def _sharding(config: RunConfig) -> Iterator[None]:
-    """Shards the embedding layers that model.shard_embeddings selects, by name or rows, as the model is built."""
+    """Shards the embedding layers built in this context that model.shard_embeddings selects by name or rows."""
     patterns = config.model_options.shard_embeddings
     if not patterns:
         yield
@@ -275,7 +282,7 @@ def _sharding(config: RunConfig) -> Iterator[None]:
 def check_model(model: keras.Model, name: str, source: Source, task: Task) -> None:
     """Checks that the model turns the source's inputs into what the task needs.
 
-    Calls the model, and so builds it. Raises ConfigError if that fails.
+    Builds the model by calling it. Raises ConfigError if that fails, or if the outputs do not fit.
     """
     inputs = source.element_spec[0]
     try:
@@ -313,8 +320,8 @@ def build_schedule(config: RunConfig, plan: StepPlan) -> Schedule:
 class LearningRate:
     """A schedule, computed in the graph at the optimizer's step, times a factor that callbacks may change.
 
-    Keras calls a callable learning rate, and sets one with `assign`. So callbacks that set the rate,
-    such as ReduceLROnPlateau, work: they set the current step's rate, and all later rates scale by the
+    Keras gets such a rate by calling it, and sets it with `assign`. So callbacks that set the rate, such
+    as ReduceLROnPlateau, work: they set the rate of the current step, and all later rates change by the
     same factor. Keras's own LearningRateSchedule cannot be set.
 
     Args:
@@ -329,10 +336,10 @@ class LearningRate:
         self._optimizer: Any = None
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Takes the step from `optimizer` from now on.
+        """Reads the step from `optimizer` from now on.
 
-        The optimizer is then saved with a schedule of Keras that stays at the current rate, so that a
-        model that a callback saves can be loaded without hvtrain.
+        The optimizer's config then has a schedule of Keras that stays at the current rate, so that a model
+        that a callback saves can be loaded without hvtrain.
         """
         self._optimizer = optimizer
         get_config = optimizer.get_config
@@ -351,21 +358,21 @@ class LearningRate:
         return self._scheduled() * self.factor
 
     def _scheduled(self) -> Any:
-        # As in Keras's schedules, batches that only accumulate count too; the public counter omits them.
+        # As for Keras's schedules, batches that only accumulate count too; `iterations` omits them.
         step = 0.0
         if self._optimizer is not None:
             step = keras.ops.cast(self._optimizer._iterations, "float32")
         return self.schedule(step - self.shift, ops=keras.ops)
 
     def assign(self, value: Any) -> None:
-        """Sets the factor so that the rate of this step is `value`."""
-        # No factor turns a scheduled rate of 0 into another rate.
+        """Sets the factor so that the current step's rate is `value`."""
+        # If the scheduled rate is 0, no factor changes it, and the factor becomes 1.
         scheduled = self._scheduled()
         self.factor.assign(keras.ops.where(scheduled > 0, value / scheduled, 1.0))
 
 
 def build_optimizer(config: RunConfig, plan: StepPlan) -> Optimizer:
-    """Builds the optimizer of one process, with the run's learning rate."""
+    """Builds the optimizer as for one process, with the run's learning rate."""
     rate = LearningRate(build_schedule(config, plan), plan.shift)
     optimizer = optimizer_at(rate, config)
     # A LossScaleOptimizer wraps the optimizer that counts steps.
@@ -374,7 +381,7 @@ def build_optimizer(config: RunConfig, plan: StepPlan) -> Optimizer:
 
 
 def optimizer_at(rate: Any, config: RunConfig) -> Optimizer:
-    """Builds the optimizer of one process with a callable learning rate."""
+    """Builds the optimizer as for one process, with a callable learning rate."""
     arguments: dict[str, Any] = {"learning_rate": rate}
     # Keras refuses gradient_accumulation_steps=1.
     if config.train.accumulate > 1:

@@ -1,7 +1,7 @@
 """The watchdog's protocol, and the connections to rank 0's hub.
 
-Messages are lines of JSON of limited length; nothing is unpickled. Each connection is treated as a
-stranger until it has proved which rank it is.
+Messages are lines of JSON of limited length; nothing is unpickled. A connection is a stranger until it
+has proved which rank it is.
 """
 
 import errno
@@ -24,9 +24,9 @@ from hvtrain.watchdog.progress import RankState, Status
 Message = dict[str, Any]
 
 MAX_LINE = 1 << 20  # Enough for the stacks of a rank with hundreds of threads.
-MAX_PROOF = 1 << 10
-# Time until a lost host or a cut cable is noticed: less than Gloo's timeout (30 s), but long enough for
-# a link to recover.
+MAX_PROOF = 1 << 10  # Longest line from a stranger.
+# Time until a lost host or a cut cable is noticed: less than Gloo's timeout (30 s), so that the watchdog
+# can give the reason, but long enough for a link to recover.
 SECONDS_UNTIL_CUT = 25
 MAX_STRANGERS = 64
 SECONDS_TO_JOIN = 10.0
@@ -42,20 +42,20 @@ class Kind(str, Enum):
     # From a rank to the hub.
     BEAT = "beat"  # status
     SIGNAL = "signal"  # number: the signal to send to rank 0
-    ASK = "ask"  # this rank's main thread got an error, and asks for the cause
+    ASK = "ask"  # this rank's main thread has got an error, and asks for the cause
 
     # From the hub to ranks.
     HEARD = "heard"  # the answer to each message
     END = "end"  # end this process now
 
-    # Both ways. A rank proposes a reason to stop, and the hub sends the first one to all ranks. The
-    # hub asks for stacks with "wake", and a rank answers with the other fields.
+    # Both ways. A rank proposes a reason to stop, and the hub sends the first such reason to all ranks.
+    # The hub asks for stacks with "wake", and a rank answers with the other fields.
     STOP = "stop"  # reason: a StopReason
     STACKS = "stacks"  # wake: ranks and processes; rank, text, state
     BYE = "bye"
 
-    # Never sent: stands for the end of a connection, closed by the other side, or by the kernel if the
-    # host or the network is lost.
+    # Never sent: stands for the end of a connection, which the other side has closed, or the kernel
+    # because the host or the network is lost.
     GONE = "gone"  # is_cut
 
 
@@ -71,9 +71,9 @@ class WireError(Exception):
 
 
 class Lines:
-    """Turns bytes into messages.
+    """Splits a stream of bytes into messages.
 
-    Raises WireError for a line that is no JSON object, or has more than `max_bytes`.
+    Raises WireError for a line that is not a JSON object, or has more than `max_bytes`.
     """
 
     def __init__(self, max_bytes: int = MAX_LINE) -> None:
@@ -82,7 +82,7 @@ class Lines:
 
     def feed(self, data: bytes) -> list[Message]:
         *lines, self._begun = (self._begun + data).split(b"\n")
-        # Otherwise a stranger could fill the memory.
+        # Lines are limited, or a stranger could fill the memory.
         if any(len(line) > self.max_bytes for line in (*lines, self._begun)):
             raise WireError(f"a line of more than {self.max_bytes} bytes")
 
@@ -107,8 +107,8 @@ def proof(token: str, challenge: str, rank: int) -> str:
 def end_of(error: Exception | None) -> Message:
     """Returns the message that stands for the end of a connection.
 
-    The connection was cut if the kernel gave up on the network. Otherwise the other end closed it (None),
-    or broke the protocol.
+    A connection was cut if the kernel gave up on the network. Otherwise the other end has closed it
+    (error is None), or has broken the protocol.
     """
     number = getattr(error, "errno", None)
     is_cut = isinstance(error, TimeoutError) or number in (errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -123,13 +123,13 @@ def notice_cuts(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SECONDS_UNTIL_CUT // 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SECONDS_UNTIL_CUT // 6)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    # Limit for data that is never acknowledged; the kernel's default is a quarter of an hour.
+    # The limit for data that is not acknowledged; the kernel's default is a quarter of an hour.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SECONDS_UNTIL_CUT * 1000)
 
 
 @dataclass(eq=False)
 class Connection:
-    """A connection to the hub. process and state are set once it has proved its rank."""
+    """A connection to the hub. process and state are None until it has proved its rank."""
 
     socket: socket.socket
     challenge: str
@@ -143,14 +143,14 @@ class Connection:
         return self.socket.fileno() >= 0
 
     def send(self, kind: Kind, **values: Any) -> None:
-        """Sends without blocking: messages are small, and a rank gets about one for each that it sends."""
+        """Sends a message without blocking: messages are small, and a rank gets about one for each that it sends."""
         with suppress(OSError):  # The next read notices the failure.
             self.socket.send(encode({"kind": kind, **values}))
 
 
 @dataclass(eq=False)
 class Connections:
-    """All connections to the hub.
+    """Accepts and reads all connections to the hub.
 
     Args:
         listener: the socket to which ranks connect.
@@ -174,7 +174,7 @@ class Connections:
         self._selector.register(self.listener, selectors.EVENT_READ)
 
     def messages(self, seconds: float) -> Iterator[tuple[Connection, Message]]:
-        """Yields messages from ranks, after waiting for up to `seconds`.
+        """Yields messages from ranks after waiting up to `seconds` for them.
 
         The last message from a lost rank is GONE.
         """
@@ -195,7 +195,7 @@ class Connections:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         state = connection.state
-        # A newer connection may have taken its place.
+        # A newer connection of the rank may have taken its place.
         if state and self.ranks.get(state.rank) is connection:
             del self.ranks[state.rank]
 
@@ -221,7 +221,7 @@ class Connections:
         except OSError:
             return
 
-        # The oldest stranger is dropped: the newest may be a rank, which proves itself at once.
+        # If there are too many, the oldest stranger is dropped: ranks prove themselves at once.
         if len(self._selector.get_map()) > MAX_STRANGERS + self.size:
             self.close_one(min(self._strangers(), key=lambda stranger: stranger.opened))
         accepted.setblocking(False)
@@ -256,7 +256,7 @@ class Connections:
                 yield connection, end
 
     def _joins(self, connection: Connection, message: Message) -> bool:
-        """Assigns the connection to a rank if the message proves it. Returns False if it does not."""
+        """Assigns the connection to a rank if the message proves the rank; returns False if it does not."""
         rank = message.get("rank")
         answer = message.get("proof")
         if not isinstance(rank, int) or not isinstance(answer, str) or not answer.isascii():

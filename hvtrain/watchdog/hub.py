@@ -1,4 +1,4 @@
-"""Rank 0's side of the watchdog: receives every rank's reports and makes one decision for all."""
+"""Rank 0's side of the watchdog: receives the reports of all ranks, and decides for all of them."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 # Ranks lost within this time are reported together.
 SECONDS_TO_SETTLE = 0.5
 SECONDS_FOR_STACKS = 8.0
-# A signal to all processes also reaches this one; passing it on would count as a second Ctrl-C, which
-# ends the run unsaved.
+# How long to wait for a signal of this process's own before passing on another rank's. A signal to all
+# processes also reaches this one, and a second Ctrl-C would end the run unsaved.
 SECONDS_FOR_OWN_SIGNAL = 1.0
 
 
@@ -47,7 +47,7 @@ class Hub:
     _lost_at = 0.0
     _has_warned = False
     _passes_signal = False
-    # The state of the ranks when the run stalled.
+    # The state of the ranks when stacks were asked for, after which all ranks are ended; else None.
     _stalled: Standing | None = None
 
     def __init__(self, listener: socket.socket, token: str, size: int, member: Member) -> None:
@@ -69,16 +69,16 @@ class Hub:
         try:
             next_tick = 0.0
             while self._is_open:
-                # A tick looks at all ranks, so one per beat would be too expensive.
+                # A tick examines all ranks, so a tick for each beat would be too expensive.
                 for connection, message in self._connections.messages(
                     max(0.0, next_tick - time.monotonic())
                 ):
                     self._take(connection, message)
-                # No tick once rank 0 has left: ranks that only wait for it would look stalled.
+                # No tick once rank 0 has left: the others, which only wait for it, would seem stalled.
                 if self._is_open and time.monotonic() >= next_tick:
                     self._connections.close_strangers()
                     self._tick(time.monotonic())
-                    # Shorter once something is wrong.
+                    # Sooner once something is wrong.
                     seconds = SECONDS_TO_SETTLE / 2 if self._stalled or self._lost else 1.0
                     next_tick = time.monotonic() + min(seconds, self._rules.beat_seconds / 2)
         except Exception:
@@ -92,12 +92,12 @@ class Hub:
         assert state
         kind = message["kind"]
         if kind == Kind.GONE:
-            # The run stops a little later, so that ranks lost at the same time are reported together.
+            # _tick stops the run a little later, so that ranks lost at the same time are reported together.
             if not self._rules.survives_loss:
                 is_cut = message["is_cut"]
                 text = loss(state.name, is_cut)
                 self._lost.append(StopReason(text, RESTART_HELPS, state.rank, is_cut=is_cut))
-                # Counted from the first loss: otherwise a series of losses would postpone the end forever.
+                # The time of the first loss: otherwise a series of losses would postpone the end forever.
                 self._lost_at = self._lost_at or time.monotonic()
             return
         if kind == Kind.BYE:
@@ -116,21 +116,21 @@ class Hub:
         elif kind == Kind.SIGNAL:
             self._pass_signal(int(message["number"]))
         elif kind == Kind.STACKS:
-            # Its own, or those of a rank that it woke.
+            # The rank's own stacks, or those of a rank that it woke.
             rank = message["rank"]
-            # A rank that was woken also sends its own stacks, but they show a later moment.
+            # A woken rank sends its own stacks too, but they show a later moment, and are ignored.
             if rank != state.rank or rank not in self._woken:
                 self._stacks[rank] = str(message["text"])
                 self._process_states[rank] = str(message["state"])
         elif kind == Kind.ASK:
-            # If a rank is silent while another one has an error, stacks are needed even before the limit.
+            # If a rank is silent while another has an error, stacks are collected even before the limit.
             standing = self._standing(time.monotonic())
             if standing.silent_ranks():
                 self._collect_stacks(standing)
         connection.send(Kind.HEARD)
 
     def _pass_signal(self, number: int) -> None:
-        """Sends this process the first signal that another rank reports, unless it has received one itself."""
+        """Sends this process the first signal that a rank reports, unless this process receives one itself."""
         if self._passes_signal:
             return
         self._passes_signal = True
@@ -158,7 +158,7 @@ class Hub:
         elif self._reason:
             pass
         elif self._lost and now - self._lost_at >= SECONDS_TO_SETTLE:
-            # One line has room for three reasons.
+            # At most three reasons, so that they fit into a line.
             text = "; ".join(reason.text for reason in self._lost[:3])
             is_cut = any(reason.is_cut for reason in self._lost)
             self._stop(replace(self._lost[0], text=text, is_cut=is_cut))
@@ -176,7 +176,7 @@ class Hub:
                 seconds,
                 standing.describe({}),
             )
-        # Once there is progress, the next stall gets a warning again.
+        # After some progress, the next stall gets a warning again.
         self._has_warned = seconds > 0
 
     def _stop(self, reason: StopReason) -> None:
@@ -189,14 +189,17 @@ class Hub:
                 reason, text=f"{reason.text}; {processes.resume_advice(self._member.folder)}"
             )
         self._reason = reason
-        # Including rank 0, which is a member like any other.
+        # This includes rank 0, which is a member like any other.
         self._connections.send_all(Kind.STOP, reason=vars(reason))
 
     def _collect_stacks(self, standing: Standing) -> None:
-        """Asks every rank for its stacks; another rank on the same machine wakes a silent one."""
+        """Asks every rank for its stacks; _tick then ends all ranks.
+
+        A silent rank is woken by another one on the same machine, which sends the stacks.
+        """
         if self._stalled or self._reason:
             return
-        # Copies, since a rank that is woken will report again.
+        # With copies of the states, since a rank that is woken will report again.
         self._stalled = replace(standing, ranks=list(map(replace, standing.ranks)))
 
         ranks = self._connections.ranks
@@ -218,7 +221,7 @@ class Hub:
             connection.send(Kind.STACKS, wake=wakers.get(rank, []))
 
     def _end_all(self, standing: Standing) -> None:
-        """Reports the culprits, ends all other ranks, and then this one."""
+        """Reports the culprits, and ends all other ranks and then this one."""
         limit = self._rules.limit
         folder = self._member.folder
         stacks = {

@@ -1,4 +1,4 @@
-"""A rank's watchdog: the null object that watches nothing, and every rank's side of a real one."""
+"""A rank's watchdog: a null object that watches nothing, and each rank's side of a real one."""
 
 import logging
 import select
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 SECONDS_FOR_A_WOKEN_RANK = 3.0
 SECONDS_FOR_A_CAUSE = 3.0
-# Open MPI notices a cut network later than the watchdog (MPI_NOTICES_CUTS in launch/job.py), and ranks
-# stay until then: once a rank has exited, mpirun waits for a host that it cannot reach.
+# Open MPI notices a cut network later than the watchdog (MPI_NOTICES_CUTS in launch/job.py). Ranks stay
+# until then, because once a rank has exited, mpirun waits for the host that it cannot reach.
 SECONDS_FOR_THE_LAUNCHER = 15.0
 
 
@@ -41,8 +41,9 @@ class Watchdog:
     No method is collective.
 
     Attributes:
-        folder: the run folder, for stacks and for advice on how to resume; set it once it is known.
-        tell: called, from any thread, with the reason why the run ends, as soon as this rank knows it.
+        folder: the run folder, for stacks and for advice on how to resume; set by the caller once it is known.
+        tell: called, from any thread, with the reason why the run ends, as soon as this rank knows it; set by
+            the caller.
         progress: what this rank is doing.
     """
 
@@ -56,10 +57,10 @@ class Watchdog:
         return self.progress.phase(name)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the other ranks why this one fails."""
+        """Tells the other ranks that this one fails, and why."""
 
     def cause(self) -> StopReason | None:
-        """Returns why other ranks are gone, or None if that is unknown.
+        """Returns why other ranks are gone, after waiting a little for the reason; None if it is unknown.
 
         If there is a reason, the main thread must end the process itself.
         """
@@ -73,7 +74,7 @@ class Watchdog:
         return None
 
     def signal_rank_0(self, number: int) -> None:
-        """Forwards to rank 0 a signal that this rank received, unless rank 0 receives one itself."""
+        """Forwards a signal that this rank has received to rank 0, unless rank 0 receives one itself."""
 
     @property
     def spokesman(self) -> int:
@@ -85,7 +86,7 @@ class Watchdog:
 
 
 class Member(Watchdog):
-    """Every rank's side of a watchdog: reports the rank's status, and ends the process if it must.
+    """Each rank's side of a watchdog: reports the rank's status, and ends the process if it must.
 
     `join` starts its only thread. The main thread calls the methods of Watchdog.
 
@@ -94,7 +95,7 @@ class Member(Watchdog):
         host: the name of its host in messages.
         rules: the same on all ranks.
         progress: what this rank is doing.
-        calls_launcher: check whether Gloo's launcher is still running.
+        calls_launcher: True to check whether Gloo's launcher is still running.
 
     Attributes:
         stacks: the Python stacks of this process.
@@ -104,7 +105,7 @@ class Member(Watchdog):
     hub_thread: threading.Thread | None = None
     _connection: socket.socket | None = None
     _hub: Process | None = None
-    # When the unanswered beat was sent; None if the last one was answered.
+    # When the last beat was sent; None once it is answered.
     _waits_since: float | None = None
     _reason: StopReason | None = None
     _decided_at = 0.0
@@ -129,8 +130,8 @@ class Member(Watchdog):
         self._lines = Lines()
         self._lock = threading.Lock()
         self._suspension = SuspensionClock(rules.beat_seconds)
-        # Seconds that the main thread has to notice a lost rank before this process is ended: the usual
-        # limit if the run continues without that rank.
+        # Seconds in which the main thread must notice that the run stops before this process is ended. If
+        # the run continues without a lost rank, the usual limit applies.
         self._patience = rules.limit if rules.survives_loss else SECONDS_FOR_THE_MAIN_THREAD
         self._heard = threading.Event()
         self._decided = threading.Event()
@@ -172,10 +173,10 @@ class Member(Watchdog):
             name = f"rank {self._rank} on {self._host}"
             # The text of a data error may already begin with the rank.
             text = text.removeprefix(f"{name}: ")
-            # Otherwise an answer to an earlier beat would be taken as the answer to this message.
+            # Cleared, or the answer to an earlier beat would be taken for the answer to this message.
             self._heard.clear()
             self._propose(StopReason(f"{name} failed: {text}", code, self._rank, is_failure=True))
-            # There is no answer if rank 0 is gone.
+            # Not for longer: there is no answer if rank 0 is gone.
             self._heard.wait(1.0)
 
     def cause(self) -> StopReason | None:
@@ -184,7 +185,7 @@ class Member(Watchdog):
         if not self._closed.is_set():
             self._decided.wait(SECONDS_FOR_A_CAUSE)
         while self._is_ending and self._thread.is_alive():
-            time.sleep(1)  # The watchdog is about to end this process and say why.
+            time.sleep(1)  # The watchdog is about to say why, and to end this process.
         self._is_leaving = self._reason is not None
         return self._reason
 
@@ -198,7 +199,7 @@ class Member(Watchdog):
         return self._reason
 
     def signal_rank_0(self, number: int) -> None:
-        # In a thread, since a signal handler must not wait for locks.
+        # In another thread, since signal handlers, which call this, must not wait for locks.
         send = partial(self._send, Kind.SIGNAL, number=number)
         threading.Thread(target=send, daemon=True).start()
 
@@ -210,7 +211,7 @@ class Member(Watchdog):
         self._send(Kind.BYE)
         self._closed.set()
         if self._thread is not threading.current_thread():
-            # The thread may be waiting for its next beat.
+            # Long enough if the thread is waiting for its next beat.
             self._thread.join(2 * self.rules.beat_seconds + 1)
         if self.hub_thread:
             self.hub_thread.join(1.0)
@@ -229,7 +230,7 @@ class Member(Watchdog):
         return messages[0]
 
     def _send(self, kind: Kind, **values: Any) -> None:
-        # After an error the next read finds out why.
+        # If this fails, the next read finds out why.
         with self._lock, suppress(OSError):
             if self._connection:
                 self._connection.sendall(connections.encode({"kind": kind, **values}))
@@ -238,7 +239,7 @@ class Member(Watchdog):
         self._send(Kind.STOP, reason=vars(reason))
 
     def _is_readable(self, seconds: float) -> bool:
-        """Waits up to `seconds` for data from the hub."""
+        """Waits up to `seconds` for data from the hub; returns True if there is some."""
         poll = select.poll()  # select.select fails for file descriptors of 1,024 and above.
         poll.register(self._connection, select.POLLIN)  # type: ignore[arg-type]
         return bool(poll.poll(1000 * seconds))
@@ -301,7 +302,7 @@ class Member(Watchdog):
             self._stop(self._loss(connections.loss("rank 0", is_cut), 0, is_cut))
 
     def _wake(self, rank: int, process: Process) -> None:
-        """Wakes a silent rank on this machine, and sends its stacks to rank 0."""
+        """Wakes a silent rank on this machine, and sends its stacks to the hub."""
         state = process.state()
         text = ""
         if state != ENDED:
@@ -317,7 +318,7 @@ class Member(Watchdog):
         if self._reason is None:
             self._reason = reason
             self._decided_at = time.monotonic()
-            # Before the main thread wakes up, since it may end this process at once.
+            # First, since the main thread may end this process as soon as it wakes up.
             self.tell(reason.text)
             self._decided.set()
 
@@ -350,7 +351,7 @@ class Member(Watchdog):
     def _judge_hub(self, silent: float, started: bool) -> None:
         """Ends the process if rank 0, which judges all others, has been silent for too long.
 
-        The ranks take turns: the first one wakes rank 0, which then tells the rest.
+        The ranks wait in turn: the first one wakes rank 0, which can then tell the rest.
         """
         limit = self.rules.limit
         if self._is_asked:
@@ -368,7 +369,7 @@ class Member(Watchdog):
         state = hub.state() if hub else ""
         if state:
             text = f"{text}, it is {state}"
-        # Rank 0 reads this first when it wakes up.
+        # When rank 0 wakes up, it reads this first.
         self._propose(StopReason(text, RESTART_HELPS, 0))
 
         stacks = {self._rank: self.stacks.text()}
@@ -380,7 +381,7 @@ class Member(Watchdog):
     def _end(self, reason: StopReason, first: int) -> None:
         """Prints the reason, without delay on rank `first`, and ends the process."""
         ends_daemon = reason.is_cut and self._launcher.is_daemon
-        # The other ranks print it later, in case the first one is gone.
+        # The others print it later, in case rank `first` is gone.
         wait_seconds = 0.0 if ends_daemon or self._rank == first else SECONDS_FOR_ANOTHER_RANK
         processes.say(f"stopped because {reason.text}", self._rank, reason.rank, wait_seconds)
         if ends_daemon:

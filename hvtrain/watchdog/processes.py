@@ -1,6 +1,6 @@
-"""Processes on this host, for the watchdog: inspects and wakes others, ends its own.
+"""Processes on this host, for the watchdog: inspects and wakes others, and ends its own.
 
-The last message and the Python stacks that a process writes may not delay its end for long.
+Writing a last message and Python stacks must not delay the end of a process for long.
 """
 
 import ctypes
@@ -36,16 +36,16 @@ _STATES = {
 _START_TOLERANCE_SECONDS = 2.0
 
 STACKS_FOLDER = "stacks"
-# A hanging disk may be why the run ends, so file access is abandoned after this time.
+# A hanging disk may be why the run ends, so access to files is abandoned after this time.
 SECONDS_FOR_FILES = 5.0
 
 
 def machine_id(namespace: str = "pid") -> str:
-    """Returns an ID for all processes that see each other's process IDs: those in one container of one boot of a host.
+    """Returns an ID that processes share if they see each other's process IDs, as in one container on one host.
 
-    With "net", for all processes that share a loopback interface.
+    With "net", they share it if they have the same loopback interface. The ID changes when the host boots.
     """
-    # A fallback if /proc is missing; host names need not be unique.
+    # The host name is only a fallback if /proc is missing, since it need not be unique.
     boot = socket.gethostname()
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
@@ -62,7 +62,7 @@ class Process:
     Args:
         machine: its machine_id().
         number: its process ID.
-        started: when it began, in seconds since the Unix epoch.
+        started: when it started, in seconds since the Unix epoch.
         stacks: the file descriptor to which it writes its Python stacks on SIGUSR2; -1: none.
     """
 
@@ -72,11 +72,11 @@ class Process:
     stacks: int
 
     def is_here(self) -> bool:
-        """True for another process on this machine."""
+        """True if it is another process on this machine."""
         return self.machine == machine_id() and self.number != os.getpid()
 
     def state(self) -> str:
-        """Returns the reason why the process may not answer; empty if it is running."""
+        """Returns why the process may not answer, as text after "it is"; empty if it is running."""
         try:
             process = psutil.Process(self.number)
             # Process IDs are reused, so the start time has to match too.
@@ -87,13 +87,13 @@ class Process:
             return ENDED
 
     def wake_for_stacks(self, seconds: float) -> str:
-        """Makes the process write its stacks, in C code that needs no interpreter, and continue if stopped.
+        """Makes the process write its stacks, and continue if it is stopped; returns the stacks.
 
-        Returns the stacks.
+        faulthandler writes them in C, even if the interpreter hangs. Empty if they do not come in time.
         """
         with suppress(ProcessLookupError, PermissionError):
-            # With tgkill (from glibc 2.30 on) the main thread gets the signal, and writes the stacks
-            # before it continues.
+            # With tgkill (glibc 2.30 and later) the main thread gets the signal, and writes the stacks before
+            # it continues; with kill, any thread may get it.
             to_thread = getattr(ctypes.CDLL(None), "tgkill", None)
             if self.stacks >= 0 and to_thread:
                 to_thread(self.number, self.number, signal.SIGUSR2)
@@ -101,7 +101,7 @@ class Process:
                 os.kill(self.number, signal.SIGUSR2)
             os.kill(self.number, signal.SIGCONT)
 
-        # The stacks are complete once the file no longer changes.
+        # The stacks are complete once the file has stopped changing.
         file = Path(f"/proc/{self.number}/fd/{self.stacks}")
         deadline = time.monotonic() + seconds
         text = ""
@@ -121,7 +121,7 @@ class Stacks:
     def __init__(self) -> None:
         # In memory, since a hanging disk may be why this process hangs.
         self._file = os.memfd_create("hvtrain-stacks")
-        # Only if the user's code does not handle the signal.
+        # Not if the user's code handles the signal.
         self._takes_signal = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
         if self._takes_signal:
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True, chain=False)
@@ -135,7 +135,7 @@ class Stacks:
 
     def text(self) -> str:
         """Returns the current stacks of all threads."""
-        # The file for the signal is left alone: it shows where this process was stopped.
+        # In another file: that of the signal shows where this process was when it was woken.
         with os.fdopen(os.memfd_create("hvtrain-stacks-now"), "rb") as file:
             faulthandler.dump_traceback(file.fileno(), all_threads=True)
             file.seek(0)
@@ -150,9 +150,12 @@ class Stacks:
 class Launcher:
     """Tells whether the launcher of this rank is still running.
 
-    On the launcher's own host a rank gets another parent when the launcher dies. With Gloo a rank
-    on another host is started over ssh and does not see that connection end; but the launcher keeps
-    a port open for the whole run.
+    On the launcher's own host, a rank gets another parent when the launcher dies. With Gloo, a rank on
+    another host is started over ssh, and does not notice the end of that connection; but the launcher
+    keeps a port open for the whole run, which the rank tries to reach now and then.
+
+    Args:
+        calls: True to try that port.
     """
 
     SECONDS_BETWEEN_CALLS = 5.0
@@ -217,7 +220,7 @@ def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
 
 
 def resume_advice(folder: Path | None) -> str:
-    """Returns advice for the end of a message: the command to run, and the checkpoint from which it resumes."""
+    """Returns advice for the end of a message: how to resume, and from which checkpoint that would be."""
     if folder is None:
         return "run the same command again"
     checkpoint = within(
@@ -234,7 +237,7 @@ def _newest_checkpoint(folder: Path) -> str:
         return f"{notes.folder_name(note.step)} on {note.host}, or a newer one"
     if step is not None:
         return notes.folder_name(step)
-    # Only rank 0 writes checkpoints, and it may be on another host.
+    # Without the folder of checkpoints nothing is known: rank 0, which writes them, may be on another host.
     is_here = (folder / "checkpoints").is_dir()
     return "the beginning (there is no checkpoint yet)" if is_here else "the newest checkpoint"
 
@@ -260,14 +263,21 @@ def _write_stacks(folder: Path, stacks: dict[int, str]) -> str:
 
     for rank, text in stacks.items():
         path = stacks_folder / f"rank-{rank:04d}.txt"
-        # Do not write through a link.
+        # Removed first, since it may be a link.
         path.unlink(missing_ok=True)
         path.write_text(text, "utf-8")
     return f"Python stacks are in {stacks_folder}; "
 
 
 def say(text: str, rank: int, culprit: int | None, wait_seconds: float = 0.0) -> None:
-    """Writes a line to this rank's log and, after wait_seconds or a signal, to stderr. culprit: the rank at fault."""
+    """Writes a line to this rank's log and, after wait_seconds or a signal, to stderr.
+
+    Args:
+        text: the line.
+        rank: this rank.
+        culprit: the rank at fault; None: unknown.
+        wait_seconds: delay before stderr, for ranks that need not speak if another one does.
+    """
     within(
         wait_seconds + SECONDS_FOR_FILES,
         lambda: console.say_error(text, rank, wait_seconds, culprit=culprit),
@@ -276,6 +286,6 @@ def say(text: str, rank: int, culprit: int | None, wait_seconds: float = 0.0) ->
 
 
 def exit_now(code: int) -> None:
-    """Ends the process at once: its main thread may be blocked forever."""
+    """Ends the process at once, without cleaning up, since its main thread may be blocked forever."""
     within(1.0, sys.stdout.flush, None)
     os._exit(code)

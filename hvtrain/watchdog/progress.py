@@ -1,7 +1,7 @@
 """The progress of ranks: what each of them is doing, and which one holds up the run.
 
-A rank's main thread reports what it is about to do, and the watchdog's thread polls these reports.
-The hub judges by the statuses of all ranks; the judgement itself (Standing) is pure.
+A rank's main thread reports what it is about to do, and the watchdog's thread polls these reports. The
+hub judges by the statuses of all ranks; the code that judges (Standing) is pure.
 """
 
 import time
@@ -17,11 +17,11 @@ CHECKPOINT, VALIDATION, CALLBACKS = "checkpoint", "validation", "callbacks"
 REDUCTION, EXCHANGE = "reduction", "exchange"
 WAITING = (REDUCTION, EXCHANGE)
 
-# Fewer bytes than this between two calls of `look` are log lines, not work on files.
+# Fewer bytes than this between two calls of `look` count as log lines, not as work on files.
 MIN_BYTES_OF_WORK = 1 << 16
 
 Marks = tuple[int, int, int, int]
-"""Counts from inside the graph: batches that arrived, gradients ready for reduction, gradients reduced, steps ended."""
+"""Counts from inside the graph: batches arrived, gradients ready for reduction, gradients reduced, steps ended."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Status:
 
 
 class SuspensionClock:
-    """Measures how long this process itself was suspended, which must not be blamed on other ranks."""
+    """Measures how long this process itself was suspended, for which other ranks must not be blamed."""
 
     def __init__(self, usual_seconds: float = 1.0) -> None:
         # A slow thread may be late by a whole interval without having been suspended.
@@ -52,7 +52,7 @@ class SuspensionClock:
         self._last_call = time.monotonic()
 
     def seconds(self, now: float) -> float:
-        """Returns the seconds of suspension since the last call; calls are usually `usual_seconds` apart."""
+        """Returns the seconds of suspension since the last call, which is usually `usual_seconds` ago."""
         gap = now - self._last_call
         self._last_call = now
         return gap if gap > self._longest_gap else 0.0
@@ -61,9 +61,10 @@ class SuspensionClock:
 class Progress:
     """The progress of this rank.
 
-    The main thread reports at almost no cost; `look` is for one other thread.
+    The main thread reports at almost no cost; one other thread calls `look`.
 
-    marks: returns how far this process's steps have come inside the graph, which Python cannot see.
+    Args:
+        marks: returns how far this process's steps have come inside the graph, which Python cannot see.
     """
 
     # Written by the main thread.
@@ -73,7 +74,7 @@ class Progress:
     _step_at_first: int | None = None
     _started = False
 
-    # Written by look, as the two times in __init__ are.
+    # Written by look, as are the two times in __init__.
     _seen: tuple[object, ...] = ()
     _seen_phase = ("", 0)
     _num_bytes = 0
@@ -88,7 +89,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A context in which this rank is in the given phase."""
+        """Puts this rank into a phase while the context lasts."""
         outer = self._phase
         self._phase = name
         self._num_reports += 1
@@ -99,15 +100,15 @@ class Progress:
             self._num_reports += 1
 
     def beat(self) -> None:
-        """Reports that something happened."""
+        """Reports progress of any kind, such as a batch of an evaluation."""
         self._num_reports += 1
 
     def begin_step(self, step: int) -> None:
-        """Reports that a step begins. step: the number of steps that the run has completed before it.
+        """Reports that a step begins, after `step` steps of the run.
 
-        More steps may follow in the same call, which Python cannot see.
+        More steps may follow in the same call of the graph, which Python cannot see.
         """
-        # Marks count the steps of this process, but a resumed run begins at a later step.
+        # Marks count only the steps of this process, and a resumed run begins at a later step.
         if self._step_at_first is None:
             self._step_at_first = step - self._marks()[3]
         self._step = step
@@ -115,14 +116,18 @@ class Progress:
         self._phase = STEP
 
     def end_step(self, step: int) -> None:
-        """Reports that a step has ended. step: the number of steps that the run has completed now."""
+        """Reports that a step has ended, with which the run has completed `step` steps."""
         self._step = step
         self._phase = CALLBACKS
-        # From now on nothing is left to compile, so the shorter limit applies.
+        # Now nothing is left to compile, so the shorter limit applies.
         self._started = True
 
     def look(self, suspended: float = 0.0) -> Status:
-        """Returns the rank's status. suspended: seconds since the last call for which the process was suspended."""
+        """Returns the rank's status.
+
+        Args:
+            suspended: for how many seconds since the last call the process was suspended; they do not count.
+        """
         now = time.monotonic()
         self._phase_began += suspended
         self._moved += suspended
@@ -139,7 +144,7 @@ class Progress:
             elif arrived > ended:
                 phase = FORWARD
 
-        # One call may run several steps.
+        # Also by the marks, since one call may run several steps.
         step = max(self._step, (self._step_at_first or 0) + ended + self._first_marks[3])
         seen = (step, self._num_reports, arrived, ready, reduced, ended)
         if seen != self._seen or (phase not in WAITING and self._works_on_files()):
@@ -151,24 +156,24 @@ class Progress:
         return Status(step, phase, now - self._phase_began, now - self._moved, self._started)
 
     def _works_on_files(self) -> bool:
-        """True if this process has read from or written to disks or file servers since the last call."""
+        """True if this process has read or written MIN_BYTES_OF_WORK on disks or file servers since the last call."""
         try:
             counters = psutil.Process().io_counters()
         except (psutil.Error, OSError):
             return False
 
-        # The first call finds all bytes since the process started, which counts as work once.
+        # The first call counts all bytes since the process started, which is taken for work once.
         before = self._num_bytes
         self._num_bytes = counters.read_bytes + counters.write_bytes
         return self._num_bytes - before >= MIN_BYTES_OF_WORK
 
 
-# Factor on the limit until the first step has ended: graphs are compiled, files listed, caches filled.
+# Factor on the limit until the first step has ended, since graphs are compiled, files listed and caches filled.
 PATIENCE_AT_START = 3
 # A rank that misses this many beats counts as silent.
 BEATS_UNTIL_SILENT = 10
-# If the end of other ranks unblocks a main thread, its error says more than the watchdog can; but the
-# thread may also stay blocked forever.
+# Time in which a main thread may end the process itself. If the end of other ranks unblocks the thread,
+# its error says more than the watchdog can; but the thread may also stay blocked forever.
 SECONDS_FOR_THE_MAIN_THREAD = 3.0
 
 
@@ -179,7 +184,7 @@ class Rules:
     Args:
         limit: seconds without progress after which the run ends.
         beat_seconds: seconds between two reports of a rank.
-        survives_loss: the other ranks continue without a rank that is lost.
+        survives_loss: whether the other ranks continue without a rank that is lost.
     """
 
     limit: float
@@ -193,7 +198,7 @@ class Rules:
 
 @dataclass
 class RankState:
-    """The last status that a rank reported. heard: when, as time.monotonic() on rank 0."""
+    """The last status that a rank reported, and when rank 0 heard it, by its own time.monotonic()."""
 
     rank: int
     host: str
@@ -213,8 +218,8 @@ class StopReason:
         text: the reason.
         code: the exit code of all ranks.
         rank: the rank at fault; None: unknown.
-        is_failure: that rank reported its own error; otherwise it is lost or makes no progress.
-        is_cut: its network connection was cut.
+        is_failure: True if that rank reported its own error; False if it is lost or makes no progress.
+        is_cut: True if its network connection was cut.
     """
 
     text: str
@@ -226,7 +231,7 @@ class StopReason:
 
 @dataclass(frozen=True)
 class Standing:
-    """All ranks at one moment (now, as time.monotonic()), judged by the rules."""
+    """All ranks at one moment (`now`, by time.monotonic() on rank 0), judged by the rules."""
 
     ranks: Sequence[RankState]
     now: float
@@ -237,10 +242,10 @@ class Standing:
         return self.now - state.heard
 
     def stalled_seconds(self, limit: float) -> float:
-        """Seconds for which the run has made no progress if that is at least the limit, else 0.
+        """Returns for how many seconds the run has made no progress; 0 if they are below the limit.
 
-        If one rank makes progress, so does the run, since the others may be waiting for it. A rank that
-        does not answer makes none.
+        If one rank makes progress, so does the run, since the others may be waiting for it. But if any rank
+        has not reported for as long as the limit, its silence counts.
         """
         # Before any rank has joined there is nothing to judge.
         if not self.ranks:
@@ -250,7 +255,7 @@ class Standing:
             return silence
 
         idle = min(state.status.idle + self.silence(state) for state in self.ranks)
-        # Only idle time gets the longer limit, not silence: a rank that is compiling still reports.
+        # The limit is longer for idle time only, not for silence: even a rank that is compiling reports.
         if not all(state.status.started for state in self.ranks):
             limit *= PATIENCE_AT_START
         return idle if idle >= limit else 0.0
@@ -259,13 +264,13 @@ class Standing:
         return [state for state in self.ranks if self.silence(state) > self.rules.silent_after]
 
     def culprits(self) -> list[RankState]:
-        """Returns the silent ranks, or else those furthest behind that do not wait for others."""
+        """Returns the silent ranks; if there are none, those furthest behind among the ranks that wait for no other."""
         silent = self.silent_ranks()
         if silent:
             return silent
 
-        # Within a step a rank in DATA is behind one in FORWARD, which may be waiting for it in an
-        # exchange during the forward pass.
+        # Within a step, a rank in DATA is behind one in FORWARD, since the latter may be waiting for it in
+        # an exchange within the forward pass.
         order = {DATA: 0, FORWARD: 1}
         positions = {
             state.rank: (state.status.step, order.get(state.status.phase, 2))
@@ -280,7 +285,11 @@ class Standing:
         ]
 
     def describe(self, processes: Mapping[int, str]) -> str:
-        """Names the culprits, or describes the likely cause. processes: states of silent ranks' processes, if known."""
+        """Names the culprits or, if there are none, describes the likely cause.
+
+        Args:
+            processes: the states of silent ranks' processes, by rank, as far as they are known.
+        """
         guilty = self.culprits()
         if guilty:
             text = ", ".join(self._describe_one(state, processes) for state in guilty[:3])
@@ -288,7 +297,7 @@ class Standing:
                 text = f"{text} and {len(guilty) - 3} more"
             return text
 
-        # One rank stands for all at the same step and phase; in reverse order, so that the lowest one is kept.
+        # The lowest rank stands for all at the same step and phase: in reverse order, the last one is kept.
         states = {(state.status.step, state.status.phase): state for state in reversed(self.ranks)}
         if len(states) > 1:
             text = ", ".join(
@@ -315,7 +324,7 @@ class Standing:
 
 
 def _step(state: RankState) -> str:
-    """Formats the number of the step that the rank is in, or of the last one that it has completed."""
+    """Formats the number, from 1, of the step that the rank is in, or of the last one that it has completed."""
     is_in_step = state.status.phase in (DATA, FORWARD, REDUCTION)
     return f"{state.status.step + is_in_step:,}"
 

@@ -25,7 +25,8 @@ Broadcast = Callable[[Any], Any]
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-# Beats that rank 0 reads per second: with more ranks each sends fewer, down to one in MAX_BEAT_SECONDS.
+# Rank 0 reads at most this many beats per second: with more ranks each sends fewer, down to one in
+# MAX_BEAT_SECONDS.
 MAX_BEATS_PER_SECOND = 256
 MAX_BEAT_SECONDS = 4.0
 MIN_BEAT_SECONDS = 0.05
@@ -51,21 +52,22 @@ def start(
         rank: the rank of this process.
         size: the number of ranks.
         host: the name of this rank's host in messages.
-        abort_seconds: how long the run may make no progress; rank 0's value is used; 0: no watchdog
-            and no open port.
+        abort_seconds: how long the run may make no progress; 0: no watchdog and no open port. All ranks
+            use rank 0's value.
         gather: returns every rank's value to all ranks.
         broadcast: returns rank 0's value to all ranks.
         marks: see Progress.
-        calls_launcher: check whether Gloo's launcher is still running; one rank per host is enough.
-        survives_loss: an elastic job continues without a rank that is lost or fails, and starts a new watchdog.
+        calls_launcher: True to check whether Gloo's launcher is still running; one rank per host is enough.
+        survives_loss: True for an elastic job, which continues without a rank that is lost or fails, and
+            starts a new watchdog.
     """
-    # Rank 0's value counts for all, since the collective calls below must match.
+    # The same on all ranks, since either all or none must make the collective calls below.
     limit = broadcast(abort_seconds)
     if not limit or size == 1:
         return Watchdog()
 
     address, listener = agree(rank, gather, broadcast)
-    # A new token for each watchdog, so that ranks of an earlier one are strangers.
+    # Each watchdog has a new token, so that it takes ranks of an earlier one for strangers.
     token = broadcast(secrets.token_hex(32))
     progress = Progress(marks)
     if address is None:
@@ -85,7 +87,10 @@ def start(
 
 
 def beat_seconds(size: int, limit: float) -> float:
-    """Returns the seconds between two beats of a rank: at most limit / 20, so that silence is noticed long before."""
+    """Returns the seconds between two beats of a rank.
+
+    They are at most limit / 20, so that a rank counts as silent (BEATS_UNTIL_SILENT) long before the limit.
+    """
     seconds = BEAT_SECONDS * max(1.0, size / MAX_BEATS_PER_SECOND)
     return max(MIN_BEAT_SECONDS, min(MAX_BEAT_SECONDS, limit / 20, seconds))
 
@@ -95,7 +100,8 @@ def agree(
 ) -> tuple[Address | None, socket.socket | None]:
     """Finds an address of rank 0 that all ranks can reach (call on every rank).
 
-    Returns the address, or None if there is none; and on rank 0 the socket that listens there.
+    Returns:
+        The address, or None if there is none; and on rank 0 the socket that listens there, else None.
     """
     networks = gather(machine_id("net"))
     listeners = []
@@ -132,10 +138,7 @@ def _own_addresses() -> list[str]:
 
 
 def listen(address: str) -> socket.socket | None:
-    """Returns a socket that listens on a free port.
-
-    None if that fails, since a single rank must not raise an error here.
-    """
+    """Returns a socket that listens on a free port; None if that fails, since no rank may raise alone here."""
     try:
         return socket.create_server((address, 0), backlog=MAX_WAITING)
     except OSError:

@@ -16,19 +16,20 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 log = logging.getLogger(__name__)
 
 LEAST_GAIN = 1.1
-"""A step must become faster by this factor; a smaller gain may be noise."""
+"""Factor by which a step must become faster; a smaller gain may be noise."""
 MOST_BATCHES = 2
-"""The largest batch, relative to the mean: a larger one might not fit into a device's memory."""
+"""Size of the largest batch, relative to the mean: a larger one might not fit into a device's memory."""
 
 
 class Balance(RunCallback):
     """Ends the attempt after an epoch if other batch sizes would be faster (every rank).
 
-    The checkpoint written then has the new batch sizes, and the next attempt continues from it. Put
-    this callback before Checkpointing, and after the callbacks that stop all ranks together.
+    Checkpointing then writes a checkpoint with the new batch sizes, from which the next attempt
+    continues. Put this callback before Checkpointing, and after the callbacks that extend one rank's
+    stop to all ranks.
 
     Raises:
-        ConfigError: The speeds of the ranks are not measured, or batches cannot differ.
+        ConfigError: The ranks are not timed, or their batches cannot differ.
     """
 
     def __init__(self, context: RunContext, throughput: Throughput) -> None:
@@ -49,7 +50,7 @@ class Balance(RunCallback):
         if obstacle:
             raise ConfigError(f"train.balance=true does not go with {obstacle}; leave it out")
 
-        # The time from here to the end of the first step is about what another attempt costs.
+        # Another attempt costs about as much as the time from here to the end of the first step.
         self._began = time.monotonic()
         self._first_step_seconds = 0.0
 
@@ -76,6 +77,7 @@ class Balance(RunCallback):
         old_seconds = max(rank.own_work for rank in times)
         new_seconds = max(size * seconds for size, seconds in zip(sizes, each))
         saved_seconds = (old_seconds - new_seconds) * (plan.num_steps - position.step)
+        # The conditions above are the same on all ranks, so all of them come here or none does.
         cost = self.comm.broadcast(self._first_step_seconds)
         if old_seconds < LEAST_GAIN * new_seconds or saved_seconds < cost:
             return
@@ -97,14 +99,14 @@ class Balance(RunCallback):
 
 
 def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Returns batch sizes with the same sum that let the slowest rank finish earliest.
+    """Returns the batch sizes, with the same sum, for which the last rank finishes earliest.
 
     A rank's work is assumed to be proportional to its batch. Each batch has at least one example and
     at most MOST_BATCHES times the mean.
 
     Args:
         batch_sizes: Examples in a step, by rank.
-        seconds: Seconds of each rank's own work in such a step.
+        seconds: Seconds of own work in such a step, by rank.
 
     >>> balanced_sizes([32, 32], [0.1, 0.2])
     [43, 21]
@@ -131,7 +133,7 @@ def balanced_sizes(batch_sizes: Sequence[int], seconds: Sequence[float]) -> list
 def slowest_in_words(
     times: Sequence[StepTimes], batch_sizes: Sequence[int], devices: Sequence[str]
 ) -> str:
-    """Names the slowest rank per example, and whether data or compute makes it slow.
+    """Describes the rank that is slowest per example, and whether data or compute makes it slow.
 
     >>> slow, fast = StepTimes(1, 0.1, 0.3, 0), StepTimes(1, 0.1, 0.1, 0)
     >>> slowest_in_words([slow, fast, fast], [8, 8, 8], ["s1 CPU", "s2 CPU", "s3 CPU"])
@@ -142,7 +144,7 @@ def slowest_in_words(
     works = [sum(parts) for parts in zip(data, compute)]
     rank = max(range(len(works)), key=works.__getitem__)
     cause = "data" if data[rank] - median(data) > compute[rank] - median(compute) else "compute"
-    # Excludes the slowest rank: with two ranks the median would be the mean of both.
+    # Without the slowest rank: the median of two ranks would be the mean of both.
     others = median(works[:rank] + works[rank + 1 :])
     return (
         f"rank {rank} ({devices[rank]}) takes {works[rank] / max(others, 1e-9):.1f} times as long for an example as "

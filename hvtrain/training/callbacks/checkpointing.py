@@ -23,30 +23,30 @@ from hvtrain.training.callbacks.guard import ADVICE, NAMES_LAYER
 from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 from hvtrain.training.resume import gather_arrays
 
-# checkpoint.every_minutes is measured by the chief's clock. Reading it takes a broadcast, too slow for every step.
+# checkpoint.every_minutes follows the chief's clock. Reading it takes a broadcast, which is too slow for every step.
 STEPS_BETWEEN_CLOCK_CHECKS = 20
 
 
 class Interruption(RunCallback):
     """Requests a stop after train.max_time or after a signal to this rank (every rank).
 
-    The run is saved and can be resumed. The ranks stop together, after the same step. A signal that
-    arrived between two attempts counts too. During training Ctrl-C is such a signal; a second one
-    ends the process at once.
+    All ranks stop after the same step, and the run is saved and can be resumed. A signal that arrived
+    between two attempts counts too. During training, Ctrl-C is such a signal; a second one ends the
+    process at once.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._limit = self.run.config.train.max_time
         self._deadline = float("inf")
-        # Only by the chief's clock: other ranks would request a stop a step earlier or later.
+        # Only by the chief's clock: other ranks' clocks would request the stop a step earlier or later.
         if self._limit and self.run.topology.is_chief:
             self._deadline = self.run.state.began + seconds("train.max_time", self._limit)
         self._signals = self.run.state.signals
         console.take_signals(self._take_signal)
 
     def on_train_begin(self, logs: Any) -> None:
-        # Outside the training there is nothing to save, and Ctrl-C ends the process.
+        # Only during training: before and after it there is nothing to save, and Ctrl-C ends the process.
         console.take_signals(self._take_signal, signal.SIGINT)
 
     def on_train_end(self, logs: Any) -> None:
@@ -57,7 +57,7 @@ class Interruption(RunCallback):
             self.model.stop_training = True
 
     def agree_within_epoch(self) -> None:
-        """Agrees on the reason if the ranks have stopped within an epoch (every rank)."""
+        """Agrees on the reason if training stops within an epoch (every rank)."""
         # At the end of an epoch a callback may still request a stop, so Checkpointing agrees later.
         if self.position.in_epoch:
             self.agree_on_reason()
@@ -102,9 +102,9 @@ class Interruption(RunCallback):
 class CallbackState(keras.callbacks.Callback):
     """Saves the state of the user's callbacks, and restores it in a resumed run (every rank).
 
-    Only numbers (patience, best value), in the checkpoint's meta, and best_weights, among its arrays, are
-    saved. Callbacks may set the factor of the learning rate, so all ranks get the chief's factor. Put
-    this callback after the user's.
+    It saves only numbers, such as patience and best value, in the checkpoint's meta, and best_weights,
+    among its arrays. Since callbacks may set the factor of the learning rate, all ranks get the chief's
+    factor after each epoch. Put this callback after the user's.
 
     Args:
         callbacks: The user's callbacks on this rank, by name.
@@ -133,8 +133,8 @@ class CallbackState(keras.callbacks.Callback):
                 vars(self._callbacks[name]).update(values)
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
-        # The epoch had begun before the resume. LearningRateScheduler, for example, would change the
-        # rate a second time.
+        # The epoch had begun before the resume, so callbacks such as LearningRateScheduler have just
+        # changed the rate a second time.
         factor = rate_factor(self.model)
         if factor is not None and self._resumed_factor is not None:
             factor.assign(self._resumed_factor)
@@ -142,8 +142,8 @@ class CallbackState(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
         factor = rate_factor(self.model)
-        # Ranks with different rates would drift apart. Also without callbacks on this rank: the chief may
-        # have some, such as CSVLogger.
+        # Ranks with different rates would drift apart. Every rank takes part, even without callbacks of its
+        # own: the chief may have some, such as CSVLogger.
         if factor is not None:
             factor.assign(self._comm.broadcast(float(factor)))
 
@@ -169,7 +169,7 @@ class CallbackState(keras.callbacks.Callback):
 
 
 def _number(value: Any) -> float | None:
-    """Returns a callback's number; None if a user's own callback uses the name for something else."""
+    """Returns the value as a number; None if a user's own callback uses the name for something else."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
@@ -195,7 +195,13 @@ class _Saving(RunCallback):
         parts: store.Arrays | None = None,
         **meta: Any,
     ) -> store.Checkpoint:
-        """Returns a copy of the current state, with the given states of ranks and sharded parts."""
+        """Returns a copy of the current state.
+
+        Args:
+            rank_states: Results of model_state.rank_state, by rank.
+            parts: The whole values of sharded variables, by key.
+            meta: More facts for the checkpoint's meta.
+        """
         step = self.position.step
         epoch, step_in_epoch = self.plan.position(step)
         return store.Checkpoint(
@@ -220,8 +226,8 @@ class Checkpointing(_Saving):
     """Writes a checkpoint when one is due and at the end (every rank).
 
     The chief gathers the state of all ranks and writes it; other hosts note where the checkpoint is.
-    Training waits only while the state is copied: the writer works in the background, and only the
-    end of the run waits for it.
+    Training waits while the state is copied, and for the previous write if that is not done yet. The
+    writer works in the background, and the end of the run waits for it.
     """
 
     def __init__(
@@ -239,8 +245,8 @@ class Checkpointing(_Saving):
         self._last_saved_at = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
-        # Only rank 0 knows that a background write failed. It requests a stop here, on which all
-        # ranks agree after this step; on_epoch_end then raises the error on all of them.
+        # Only rank 0 knows that a background write failed. It requests a stop here, which the strategy's
+        # stop_callbacks extend to all ranks; on_epoch_end then raises the error on all of them.
         if self.writer.failed:
             self.model.stop_training = True
 
@@ -263,7 +269,7 @@ class Checkpointing(_Saving):
         if is_end or by_epochs or by_steps or self._minutes_due():
             metrics = {name: float(value) for name, value in (logs or {}).items()}
             if not self._validated_now():
-                # These val_* are from an earlier step, and would be mistaken for this checkpoint's.
+                # These val_* are results of an earlier step, not of this checkpoint.
                 metrics = {
                     name: value for name, value in metrics.items() if not name.startswith("val_")
                 }
@@ -276,11 +282,11 @@ class Checkpointing(_Saving):
             self.report.goodput.seconds["checkpoints"] += time.monotonic() - began
             plan = self.plan
             ends_early = plan.ends_early and self.position.is_last
-            # An elastic job goes on from memory, and a run that was stopped does not go on here.
+            # An elastic job continues from memory, and a run that was stopped does not continue here.
             in_memory = self.strategy.membership.commit_steps
             goes_on = self.report.rebalanced or (ends_early and not in_memory)
             if goes_on and not self.report.stopped_by and whole_step != self.position.step:
-                # The next attempt would resume from an older checkpoint and fail here again, endlessly.
+                # The next attempt would resume from an older checkpoint and come here again, endlessly.
                 raise CheckpointError(
                     f"the rest of the run needs the checkpoint of step {self.position.step}, which was not written; "
                     "make room, then start again with the same run.dir"
@@ -302,7 +308,7 @@ class Checkpointing(_Saving):
     def _save(self, metrics: dict[str, float]) -> None:
         """Hands a checkpoint to the chief's writer (every rank).
 
-        Raises the error of the writer's previous write, if any, or TrainingError if a weight is not finite.
+        Raises TrainingError if a weight is not finite, or the error of the previous write, if any, on all ranks.
         """
         began = time.monotonic()
         # Moving statistics follow each rank's own batches; the checkpoint gets their means.
@@ -310,8 +316,8 @@ class Checkpointing(_Saving):
         # Only the chief's weights are saved. If ranks differed, a resume would hide it.
         self.weights(f"before the checkpoint of step {self.position.step:,}", everything=True)
 
-        # One exchange for the state of all ranks, what must not be saved, and the outcome of the chief's
-        # previous write.
+        # One exchange for the state of all ranks and for errors: weights that must not be saved, and a
+        # failure of the chief's previous write.
         outcome = self._weights_not_finite() or self.writer.outcome()
         gathered = self.comm.gather(
             (model_state.rank_state(self.model), outcome, self.writer.whole_step)
@@ -339,9 +345,9 @@ class Checkpointing(_Saving):
         self.report.goodput.seconds["checkpoints"] += self._last_saved_at - began
 
     def _weights_not_finite(self) -> TrainingError | None:
-        """Returns an error if a weight is not finite: a resume would go on with it. Not collective.
+        """Returns an error if a weight is not finite, since a resume would continue with it. Not collective.
 
-        strategy=single does not check the gradients, and a step on finite ones can overflow.
+        A check of gradients is not enough: a step on finite ones can overflow, and strategy=single has none.
         """
         weights = [variable.value for variable in self.model.trainable_variables]
         if not self.run.config.guard.finite or are_finite(weights):
@@ -374,7 +380,7 @@ class MemoryCommit(_Saving):
             return  # All ranks stop, and save a checkpoint.
         self.weights.average_untrained()
         rank_states = self.comm.gather(model_state.rank_state(self.model))
-        # For a checkpoint on disk, the writer adds the step to meta.
+        # With the step in meta, which the writer adds to a checkpoint on disk.
         self.run.state.checkpoint = self.checkpoint(rank_states, step=self.position.step)
         if not self.position.is_last:
             self.strategy.membership.check()

@@ -1,4 +1,4 @@
-"""Progress on rank 0's console: a line per epoch, and bars or lines within long epochs."""
+"""Shows progress on rank 0's console: a line per epoch, and bars or lines within long epochs."""
 
 import logging
 import sys
@@ -28,14 +28,14 @@ Moment = tuple[float, int]
 class Progress(RunCallback):
     """Shows a run's progress, speed and remaining time (chief only).
 
-    Speeds and the remaining time are measured over the steps since this start, except those of the
-    first call of the graph, which is slow because it traces.
+    The time per step is measured over the steps since this start (for the remaining time) or since the
+    epoch began. Steps of the first call of the graph, which is slow because it traces, do not count.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._display = display()
-        self._first_call: Moment | None = None  # The end of the first call of this start.
+        self._first_call: Moment | None = None  # When the first call of this start ended.
         self._last_step_at = 0.0
         self._times_before: StepTimes | None = None
 
@@ -45,7 +45,7 @@ class Progress(RunCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
         self._last_shown_at = time.monotonic()
-        # The first epoch begins with the call that traces; its steps count from the end of that call.
+        # The first epoch begins with the call that traces, so its steps count from the end of that call.
         self._first_in_epoch: Moment | None = None
         if self._first_call:
             self._first_in_epoch = (self._last_shown_at, self.position.step)
@@ -70,7 +70,7 @@ class Progress(RunCallback):
 
     @property
     def _steps_of_epoch(self) -> tuple[int, int]:
-        """The number of steps done in the epoch, and the number of steps that it has."""
+        """The number of steps done in this epoch, and the number of steps in the epoch."""
         plan = self.plan
         begin = plan.shift + self.position.epoch * plan.steps_per_epoch
         return self.position.step - begin, min(plan.steps_per_epoch, plan.num_steps - begin)
@@ -80,7 +80,7 @@ class Progress(RunCallback):
         return f"{self.position.step / self.plan.num_steps:.0%}"
 
     def _line(self, logs: Logs) -> str:
-        """Formats the epoch's steps, speed and metrics, the share of the run that is done, and the time left."""
+        """Formats an epoch's steps, speed and metrics, the share of the run that is done, and the time left."""
         done, total = self._steps_of_epoch
         parts = [f"{done:,}/{total:,} steps", *self._step_time(), *self._numbers(logs)]
         return ", ".join(
@@ -126,7 +126,7 @@ class Progress(RunCallback):
         return f"Epoch {self.position.epoch + 1}/{self.plan.num_epochs}"
 
     def _step_time(self) -> list[str]:
-        # Measured up to the last step, so that the line of an epoch leaves out its validation.
+        # Up to the last step, so that the time of an epoch excludes its validation.
         seconds = _seconds_per_step(self._first_in_epoch, (self._last_step_at, self.position.step))
         if seconds >= 1:
             return [f"{seconds:.3g} s/step"]
@@ -148,7 +148,7 @@ class Progress(RunCallback):
 
     def _left(self) -> list[str]:
         """Formats the remaining time of the run; empty if it is not known yet."""
-        # Measured up to now, since the rest of the run has validations and checkpoints too.
+        # Up to now, since the rest of the run has validations and checkpoints too.
         steps = self.plan.num_steps - self.position.step
         seconds = steps * _seconds_per_step(
             self._first_call,
@@ -158,7 +158,7 @@ class Progress(RunCallback):
 
 
 def display() -> LiveDisplay | Sender | None:
-    """Returns bars on the launcher's terminal, or on this process's own; None if there is no terminal for them."""
+    """Returns what draws bars on the launcher's terminal or this process's own; None if there is no terminal."""
     if drawing.is_requested():
         return Sender()
     # mpirun gives its ranks terminals of their own.
@@ -182,10 +182,10 @@ def shares(times: StepTimes, num_ranks: int) -> str:
 
 
 def gpu() -> str:
-    """Describes used and peak memory of this process's GPU, and how busy it is; empty without a GPU."""
+    """Describes this process's GPU: used and peak memory, and how busy it is; empty without a GPU."""
     if not tf.config.list_logical_devices("GPU"):
         return ""
-    # Not what nvidia-smi shows: TensorFlow reserves more than its tensors take.
+    # Less than nvidia-smi shows: TensorFlow reserves more memory than its tensors take.
     used = tf.config.experimental.get_memory_info("GPU:0")
     text = f"GPU memory {used['current'] / GIB:.1f} GiB, peak {used['peak'] / GIB:.1f} GiB"
     busy = resources.busy_percent(uuid_in_use())

@@ -1,4 +1,4 @@
-"""Epochs of a run: their metrics over all ranks, validation, speed, and their rows in history.csv and ranks.csv."""
+"""Callbacks that measure epochs: metrics over all ranks, validation, speed, and rows of history.csv and ranks.csv."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ from hvtrain.training.run import Run
 
 log = logging.getLogger(__name__)
 
-# The first steps trace and compile, fill the data pipeline and wait for the other ranks' first steps.
+# In the first steps ranks trace, compile, fill the data pipeline, and wait for each other to do so.
 WARMUP_STEPS = 10
 SECONDS_BETWEEN_NOTES = 1.0
 
@@ -30,8 +30,8 @@ class EpochMetrics(RunCallback):
 
     Args:
         context: The run's context.
-        resumed: This rank's state from model_state.rank_state, after a resume within an epoch; else
-            empty. The model's metrics must be built.
+        resumed: This rank's state from model_state.rank_state, if the run resumes within an epoch; else
+            empty. The model's metrics must be built then.
     """
 
     def __init__(self, context: RunContext, resumed: Mapping[str, np.ndarray]) -> None:
@@ -42,15 +42,15 @@ class EpochMetrics(RunCallback):
         ]
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
-        # Keras has just reset the metrics.
+        # Only now, since Keras has just reset the metrics.
         for variable, value in zip(self.model.metrics_variables, self._resumed):
             variable.assign(value)
         self._resumed = []
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         metrics = self.strategy.metrics_over_ranks(self.model)
-        # A train_step of the user's own may leave out some of Keras's metrics, such as a loss that
-        # it never computes.
+        # A user's own train_step may leave out some of Keras's metrics, such as a loss that it never
+        # computes.
         left_out = metrics.keys() - logs.keys()
         for name, value in self.run.task.results(metrics).items():
             if name not in left_out:
@@ -70,8 +70,8 @@ class SameLogs(RunCallback):
 class Validation(RunCallback):
     """Evaluates every N epochs, every N steps, or both (every rank).
 
-    Logs get val_* only in an epoch with an evaluation: EarlyStopping, for example, would count a
-    repeated value as a lack of improvement. latest holds the newest results, for callbacks that act
+    Only epochs with an evaluation have val_* in their logs: EarlyStopping, for example, would take a
+    repeated value for a lack of improvement. latest has the newest results, for callbacks that act
     within an epoch, and unlogged those that are in no epoch's logs yet.
 
     Args:
@@ -106,7 +106,7 @@ class Validation(RunCallback):
             return  # Stopped within the epoch.
         every = self.config.validate_every_epochs
         is_due = every and ((epoch + 1) % every == 0 or self.position.is_last)
-        # validate_every_steps may have validated after this step already.
+        # validate_every_steps may have validated after this very step.
         if is_due and self.latest_step != self.position.step:
             self._validate()
 
@@ -129,9 +129,11 @@ class Throughput(RunCallback):
     reduction, but not validation, checkpoints and other callbacks. The split covers the steps since
     the warm-up.
 
-    epoch_seconds is the time of the last epoch with all callbacks. rank_seconds has each rank's
-    seconds of own work per step in that epoch, and newest_times each rank's times per step since the
-    warm-up or the start of that epoch, whichever came later. Both are empty if steps are not timed.
+    Attributes:
+        epoch_seconds: The time of the last epoch, with the callbacks within it but not those at its end.
+        rank_seconds: Each rank's seconds of own work per step in that epoch; empty if steps are not timed.
+        newest_times: Each rank's times per step since the warm-up or the start of that epoch, whichever
+            came later; empty if steps are not timed.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -151,13 +153,13 @@ class Throughput(RunCallback):
         self._steps = 0
         self._seconds = 0.0
         self._times_after_warmup: StepTimes | None = None
-        # At the end of the first step, or of the last epoch that goodput has counted.
+        # The times up to which goodput has counted: the end of the first step, then of each epoch.
         self._times_counted: StepTimes | None = None
 
     @property
     def epoch_examples_per_second(self) -> float:
         """Examples per second over the steps of the epoch so far, including the warm-up."""
-        # Before the first step of an epoch both are 0.
+        # Before the first step of an epoch there are no steps and no seconds.
         return self._examples_per_step * self._epoch_steps / max(self._epoch_step_seconds, 1e-9)
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
@@ -181,7 +183,7 @@ class Throughput(RunCallback):
         self._last_step = self.position.step
         self._epoch_step_seconds += seconds
         self._epoch_steps += steps
-        # The steps of a call that began within the warm-up do not count, unless it is the only one left.
+        # A call that began within the warm-up does not count, unless there is no other.
         is_only_one = self.position.is_last and not self._steps
         if first_step >= self._last_warmup_step or is_only_one:
             self._seconds += seconds
@@ -201,14 +203,14 @@ class Throughput(RunCallback):
         if self._steps:
             self.report.step_seconds = self._seconds / self._steps
             self.report.examples_per_second = self._examples_per_step * self._steps / self._seconds
-        if self.strategy.marks.timed:  # The same on all ranks.
+        if self.strategy.marks.timed:  # The same on all ranks, so all of them gather.
             self._split_time()
             times = self.strategy.marks.times()
             self.report.goodput.count_data((times - (self._times_counted or times)).data)
             self._times_counted = times
 
     def _split_time(self) -> None:
-        """Sets rank_seconds, newest_times and the report's split from the times of all ranks (every rank)."""
+        """Sets rank_seconds, newest_times and report.split from the times of all ranks (every rank)."""
         topology = self.comm.topology
         times = self.strategy.marks.times()
         in_epoch = times - self._times_at_epoch_begin
@@ -232,13 +234,16 @@ class GradientNoise(RunCallback):
     """Puts the gradient noise scale, in examples, into an epoch's logs (every rank).
 
     An epoch that is too short or too noisy for an estimate gets none.
+
+    Raises:
+        ConfigError: The noise scale cannot be measured with this optimizer.
     """
 
     latest: float | None = None
 
     def on_train_begin(self, logs: Any) -> None:
         try:
-            # Before a step is traced, since the graph does the measuring.
+            # Before a step is traced, since the graph takes the measurements.
             self._noise = NoiseScale(
                 self.model.optimizer, self.run.config.profile.noise_scale_every
             )
@@ -271,9 +276,9 @@ def noise_in_words(scale: float, plan: StepPlan) -> str:
 class Recording(RunCallback):
     """Adds a row to history.csv and ranks.csv after each epoch.
 
-    Every rank calls it, the chief writes, and all ranks raise its error. The first row of a start
+    Every rank takes part, the chief writes, and all ranks raise its error. The first row after a start
     rewrites the files, since a resumed run keeps only the rows before its start. With
-    checkpoint.on_error=warn training continues without a row, and the next epoch tries again.
+    checkpoint.on_error=warn, training continues without the row, and the next epoch tries again.
     """
 
     def __init__(self, context: RunContext, throughput: Throughput) -> None:
@@ -284,7 +289,7 @@ class Recording(RunCallback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         if self.position.in_epoch:
-            return  # Stopped within the epoch; the run that resumes and finishes it writes the row.
+            return  # Stopped within the epoch; the start that finishes it writes the row.
         metrics = {name: float(value) for name, value in logs.items() if name != "examples/s"}
         # ReduceLROnPlateau logs the rate that the epoch had, and may have changed it since.
         rate = metrics.pop("learning_rate", float(self.model.optimizer.learning_rate))
@@ -321,16 +326,16 @@ class Recording(RunCallback):
 
 
 class Skipped(RunCallback):
-    """Reports examples that data.on_error=skip left out, after each epoch (every rank)."""
+    """Reports, after each epoch, the examples that data.on_error=skip left out (every rank)."""
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
         report_skipped(self.run, self.report)
 
 
 def report_skipped(run: Run, report: RunReport) -> None:
-    """Logs what was left out since the last call, and adds it to the report (every rank).
+    """Logs the examples left out since the last call, and adds them to the report (every rank).
 
-    Names go to the log of the rank that read them, the number so far to the console.
+    Their names go to the log of the rank that failed to read them, their number so far to the console.
     """
     if run.source.on_error != "skip":
         return

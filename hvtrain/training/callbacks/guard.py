@@ -1,6 +1,6 @@
-"""Stops a run whose ranks differ or whose values are not finite; counts examples as proof.
+"""Stops runs whose ranks differ or whose values are not finite, and counts the examples as proof.
 
-With data.one_batch=true it also fails a run whose model has not memorized its only batch.
+With data.one_batch=true a run also fails if its model has not memorized its only batch.
 """
 
 import logging
@@ -29,19 +29,23 @@ NAMES_LAYER = "; the same command with debug=nan names the layer"
 
 # The loss of a model that has learned its one batch, relative to the loss before training.
 LEARNED_LOSS = 0.05
-# Or the value that a metric such as accuracy, where more is better, has to reach.
+# Or the value that the task's metric has to reach if larger values are better, as for accuracy.
 LEARNED_SCORE = 0.99
 
 
 class Guard(RunCallback):
     """Compares the ranks' weights every guard.every steps, and checks the epoch's loss (every rank).
 
-    It compares trained weights and slots; Checkpointing compares everything before it writes. Put
+    It compares trained weights and slots; Checkpointing compares all variables before it writes. Put
     this callback after EpochMetrics, so that all ranks see the same loss.
+
+    Raises:
+        RankError: Weights differ between ranks.
+        TrainingError: The loss of an epoch is not finite; names the ranks on which it is not.
     """
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
-        # Between synchronizations the weights of local steps differ.
+        # With local steps, weights are equal only at synchronizations.
         if self.position.is_multiple_of(
             math.lcm(self.run.config.guard.every, self.strategy.sync_every)
         ):
@@ -52,7 +56,7 @@ class Guard(RunCallback):
         if math.isfinite(logs.get("loss", 0.0)) or hasattr(self.model.optimizer, "dynamic_scale"):
             return
 
-        # The logs have the loss over all ranks. Each rank's own loss shows where it went wrong.
+        # The logs have the loss over all ranks; each rank's own loss shows where it went wrong.
         own_loss = float(self.model.get_metrics_result()["loss"])
         is_finite = self.comm.gather(math.isfinite(own_loss))
         ranks = [rank for rank, finite in enumerate(is_finite) if not finite]
@@ -67,10 +71,11 @@ def explain_errors(
     context: RunContext,
     search: Callable[[int], str] | None = None,
 ) -> Iterator[None]:
-    """Replaces TensorFlow's errors about unreadable data and non-finite gradients by errors that explain them.
+    """Replaces TensorFlow's errors about unreadable data and non-finite gradients with errors that explain them.
 
     Args:
-        search: Describes the first value of a step that is not finite. All ranks call it.
+        context: The run's context.
+        search: Describes the first value of a step that is not finite; collective. None: there is no search.
 
     Raises:
         TrainingError: A gradient is not finite.
@@ -98,7 +103,7 @@ def explain_errors(
             ) from error
 
         if "orovod" in str(error):
-            # An error of Horovod is an OpError too; searching all files for damage would be pointless.
+            # Horovod's errors are OpErrors too, and searching all files for damage would be pointless.
             raise
         cause = wrong_ids(error) or context.run.source.explain(error)
         if cause is error:
@@ -111,14 +116,14 @@ def explain_errors(
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Names ranks: "rank 1", "ranks 0, 3"."""
+    """Formats ranks: "rank 1", "ranks 0, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class Proof(RunCallback):
     """Counts the examples that went through the steps of each epoch, over all ranks (every rank).
 
-    The counts come from the steps themselves, not from the plan, so they would reveal examples that were lost.
+    The counts come from the steps themselves, not from the plan, so they would reveal lost examples.
     """
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
@@ -127,7 +132,7 @@ class Proof(RunCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
         if type(self.model).train_step is keras.Model.train_step:
-            # The count of Keras's loss metric, which includes the examples before a resume.
+            # The count in Keras's loss metric includes the examples before a resume within the epoch.
             own_count = next(metric for metric in self.model.metrics if metric.name == "loss").count
             is_whole = True
         else:
@@ -143,10 +148,10 @@ class Proof(RunCallback):
 class OneBatch(RunCallback):
     """Evaluates on the global batch before and after the training (every rank).
 
-    Raises TrainingError if the model has not learned the batch. An evaluation has no dropout, and uses
-    the moving statistics of batch normalization, so the training loss of the last epoch counts too. Put
-    this callback after SameLogs, so that all ranks make the same decision. A resumed run is not judged,
-    because its metrics before the first step are not known.
+    Raises TrainingError if the model has not memorized the batch. An evaluation has no dropout, and uses
+    the moving statistics of batch normalization, so the training loss of the last epoch counts too. A
+    resumed run is not judged, because its metrics before the first step are unknown. Put this callback
+    after SameLogs, so that all ranks make the same decision.
     """
 
     training: dict[str, float]
@@ -188,7 +193,7 @@ class OneBatch(RunCallback):
         run = self.run
         batch = run.stream_from(self.plan.shift).take(1)
         if run.source.raw_batches:
-            # In training prepare_step does this.
+            # In training, prepare_step does this.
             batch = batch.map(lambda inputs, *others: (run.source.finish(inputs), *others))
         batch = batch.apply(tf.data.experimental.assert_cardinality(1))
         return run.task.results(run.strategy.evaluate(self.model, batch))

@@ -1,4 +1,4 @@
-"""All callbacks of a run, in their order, including the user's own."""
+"""Makes all callbacks of a run, in their order, including the user's own."""
 
 import math
 import re
@@ -56,11 +56,23 @@ def make_callbacks(
 ) -> list[Callback]:
     """Returns all callbacks, in this order (every rank).
 
-    Count the step; check that it was reduced; time it. Make the epoch's metrics those of all ranks,
+    Count the step; check that it was reduced; time it. Compute the epoch's metrics over all ranks,
     check them and validate, so that later callbacks read true logs. Let the user's callbacks act,
     and stop all ranks if one requests it. Then record, save, track, and commit. The record comes
     before the checkpoint: in the other order, a run killed between the two would resume without this
     epoch's row.
+
+    Args:
+        context: The run's context.
+        start: Where the run begins or resumes.
+        interruption: Stops the run at a signal or a time limit.
+        writer: Writes the checkpoints.
+        tracking: Feeds the trackers.
+        search: Checks each step, with guard.layers=true; else None.
+        metrics: Serves numbers for monitoring; None: none are served.
+
+    Raises:
+        ConfigError: A callback does not fit the run; see own_callbacks.
     """
     run = context.run
     config = run.config
@@ -79,8 +91,7 @@ def make_callbacks(
     rank_state = start.rank_state if position.in_epoch else {}
     state = CallbackState(own, start.callbacks, rank_state.get("rate/factor"), strategy.comm)
 
-    # First at the end of a step and last at its beginning, so that the watchdog can tell a step
-    # from a callback.
+    # end_step is called first and begin_step last, so that the watchdog can tell a step from a callback.
     end_step = LambdaCallback(
         on_train_batch_end=lambda batch, logs: progress.end_step(position.step)
     )
@@ -106,8 +117,9 @@ def make_callbacks(
         validation,
         SameLogs(context),
         config.data.one_batch and OneBatch(context),
-        # First those that may stop the training, then those that extend one rank's stop to all ranks.
-        # Before both, since the end of an epoch that was cut short depends on the reason.
+        # First the callbacks that may stop the training, then those that extend one rank's stop to all
+        # ranks. `agree` comes before both: whether a user's callback sees the end of an epoch that was
+        # cut short depends on the reason (_end_whole_epochs).
         agree,
         *own.values(),
         interruption,
@@ -121,19 +133,20 @@ def make_callbacks(
         is_chief and metrics and metrics.is_on and metrics,
         Skipped(context),
         config.profile.timeline and TimelineTrace(context),
-        # It raises if ranks join or leave, and no callback after it would be called.
+        # It raises if ranks join or leave, and then no later callback is called.
         strategy.membership.commit_steps and MemoryCommit(context, state, validation),
         begin_step,
     ]
-    # Without those that are switched off.
+    # A callback that is switched off is None, False or 0 here.
     return [callback for callback in callbacks if isinstance(callback, Callback)]
 
 
 def _end_whole_epochs(callback: Callback, context: RunContext) -> None:
-    """Changes a user's callback so that an interruption within an epoch does not end the epoch for it.
+    """Changes a user's callback so that it sees no end of an epoch that was interrupted.
 
-    The run that resumes and finishes the epoch ends it. Otherwise EarlyStopping, for example, would
-    count it twice. A run that a callback has stopped within an epoch is complete, so its epoch ends.
+    It sees that end when a resumed run finishes the epoch; EarlyStopping, for example, would otherwise
+    count the epoch twice. A run that a callback has stopped within an epoch is complete, so its epoch
+    does end.
     """
     end_epoch = callback.on_epoch_end
 
@@ -151,13 +164,16 @@ def call_steps(
 ) -> CallSteps:
     """Returns how many steps one call of the graph may do (every rank).
 
-    With guard.layers 1; else train.steps_per_execution; if that is not set, 1 if a user's callback
-    acts on batches, and otherwise the number that the loop finds by timing. A call must not cross the
-    step intervals after which a callback acts.
+    With guard.layers, 1; else train.steps_per_execution. If that is not set, 1 if a user's callback acts
+    on batches, and otherwise the number that the loop finds by timing. A call must not cross the step
+    intervals after which a callback acts.
+
+    Raises:
+        ConfigError: checkpoint.every_steps or train.validate_every_steps is not a multiple of strategy.every.
     """
     hooks = [f"on_{prefix}batch_{when}" for prefix in ("", "train_") for when in ("begin", "end")]
     modules = {getattr(callback, hook).__module__ for callback in callbacks for hook in hooks}
-    # ModelCheckpoint and TensorBoard count batches themselves, unless the value is "epoch".
+    # ModelCheckpoint and TensorBoard count batches themselves if the value is a number, not "epoch".
     counted = [
         getattr(callback, name, None)
         for callback in callbacks
@@ -165,7 +181,7 @@ def call_steps(
     ]
     # The chief decides, since it alone has the callbacks that only write.
     libraries = {module.partition(".")[0] for module in modules}
-    # The callbacks of hvtrain.keras that set the rate batch by batch count as the user's.
+    # The callbacks of hvtrain.keras that set the learning rate for each batch count as the user's.
     acts_on_batches = "hvtrain.keras.learning_rate" in modules or bool(
         libraries - {"hvtrain", "keras"}
     )
@@ -202,14 +218,14 @@ def call_steps(
     return CallSteps(steps, intervals, strategy.comm.broadcast, config.train.accumulate)
 
 
-# These only write, and ranks would overwrite each other's files.
+# Only on the chief: they only write, and ranks would overwrite each other's files.
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
 )
-# Keras's callbacks that do harm in a run, and what to do instead.
+# Callbacks of Keras that would do harm in a run, and what to do instead.
 _REFUSED = {
     "BackupAndRestore": "would restore rank 0 alone; leave it out, since a run saves and resumes by itself",
     "SwapEMAWeights": "would exchange the weights that checkpoints save; leave it out and set "
@@ -223,7 +239,7 @@ def own_callbacks(
     model: keras.Model,
     validates: bool,
 ) -> dict[str, Callback]:
-    """Returns the user's callbacks by name. Keras's callbacks that only write are on the chief alone.
+    """Returns the user's callbacks on this rank, by name. Keras's callbacks that only write are on the chief alone.
 
     Args:
         run: The run, whose config names them.
@@ -231,8 +247,8 @@ def own_callbacks(
         validates: True if there is validation data.
 
     Raises:
-        ConfigError: A callback would do harm, lacks a package, or monitors validation data that do not
-            exist; or checkpoint.best is not a metric of this run.
+        ConfigError: A callback would do harm, lacks a package, or monitors a validation that does not take
+            place; or checkpoint.best is not a metric of this run.
     """
     config = run.config
     is_chief = run.topology.is_chief
@@ -249,7 +265,7 @@ def own_callbacks(
             f"checkpoint.best={run.best} is not a metric of this run; {nearest(run.best, metrics)}"
         )
     if validates and config.train.validate_every_epochs != 1:
-        # Keras warns of these after each epoch without a validation.
+        # Keras would warn after each epoch without a validation that these are not available.
         for name in metrics:
             pattern = rf".*\bval_{re.escape(name.removeprefix('val_'))}\b.* available"
             warnings.filterwarnings("ignore", pattern)
@@ -290,8 +306,8 @@ def own_callbacks(
 
 
 def _logged_metrics(run: Run, model: keras.Model) -> list[str]:
-    """Returns the names that an epoch's logs may have: metrics of the training, then of the validation."""
-    # A model may have metrics of its own, besides the one object in which Keras keeps those of compile.
+    """Returns the names of metrics that an epoch's logs may have: of training, then of validation."""
+    # A model may have metrics besides those of compile, which Keras keeps in one object.
     own_names = (metric.name for metric in model.metrics if metric.name != "compile_metrics")
     names = list(dict.fromkeys([*run.task.metric_names, *own_names]))
     return [*names, *(f"val_{name}" for name in names)]

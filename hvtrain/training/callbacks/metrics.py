@@ -1,4 +1,4 @@
-"""The newest numbers of a run for monitoring, in Prometheus's text format: at a port, and in a file."""
+"""Publishes a run's newest numbers for monitoring, in Prometheus's text format, at a port and in a file."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class Metrics(RunCallback, AbstractContextManager["Metrics"]):
-    """Serves and writes the numbers while the context lasts (chief only; every rank enters it).
+    """Serves and writes the numbers while the context lasts (chief only, but every rank enters it).
 
     A step only notes its time and its logs. The numbers are computed for each request, in the thread
     that answers it, and whenever the file is written.
@@ -100,7 +100,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
             write_to_textfile(self._config.file, self._registry)
 
     def collect(self) -> list[Family]:
-        """Returns all numbers, as prometheus_client asks for them (in any thread)."""
+        """Returns all numbers; prometheus_client calls it, in any thread."""
         logs = dict(self._logs)
         speed = logs.pop("examples/s", 0.0)
         times = self.strategy.marks.times()
@@ -111,7 +111,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         }
         goodput = self.report.goodput.summary(time.time())
         parts = {name: goodput[name] for name in (*PARTS, "other")}
-        # The last entry is that of the newest epoch.
+        # Of the newest epoch, which is the last entry.
         rank_seconds = next(reversed(self.report.rank_seconds.values()), [])
         memory = {"process": resident_bytes()}
         if tf.config.list_logical_devices("GPU"):
@@ -171,7 +171,7 @@ class Metrics(RunCallback, AbstractContextManager["Metrics"]):
         label: str = "",
         kind: type[Family] = GaugeMetricFamily,
     ) -> Family:
-        """Makes a metric from a number, or from numbers by the value of a label. All have the label `run`."""
+        """Makes a metric from a number or, with `label`, numbers by the label's value. All have the label `run`."""
         names = ["run", label] if label else ["run"]
         family = kind(f"hvtrain_{name}", text, labels=names)
         for key, value in (values if label else {"": values}).items():

@@ -21,18 +21,22 @@ from hvtrain.training.callbacks.run_context import RunCallback, RunContext
 log = logging.getLogger(__name__)
 
 NUM_CALIBRATIONS = 3
-"""The differences found in this many first checks show how much rounding alone changes gradients."""
+"""The first checks, whose differences show how much rounding alone changes gradients."""
 FIRST_TOLERANCE = 1e-2
+"""Tolerance of these first checks."""
 MARGIN = 10.0
+"""Factor of later tolerances over the largest difference in the first checks."""
 LEAST_TOLERANCE = 1e-5
+"""Least tolerance, unless train.deterministic makes equal steps give equal bits."""
 
 
 class Verdict(NamedTuple):
     """The result of a check.
 
-    ranks: those whose gradient differs from that of most ranks; both, if there are only two ranks.
-    variable: the index of the variable whose gradient differs most.
-    difference: the difference of that gradient, relative to its norm.
+    Attributes:
+        ranks: those whose gradient differs from that of most ranks; both, if there are only two ranks.
+        variable: the index of the variable whose gradient differs most.
+        difference: how much that gradient differs, relative to its norm.
     """
 
     ranks: list[int]
@@ -41,11 +45,11 @@ class Verdict(NamedTuple):
 
 
 class Recompute(RunCallback):
-    """After every N steps, all ranks recompute one rank's gradient of the next step (every rank).
+    """Makes all ranks recompute one rank's gradient of the next step after every N steps (every rank).
 
-    The ranks take turns. The rank's batch and dropout seeds are sent to all ranks; the weights are
-    equal anyway. So each check compares every rank's forward and backward pass with the others', and
-    the gradient that the rank had sent with the one that it should have sent.
+    The ranks take turns. All ranks receive the rank's batch and dropout seeds; their weights are equal
+    anyway. So each check compares the forward and backward passes of all ranks, and the gradient that
+    the rank sent with the one that it should have sent.
 
     Raises:
         ConfigError: A step depends on more than weights, batch and seeds.
@@ -75,10 +79,10 @@ class Recompute(RunCallback):
         self._train_step = model.train_step
         self._names = [variable.path for variable in model.trainable_variables]
         with tf.device("/CPU:0"):
-            # Set before a call of the graph, whose first step then keeps its batch and digest.
+            # If set before a call of the graph, the first step of the call keeps its batch and digest.
             self._is_due = tf.Variable(False, trainable=False)
         self._differences: list[float] = []
-        # Keras calls it while the graph is traced.
+        # Set before the graph is traced, when Keras calls it.
         model.train_step = self._recorded_step
         self._gradient = tf.function(self._gradient_of, reduce_retracing=True)
 
@@ -103,12 +107,12 @@ class Recompute(RunCallback):
             )
 
     def _values(self) -> list[tuple[Any, tf.Tensor]]:
-        """Returns copies of all variables that a step uses, except for the optimizer's."""
+        """Returns all variables that a step uses, except the optimizer's, with copies of their values."""
         variables = (*self.model.variables, *self.model.metrics_variables)
         return [(variable, tf.identity(variable.value)) for variable in variables]
 
     def _recorded_step(self, data: Any) -> Any:
-        """The model's step; if a check is due, it keeps its batch and a digest of its gradient."""
+        """Runs the model's step; if a check is due, keeps the batch and a digest of the gradient."""
         self._structure = data
         optimizer = self.model.optimizer
         apply = optimizer.apply
@@ -129,7 +133,7 @@ class Recompute(RunCallback):
             return self._train_step(data)
 
     def _keep(self, digest: np.ndarray, *batch: np.ndarray) -> bool:
-        """Keeps the batch and its gradient's digest. Returns False: no check is due any more."""
+        """Keeps the batch and its gradient's digest. Returns False, the new value of _is_due."""
         # Copies, because TensorFlow reuses the memory.
         self._sent = np.array(digest)
         self._batch = [np.array(part) for part in batch]
@@ -157,7 +161,7 @@ class Recompute(RunCallback):
         for variable, value in now:
             variable.assign(value)
 
-        # The tolerance of the checks so far, since this check may find a fault.
+        # From earlier checks only, since this one may have found a fault.
         tolerance = self._tolerance()
         verdict = judge(rank, original, digests, tolerance)
         self._differences.append(verdict.difference)
@@ -185,10 +189,10 @@ class Recompute(RunCallback):
 
 
 def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns float64 [variables, 3]: each gradient's norm, a weighted sum, and a checksum.
+    """Returns float64 [variables, 3]: for each gradient its norm, a weighted sum, and a checksum.
 
-    The weights of the sum have both signs, so it also reveals errors that leave the norm unchanged.
-    The checksum depends on every bit: where it is equal, the gradients are taken as equal.
+    The weights of the sum have both signs, so the sum also reveals errors that leave the norm unchanged.
+    The checksum depends on every bit: gradients with equal checksums count as equal.
     """
     rows = []
     for gradient in gradients:
@@ -200,6 +204,7 @@ def digest_of(gradients: Sequence[Any]) -> tf.Tensor:
         numbers = tf.range(tf.size(values))
         wave = tf.cos(tf.cast(numbers, tf.float32))
         bits = tf.cast(tf.bitcast(values, tf.int32), tf.int64) * tf.cast(2 * numbers + 1, tf.int64)
+        # Below 2**52, so that float64 holds it exactly.
         exact = tf.math.floormod(tf.reduce_sum(bits), 2**52)
         rows.append(
             [
@@ -218,17 +223,17 @@ def judge(
     Args:
         rank: The rank whose gradient was recomputed.
         original: The digest of the gradient that it sent, [variables, 3].
-        digests: The digest that each rank has recomputed.
+        digests: The digests of the gradient as the ranks recomputed it, by rank.
         tolerance: The largest relative difference that is not a fault.
     """
-    # Most digests are equal, and comparing only distinct ones avoids all pairs of a thousand ranks.
+    # Most digests are equal; with a thousand ranks, comparing all pairs would take too long.
     unlike = list({digest.tobytes(): digest for digest in digests}.values())
     num_close = [
         sum(_distance(digest, other)[1] <= tolerance for other in digests) for digest in unlike
     ]
     reference = unlike[int(np.argmax(num_close))]
     distances = [_distance(digest, reference) for digest in digests]
-    # What the rank had sent counts as its own too: the fault may have been transient.
+    # What the rank sent counts as its own too, since the fault may have been transient.
     distances[rank] = max(distances[rank], _distance(original, reference), key=lambda pair: pair[1])
     variable, difference = max(distances, key=lambda pair: pair[1])
 

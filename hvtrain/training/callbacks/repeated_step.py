@@ -18,15 +18,15 @@ from hvtrain.training.callbacks.run_context import Logs, RunCallback, RunContext
 
 log = logging.getLogger(__name__)
 
-# Phases of a step, in their order.
+# Phases of a step, in order.
 BATCH, WEIGHTS, FORWARD, LOSS, BACKWARD = range(5)
 
 
 class Origin(NamedTuple):
     """A value that is not finite. Origins sort in the order in which a step computes them.
 
-    position is the order within the phase: the number of the call in the forward pass, and its
-    negative in the backward pass.
+    position is the order within the phase: the number of the operation's call in the forward pass, and
+    the negative of that number in the backward pass.
     """
 
     phase: int
@@ -37,8 +37,12 @@ class Origin(NamedTuple):
 class LayerSearch(RunCallback):
     """Checks the loss of each step, and repeats a step that fails (every rank).
 
-    For that it keeps a copy of the model's variables before each step. Each step must be a call of
-    its own: see call_steps. Raises ConfigError if the strategy's steps are not the model's.
+    To repeat a step, it keeps a copy of the model's variables from before each one. So each call of the
+    graph must be a single step, see call_steps.
+
+    Raises:
+        ConfigError: The strategy's steps are not those of each rank by itself.
+        TrainingError: The loss of a step is not finite; names the first value that is not.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -50,7 +54,7 @@ class LayerSearch(RunCallback):
             )
 
     def on_train_batch_begin(self, batch: int, logs: Any) -> None:
-        # Including dropout seeds and moving statistics.
+        # All variables, including dropout seeds and moving statistics.
         self._before = [
             (variable, tf.identity(variable.value)) for variable in self.model.variables
         ]
@@ -69,14 +73,14 @@ class LayerSearch(RunCallback):
             )
 
     def find_origin(self, step: int) -> str:
-        """Repeats the last step that began, and describes where it fails (every rank)."""
+        """Repeats the last step that began, numbered `step` from 1, and describes where it fails (every rank)."""
         for variable, value in self._before:
             variable.assign(value)
         origins = self.comm.gather(self._repeat(step - 1))
         first = min((origin for origin in origins if origin), default=None)
         if first is None:
             return "; when it is repeated layer by layer, all values are finite"
-        # By phase and position: descriptions may differ between ranks, as in the example's number.
+        # Compared by phase and position, since descriptions differ between ranks, as in an example's number.
         ranks = [rank for rank, origin in enumerate(origins) if origin and origin[:2] == first[:2]]
         return f"; it began with {first.description}, on {named(ranks)}"
 
@@ -97,14 +101,14 @@ def first_not_finite(
 ) -> Origin | None:
     """Finds the first value of a train step that is not finite.
 
-    Every rank calls it, since a loss may be joint. The step is the model's own, with augmentation
-    and loss scale, but without the update. Batch and weights are checked first, then the outputs of
-    layers, the loss, and the gradients in the order of the backward pass.
+    Every rank calls it, since the loss may be joint. The step is the model's own, with augmentation
+    and loss scale, but without the update. The batch and the weights are checked first, then the outputs
+    of layers, the loss, and the gradients in the order of the backward pass.
 
     Args:
         model: A compiled model whose optimizer is built.
         batch: A batch as the model's train step takes it.
-        has_batch_weight: The batch is a pair (batch, weight), as for ranks with batches of different sizes.
+        has_batch_weight: `batch` is a pair (batch, weight), as for ranks with batches of different sizes.
 
     Returns:
         The value's origin; None if all values are finite.
@@ -133,7 +137,7 @@ def step_without_update(
 ) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
     """Runs a train step without the optimizer's update.
 
-    Returns the logs of this step alone, and pairs of gradients and variables.
+    Returns the logs of this step alone, and pairs (gradient, variable).
     """
     optimizer = model.optimizer
     pairs: list[tuple[Any, Any]] = []
@@ -142,7 +146,7 @@ def step_without_update(
     def collect(grads: Any, variables: Any = None) -> None:
         pairs.extend(zip(grads, variables or model.trainable_weights))
 
-    # The methods of the class would reduce and update.
+    # The optimizer's own methods would reduce the gradients and update the weights.
     with (
         replaced(optimizer, "apply_gradients", pairs.extend),
         replaced(optimizer, "apply", collect),
@@ -194,7 +198,7 @@ class _Watch:
         ]
         self._operations = list(dict.fromkeys(operations))
         self._num_calls = 0
-        self._last_call: dict[int, int] = {}  # By the identity of an operation.
+        self._last_call: dict[int, int] = {}  # By the id() of an operation.
         self.forward: Origin | None = None
         self.backward: Origin | None = None
 
@@ -203,7 +207,7 @@ class _Watch:
         return [(operation, self._watched(operation)) for operation in self._operations]
 
     def of_weights(self, gradients: list[tuple[Any, Any]]) -> Origin | None:
-        """Returns the first layer in the backward pass whose weights got a gradient that is not finite."""
+        """Returns the origin in the first layer of the backward pass whose weights got a non-finite gradient."""
         owners = {
             id(weight): id(operation)
             for operation in self._operations
@@ -222,8 +226,8 @@ class _Watch:
         see_passed_back = partial(
             self._with_gradient_seen, operation, f"the gradient that {name} passes back"
         )
-        # The incoming gradient differs from the one that the next layer passes back if code that is
-        # not an operation of the model lies between the two layers.
+        # The gradient that reaches a layer is not the one that the next layer passes back if other code,
+        # which is not an operation of the model, lies between the two.
         see_incoming = partial(
             self._with_gradient_seen,
             operation,
@@ -243,7 +247,7 @@ class _Watch:
         return watched
 
     def _with_gradient_seen(self, operation: Any, description: str, value: Any) -> Any:
-        """Returns an equal tensor whose gradient is checked; anything but a float tensor unchanged."""
+        """Returns an equal tensor whose gradient is checked; returns anything but a float tensor unchanged."""
         if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
             return value
 

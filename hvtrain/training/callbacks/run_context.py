@@ -1,4 +1,4 @@
-"""State that a run's callbacks share: the run, its model, its position, and the report they fill.
+"""The state that a run's callbacks share: the run, its model, its position, and the report they fill in.
 
 Position is the first callback of a run; the others read it.
 """
@@ -28,7 +28,7 @@ Logs = dict[str, Any]
 
 
 class Position(keras.callbacks.Callback):
-    """Counts the run's optimizer steps, continuing from the step of a resume (every rank)."""
+    """Counts the run's optimizer steps; after a resume, from the checkpoint's step on (every rank)."""
 
     def __init__(self, plan: StepPlan, start_step: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Position(keras.callbacks.Callback):
     @property
     def in_epoch(self) -> bool:
         """True within an epoch; False after a step that ends an epoch or the run."""
-        # train.steps may end a run within an epoch.
+        # is_last, since train.steps may end a run within an epoch.
         return self.plan.position(self.step)[1] > 0 and not self.is_last
 
     @property
@@ -49,7 +49,7 @@ class Position(keras.callbacks.Callback):
         return self.step >= self.plan.num_steps
 
     def is_multiple_of(self, steps: int | None) -> bool:
-        """True if the steps done are a multiple of `steps`; False for 0 and None."""
+        """True if the number of steps done is a multiple of `steps`; False if `steps` is 0 or None."""
         return bool(steps) and self.step % (steps or 1) == 0
 
     def on_epoch_begin(self, epoch: int, logs: Any) -> None:
@@ -62,25 +62,24 @@ class Position(keras.callbacks.Callback):
 
 @dataclass
 class RunReport:
-    """Results that callbacks fill in while a run trains, and that its end reads.
+    """Results that callbacks fill in while a run trains, for the end of the run.
 
     Args:
         records: Rows of history.csv, including those before a resume.
-        rank_seconds: Seconds of a step's own work on each rank, by epoch; empty if steps are not
-            timed.
+        rank_seconds: Each rank's seconds of own work in a step, by epoch; empty if steps are not timed.
         examples_each_epoch: Examples that went through the steps of each whole epoch, over all
             ranks.
-        unreadable: What data.on_error=skip left out on any rank, by location. A damaged file that
+        unreadable: What data.on_error=skip left out on any rank, by location, so that a damaged file that
             several ranks read counts once.
         examples_per_second: Speed of all ranks after the warm-up; None before.
         step_seconds: Mean time of a step after the warm-up; None before.
-        split: The time of a step by purpose; None if steps are not timed.
-        stopped_by: The signal or limit that ended training early, in words; empty if none did.
+        split: The time of a step, split by purpose; None if steps are not timed.
+        stopped_by: The signal or limit that ended training early, as text; empty if none did.
         exit_code: The process's exit code after a signal; 0 if there was none.
-        rebalanced: Another attempt will continue with other batches, see Balance.
+        rebalanced: True if another attempt will continue with other batch sizes, see Balance.
         goodput: What the wall time was spent on, on this rank.
-        flops_per_example: Operations of a training step for each example; None if unknown.
-        peak_flops: Peak operations per second of all devices together; None if unknown.
+        flops_per_example: Floating-point operations of a training step per example; None if unknown.
+        peak_flops: Peak floating-point operations per second of all devices together; None if unknown.
     """
 
     records: list[EpochRecord]
@@ -98,7 +97,7 @@ class RunReport:
     peak_flops: float | None = None
 
     def flops(self, examples_per_second: float) -> dict[str, float]:
-        """Returns the model's operations per second, and their share of the devices' peak, where they are known."""
+        """Returns the model's FLOP/s and their share of the devices' peak, as far as they are known."""
         if not self.flops_per_example:
             return {}
         speed = {"flops_per_second": examples_per_second * self.flops_per_example}
@@ -114,7 +113,7 @@ class RunReport:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the callbacks and the end of a run need to know about one attempt at it.
+    """Facts about one attempt at a run, for its callbacks and its end.
 
     weights compares the model's weights over the ranks; calling it is collective.
     """
@@ -132,7 +131,7 @@ class RunContext:
         Raises StorageError on all ranks if the history of a resumed run is damaged.
         """
         position = Position(run.plan, start_step)
-        # The watchdog is told that this rank waits for others, and makes no progress of its own.
+        # Tells the watchdog that during a check this rank waits for others, and makes no progress of its own.
         weights = WeightCheck(
             model,
             run.config.guard.every > 0,
@@ -148,11 +147,11 @@ class RunContext:
 def _report_until(run: Run, position: Position) -> RunReport:
     """Returns a report with the rows of the epochs before the start (every rank).
 
-    Later rows belong to steps that are in no checkpoint, and that are trained again.
+    Later rows belong to steps that were lost and are trained again.
     """
     comm = run.strategy.comm
     records = comm.on_chief(lambda: read_history(run.folder))
-    # Compared by epochs: an earlier plan of the run counted steps differently.
+    # By epoch: an earlier plan of the run may have counted steps differently.
     records = [record for record in records if record.epoch <= position.epoch]
     written = {record.epoch for record in records}
     lost = [str(epoch) for epoch in range(1, position.epoch + 1) if epoch not in written]
@@ -174,7 +173,7 @@ class RunCallback(keras.callbacks.Callback):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__()
-        # Keras sets self.model before the training begins.
+        # Without the model: Keras sets self.model before the training begins.
         self.run = context.run
         self.strategy = context.run.strategy
         self.comm = self.strategy.comm

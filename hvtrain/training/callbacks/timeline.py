@@ -1,4 +1,4 @@
-"""profile.timeline=true: traces the operations of some steps, and sums up their time."""
+"""profile.timeline=true: traces the operations of some steps, and logs where their time went."""
 
 import json
 import logging
@@ -30,9 +30,9 @@ _TRANSFER = "transfer and sum"
 class TimelineTrace(RunCallback):
     """Traces some steps of this start (every rank; the chief writes).
 
-    It traces profile.steps steps or more, after the first profile.first_step steps. In the run folder,
-    profile/horovod.json is for chrome://tracing or ui.perfetto.dev, and the rest of profile/ for
-    TensorBoard's profiler.
+    It traces at least profile.steps steps, after the first profile.first_step steps: more if a call of
+    the graph runs several. In the run folder, profile/horovod.json is for chrome://tracing or
+    ui.perfetto.dev, and the rest of profile/ for TensorBoard's profiler.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -72,7 +72,7 @@ class TimelineTrace(RunCallback):
     def _make_folder(self) -> None:
         refuse_link(self.folder, StorageError, "remove it")
         self.folder.mkdir(exist_ok=True)
-        # An earlier start's traces would be added to this start's.
+        # Otherwise the traces of an earlier start would be added to this start's.
         for old in [self.folder / REDUCTIONS, *self.folder.rglob("*.xplane.pb")]:
             remove(old)
 
@@ -91,7 +91,12 @@ class TimelineTrace(RunCallback):
 
 
 def time_by_operation(folder: Path, steps: int) -> list[str]:
-    """Returns lines with the time of each kind of operation in a traced step."""
+    """Returns lines of text with the milliseconds of each kind of operation in a traced step.
+
+    Args:
+        folder: The folder of the traces.
+        steps: The number of traced steps.
+    """
     horovod: dict[str, float] = {}
     if (folder / REDUCTIONS).exists():  # One rank alone has no reductions.
         horovod = reductions(folder / REDUCTIONS)
@@ -106,7 +111,7 @@ def time_by_operation(folder: Path, steps: int) -> list[str]:
 
 
 def traces_by_viewer(folder: Path) -> dict[str, Path]:
-    """Returns the traces that were written, by the viewer that shows them."""
+    """Returns the paths of the traces that were written, by the viewer that shows them."""
     traces = {
         "ui.perfetto.dev or chrome://tracing": folder / REDUCTIONS,
         f"tensorboard --logdir {folder} (with tensorboard-plugin-profile)": next(
@@ -118,14 +123,14 @@ def traces_by_viewer(folder: Path) -> dict[str, Path]:
 
 
 def reductions(path: Path) -> dict[str, float]:
-    """Returns the seconds in which Horovod did each kind of activity for at least one gradient."""
-    # Until Horovod closes the list, its last event ends with a comma.
+    """Returns, by kind of activity, the seconds in which Horovod did it for at least one gradient."""
+    # Unless Horovod has closed the JSON list, its last event ends with a comma.
     text = path.read_text(encoding="utf-8").strip()
     if not text.endswith("]"):
         text = text.rstrip(",") + "]"
     events = json.loads(text)
 
-    # Horovod has one process number for each gradient. Its activities are nested: E ends the innermost B.
+    # Horovod has a "process" for each gradient. The activities of each are nested: E ends the innermost B.
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     open_events: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for event in events:
@@ -154,7 +159,7 @@ def _activity(name: str) -> str | None:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns the length of the union of spans.
+    """Returns the length of the union of spans (begin, end).
 
     >>> covered([(0, 2), (1, 3), (5, 6)])
     4.0
@@ -168,7 +173,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def operations(folder: Path) -> dict[str, float]:
-    """Returns the seconds in TensorFlow's operations by type, over all threads and devices."""
+    """Returns the seconds spent in TensorFlow's operations by type, summed over all threads and devices."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     seconds: dict[str, float] = defaultdict(float)
@@ -176,11 +181,11 @@ def operations(folder: Path) -> dict[str, float]:
         space = xplane_pb2.XSpace.FromString(path.read_bytes())
         for plane in space.planes:
             for event in (event for line in plane.lines for event in line.events):
-                # NAME:TYPE is an operation; other names are TensorFlow's own overhead.
+                # Operations are named NAME:TYPE; other names are TensorFlow's own overhead.
                 name = plane.event_metadata[event.metadata_id].name
                 _, colon, kind = name.rpartition(":")
                 if colon and kind.isidentifier() and "::" not in name:
-                    # On some processors oneDNN's operations, with a prefix, replace TensorFlow's.
+                    # On some processors oneDNN's operations, whose types have a prefix, replace TensorFlow's.
                     seconds[kind.removeprefix("_Mkl").removeprefix("Native")] += (
                         event.duration_ps / 1e12
                     )

@@ -1,4 +1,4 @@
-"""Sends a run's records to its trackers, which must neither stop the run nor miss an epoch of it."""
+"""Sends a run's records to its trackers; these must neither stop the run nor miss an epoch of it."""
 
 import logging
 from collections.abc import Callable
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class Tracking(RunCallback):
-    """Starts, feeds and ends the run's trackers (chief only; every rank makes it).
+    """Starts, feeds and ends the run's trackers (chief only, but every rank constructs it).
 
-    Entered as a context, it also ends the tracked runs of a run that fails or stops. A tracker gets
-    every epoch that it does not have yet, even if it was chosen late or failed before a resume. A
-    tracker that fails is dropped with a warning.
+    As a context manager it also ends the tracked runs of a run that fails or stops. A tracker gets every
+    epoch that it does not have yet, even if it was added at a resume or failed before it. A tracker that
+    fails is dropped with a warning.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -39,7 +39,7 @@ class Tracking(RunCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         run = self.run
-        # From here on there may be a tracked run that must not stay open.
+        # From here on there may be tracked runs that must not stay open.
         self._is_open = True
         self._tracked = read_tracked(run.folder)
 
@@ -65,7 +65,13 @@ class Tracking(RunCallback):
         values: dict[str, float] | None = None,
         files: list[Path] | None = None,
     ) -> None:
-        """Ends the tracked runs, if they are open, with more numbers and files."""
+        """Ends the tracked runs, if they are open.
+
+        Args:
+            state: "finished", "stopped" or "failed".
+            values: Last numbers to log, by name.
+            files: Files to keep with the tracked runs.
+        """
         if not self._is_open:
             return
 
@@ -84,12 +90,12 @@ class Tracking(RunCallback):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A run that is still open without an exception will be resumed, such as after train.max_time.
+        # Without an exception a run is still open here if it will be resumed, as after train.max_time.
         is_stopped = kind is None or issubclass(kind, Stopped)
         self.finish("stopped" if is_stopped else "failed")
 
     def _send(self) -> None:
-        """Sends each tracker the epochs that it lacks, and writes down which was the last."""
+        """Sends each tracker the epochs that it lacks, and records in the run folder which was the last."""
 
         def send(name: str, tracker: Tracker) -> None:
             tracked = self._tracked[name]
@@ -115,7 +121,7 @@ class Tracking(RunCallback):
         for name, tracker in list(self._trackers.items()):
             try:
                 action(name, tracker)
-            # Trackers are other people's code, and a run must not end because of them.
+            # Trackers are other people's code, and may raise anything.
             except Exception as error:
                 del self._trackers[name]
                 reason = without_passwords(in_one_line(error))
@@ -123,7 +129,7 @@ class Tracking(RunCallback):
 
 
 def scalars(record: EpochRecord, rank_seconds: list[float]) -> dict[str, float]:
-    """Returns an epoch's numbers by name, with the seconds of each rank's own work in a step.
+    """Returns an epoch's numbers by name, including each rank's seconds of own work in a step.
 
     >>> scalars(EpochRecord(1, 12, 0.1, 2.0, 50.0, {"loss": 0.5}), [0.01, 0.02])
     {'loss': 0.5, 'epoch': 1, 'learning_rate': 0.1, 'examples_per_second': 50.0, 'step_seconds/rank_0': 0.01, \
