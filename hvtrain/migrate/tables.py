@@ -59,7 +59,7 @@ def new_name(name: str) -> str:
 
     for kind in ("prefixes", "dissolved"):
         old = _longest(_TABLES[kind], new)
-        # A dissolved module keeps its own name, for advice; only the names in it have moved.
+        # A dissolved module itself keeps its name; only the names in it have moved.
         if old and not (kind == "dissolved" and new == old):
             new = _TABLES[kind][old] + new[len(old) :]
 

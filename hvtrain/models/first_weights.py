@@ -78,7 +78,7 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
     # Nothing is assigned until everything is known to fit.
     for key in taken:
         if hasattr(own[key], "rank_part"):
-            # broadcast_model scatters the whole table to the ranks.
+            # broadcast_model gives each rank its part of the whole table.
             own[key].whole = arrays[key]
         else:
             own[key].assign(arrays[key])

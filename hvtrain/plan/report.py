@@ -51,7 +51,7 @@ def launch_line(
     if has_replicas:
         line = f"python -m hvtrain launch -np {num_ranks} --"
     elif num_ranks > ranks_per_host:
-        # Several hosts need a hostfile, for whose host names the user has to care.
+        # Several hosts need a hostfile, which the user has to write.
         line = f"python -m hvtrain launch -np {num_ranks} --hostfile hosts.txt --"
     return shlex.join([*line.split(), *without_secrets(overrides)])
 
