@@ -85,7 +85,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         )
 
     def check_data() -> None:
-        """Checks the kind of this rank's first batch, and warns of classes that the data set no longer has."""
+        """Checks the kind of this rank's first batch, and warns of classes without examples in the split."""
         for inputs, *_ in data.take(1).as_numpy_iterator():
             run.check_kind(source.name, inputs)
         if run.is_chief:

@@ -224,7 +224,7 @@ def _table_lines(forecast: Forecast) -> list[str]:
 def advice_lines(
     forecast: Forecast, costs: Sequence[Cost], work: Work, encoded: Mapping[Wire, Encoded]
 ) -> list[str]:
-    """Returns a table with a row for each of METHODS, and the advice which one to take.
+    """Returns a table with a row for each of METHODS, and the advice on which one to take.
 
     Args:
         forecast: The run.
