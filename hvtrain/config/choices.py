@@ -1,4 +1,4 @@
-"""The groups of choices, their files in conf/ and in --config-dir, and the settings, as --help lists them."""
+"""Lists the choices of each group, from conf/ and --config-dir, and all settings, for --help."""
 
 import json
 import textwrap
@@ -17,7 +17,6 @@ CONFIGS = next(
     if folder.is_dir()
 )
 
-# Names of all groups of choices.
 ALL_GROUPS = (*GROUPS, *SEVERAL, *BUNDLES)
 
 MORE = """\
@@ -32,7 +31,7 @@ Several layers of augmentation, in this order: augment=[random_flip,mix_up].
 
 def own_folders(arguments: list[str]) -> list[Path]:
     """Returns the folder given with --config-dir, if any."""
-    # Without parsed(): the arguments may be another program's, with another -c.
+    # Does not use compose.parsed(): the arguments may be another program's, whose -c means something else.
     for option, value in pairwise([*arguments, ""]):
         if option in ("--config-dir", "-cd") and value:
             return [Path(value)]
@@ -42,7 +41,7 @@ def own_folders(arguments: list[str]) -> list[Path]:
 
 
 def choice_files(group: str, arguments: list[str]) -> list[Path]:
-    """Returns the files of a group's choices, those of --config-dir last."""
+    """Returns the YAML files of a group's choices: hvtrain's own, then those of --config-dir."""
     folders = [CONFIGS, *own_folders(arguments)]
     return [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
 
@@ -50,7 +49,7 @@ def choice_files(group: str, arguments: list[str]) -> list[Path]:
 def run_settings(arguments: list[str]) -> str:
     """Lists the groups with their choices, and the settings with their defaults, for --help."""
     lines = []
-    # The files of the choices on the command line, whose comments explain the settings.
+    # A choice on the command line is shown as its whole file, whose comments explain its settings.
     for argument in arguments:
         group, _, choice = argument.partition("=")
         for path in choice_files(group, arguments):
@@ -68,7 +67,7 @@ def run_settings(arguments: list[str]) -> str:
 
 
 def settings_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Yields the dotted name, the type and the field of each setting of a dataclass and of its sections."""
+    """Yields the dotted name, the type and the field of each setting in a dataclass and its nested dataclasses."""
     hints = get_type_hints(schema)
     for item in fields(schema):
         name = f"{prefix}{item.name}"
@@ -80,11 +79,11 @@ def settings_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Fiel
 
 
 def setting_lines(schema: type, prefix: str = "") -> list[str]:
-    """Returns one line for each setting of a dataclass and of its sections: its name, default and meaning."""
+    """Returns a line for each setting in a dataclass and its nested dataclasses: name, default and meaning."""
     lines = []
     for name, _, item in settings_of(schema, prefix):
         default = item.default
-        # As in YAML: null, true, and numbers.
+        # JSON writes None and booleans as YAML does: null, true, false.
         if not isinstance(default, str):
             default = json.dumps(default)
         choices = ", ".join(item.metadata["choices"])
@@ -111,7 +110,7 @@ def _group_help(group: str, arguments: list[str]) -> list[str]:
 
 
 def _default_choice(group: str) -> str | None:
-    """Returns the choice of a group in the defaults list of conf/config.yaml, where a line is "  - model: cnn"."""
+    """Reads a group's default choice from the defaults list in conf/config.yaml, whose lines read "  - model: cnn"."""
     for line in (CONFIGS / "config.yaml").read_text("utf-8").splitlines():
         name, _, choice = line.strip(" -").partition(":")
         if name == group:

@@ -18,27 +18,27 @@ from hvtrain.system.files import read_file
 
 
 def composed(overrides: list[str] | None = None) -> RunConfig:
-    """Returns the checked settings of the run that compose() composes; raises the same errors."""
+    """Composes a run and returns its validated settings. Raises the errors of compose() and from_dict()."""
     return from_dict(compose(overrides))
 
 
 def compose(overrides: list[str] | None = None) -> dict[str, Any]:
-    """Composes the run that these overrides describe, by default those of the command line.
+    """Composes the run described by these overrides, by default those on the command line.
 
     Returns:
         The composed run as a plain nested dictionary.
 
     Raises:
         ConfigError: Hydra refuses an override, or one is not a setting.
-        SystemExit: The overrides only ask to print the run (--cfg job), which has been done.
+        SystemExit: The overrides include --cfg job, which only prints the composed run.
     """
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    # notify= is kept from Hydra, whose errors and --cfg would show the secrets in it, and whose
-    # grammar refuses many addresses.
+    # Hydra must not see notify=: its errors and --cfg would show the secrets in it, and its grammar
+    # refuses many addresses.
     line, notify = secrets.take_addresses(sys.argv[1:] if overrides is None else overrides)
     options, settings = parsed(line)
     check_form(settings, compose)
@@ -65,7 +65,7 @@ def compose(overrides: list[str] | None = None) -> dict[str, Any]:
     except Exception as error:
         raise ConfigError(explain(error, line, compose)) from error
 
-    # From here on errors are shown as this run has chosen.
+    # From here on, errors follow the run's own `tracebacks` setting.
     console.shows_tracebacks = values.get("tracebacks", False)
     if notify is not None:
         values["notify"] = None if notify == "null" else secrets.split_addresses(notify)
@@ -73,7 +73,7 @@ def compose(overrides: list[str] | None = None) -> dict[str, Any]:
 
 
 def quoted(overrides: list[str]) -> list[str]:
-    """Puts the choice debug=nan in quotes, because Hydra would read it as a number.
+    """Quotes the choice in debug=nan, which Hydra would otherwise parse as a float.
 
     >>> quoted(["debug=nan", "debug=fast", "seed=1"])
     ["debug='nan'", 'debug=fast', 'seed=1']
@@ -82,9 +82,9 @@ def quoted(overrides: list[str]) -> list[str]:
 
 
 def resolved(tree: Any) -> dict[str, Any]:
-    """Returns a composed run as plain values.
+    """Returns a composed run as plain values, with all references resolved except ${run.dir}.
 
-    ${run.dir} remains in them until the folder is known; see instantiate.build.
+    Those are resolved once the run folder is known; see instantiate.build.
     """
     from omegaconf import OmegaConf
 
@@ -97,7 +97,7 @@ def resolved(tree: Any) -> dict[str, Any]:
 
 
 def schema() -> dict[str, Any]:
-    """Returns the declared settings with their defaults, on which Hydra composes the groups."""
+    """Returns the declared settings with their defaults, the base onto which Hydra composes the groups."""
     no_choices: dict[str, Any] = {group: {} for group in GROUPS}
     defaults = RunConfig(**no_choices).record
     declared = {name: value for name, value in defaults.items() if name not in GROUPS}
@@ -105,7 +105,7 @@ def schema() -> dict[str, Any]:
 
 
 def override(name: str, value: Any) -> str:
-    """Writes a setting as Hydra reads it on a command line.
+    """Formats NAME=VALUE so that Hydra's command-line grammar reads the value back unchanged.
 
     >>> override("train.ema", None), override("model.hidden", [64, 32]), override("optimizer", "sgd")
     ('train.ema=null', 'model.hidden=[64,32]', 'optimizer=sgd')
@@ -116,7 +116,7 @@ def override(name: str, value: Any) -> str:
 
 
 def override_value(value: Any) -> str:
-    """Writes a value as Hydra reads it on a command line."""
+    """Formats a value for Hydra's command-line grammar, quoting it if needed."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(override_value, value))}]"
     if not isinstance(value, str):
@@ -129,7 +129,7 @@ def override_value(value: Any) -> str:
 
 
 def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the Hydra options that a run accepts, and all other arguments.
+    """Parses the two Hydra options that a run accepts, and returns them with all other arguments.
 
     Raises ConfigError for a bad value of an option.
     """
@@ -140,11 +140,13 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def folder_of_a_run(arguments: list[str]) -> Path | None:
-    """Returns the folder given with --config-dir if its config.yaml has all settings of a run, and no groups.
+    """Returns the folder given with --config-dir if it is a run folder, whose config.yaml holds a whole run.
+
+    Returns None if there is no such option, or if its folder only adds choices to groups.
 
     Raises:
-        ConfigError: It is not a folder, or has another config.yaml, which Hydra would silently
-            replace by hvtrain's own.
+        ConfigError: It is not a folder, or its config.yaml is not a whole run, so that Hydra would
+            silently use hvtrain's own instead.
     """
     from omegaconf import OmegaConf
 

@@ -1,4 +1,4 @@
-"""Builds the object that a group of the configuration names, with errors that a user can act on."""
+"""Builds the object that a configuration group names, with errors that a user can act on."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +29,7 @@ NEEDED = {
 """The type that the target of each group must return."""
 
 ALWAYS = ("image_shape", "num_classes")
-"""Facts passed to a builder that takes any keyword and declares none of them."""
+"""Facts passed to a builder that takes **kwargs and declares no fact by name."""
 
 
 def build(
@@ -40,14 +40,16 @@ def build(
     source_name: str = "",
     **values: Any,
 ) -> Any:
-    """Returns what the _target_ of a group makes from the group's other settings.
+    """Calls a group's _target_ with the group's other settings, and returns the result.
 
     Args:
-        group: A group of the configuration, or callbacks.NAME, augment.NAME or tracker.NAME.
+        config: The settings of the run.
+        group: A configuration group, or callbacks.NAME, augment.NAME or tracker.NAME.
         kind: The type that the target must return.
-        facts: Facts of a data set, by name. The target gets those that it declares as arguments.
+        facts: Facts about the data set, such as num_classes, by name. The target gets those that it
+            declares as arguments.
         source_name: The name of that data set, for messages.
-        values: More arguments, which take precedence over the settings.
+        values: Further arguments, which take precedence over the settings.
 
     Raises:
         ConfigError: The target cannot be imported, refuses its arguments, fails in the user's own
@@ -58,15 +60,15 @@ def build(
     if name:
         settings = settings[name]
     builder = None
-    with suppress(Exception):  # Calling it fails in the same way, with a better message.
+    with suppress(Exception):  # _call() fails in the same way, with a better message.
         builder = get_object(settings["_target_"])
     if group == "model":
         settings = _builder_settings(settings, builder)
     if not name:
         files = sorted((CONFIGS / group).glob("*.yaml"))
         choices: list[Any] = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
-        # A choice's own class must refuse the arguments of another choice, so these stay; only those of
-        # nested groups may be dropped.
+        # If the target is that of one of hvtrain's choices, it must refuse another choice's arguments, so
+        # these are kept; only arguments of nested groups may be dropped.
         if settings["_target_"] in [choice.get("_target_") for choice in choices]:
             nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
             choices = [
@@ -95,13 +97,14 @@ def declared(
     """Selects the facts that a builder declares as arguments.
 
     Args:
-        settings: Names of the arguments that the user has set.
-        facts: Facts of a data set and a task, by name.
-        name: The builder's name, with which messages begin.
+        builder: A class or function.
+        settings: Names of the arguments that the configuration sets already.
+        facts: Facts about the data set and the task, by name.
+        name: The builder's name, for messages.
         source_name: The name of the data set, for messages.
 
     Raises:
-        ConfigError: An argument has no default, no setting and no fact.
+        ConfigError: A required argument has neither a setting nor a fact.
     """
     always = {name: facts[name] for name in ALWAYS if name in facts}
     is_class = inspect.isclass(builder)
@@ -109,7 +112,7 @@ def declared(
         signature = inspect.signature(builder.__init__ if is_class else builder)
     except (TypeError, ValueError):  # Some built-in functions have no signature.
         return always
-    parameters = list(signature.parameters.values())[is_class:]  # Without self.
+    parameters = list(signature.parameters.values())[is_class:]  # Skips self.
 
     selected = {}
     for parameter in parameters:
@@ -131,12 +134,12 @@ def declared(
 
 
 def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
-    """The settings of the group `model` without those of every model, which builders never get.
+    """Returns the settings of the group `model` without ModelOptions, which builders never get.
 
     Raises ConfigError if the builder has an argument of the same name.
     """
     arguments = set()
-    with suppress(TypeError, ValueError):  # It has no signature, or there is no such builder.
+    with suppress(TypeError, ValueError):  # The builder has no signature, or could not be imported.
         arguments = set(inspect.signature(builder).parameters)
     taken = arguments.intersection(MODEL_OPTIONS)
     if taken:
@@ -149,17 +152,18 @@ def _builder_settings(group: dict[str, Any], builder: Any) -> dict[str, Any]:
 
 
 def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
-    """Returns the settings without those defaults of a choice that the user's own class does not take.
+    """Drops a choice's default arguments if the user's own class does not take them.
 
-    With `task.loss._target_=package.Loss` the settings still hold from_logits, a default for the
-    task's own loss. The user's class gets it only if it declares it. Arguments that the user has set
-    stay, so that a misspelt one is refused.
+    With `task.loss._target_=package.Loss` the settings still hold from_logits, a default meant for
+    the task's own loss. The user's class gets it only if it declares it. Arguments that the user has
+    set are kept, so that a misspelt one is refused.
 
     Args:
-        choices: The corresponding settings in the choices of the group.
+        settings: The settings of a group, or of a group nested in it.
+        choices: The corresponding settings in each choice of the group.
     """
     target = None
-    with suppress(Exception):  # Calling it fails in the same way, with a better message.
+    with suppress(Exception):  # _call() fails in the same way, with a better message.
         target = get_object(settings["_target_"])
 
     own = {}
@@ -170,7 +174,8 @@ def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[
                 value, [default for default in defaults if isinstance(default, Mapping)]
             )
             continue
-        # A reference to another setting, such as ${task.ignored_label}, may have any value.
+        # A default that refers to another setting, such as ${task.ignored_label}, has been resolved to
+        # a value that cannot be compared with it.
         is_default = any(default == value or str(default).startswith("${") for default in defaults)
         if not is_default or target is None or name.startswith("_") or _declares(target, name):
             own[name] = value
@@ -178,7 +183,7 @@ def _own_arguments(settings: Mapping[str, Any], choices: Sequence[Any]) -> dict[
 
 
 def _declares(target: Callable[..., Any], argument: str) -> bool:
-    """True if a function or class has this argument, or a base class to which its **kwargs go."""
+    """True if a callable accepts this argument, possibly by passing **kwargs on to a base class."""
     functions = [target]
     if inspect.isclass(target):
         functions = [vars(base)["__init__"] for base in target.__mro__ if "__init__" in vars(base)]
@@ -196,7 +201,7 @@ def _declares(target: Callable[..., Any], argument: str) -> bool:
 
 
 def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a secret that a record has left out, or for ${run.dir} while no folder is known."""
+    """Raises ConfigError for a secret redacted in a run's records, or for ${run.dir} before the folder is known."""
     for name, value in flatten({group: settings}).items():
         if HIDDEN in str(value):
             raise ConfigError(
@@ -209,7 +214,7 @@ def _check_settings(config: RunConfig, group: str, settings: Mapping[str, Any]) 
 
 
 def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, Any]) -> Any:
-    """Instantiates the arguments' _target_, with one-line errors for what the user can fix."""
+    """Instantiates the arguments' _target_, and turns errors that the user can fix into one line."""
     tree = OmegaConf.create(
         {"run": {"dir": config.run.dir}, "called": arguments}, flags={"allow_objects": True}
     )
@@ -218,8 +223,8 @@ def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, An
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, UserError):
-            raise cause from None  # An error of hvtrain's own.
-        # Hydra wraps an error of the user's import in one of its own about the module.
+            raise cause from None  # hvtrain's own errors are in one line already.
+        # If the user's module fails on import, Hydra chains the error under one of its own.
         innermost = cause
         while not place_of(innermost) and innermost.__cause__:
             innermost = innermost.__cause__
@@ -231,4 +236,4 @@ def _call(config: RunConfig, group: str, target: str, arguments: Mapping[str, An
             reason = " ".join(str(cause).split())
             advice = f"fix the settings of {group}, or see --help"
             raise ConfigError(f"{target} cannot be used: {reason}; {advice}") from error
-        raise cause from None  # A bug: its traceback, without Hydra's around it.
+        raise cause from None  # A bug: show its traceback without Hydra's frames.

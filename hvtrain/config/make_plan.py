@@ -1,4 +1,4 @@
-"""Makes the plan of a run (batches, steps, peak learning rate) from its settings and the shards of its data. Pure."""
+"""Makes a run's plan (batches, steps, peak learning rate) from its settings and the sizes of its shards. Pure."""
 
 import math
 from dataclasses import replace
@@ -16,21 +16,21 @@ def choose_uneven(
     can_pad: bool = True,
     saved: dict[str, Any] | None = None,
 ) -> str:
-    """Returns what data.uneven=auto stands for: "pad" if "trim" would leave out more than MOST_LEFT_OUT, else "trim".
+    """Resolves data.uneven=auto: "pad" if "trim" would leave out more than MOST_LEFT_OUT of the examples, else "trim".
 
     Args:
-        train: Settings of the training.
+        train: The training settings.
         shard_sizes: Training examples, by rank.
         batch_sizes: Examples per step, by rank.
-        can_pad: False if the strategy needs batches of one size.
-        saved: Meta of the checkpoint to resume from, whose choice stays, whatever the number of ranks.
+        can_pad: False if the strategy needs all batches to have the same size.
+        saved: Metadata of the checkpoint to resume from. Its choice is kept, whatever the number of ranks.
     """
     if not can_pad or train.accumulate > 1:
         return "trim"
     if saved:
         return saved["uneven"]
     batches = [examples / batch for examples, batch in zip(shard_sizes, batch_sizes)]
-    # A padded epoch has the steps of the largest shard, in each of which every rank needs an example.
+    # A padded epoch takes as many steps as the largest shard needs, and every rank needs an example in each.
     if math.ceil(max(batches)) > min(shard_sizes):
         return "trim"
     left_out = sum(shard_sizes) - int(min(batches)) * sum(batch_sizes)
@@ -45,16 +45,17 @@ def make_plan(
     batch_sizes: list[int] | None = None,
     uneven: str = "trim",
 ) -> StepPlan:
-    """Returns the plan of a run. Steps per epoch are equal on all ranks.
+    """Makes the plan of a run, in which all ranks have the same number of steps per epoch.
 
     Args:
-        train: Settings of the training.
+        train: The training settings.
         base_learning_rate: The rate for one batch of one rank, before it is scaled.
         shard_sizes: Training examples, by rank.
         dataset_name: Name of the data set, for messages.
         batch_sizes: Examples per step, by rank; None: train.batch_size on all.
-        uneven: Examples that do not fill a batch on all ranks are left out of the epoch ("trim";
-            other ones each time), trained on in short batches ("pad"), or refused ("error").
+        uneven: What to do with examples that do not fill a batch on all ranks: leave them out of the
+            epoch ("trim"; different ones each epoch), train on them in short batches ("pad"), or
+            refuse them ("error").
 
     Raises:
         ConfigError: The shards do not fit the batch sizes, train.accumulate or `uneven`.
@@ -69,7 +70,7 @@ def make_plan(
             f"use at most {max(1, sum(map(bool, shard_sizes)))} ranks"
         )
 
-    # The rank with the fewest batches.
+    # The rank with the fewest batches limits all of them.
     examples, batch = min(zip(shard_sizes, batch_sizes), key=lambda rank: rank[0] / rank[1])
     if batch > examples:
         raise ConfigError(
@@ -78,7 +79,7 @@ def make_plan(
             f"lower train.batch_size to at most {examples} or use fewer ranks"
         )
 
-    # Its full batches: a rank with more steps would wait for the others forever.
+    # Only that many full batches: a rank with more steps would wait for the others forever.
     steps_per_epoch = examples // batch
     if steps_per_epoch < accumulate:
         raise ConfigError(
@@ -86,7 +87,7 @@ def make_plan(
             f"examples of {dataset_name} over {size} ranks); lower it to at most {steps_per_epoch}, or train.batch_size"
         )
 
-    # An epoch ends with an update of the weights.
+    # An epoch must end with a weight update, so it holds whole accumulations.
     steps_per_epoch -= steps_per_epoch % accumulate
     shares = tuple(Share(batch, steps_per_epoch) for batch in batch_sizes)
     left_out = total - steps_per_epoch * sum(batch_sizes)
@@ -100,7 +101,7 @@ def make_plan(
         steps_per_epoch = max(
             math.ceil(examples / batch) for examples, batch in zip(shard_sizes, batch_sizes)
         )
-        # Each step of a rank needs an example, see Share.
+        # Every rank needs at least one example in each step; see Share.
         if steps_per_epoch > min(shard_sizes):
             raise ConfigError(
                 f"a rank holds {min(shard_sizes)} of {total} training examples of {dataset_name} but another needs "
@@ -123,17 +124,18 @@ def make_plan(
 
 
 def learning_rate_factor(train: TrainConfig, num_batches: int) -> float:
-    """Returns the factor of the learning rate for a step over this many batches.
+    """Returns the factor by which to scale the learning rate for an update over `num_batches` batches.
 
-    Goyal et al., https://arxiv.org/abs/1706.02677: a batch that is n times as large takes n times the
-    rate. The square root keeps the variance of a step instead, https://arxiv.org/abs/1404.5997.
+    Linear scaling follows Goyal et al., https://arxiv.org/abs/1706.02677: n times the batch takes n
+    times the rate. The square root preserves the variance of an update instead (Krizhevsky,
+    https://arxiv.org/abs/1404.5997).
     """
     factors = {"linear": float(num_batches), "sqrt": math.sqrt(num_batches), "none": 1.0}
     return factors[train.learning_rate_scale]
 
 
 def batch_sizes_by_rank(batch_size: int | list[int], hosts: list[str]) -> list[int]:
-    """Returns batch sizes by rank.
+    """Expands train.batch_size into a batch size for each rank.
 
     Args:
         batch_size: One number, one for each rank, or one for each host in rank order.
@@ -163,13 +165,13 @@ def planned_batch_sizes(
     train: TrainConfig,
     hosts: list[str],
 ) -> list[int]:
-    """Returns the batch sizes of the ranks for which the plan is made.
+    """Returns the batch sizes, by rank, for which make_plan() plans.
 
-    These are the ranks with which the run began, or the current ones: with train.resize=scale, a
-    resume at the end of an epoch gets a plan for the current ranks.
+    The plan of a resumed run is made for the ranks with which the run began. It is made for the
+    current ranks if train.resize=scale and the checkpoint is at the end of an epoch.
 
     Args:
-        meta: Meta of the checkpoint to continue from, if any.
+        meta: Metadata of the checkpoint to resume from, if any.
         train: The current settings.
         hosts: The host of each current rank.
 
@@ -198,15 +200,22 @@ def resumed_plan(
     train: TrainConfig,
     size: int,
 ) -> StepPlan:
-    """Returns a plan made from planned_batch_sizes, for `size` ranks and from the checkpoint's position.
+    """Adapts a plan for planned_batch_sizes() to `size` ranks, starting at the checkpoint's position.
 
-    A changed number of ranks follows it to the end, or with train.resize=scale to the end of the current epoch.
+    If the number of ranks has changed, they follow this plan to the end of the run, or with
+    train.resize=scale to the end of the current epoch.
+
+    Args:
+        plan: The plan from make_plan().
+        meta: Metadata of the checkpoint to resume from; None: return `plan` unchanged.
+        train: The current settings.
+        size: The current number of ranks.
     """
     if meta is None:
         return plan
     plan = plan.from_position(meta["step"], meta["epoch"], meta["step_in_epoch"])
     if train.steps is not None and not train.divide_steps_by_size:
-        # The total, however many of its steps another plan has done.
+        # train.steps counts all steps of the run, including those done under an earlier plan.
         last = max(meta["step"], train.steps)
         plan = replace(plan, num_steps=last, scheduled_steps=max(1, last - plan.shift))
     if len(plan.shares) == size:

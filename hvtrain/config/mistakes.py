@@ -11,8 +11,8 @@ from hvtrain.errors import ConfigError
 from hvtrain.system.text import flatten
 
 Compose: TypeAlias = Callable[[list[str]], dict[str, Any]]
-"""compose.compose, which finds the settings of the choices on a refused command line."""
-# An argument that chooses: model=cnn, and not model={...}.
+"""The function compose.compose, passed in to find the settings that a refused command line could have used."""
+# An argument that selects a choice, such as model=cnn, but not model={...}.
 _CHOICE = re.compile(rf"\+?({'|'.join(ALL_GROUPS)})=[^{{]+")
 # Names that other libraries use for the number of ranks, which the launcher sets here.
 _NUMBERS_OF_RANKS = (
@@ -29,7 +29,7 @@ _NUMBERS_OF_RANKS = (
 _START = "the number of ranks is the launcher's: horovodrun -np 2 python -m hvtrain ..."
 # Most characters of a value that a message repeats.
 _MOST_QUOTED = 200
-# Messages of Hydra 1.3, as patterns with what they quote, and their replacements.
+# Patterns of Hydra 1.3's messages, and our replacements, into which the groups of each pattern are filled.
 _ANSWERS = {
     r"(?:item is already at '|force-add of config groups is not supported: '\++|Multiple values for )([\w.]*\w)": (
         "{0} is there already; write it without a plus: {0}=VALUE"
@@ -43,9 +43,9 @@ _ANSWERS = {
 
 
 def check_form(arguments: list[str], compose: Compose) -> None:
-    """Raises ConfigError for an argument that is neither a setting nor an option of ours.
+    """Raises ConfigError for an argument that is not of the form SETTING=VALUE.
 
-    Hydra would print its usage, or treat it as an option of its own.
+    Hydra would print its own usage, or treat the argument as one of its own options.
     """
     for argument in arguments:
         if argument.startswith("-"):
@@ -59,7 +59,7 @@ def check_form(arguments: list[str], compose: Compose) -> None:
                 f"{argument!r} is not a setting; write SETTING=VALUE in one word, such as train.epochs=3"
             )
         group, _, choice = argument.partition("=")
-        # Hydra would merge the choices into one that means nothing.
+        # Hydra would merge the choices into a meaningless one.
         if group in GROUPS and choice.startswith("["):
             raise ConfigError(
                 f"{argument} has several choices, and a run has one {group}; write {group}=NAME"
@@ -67,9 +67,9 @@ def check_form(arguments: list[str], compose: Compose) -> None:
 
 
 def explain(error: Exception, line: list[str], compose: Compose) -> str:
-    """Returns one line for an error of Hydra 1.3 about a command line: what is wrong, and what to write.
+    """Turns an error of Hydra 1.3 about a command line into one line: what is wrong, and what to write.
 
-    Hydra's texts are matched literally.
+    Hydra's errors have no codes, so their texts are matched literally.
     """
     text = " ".join(str(error).split())
     unknown = re.search(r"(?:Could not override|config group) '([^']+)'", text)
@@ -79,8 +79,8 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
     if choice:
         return _unknown_choice(choice[1], choice[2], line)
     if "Config group override" in text or isinstance(error, OSError):
-        # For a value that is not text, such as null, Hydra names only the type; and a long value is
-        # not a valid file name.
+        # For a value that is not a string, such as null, Hydra's message has only its type. An OSError
+        # comes from a value that is too long for a file name.
         for group, _, name in (argument.lstrip("+~").partition("=") for argument in line):
             if group in ALL_GROUPS and name not in _names(group, line):
                 return _unknown_choice(group, name, line)
@@ -92,7 +92,7 @@ def explain(error: Exception, line: list[str], compose: Compose) -> str:
 
     name, _, value = getattr(error, "override", "").partition("=")
     if name:
-        # It may be a misspelt notify=, whose address holds a secret.
+        # It may be a misspelt notify= with a secret in its address.
         if "://" in value or len(value) > _MOST_QUOTED:
             value = "..."
         return f"{name}={value} has a character that is special to Hydra; put it in quotes: \"{name}='{value}'\""
@@ -110,21 +110,21 @@ def _unknown_choice(group: str, name: str, line: list[str]) -> str:
     advice = "--help describes them"
     if match:
         advice = f"did you mean {group}={match}?"
-    # A name in the style of Keras's classes.
+    # A capital letter suggests a network of keras.applications, such as ResNet50.
     if group == "model" and name[:1].isupper():
         advice += f" Networks of keras.applications: model=application model.name={name}"
     return f"{group}={name} is not one of {', '.join(names)}; {advice}"
 
 
 def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
-    """Says why the choices of this command line have no such setting, and what to write."""
-    # Imported only for a wrong command line.
+    """Explains why the choices on this command line have no such setting, and what to write."""
+    # Imported here because only a wrong command line needs it.
     from omegaconf import OmegaConf
 
     chosen = [argument for argument in line if _CHOICE.fullmatch(argument)]
     chosen += [f"--config-dir={folder}" for folder in own_folders(line)]
     tree = {}
-    # If the line has only choices, these are what cannot be composed.
+    # If the line has nothing but choices, they are what failed, and composing them again would fail too.
     if chosen != line:
         tree = compose(chosen)
     parent = name
@@ -137,11 +137,11 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
     if choices and key not in tree.get(group, ()):
         return f"{name} is a setting of {group}={', '.join(choices)} alone; choose one of these, or leave it out"
 
-    # Without Hydra's own keys, such as _target_.
+    # Leaves out Hydra's own keys, such as _target_.
     known = [other for other in flatten(tree) if "._" not in other]
     inside = [other for other in known if other.startswith(f"{parent}.")]
     hint = _meaning(name, inside if "." in parent else [*known, *ALL_GROUPS])
-    # Everything else is declared, so nothing can be added to it.
+    # Only groups are open to new settings; all other sections are declared in the schema.
     if hint is None and parent and group in (*GROUPS, *SEVERAL):
         present = ", ".join(part for part in _at(tree, parent) if not part.startswith("_"))
         hint = f"{parent} has {present or 'none'}; a plus adds a new one: +{name}=VALUE"
@@ -149,7 +149,7 @@ def _unknown_setting(name: str, line: list[str], compose: Compose) -> str:
 
 
 def _meaning(name: str, known: list[str]) -> str | None:
-    """Advice on what a wrong name most likely stands for; None if no name is similar."""
+    """Returns advice on what a wrong name most likely stands for; None if no name is similar."""
     if name.rpartition(".")[2] in _NUMBERS_OF_RANKS:
         return _START
     match = closest(name, known)
@@ -157,7 +157,7 @@ def _meaning(name: str, known: list[str]) -> str | None:
 
 
 def _at(tree: Any, name: str) -> Any:
-    """The part of a settings tree at this dotted name; None if there is none."""
+    """Returns the part of a settings tree at this dotted name; None if there is none."""
     for part in name.split("."):
         if not isinstance(tree, dict):
             return None

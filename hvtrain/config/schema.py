@@ -16,7 +16,7 @@ from hvtrain.system.secrets import redacted
 from hvtrain.system.text import flatten
 
 GROUPS = ("model", "dataset", "task", "optimizer", "schedule", "strategy")
-# Groups with any number of choices, each under its name.
+# Groups that take any number of choices, each keyed by its name.
 SEVERAL = ("augment", "callbacks", "tracker")
 # Groups whose choices set other settings, in this order.
 BUNDLES = ("experiment", "debug")
@@ -78,7 +78,7 @@ class TrainConfig:
 
 @dataclass
 class DataConfig:
-    """Settings for any data set; the data set's own are in the group dataset."""
+    """Settings that apply to any data set; its own are in the group `dataset`."""
 
     uneven: str = setting(
         "auto",
@@ -104,7 +104,7 @@ class CommConfig:
 
 @dataclass
 class ProfileConfig:
-    """Tracing of steps, and measurements in them."""
+    """Tracing of steps, and measurement of the gradient noise scale."""
 
     timeline: bool = setting(False, "trace some steps and log the time of their operations")
     first_step: int = setting(50, "steps of this start before the traced ones", low=0)
@@ -114,7 +114,7 @@ class ProfileConfig:
 
 @dataclass
 class RunFolderConfig:
-    """Place of the results."""
+    """Where the results go."""
 
     dir: str | None = setting(None, "run folder; default: runs/DATE_TIME-NAME on all ranks")
     name: str | None = setting(None, "end of the default folder's name; null: MODEL-DATASET")
@@ -123,7 +123,7 @@ class RunFolderConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints that rank 0 writes and keeps."""
+    """When rank 0 writes checkpoints, and which ones it keeps."""
 
     every_epochs: int | None = setting(1, "after every N epochs; null: not by epochs", low=1)
     every_steps: int | None = setting(None, "after every N steps too", low=1)
@@ -140,7 +140,7 @@ class CheckpointConfig:
 
 @dataclass
 class GuardConfig:
-    """Checks during training; `guard.every=0` and `false` for the others turn them off."""
+    """Checks during training. An interval of 0 or `false` turns a check off."""
 
     every: int = setting(500, "compare ranks' weights and slots every N steps; 0: never", low=0)
     finite: bool = setting(True, "stop all ranks before a non-finite gradient changes weights")
@@ -156,7 +156,7 @@ class GuardConfig:
 
 @dataclass
 class MetricsConfig:
-    """The newest numbers of a run in Prometheus's text format."""
+    """Export of a run's current metrics in Prometheus's text format."""
 
     port: int | None = setting(None, "serve them at this port of rank 0; 0: any; null: not", low=0)
     address: str = setting("127.0.0.1", "address of that port")
@@ -172,7 +172,7 @@ class WatchdogConfig:
 
 @dataclass
 class ModelOptions:
-    """Settings of every model, beside the builder's own in the group `model`.
+    """Settings that every model has, in the group `model` beside those of its builder.
 
     They are not passed to builders.
     """
@@ -204,10 +204,10 @@ MODEL_OPTIONS = tuple(item.name for item in fields(ModelOptions))
 class RunConfig:
     """All settings of a run."""
 
-    # Each of the groups names what to build, and its settings.
+    # Each group holds the `_target_` to build and the target's arguments.
     model: dict[str, Any]
     dataset: dict[str, Any]
-    optimizer: dict[str, Any]  # With the learning rate of one rank.
+    optimizer: dict[str, Any]  # Its learning_rate is that of one rank, before scaling.
     schedule: dict[str, Any]
     strategy: dict[str, Any]
     task: dict[str, Any] = field(
@@ -215,7 +215,7 @@ class RunConfig:
     )
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    augment: dict[str, Any] = field(default_factory=dict)  # Layers by name, in order.
+    augment: dict[str, Any] = field(default_factory=dict)  # Layers by name, in the order of use.
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -240,12 +240,12 @@ class RunConfig:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """All settings as plain nested dictionaries without secrets, for records and checkpoints."""
+        """All settings as plain nested dictionaries with secrets redacted, for records and checkpoints."""
         return _plain(self)
 
     @cached_property
     def model_options(self) -> ModelOptions:
-        """The settings of every model, from the group `model`.
+        """The ModelOptions given in the group `model`.
 
         Raises ConfigError if one of them is invalid.
         """
@@ -263,7 +263,7 @@ class RunConfig:
 
     @cached_property
     def flat(self) -> dict[str, Any]:
-        """The record by dotted names."""
+        """The record as one flat dictionary, keyed by dotted names."""
         return flatten(self.record)
 
 
@@ -297,7 +297,8 @@ def from_dict(tree: dict[str, Any]) -> RunConfig:
     if config.train.accumulate > 1:
         _align_with_accumulation(config)
     if config.data.one_batch:
-        # With mixed targets the loss stays above 0, and a callback may monitor a metric that is not computed.
+        # One batch is a test of whether the model can overfit it. Mixed targets (mix_up) would keep the
+        # loss above 0, and a callback might monitor a metric that is not computed.
         config.augment = {}
         config.callbacks = {}
     return config
@@ -317,7 +318,7 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def round_up_to_accumulation(steps: int, accumulate: int) -> int:
-    """Rounds steps up to whole accumulations.
+    """Rounds a number of steps up to a multiple of `accumulate`.
 
     >>> round_up_to_accumulation(500, 1), round_up_to_accumulation(500, 3), round_up_to_accumulation(0, 3)
     (500, 501, 0)
@@ -332,7 +333,7 @@ def _check_group(name: str, group: dict[str, Any]) -> None:
             f"{name}._target_={target!r} names nothing to call; it must be a dotted path such as package.module.name"
         )
     for key, value in flatten(group, f"{name}.").items():
-        if value == "???":  # OmegaConf's mark of a value that must be given.
+        if value == "???":  # OmegaConf's marker for a mandatory value.
             raise ConfigError(f"{key} is not set and has no default; give {key}=VALUE")
 
 
@@ -349,8 +350,8 @@ def _check_rates(rates: dict[str, Any] | None) -> None:
 def _check_optimizer(optimizer: dict[str, Any]) -> None:
     steps = optimizer.get("gradient_accumulation_steps")
     if steps:
-        # The guard would compare gradients that each rank is still accumulating on its own;
-        # train.accumulate aligns the guard.
+        # The guard would compare gradients that each rank is still accumulating on its own. With
+        # train.accumulate, the guard's interval is aligned.
         raise ConfigError(
             f"optimizer.gradient_accumulation_steps={steps} is set by the run; give train.accumulate={steps} instead"
         )
@@ -366,17 +367,20 @@ def _check_optimizer(optimizer: dict[str, Any]) -> None:
 
 
 def _align_with_accumulation(config: RunConfig) -> None:
-    """Aligns intervals with accumulations, within which ranks differ and must not stop, compare or save."""
+    """Aligns intervals in steps with train.accumulate.
+
+    Within an accumulation the ranks differ, so they must not stop, compare weights or save there.
+    """
     train = config.train
     accumulate = train.accumulate
-    # A padded epoch has the steps of the largest shard, which need not be whole accumulations.
+    # A padded epoch takes as many steps as the largest shard needs, not always a multiple of `accumulate`.
     if config.data.uneven == "pad":
         raise ConfigError(
             f"train.accumulate={accumulate} and data.uneven=pad exclude each other; choose data.uneven=trim"
         )
 
-    # Steps that the user has given are refused rather than changed; train.steps only if it is not
-    # divided.
+    # Intervals that the user has given are refused rather than changed. train.steps is checked only if
+    # it is not divided by the number of ranks: make_plan() rounds the quotient.
     intervals = {
         "train.steps": None if train.divide_steps_by_size else train.steps,
         "train.validate_every_steps": train.validate_every_steps,

@@ -1,4 +1,4 @@
-"""Typed settings: declaration with range and help, validation, flattening, suggestions for misspelt names. Pure."""
+"""Typed settings: declaration with range and help, validation, and suggestions for misspelt names. Pure."""
 
 import difflib
 import math
@@ -14,7 +14,7 @@ from typing import Any
 from hvtrain.errors import ConfigError
 from hvtrain.system.secrets import redacted
 
-# Names that other libraries use, with the last part of our settings' names.
+# Other libraries' names for settings, and the last part of ours.
 SYNONYMS = {
     "lr": "learning_rate",
     "bs": "batch_size",
@@ -29,20 +29,24 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", 
 def setting(
     default: Any, doc: str, *, low: float | None = None, choices: tuple[str, ...] = ()
 ) -> Any:
-    """Returns a dataclass field with a one-line description and the values allowed.
+    """Declares a setting: a dataclass field with a one-line description and its allowed values.
 
-    `low` is the lowest one; `choices` lists all of them, if they are few.
+    Args:
+        default: The default value.
+        doc: The description, for --help.
+        low: The lowest number allowed.
+        choices: All strings allowed.
     """
     return field(default=default, metadata={"doc": doc, "low": low, "choices": choices})
 
 
 def typed(schema: type, tree: Any, path: str = "") -> Any:
-    """Checks a tree and returns it as the dataclass `schema`.
+    """Validates a nested dictionary and returns it as an instance of the dataclass `schema`.
 
     Args:
-        schema: A dataclass whose fields `setting` made.
+        schema: A dataclass whose fields are declared with `setting`.
         tree: A plain nested dictionary.
-        path: The beginning of all names in messages, such as "model.".
+        path: A prefix for names in messages, such as "model.".
 
     Raises:
         ConfigError: A name is unknown or missing, or a value has the wrong type or range.
@@ -71,11 +75,11 @@ def typed(schema: type, tree: Any, path: str = "") -> Any:
 
 
 def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
-    """Returns the value as its declared type, within its range.
+    """Returns the value in its declared type, after checking its range.
 
-    3 is accepted as 3.0, but 3.5 is not accepted as 3.
+    3 is accepted for a float, but 3.5 is refused for an int.
     """
-    # By the class of their values: list[int] by list, for example.
+    # Keyed by the class to check with isinstance: list[int] by list, for example.
     options = {typing.get_origin(option) or option: option for option in types_of(hint)}
     if value is None and type(None) in options:
         return None
@@ -85,7 +89,7 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
     if isinstance(value, dict) and dict in options:
         return value
 
-    # The first of several types is the one that messages name.
+    # If several types are allowed, messages name the first.
     expected = next(option for option in options if option is not type(None))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if expected is float and is_number:
@@ -93,7 +97,7 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
             value = float(value)
     if expected is str and is_number:
         value = str(value)  # As in run.dir=2026.
-    # A bool is an int in Python, but not a number to a user.
+    # In Python a bool is an int; true is still refused where a number is needed.
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         needed = _TYPE_NAMES.get(expected, "a group of settings")
         or_null = " or null" if type(None) in options else ""
@@ -109,19 +113,19 @@ def _value(name: str, value: Any, hint: Any, rule: Any) -> Any:
 
 
 def types_of(hint: Any) -> tuple[Any, ...]:
-    """Returns the types that a setting may have, None's among them."""
+    """Returns the members of a type hint: all types of a union, NoneType included, or the hint alone."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raises ConfigError unless the setting `name` has one of the choices."""
+    """Raises ConfigError unless `value`, that of the setting `name`, is one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
 
 
 def check_least(name: str, value: float, low: float) -> None:
-    """Raises ConfigError unless the setting `name` is a finite number of at least `low`."""
-    # Written so that it also refuses NaN, for which every comparison is false.
+    """Raises ConfigError unless `value`, that of the setting `name`, is finite and at least `low`."""
+    # Written as a chain so that NaN, for which every comparison is false, is refused too.
     if not low <= value < math.inf:
         raise ConfigError(f"{name}={value} is out of range; it must be at least {low}")
 
@@ -135,15 +139,13 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def closest(name: str, known: Sequence[str]) -> str | None:
-    """Returns the known name that a misspelt one, or one of another library, stands for.
-
-    None if no name is similar.
+    """Returns the known name that is meant by a misspelt name or another library's; None if no name is similar.
 
     >>> closest("lr", ["train.epochs", "optimizer.learning_rate"]), closest("optimizer.lr", ["optimizer.rho"])
     ('optimizer.learning_rate', None)
     """
     last = name.lower().rpartition(".")[2]
-    # Names are compared without their group: equal groups would make different settings look similar.
+    # Compares names without their group first: a shared group would make different settings look similar.
     by_last = defaultdict(list)
     for other in known:
         by_last[other.lower().rpartition(".")[2]].append(other)
@@ -155,12 +157,12 @@ def closest(name: str, known: Sequence[str]) -> str | None:
 
 
 def seconds(name: str, duration: str) -> float:
-    """Converts a duration such as 1d2h, 11h50m or 90s. Raises ConfigError that names the setting.
+    """Converts a duration such as 1d2h, 11h50m or 90s to seconds. Raises a ConfigError that names the setting.
 
     >>> seconds("time", "1h30m"), seconds("time", "90s")
     (5400.0, 90.0)
     """
-    # Each unit at most once, the largest first; only seconds have a fraction.
+    # Each unit may occur once, the largest first; only seconds may have a fraction.
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", duration)
     total = 0.0
     if match:

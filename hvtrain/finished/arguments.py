@@ -1,6 +1,6 @@
-"""The arguments of a command that uses a finished run: RUN, the command's own, and changes of the run's settings.
+"""Parses the arguments of commands on a finished run: RUN, the command's own, and overrides of the run's settings.
 
-RUN is the run folder, which may also be written run=RUN. Nothing here needs TensorFlow.
+RUN is the run folder, which may also be written run=RUN. Nothing here imports TensorFlow.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from hvtrain.training.run_folder import CONFIG_HEADER
 
 CHECKPOINTS = ("best", "last")
 SPLITS = ("train", "validation", "test")
-# The parts of a run's settings whose `_target_` is called when the run is opened.
+# The groups whose `_target_` is called when a run is opened.
 BUILT = ("dataset", "model", "task", "optimizer")
 FROM_KERAS = ("keras.losses.", "keras.metrics.", "keras.optimizers.")
 SETTINGS = """\
@@ -33,12 +33,12 @@ SETTING=VALUE overrides a setting of the run, such as dataset.dir=OTHER; dataset
 
 @dataclass(frozen=True)
 class FinishedConfig:
-    """A finished run as a command line asks for it.
+    """A finished run and how a command line wants to use it.
 
     Attributes:
         folder: the run folder, absolute.
-        config: its settings, with the changes of the command line.
-        arguments: the command's own, such as split=test, by name.
+        config: its settings, with the overrides of the command line.
+        arguments: the command's own arguments by name, such as split=test.
         has_own_data: True if the data set and its settings are the run's own.
     """
 
@@ -48,7 +48,7 @@ class FinishedConfig:
     has_own_data: bool
 
     def choice(self, name: str, allowed: Sequence[str], default: str) -> str:
-        """Returns the argument of that name. Raises ConfigError if its value is not allowed."""
+        """Returns the argument `name` or its default. Raises ConfigError if the value is not in `allowed`."""
         value = self.arguments.get(name, default)
         # `split=` without a value is a mistake, not the default.
         if not value:
@@ -67,11 +67,11 @@ def parse_command(
     *names: str,
     **options: dict[str, Any],
 ) -> tuple[argparse.Namespace, FinishedConfig]:
-    """Parses the command line; returns its options, and the finished run that it names.
+    """Parses the command line, and returns its options and the finished run that it names.
 
     Args:
         command: the name of the command.
-        usage: its own arguments and options, shown between RUN and the settings.
+        usage: its own arguments and options, shown between RUN and the settings in its usage line.
         description: what it does.
         examples: command lines, indented.
         *names: the names of its own arguments, such as split.
@@ -98,17 +98,17 @@ def parse_command(
 
 
 def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) -> FinishedConfig:
-    """Returns the run that RUN or run=RUN names, with checkpoint=NAME and the command's own arguments.
+    """Finds the run named by RUN or run=RUN, and separates the command's own arguments from its overrides.
 
-    All other arguments override the run's settings.
+    checkpoint=NAME belongs to every command; all other arguments override the run's settings.
 
     Args:
         arguments: the command line, without options.
         *names: the names of the command's own arguments.
-        trust: lets the settings name code that is neither hvtrain's nor Keras's.
+        trust: allow the run's settings to name code that is neither hvtrain's nor Keras's.
 
     Raises:
-        ConfigError: there is no such run, a setting is wrong, or it names foreign code.
+        ConfigError: there is no such run, a setting is wrong, or the run names foreign code.
     """
     own, others = take_values(arguments, "run", "checkpoint", *names)
     settings = [argument for argument in others if "=" in argument or argument.startswith("-")]
@@ -121,7 +121,7 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
     if not own.get("run"):
         raise ConfigError("RUN is missing; name the folder of a run, such as runs/first")
     folder = path_of(own.pop("run"))
-    # A folder of settings alone has no model to open.
+    # A folder that holds only settings has no model to open.
     if not is_run_folder(folder):
         raise ConfigError(
             f"run={folder} is not the folder of a run: it has no {CONFIG_FILE} and checkpoints/"
@@ -143,19 +143,22 @@ def finished_config(arguments: Sequence[str], *names: str, trust: bool = False) 
 
 
 def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
-    """Returns, as NAME=TARGET, the foreign code that opening a run would call.
+    """Returns the foreign code that opening a run would call, each item as NAME=TARGET.
 
-    Code is not foreign if hvtrain's own choices or `settings` name it, or if it is one of Keras's losses,
-    metrics and optimizers. The keys `defaults` and `hydra` are returned, by name alone, if they were changed.
+    A run folder may come from somebody else, and calling what its settings name, such as numpy.load,
+    could execute anything. Targets are trusted if hvtrain's own choices or `settings` name them, or
+    if they are losses, metrics or optimizers of Keras. The keys `defaults` and `hydra`, through which
+    Hydra calls code too, are returned by name alone if they were changed.
 
-    A run folder may come from somebody else, and calling what it names, such as numpy.load, could
-    execute anything.
+    Args:
+        folder: the run folder.
+        settings: the overrides on the command line.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE), resolve=False)
         header: Any = OmegaConf.to_container(OmegaConf.create(CONFIG_HEADER), resolve=False)
     except Exception:
-        return []  # Composing it fails too, and says why.
+        return []  # Composing it will fail too, with a better message.
 
     if not isinstance(tree, dict):
         return []
@@ -174,7 +177,7 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
                 if target not in known and not target.startswith(FROM_KERAS):
                     foreign.append(f"{name}={target}")
 
-    # Hydra calls what its own settings name.
+    # Hydra calls what these two keys name.
     foreign += [
         name for name in ("defaults", "hydra") if tree.get(name) not in (None, header[name])
     ]
@@ -185,9 +188,9 @@ def foreign_code(folder: Path, settings: Sequence[str]) -> list[str]:
 def _targets(name: str, tree: Any) -> Iterator[tuple[str, str]]:
     """Yields the dotted names and values of all targets in a tree of settings.
 
-    Interpolations count as targets: only OmegaConf knows what they resolve to.
+    Interpolations count as targets, since only OmegaConf knows what they resolve to.
     """
-    # A run's settings contain ${run.dir}, which names no code.
+    # ${run.dir} is the one reference in a run's recorded settings, and names no code.
     if isinstance(tree, str) and "${" in tree.replace("${run.dir}", ""):
         yield name, tree
     if isinstance(tree, list):
@@ -203,21 +206,22 @@ def _targets(name: str, tree: Any) -> Iterator[tuple[str, str]]:
 
 
 def run_config(folder: Path, settings: Sequence[str]) -> RunConfig:
-    """Composes the run's settings with changes. Raises ConfigError."""
+    """Composes the run's settings with overrides. Raises ConfigError."""
     options = [setting for setting in settings if setting.startswith("-")]
     of_run = [setting for setting in settings if not setting.startswith("-")]
 
-    # dataset=NAME takes another data set, without the run's settings, so it is composed separately.
+    # dataset=NAME replaces the data set, and must not inherit the run's settings for the old one, so it
+    # is composed separately.
     of_data = []
     if any(setting.startswith("dataset=") for setting in of_run):
         of_data = [setting for setting in of_run if setting.startswith(("dataset=", "dataset."))]
         of_run = [setting for setting in of_run if setting not in of_data]
 
-    # A run folder serves as a config folder: its config.yaml takes the place of hvtrain's.
+    # A run folder serves as a config folder, whose config.yaml takes the place of hvtrain's.
     tree = compose([f"--config-dir={folder}", *of_run])
     if of_data:
         tree["dataset"] = compose([*options, *of_data])["dataset"]
     config = from_dict(tree)
 
-    # A run folder may have been moved since.
+    # The run folder may have been moved since training.
     return replace(config, run=replace(config.run, dir=str(folder.absolute())))

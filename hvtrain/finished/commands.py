@@ -1,6 +1,6 @@
-"""The commands that use a finished run: `python -m hvtrain evaluate`, `predict`, `export` and `generate`.
+"""The commands on a finished run: `python -m hvtrain evaluate`, `predict`, `export` and `generate`.
 
-The metrics and the predictions are the same on any number of ranks; export and generate take one process.
+evaluate and predict give the same results on any number of ranks; export and generate run in one process.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from hvtrain.system.files import is_remote, page_path, read_json, write_json
 
 
 def evaluate() -> int:
-    """Opens the run, evaluates it, prints the metrics, and writes them if asked to."""
+    """Evaluates a finished run on a split and prints the metrics; with --output, writes them as JSON."""
     options, finished = parse_command(
         "evaluate",
         "[split=SPLIT] [checkpoint=best|last] [--output FILE]",
@@ -37,7 +37,7 @@ validation or test (default).""",
 
     with on_ranks(finished.config) as strategy:
         if options.output and not is_remote(options.output):
-            # Refuses a folder, or a file in no folder, before the evaluation.
+            # Refuses a path that cannot be written before the evaluation takes its time.
             strategy.comm.on_chief(lambda: page_path(options.output))
         run = open_run(finished, strategy)
         results = metrics_of(run, split)  # Every rank takes part; the chief prints.
@@ -60,7 +60,7 @@ FILE.csv or FILE.parquet, or a folder for masks, also as s3://...; default: pred
 
 
 def predict() -> int:
-    """Opens the run, predicts, and writes the predictions on the chief."""
+    """Predicts the examples of a split or of files; the chief writes the predictions."""
     options, finished = parse_command(
         "predict",
         "[split=SPLIT | input=PATH] [checkpoint=best|last] [--output FILE]",
@@ -79,7 +79,7 @@ validation or test (default).""",
     path = finished.arguments.get("input")
     if path == "":
         raise ConfigError("input= has no value; give a file or a folder, or leave it out")
-    # Only an explicit split is refused: the default must not conflict with input=.
+    # Only an explicit split conflicts with input=; the default does not.
     if path is not None and "split" in finished.arguments:
         raise ConfigError(f"split={split} and input={path} exclude each other; give one of them")
     with console.quiet_import(finished.config.verbose):
@@ -110,7 +110,7 @@ validation or test (default).""",
         num_examples = 0
         try:
             for rows in predictions(run, examples):
-                # Every rank has the same rows; the chief writes them.
+                # Every rank gets the same rows; only the chief writes them.
                 num_examples += len(rows["example"])
                 comm.on_chief(lambda: writer.add(rows))  # noqa: B023, called at once
             comm.on_chief(writer.close)
@@ -131,12 +131,12 @@ validation or test (default).""",
     return 0
 
 
-# By format; SavedModels and exports for the Hugging Face Hub are folders.
+# Suffixes by format. SavedModels and exports for the Hugging Face Hub are folders, without a suffix.
 SUFFIXES = {"keras": ".keras", "savedmodel": "", "onnx": ".onnx", "tflite": ".tflite", "hf": ""}
 
 
 def export() -> int:
-    """Opens the run in this process, exports its model, and prints how far its outputs differ."""
+    """Exports a finished run's model, and prints how far the exported model's outputs differ from its own."""
     options, finished = parse_command(
         "export",
         f"format={'|'.join(SUFFIXES)} [checkpoint=best|last] [repo=hf://USER/NAME] [--output PATH]",
@@ -172,7 +172,7 @@ folder with a model card, as Hugging Face's hub has them, and repo= uploads it."
         from hvtrain.finished.finished_run import on_ranks, open_run
         from hvtrain.strategies.base import Strategy
 
-    # One process is enough: others would only write the same file.
+    # One process is enough; more would only write the same file.
     with on_ranks(finished.config, Strategy()) as strategy:
         run = open_run(finished, strategy, uses_split=False)
         result = read_json(finished.folder / RESULT_FILE, dict)
@@ -195,24 +195,25 @@ def _refuse_launcher(command: str) -> None:
 
 
 def output_path(output: str | None, run_name: str, model_format: str) -> Path:
-    """Returns where the exported model goes.
+    """Returns the path of the exported model.
 
     Args:
-        output: the user's choice.
+        output: the path that the user has given, if any.
         run_name: the name of the run, for the default path.
-        model_format: one of SUFFIXES.
+        model_format: a key of SUFFIXES.
 
     Raises:
         ConfigError: the path has another suffix, exists, or is in a folder that does not.
     """
     suffix = SUFFIXES[model_format]
     path = Path(output or f"{run_name}{suffix}")
-    # A default path may have any suffix: the folder lr0.1 of a run becomes the SavedModel lr0.1.
+    # The default path is not checked: a run named lr0.1 gives the SavedModel lr0.1, which only looks as
+    # if it had a suffix.
     if output and path.suffix != suffix:
         needed = f"PATH{suffix}" if suffix else "a folder"
         raise ConfigError(f"--output {path} does not fit format={model_format}; give {needed}")
 
-    # An existing path may be another export, so it is not replaced.
+    # An existing path may be another export, so it is never replaced.
     if path.exists():
         raise ConfigError(f"--output {path} exists already; choose another path")
     if not path.absolute().parent.is_dir():
@@ -224,7 +225,7 @@ def output_path(output: str | None, run_name: str, model_format: str) -> Path:
 
 
 def generate() -> int:
-    """Opens the run in this process and prints the prompt with its continuation."""
+    """Prints a prompt and the continuation that a finished run's language model generates."""
     options, finished = parse_command(
         "generate",
         "prompt=TEXT [checkpoint=best|last] [OPTION ...]",
@@ -267,7 +268,7 @@ def generate() -> int:
         source = run.source
         tokens = source.tokens_of(prompt)
         facts = source.facts()
-        # A model that is not causal has seen what comes after each token, so it cannot continue a text.
+        # A model that is not causal was trained with the tokens that follow in view, so it cannot continue a text.
         if not tokens or not facts.get("causal"):
             raise ConfigError(
                 f"the run of {source.name} has no tokenizer, or is not causal; choose one of dataset=text"

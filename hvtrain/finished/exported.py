@@ -1,4 +1,4 @@
-"""Writes a model in another format, runs it as other programs would, and compares its outputs."""
+"""Exports a model to another format, runs the export as other programs would, and compares their outputs."""
 
 import json
 import tempfile
@@ -21,33 +21,33 @@ from hvtrain.system.files import TEMPORARY, remove, write_atomic
 from hvtrain.training.saved_model import checked_split, description, raw_batches, with_preprocessing
 
 NUM_EXAMPLES = 8
-LARGEST_DIFFERENCE = 1e-3  # Relative to the largest output; other programs round differently.
+LARGEST_DIFFERENCE = 1e-3  # Relative to the largest output; other runtimes round differently.
 ONNX_PACKAGES = ("tf2onnx", "onnxruntime")
 
-# All outputs in Keras's order, which sorts those of a dict by name.
+# All outputs of a model in keras.tree's order, which sorts the keys of a dict.
 Outputs = list[np.ndarray]
-# Runs an exported model on a batch.
+# Runs an exported model on a batch and returns its outputs.
 Runtime = Callable[[Any], Outputs]
 
 
 def export_checked(
     run: FinishedRun, model_format: str, path: Path, result: Mapping[str, Any], address: str
 ) -> str:
-    """Exports the run's model to a new path, and compares its outputs on examples with the model's.
+    """Exports the run's model to a new path, and checks the export's outputs against the model's on examples.
 
     Args:
         run: the finished run.
-        model_format: one of FORMATS.
+        model_format: a key of FORMATS.
         path: where the model goes; its description goes beside it, or into the folder for format=hf.
         result: the run's result.json, for the model card of format=hf.
         address: the address from which Keras will load the model, for that card.
 
     Returns:
-        How far the outputs differ, in words.
+        A sentence about how far the outputs differ.
 
     Raises:
-        ConfigError: the model cannot be exported or differs, or a file beside it belongs to another
-            model. Nothing is left at the path.
+        ConfigError: the model cannot be exported, the export's outputs differ, or a file beside it
+            belongs to another model. Nothing is left at the path.
     """
     if model_format == "onnx":
         missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
@@ -79,7 +79,7 @@ def export_checked(
             write(model, unfinished)
             run_exported = open_exported(unfinished)
             actual = [run_exported(batch) for batch in examples]
-        except Exception as error:  # Each exporter and each runtime has errors of its own.
+        except Exception as error:  # Each exporter and each runtime has its own error types.
             raise ConfigError(
                 f"format={model_format} cannot have this model: {in_one_line(error)}; choose another format"
             ) from error
@@ -89,7 +89,7 @@ def export_checked(
     finally:
         remove(unfinished)
 
-    # Last, so that a failed export leaves no description behind.
+    # Written last, so that a failed export leaves no description behind.
     for file, content in beside.items():
         write_atomic(file, content)
 
@@ -99,11 +99,12 @@ def export_checked(
 def files_beside(
     path: Path, model_format: str, facts: str, assets: Mapping[str, bytes]
 ) -> dict[Path, bytes]:
-    """Returns what an export writes beside the model, by path: its description, and files such as a tokenizer.
+    """Returns the files to write beside an exported model, by path: its description, and assets such as a tokenizer.
 
-    Exports of the same model to other formats share them. Raises ConfigError if one of them is another model's.
+    Exports of the same model to several formats share these files. Raises ConfigError if one exists
+    with other contents, since it then belongs to another model.
     """
-    # A folder's name may contain a dot that does not begin a suffix: lr0.1
+    # A folder's name may contain a dot that does not begin a suffix, as in lr0.1.
     name = path.name if model_format in ("savedmodel", "hf") else path.stem
     folder = path if model_format == "hf" else path.parent
     files = {folder / f"{name}.json": facts.encode()}
@@ -118,16 +119,16 @@ def files_beside(
 
 
 def real_examples(run: FinishedRun) -> list[Any]:
-    """Returns batches of one raw example each, as the exported model takes them.
+    """Returns up to NUM_EXAMPLES batches of one raw example each, as the exported model takes them.
 
-    Their shapes may differ.
+    The examples are not batched together because their shapes may differ.
     """
     source = run.source
     topology = run.strategy.topology
     batches = raw_batches(source, topology, NUM_EXAMPLES)
     if batches or source.preprocessing().layers:
         return batches
-    # Without preprocessing layers, the model takes the pipeline's output.
+    # Without preprocessing layers, the exported model takes the pipeline's output.
     dataset = source.evaluation(checked_split(source), topology, 1).take(NUM_EXAMPLES)
     return [keras.tree.map_structure(tf.convert_to_tensor, inputs) for inputs, *_ in dataset]
 
@@ -141,9 +142,15 @@ def as_arrays(outputs: Any) -> Outputs:
 def compare_outputs(
     actual: Sequence[Outputs], expected: Sequence[Outputs], model_format: str
 ) -> str:
-    """Describes the largest difference between outputs, which are given by example.
+    """Describes the largest absolute difference between two models' outputs.
 
-    Raises ConfigError if it exceeds rounding, or if shapes differ.
+    Args:
+        actual: the exported model's outputs, for each example.
+        expected: the original model's outputs, for each example.
+        model_format: the format, for messages.
+
+    Raises:
+        ConfigError: it exceeds LARGEST_DIFFERENCE, an output is not finite, or shapes differ.
     """
     if not expected:
         return "not checked, since the data set gives no raw examples"
@@ -162,7 +169,7 @@ def compare_outputs(
                 raise ConfigError(
                     f"the model in format={model_format} gives {wrong[0]}; choose another format"
                 )
-            # Unlike Python's max, this keeps a NaN.
+            # Unlike Python's max, np.max propagates a NaN.
             difference = float(np.max(np.abs(array - reference), initial=difference))
             largest = max(largest, float(np.max(np.abs(reference), initial=0.0)))
 
@@ -185,8 +192,7 @@ def _write_saved_model(model: Model, path: Path) -> None:
 def _write_onnx(model: Model, path: Path) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization):
-            # tf2onnx turns each tensor that a function captures into an input; arrays become
-            # constants.
+            # tf2onnx turns each captured tensor into an input of the model, but arrays into constants.
             layer.mean = np.asarray(layer.mean)
             layer.variance = np.asarray(layer.variance)
     with warnings.catch_warnings():
@@ -240,7 +246,7 @@ def by_name(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
     return dict(zip(names, map(np.asarray, tf.nest.flatten(batch)), strict=True))
 
 
-# By format: the functions that write a model to a path, and that open it as other programs would.
+# For each format, the function that writes a model to a path, and the one that opens it as other programs would.
 FORMATS: dict[str, tuple[Any, Callable[[Path], Runtime]]] = {
     "keras": (Model.save, _open_keras),
     "savedmodel": (_write_saved_model, _open_saved_model),

@@ -1,4 +1,4 @@
-"""Opens a finished run: its data, task and model, with the weights of a checkpoint on every rank."""
+"""Opens a finished run: its data, its task, and its model with a checkpoint's weights on every rank."""
 
 import logging
 from collections.abc import Iterator
@@ -36,13 +36,14 @@ class FinishedRun:
     """A run with its trained model, the same on every rank.
 
     Attributes:
-        config: the run's settings, with the changes of the command line.
-        strategy: the ranks that use the run.
+        config: the run's settings, with the overrides of the command line.
+        strategy: a started strategy, whose ranks use the run.
         source: the run's data set, or another one.
         task: the run's task.
         model: the run's model, compiled, with the weights of the checkpoint.
         checkpoint: the name of the checkpoint, such as step-00000040.
-        kinds: the kinds of the training inputs; empty for a split of the run's own data, whose kinds are the same.
+        kinds: the kinds of the training inputs; empty if a split of the run's own data is used, which
+            needs no check of its kinds.
     """
 
     config: RunConfig
@@ -58,7 +59,7 @@ class FinishedRun:
         return self.strategy.topology.is_chief
 
     def in_float32(self) -> Model:
-        """Returns the trained model if it is of float32, else a float32 copy with the same weights."""
+        """Returns the trained model if it was trained in float32, else a float32 copy with the same weights."""
         if self.config.train.precision == "float32":
             return self.model
         config = replace(self.config, train=replace(self.config.train, precision="float32"))
@@ -69,18 +70,18 @@ class FinishedRun:
         return model
 
     def left_out(self) -> list[Unreadable]:
-        """Returns what data.on_error=skip has left out on any rank since the last call (every rank)."""
+        """Returns the data that on_error=skip has left out on any rank since the last call (every rank)."""
         by_rank = self.strategy.comm.gather(self.source.unreadable())
         # Two ranks may have met the same damaged file.
         return list({item.location: item for items in by_rank for item in items}.values())
 
     def check_kind(self, name: str, inputs: Any) -> None:
-        """Raises DataError if a batch of inputs is of another kind than in training, or warns."""
+        """Raises DataError if inputs are of another kind than in training; with guard.data=false only warns."""
         if self.kinds:
             kinds.check(name, self.kinds, kinds.kinds_of(inputs), self.config.guard.data)
 
     def explain(self, error: Exception) -> Exception:
-        """Turns TensorFlow's error about unreadable data into one that names the file.
+        """Turns a TensorFlow error about unreadable data into one that names the file.
 
         Returns other errors unchanged.
         """
@@ -89,11 +90,11 @@ class FinishedRun:
 
 @contextmanager
 def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[Strategy]:
-    """Joins the launcher's ranks, on Horovod by default, and leaves them at the end (every rank)."""
+    """Starts a strategy, by default Horovod's, and stops it at the end of the block (every rank)."""
     strategy = strategy or HorovodStrategy()
     with report_failures(strategy):
         console.start_log(strategy.start().is_chief)
-        # The log of a run's start would only hide the command's result.
+        # The log lines about a run's start would only bury the command's result.
         logging.getLogger("hvtrain").setLevel(logging.WARNING)
         strategy.start_watchdog(config.watchdog.abort_seconds)
         yield strategy
@@ -101,13 +102,13 @@ def on_ranks(config: RunConfig, strategy: Strategy | None = None) -> Iterator[St
 
 
 def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = True) -> FinishedRun:
-    """Opens the run's data and task, builds its model, and gives it the checkpoint's weights (every rank).
+    """Opens the run's data and task, builds its model, and loads the checkpoint's weights (every rank).
 
     Inputs are preprocessed as in the run's training, even if the data have changed since.
 
     Args:
-        finished: the run.
-        strategy: a strategy that has been started.
+        finished: the run, from finished_config.
+        strategy: a started strategy.
         uses_split: True if the command uses a split of the run's data, which must then be the same
             as in training.
 
@@ -141,22 +142,23 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
     path = finished.folder / "checkpoints" / store.folder_name(step)
 
     def set_weights() -> Any:
-        """Returns the manifest of the run's data."""
+        """Loads the checkpoint into the model (chief only), and returns the manifest of its training data."""
         try:
             return load_weights(config, model, path)
         except CheckpointError as error:
-            # Weights of layers that depend on the image size fit no other size.
+            # A likely cause: some layers have weights whose shape depends on the image size.
             raise CheckpointError(f"{error}{kinds.size_advice(kept, source)}") from error
 
     manifest = comm.on_chief(set_weights)
     # Only the chief has read the checkpoint, so its files need not be on the other hosts.
     comm.broadcast_model(model)
 
-    # Another data set is meant to differ; the run's own is not.
+    # Another data set is expected to differ; the run's own is not.
     if not finished.has_own_data:
         if strategy.topology.is_chief:
             fitted.warn_of_unused(source, files)
-    # Without the run's fitted values, the source has fitted its data again, so the data matter for input= too.
+    # If the run saved no fitted values, the source has fitted its preprocessing to its data again, so
+    # unchanged data matter for input= too.
     elif uses_split or not files:
         comm.all_or_raise(
             lambda: check_unchanged(path.name, manifest, source.manifest(), config.guard.data)
@@ -166,14 +168,13 @@ def open_run(finished: FinishedConfig, strategy: Strategy, uses_split: bool = Tr
 
 
 def checkpoint_step(finished: FinishedConfig) -> int:
-    """Returns the step of the checkpoint to read (chief only).
+    """Returns the step of the checkpoint to load (chief only).
 
-    That is the best one, or the last if the command line asks for it, or if it asks for none and no
-    checkpoint is marked as the best.
+    By default this is the best checkpoint, or the last one if none is marked as the best.
 
     Raises:
         CheckpointError: there is no checkpoint, or the best one is on another host.
-        ConfigError: checkpoint=best, and the run has none.
+        ConfigError: checkpoint=best was given, and the run has no best checkpoint.
     """
     folder = finished.folder / "checkpoints"
     choice = finished.arguments.get("checkpoint")
@@ -198,13 +199,14 @@ def checkpoint_step(finished: FinishedConfig) -> int:
 
 
 def _compiled_model(config: RunConfig, source: Source, task: Task, strategy: Strategy) -> Model:
-    # Seeded again, which resets layer names: they must match the checkpoint, whatever layers data and task have made.
+    # Seeding again also resets Keras's counters for layer names. The names must match those in the
+    # checkpoint, whatever layers the data and the task have made before.
     seed_everything(config, strategy.topology.rank)
     model = build_network(config, source, task, strategy.topology.size)
     # Keras evaluates only a compiled model, and SGD has no slots that take memory.
     optimizer: Any = keras.optimizers.SGD()
     if config.train.ema:
-        # The averages of the weights are variables of the run's optimizer.
+        # The averages of the weights are variables of the run's own optimizer, so it is needed.
         optimizer = optimizer_at(lambda: 0.0, config)
 
     has_weights = len(source.element_spec) > 2

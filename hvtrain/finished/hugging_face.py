@@ -1,6 +1,6 @@
-"""What the Hugging Face Hub needs for a model: a card, README.md with a YAML header, and the upload.
+"""Writes the Hugging Face Hub's model card (README.md with a YAML header), and uploads an exported model.
 
-Keras itself loads the folder of an exported model, from disk and as hf://USER/NAME from the Hub.
+Keras itself loads the exported folder, from disk or from the Hub as hf://USER/NAME.
 """
 
 import json
@@ -17,8 +17,8 @@ from hvtrain.errors import ConfigError, in_one_line
 CARD_FILE = "README.md"
 REPO = re.compile(r"hf://([\w.-]+/[\w.-]+)")
 NO_SIZE = 64
-"""The size that stands for a free dimension in the usage example."""
-# The Hub's names of our tasks; that of classification is for images only.
+"""The size that the usage example takes for an unknown dimension."""
+# Our tasks' names on the Hub; that of classification is for images only.
 TASKS = {
     "classification": "image-classification",
     "segmentation": "image-segmentation",
@@ -64,11 +64,11 @@ Inputs: {{ values }}. Outputs: {{ facts.output["values"] }}.
 def model_card(
     facts: Mapping[str, Any], result: Mapping[str, Any], task: str, is_image: bool, address: str
 ) -> str:
-    """Returns the text of the card of an exported model.
+    """Returns an exported model's card as Markdown with a YAML header.
 
     Args:
-        facts: As in the description beside the model.
-        result: The run's result.json; metrics are shown if they are of this checkpoint.
+        facts: The description that is written beside the model.
+        result: The run's result.json; its metrics are shown if they belong to this checkpoint.
         task: The name of the task.
         is_image: True if the inputs are images.
         address: The folder of the model, or hf://USER/NAME.
@@ -91,7 +91,7 @@ def model_card(
         results = [{"task": {"type": pipeline or task}, "dataset": dataset, "metrics": values}]
         head |= {"metrics": types, "model-index": [{"name": name, "results": results}]}
 
-    # A run that is still going, or was stopped, has no result.
+    # The template copes with an empty result: a run that is still going, or was stopped, has none.
     return jinja2.Template(CARD, trim_blocks=True, keep_trailing_newline=True).render(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         name=name,
@@ -106,7 +106,7 @@ def model_card(
 
 
 def metrics_of(result: Mapping[str, Any], checkpoint: str) -> dict[str, float]:
-    """Returns the test metrics of a checkpoint; empty if the run tested another one."""
+    """Returns the test metrics of a checkpoint; empty if the run did not test it."""
     step = int(checkpoint.rpartition("-")[2])
     tested = {result.get("num_steps"): result.get("metrics")}
     best = result.get("best") or {}
@@ -115,12 +115,12 @@ def metrics_of(result: Mapping[str, Any], checkpoint: str) -> dict[str, float]:
 
 
 def _is_array(spec: Any) -> bool:
-    """True for the spec of one array; other specs are of several inputs, by name or in a list."""
+    """True for the spec of one array; other specs are dicts or lists of several inputs."""
     return isinstance(spec, dict) and isinstance(spec.get("dtype"), str)
 
 
 def example_code(spec: Any) -> str:
-    """Returns Python code for example inputs of a model: zeros or empty strings.
+    """Returns Python code that makes example inputs for a model: zeros or empty strings.
 
     >>> example_code({"age": {"shape": [1], "dtype": "float32"}})
     '{"age": tf.zeros([1, 1], "float32")}'
@@ -134,7 +134,7 @@ def example_code(spec: Any) -> str:
 
 
 def open_hub(repo: str) -> Any:
-    """Returns a logged-in client of the Hub.
+    """Returns a client of the Hub that is logged in.
 
     Raises:
         ConfigError: The package or the login is missing, or the address is wrong.
@@ -150,7 +150,7 @@ def open_hub(repo: str) -> Any:
         raise ConfigError(
             f"repo={repo} needs the package huggingface_hub ({error}); install it"
         ) from error
-    except Exception as error:  # Errors of the network and of the login are of many types.
+    except Exception as error:  # Network and login errors are of many types.
         raise ConfigError(
             f"repo={repo} cannot be used: {in_one_line(error)}; log in with: hf auth login"
         ) from error
@@ -158,7 +158,7 @@ def open_hub(repo: str) -> Any:
 
 
 def upload(api: Any, folder: Path, repo: str) -> None:
-    """Uploads an exported folder, and creates its repository if needed. Raises ConfigError."""
+    """Uploads an exported folder, creating its repository if needed. Raises ConfigError if that fails."""
     name = repo.removeprefix("hf://")
     try:
         api.create_repo(name, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The examples to predict, from a split or from files. Each example is predicted by one rank."""
+"""Reads the examples to predict, from a split or from files. Each example is predicted by one rank."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,12 +26,12 @@ from hvtrain.finished.finished_run import FinishedRun
 
 log = logging.getLogger(__name__)
 
-# Inputs as the model takes them, and further columns of the output by name, such as targets.
+# Inputs as the model takes them, and columns to copy to the output by name, such as targets.
 Batch = tuple[Any, dict[str, np.ndarray]]
 NEEDED = (
     "a folder of images or an image, a .csv or .parquet file of a table, or a .npy file of an array"
 )
-# The share of rows with a name unknown in training from which a warning is logged.
+# A warning is logged from this share of rows with a name that training did not have.
 MANY_UNKNOWN = 0.1
 
 
@@ -39,10 +39,10 @@ MANY_UNKNOWN = 0.1
 class Examples:
     """Examples to predict, as the batches of this rank.
 
-    The order of the examples is that of all ranks' first batches, then their second ones, ...
+    The examples are ordered by rounds: all ranks' first batches, then all ranks' second ones, and so on.
 
     Attributes:
-        name: a name for them, shown to the user.
+        name: their name for messages.
         total: number of examples on all ranks.
         batches: iterates over this rank's batches.
         is_interleaved: True if ranks alternate row by row (rank 0's first row, rank 1's first row,
@@ -61,7 +61,7 @@ def of_split(run: FinishedRun, split: str) -> Examples:
     """Returns the examples of a split. Raises ConfigError if it has none.
 
     If the source can open single examples, each rank opens only its own. Other data, such as record
-    files, are read whole by every rank, which predicts some of the batches.
+    files, are read completely by every rank, and each rank predicts every size-th batch.
     """
     source = run.source
     topology = run.strategy.topology
@@ -73,8 +73,8 @@ def of_split(run: FinishedRun, split: str) -> Examples:
             f"split={split} of {source.name} has no examples; choose another split, or input=PATH"
         )
 
-    # With on_error="skip", a rank could not know the example numbers of the other ranks. Nothing that is in memory
-    # is skipped.
+    # If each rank skipped examples of its own, no rank would know the others' example numbers, so with
+    # on_error="skip" all ranks read everything. Data in memory are never skipped.
     opens_single_examples = isinstance(source, IndexedSource) and (
         source.on_error == "stop" or isinstance(source, MemorySource)
     )
@@ -86,7 +86,7 @@ def of_split(run: FinishedRun, split: str) -> Examples:
             data = source.numbered_evaluation(split, whole, batch_size)
         else:
             data = source.evaluation(split, whole, batch_size)
-        # Ranks take whole batches in turn, so that their joint order is that of the examples.
+        # Ranks take whole batches in turn, so joining their rows by rounds gives the order of the examples.
         data = data.shard(topology.size, topology.rank)
 
     # The ids of this rank's shard are in the order of its batches.
@@ -102,10 +102,10 @@ def of_split(run: FinishedRun, split: str) -> Examples:
             }
             num_before += num_rows
             if len(elements) > len(source.element_spec):
-                # The numbers of the examples, given because some may be skipped.
+                # numbered_evaluation puts the examples' numbers first, since some may be skipped.
                 columns["example"] = elements.pop(0).numpy()
             inputs, targets = elements[:2]
-            # Targets are a column if they are one number for each example.
+            # Targets become a column only if they are one number per example.
             if isinstance(targets, tf.Tensor) and targets.shape.rank == 1:
                 columns["target"] = targets.numpy()
             yield inputs, columns
@@ -116,17 +116,17 @@ def of_split(run: FinishedRun, split: str) -> Examples:
 
 
 def of_input(run: FinishedRun, path: Path) -> Examples:
-    """Returns the examples in files, in the form that the run's saved model takes.
+    """Returns the examples in a file or folder, preprocessed as in the run's saved model.
 
     Raises:
-        ConfigError: there are no such files, or the model takes something else.
+        ConfigError: there is no such path, or the model does not take this kind of input.
         DataError: a file cannot be read.
     """
     if not path.exists():
         raise ConfigError(f"input={path} is not there; give {NEEDED}")
     if path.suffix == ".npy":
         return _of_array(run, path)
-    # For a run on a table, any file is a table, such as data.txt.
+    # For a run on a table, any file is read as a table, whatever its suffix.
     is_text = isinstance(run.source, Table) and path.is_file()
     paths = sorted(path.rglob("*")) if path.is_dir() else [path]
     paths = [file for file in paths if not is_junk(file.name)]
@@ -189,7 +189,7 @@ def _of_images(run: FinishedRun, path: Path, files: Sequence[Path], has_channels
 
 def _of_array(run: FinishedRun, path: Path) -> Examples:
     try:
-        array = np.lib.format.open_memmap(path, mode="r")  # Reads no pickles, which could run code.
+        array = np.lib.format.open_memmap(path, mode="r")  # Refuses pickles, which could run code.
     except (OSError, ValueError) as error:
         raise DataError(
             f"input={path} cannot be read as an array: {error}; write it with numpy.save"
@@ -218,9 +218,9 @@ def _of_array(run: FinishedRun, path: Path) -> Examples:
 
 
 def _converted(array: np.ndarray, dtype: str, where: str) -> np.ndarray:
-    """Returns the array in another type.
+    """Converts an array to a dtype.
 
-    Raises DataError if an integer type would change a value, such as a fraction.
+    Raises DataError if that is an integer dtype and would change a value, such as a fraction.
     """
     converted = array.astype(dtype)
     if converted.dtype.kind in "iu" and not np.array_equal(converted, array):
@@ -236,7 +236,7 @@ def _refuse_shape(path: Path, array: np.ndarray, needed: str) -> NoReturn:
 
 
 def _of_table(run: FinishedRun, path: Path) -> Examples:
-    """Returns the rows of a table that has the columns of the run's data, or those that its model takes."""
+    """Returns the rows of a table with the columns of dataset=table, or else with the model's inputs as columns."""
     preprocessing = run.source.preprocessing()
     spec = preprocessing.shape
     if isinstance(run.source, Table):
@@ -270,11 +270,11 @@ def _of_table(run: FinishedRun, path: Path) -> Examples:
 
 
 def _rows_of_spec(spec: Mapping[str, tf.TensorSpec], path: Path) -> NewRows:
-    """Reads a table for a model that takes columns by name but was not trained on dataset=table."""
+    """Reads a table for a model that takes inputs by name but was not trained on dataset=table."""
     columns = [_column_of(name, part) for name, part in spec.items()]
     table = read_table(path, "input")
     cells = read_cells(columns, plain_columns(table), f"input={path}")
-    # Keyed by the names of the model's inputs, whatever the order of the columns.
+    # Keyed by the model's input names, whatever the order of the columns in the file.
     arrays = {}
     for column, part in zip(columns, spec.values()):
         array = np.asarray(filled(column, cells[column.name], f"input={path}"))

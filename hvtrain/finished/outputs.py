@@ -1,4 +1,4 @@
-"""Metrics and predictions of a finished run, the same on any number of ranks."""
+"""Computes the metrics and predictions of a finished run, the same on any number of ranks."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +23,13 @@ Rows = dict[str, np.ndarray]
 class ProgressLines:
     """Prints how many of `total` examples are done, at most every 10 seconds.
 
-    Work that takes less time prints nothing.
+    Work that takes less than that prints nothing.
 
     Args:
-        verb: what is done, such as "predicted" or "evaluated".
+        verb: what has been done to the examples, such as "predicted" or "evaluated".
         total: number of examples.
-        is_chief: the other ranks print nothing.
-        clock: in seconds; a test injects its own.
+        is_chief: only the chief prints.
+        clock: returns the time in seconds; a test injects its own.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class ProgressLines:
         self._printed_at = self._began
 
     def update(self, num_done: int) -> None:
-        """Prints a line if one is due. num_done: examples that all ranks have done."""
+        """Prints a line if one is due, given the number of examples that all ranks have done."""
         now = self._clock()
         if not self.is_chief or now - self._printed_at < SECONDS_BETWEEN or not num_done:
             return
         self._printed_at = now
-        # At the mean speed so far, which includes the tracing of the graph.
+        # Assumes the mean speed so far. It includes the tracing of the graph, so early estimates are too long.
         left = (now - self._began) * max(self.total - num_done, 0) / num_done
         print(
             f"{self.verb} {num_done:,} of {self.total:,} examples, {left:,.0f} s left",
@@ -61,10 +61,11 @@ class ProgressLines:
 
 
 def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
-    """Evaluates a split by sums over the examples of all ranks, not by a mean of means (every rank).
+    """Evaluates a split by summing over the examples of all ranks, not by averaging the ranks' means (every rank).
 
     Returns:
-        A dict of checkpoint, dataset, split, examples (their number), skipped (a line for each item not read), metrics.
+        A dict with checkpoint, dataset, split, examples (their number), skipped (a line for each item
+        that could not be read) and metrics (values by name).
 
     Raises:
         ConfigError: the split is empty.
@@ -84,7 +85,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
         )
 
     def check_data() -> None:
-        """Checks the kind of this rank's first batch, and the classes of a split."""
+        """Checks the kind of this rank's first batch, and warns of classes without examples in the split."""
         for inputs, *_ in data.take(1).as_numpy_iterator():
             run.check_kind(source.name, inputs)
         if run.is_chief:
@@ -95,7 +96,7 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
     progress = ProgressLines("evaluated", total, topology.is_chief)
 
     def on_test_batch_end(batch: int, logs: Any) -> None:
-        # Shards differ by few examples, so this rank's progress stands for that of all.
+        # Shards are of nearly equal size, so the chief's progress stands for that of all ranks.
         progress.update(min(total, (batch + 1) * batch_size * topology.size))
 
     callback = keras.callbacks.LambdaCallback(on_test_batch_end=on_test_batch_end)
@@ -119,9 +120,9 @@ def metrics_of(run: FinishedRun, split: str) -> dict[str, Any]:
 
 
 def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
-    """Yields rows in the order of the examples, the same on every rank (every rank).
+    """Yields rows in the order of the examples, the same ones on every rank (every rank).
 
-    At most one batch of each rank is in memory.
+    Holds at most one batch of each rank in memory.
     """
     comm = run.strategy.comm
     batches = examples.batches()
@@ -143,7 +144,8 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
         return batch
 
     while True:
-        # A rank that has no batches left continues until all ranks are done.
+        # A rank without batches left takes part until all ranks are done, if need be with a blank batch
+        # in calls of the model that contain collectives.
         batch = comm.all_or_raise(next_batch)
         if batch is None and calls_together:
             forward(blank)
@@ -160,10 +162,10 @@ def predictions(run: FinishedRun, examples: Examples) -> Iterator[Rows]:
 
 
 def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Rows:
-    """Returns the columns of a batch: those of the input, then the task's columns for the outputs."""
+    """Predicts a batch and returns its columns: those of the input, then the task's columns for the outputs."""
     inputs, input_columns = batch
 
-    # NumPy has no bfloat16, which train.precision may give.
+    # NumPy has no bfloat16, in which outputs may be with train.precision=mixed_bfloat16.
     def as_float32(output: Any) -> np.ndarray:
         return np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(output, "float32")))
 
@@ -179,7 +181,7 @@ def rows_of(run: FinishedRun, batch: Batch, forward: Callable[[Any], Any]) -> Ro
 
 
 def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
-    """Splits arrays [examples, n] into n columns; masks [examples, height, width] are kept whole.
+    """Splits arrays of shape [examples, n] into n columns; masks of shape [examples, height, width] are kept whole.
 
     Raises:
         ConfigError: an array has more dimensions.
@@ -205,7 +207,7 @@ def flat(columns: dict[str, np.ndarray], has_masks: bool = False) -> Rows:
 
 
 def joined(blocks: Sequence[Rows], is_interleaved: bool) -> Rows:
-    """Joins the blocks of all ranks in the order of the examples.
+    """Joins one block of rows from each rank in the order of the examples.
 
     >>> joined([{"x": np.array([0, 2, 4])}, {"x": np.array([1, 3])}], is_interleaved=True)["x"].tolist()
     [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Writes predictions as they come: a CSV or Parquet file that appears when it is complete, or images of masks."""
+"""Writes predictions batch by batch, to a CSV or Parquet file that appears once it is complete, or as PNG masks."""
 
 import csv
 from abc import ABC, abstractmethod
@@ -16,12 +16,12 @@ from hvtrain.errors import ConfigError, StorageError
 from hvtrain.finished.outputs import Rows
 from hvtrain.system.files import TEMPORARY, remove
 
-# Bytes of a row group of a Parquet file. A group for each batch would make the file many times larger.
+# Size of a Parquet row group in memory. A group for each batch would make the file many times larger.
 ROW_GROUP_BYTES = 2**24
 
 
 class Writer(ABC):
-    """Writes to a path; only the chief calls it."""
+    """Writes rows to a path; only the chief uses one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,11 +55,11 @@ def _storage_errors(path: Path) -> Iterator[None]:
 class TableWriter(Writer):
     """Writes a file that gets its name only when it is complete.
 
-    Its subclasses open `self._file` with the first rows, whose columns they need.
+    Subclasses open `self._file` on the first `add`, since they need the rows' columns.
     """
 
     def __init__(self, path: Path) -> None:
-        # If the path is a symbolic link, its target is replaced, and the link stays.
+        # If the path is a symbolic link, its target is replaced and the link kept.
         super().__init__(path.resolve())
         self._file: Any = None
 
@@ -83,14 +83,13 @@ class CsvWriter(TableWriter):
 
 
 class ParquetWriter(TableWriter):
-    """Writes a .parquet file, whose row groups hold many batches."""
+    """Writes a .parquet file, gathering many batches into each row group."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._group: list[pa.Table] = []
 
     def add(self, rows: Rows) -> None:
-        # Kept until there is enough for a group.
         self._group.append(pa.table(rows))
         if sum(table.nbytes for table in self._group) >= ROW_GROUP_BYTES:
             self._write_group()
@@ -101,7 +100,7 @@ class ParquetWriter(TableWriter):
         super().close()
 
     def _write_group(self) -> None:
-        # In some batches a column of ids may hold gaps alone, which have no type.
+        # In some batches a column of ids may have only missing values, which pyarrow gives the type null.
         table = pa.concat_tables(self._group, promote_options="permissive")
         self._group = []
         with _storage_errors(self.path):
@@ -115,9 +114,9 @@ class ParquetWriter(TableWriter):
 
 
 class MaskWriter(Writer):
-    """Writes a folder of PNG images whose values are classes, named after the image or the number of the example.
+    """Writes a folder of PNG masks whose pixel values are classes, named after the input image or the example's number.
 
-    The mask of x.jpg is x.png, or x.jpg.png if the mask of another image is x.png already.
+    The mask of x.jpg is x.png, or x.jpg.png if another image's mask is x.png already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,27 +133,27 @@ class MaskWriter(Writer):
             self._written.add(path)
             with _storage_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # A PNG of 8 bits holds 256 classes.
+                # An 8-bit PNG holds at most 256 classes.
                 dtype = np.uint8 if mask.max() < 256 else np.uint16
                 Image.fromarray(mask.astype(dtype)).save(path)
 
     def close(self) -> None:
-        pass  # Each image is complete.
+        pass  # Each image is complete once it is added.
 
 
 def writer_for(output: Path, has_masks: bool, inputs: Iterable[Path] = ()) -> Writer:
-    """Returns the writer of predictions for an output path.
+    """Returns the writer that fits an output path and the kind of predictions.
 
     Args:
-        output: a file, or a folder for masks.
+        output: a .csv or .parquet file, or a folder for masks.
         has_masks: True if the predictions are images.
-        inputs: files and folders that are read, or were trained on.
+        inputs: files and folders that are read, or were trained on, and must not be overwritten.
 
     Raises:
         ConfigError: the output would replace an input, its suffix is unknown, its folder does not
             exist, or a folder for masks is not empty.
     """
-    # samefile also compares what links point to.
+    # samefile follows links.
     if any(path.exists() and output.exists() and path.samefile(output) for path in inputs):
         raise ConfigError(f"--output {output} is what is read too; choose another name")
     if has_masks:

@@ -1,4 +1,4 @@
-"""The pass that changes arguments of calls: of Keras's classes, of models' methods, of Horovod's callbacks."""
+"""The pass that changes the arguments of calls: to Keras's classes, models' methods and Horovod's callbacks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,11 +31,11 @@ OPTIMIZERS = ("keras.optimizers.", "keras.mixed_precision.LossScaleOptimizer")
 
 
 class Arguments(Pass):
-    """Changes arguments of calls, and renames what Keras 3 calls differently.
+    """Changes the arguments of calls, and renames methods and attributes that Keras 3 calls differently.
 
     Args:
         text: The script.
-        uses_horovod: True if Horovod trains the models of this script.
+        uses_horovod: True if the script trains its models with Horovod.
     """
 
     def __init__(self, text: str, uses_horovod: bool) -> None:
@@ -45,18 +45,18 @@ class Arguments(Pass):
         self.clips = "clip_by_" in text
         # True once the script needs `import keras`.
         self.needs_keras = False
-        # For each surrounding class, whether it is an optimizer.
+        # A stack with an entry for each enclosing class: whether it is an optimizer.
         self._in_optimizer: list[bool] = []
 
     def visit_Module(self, node: cst.Module) -> None:
         super().visit_Module(node)
-        # Parameters of the compile methods of the script's own models, by their class.
+        # Parameters of the compile methods that the script's own models define, by class name.
         self.compiles = {
             owner.name.value: method.params
             for owner in m.findall(node, m.ClassDef())
             for method in m.findall(owner, m.FunctionDef(name=m.Name("compile")))
         }
-        # The class of the object that each name is assigned.
+        # For each name that is assigned a new object, that object's class.
         self.class_of = {
             dotted(assign.targets[0].target): assign.value.func.value
             for assign in m.findall(node, m.Assign(value=m.Call(func=m.Name())))
@@ -112,7 +112,7 @@ class Arguments(Pass):
         return call
 
     def _optimizer(self, call: Call) -> Call:
-        """Drops defaults that Keras 3 refuses, and turns decay=, which acted on each step, into a schedule."""
+        """Drops arguments that Keras 3 refuses, and turns decay=, which Keras 2 applied per step, into a schedule."""
         no_epsilon = m.Arg(keyword=m.Name("epsilon"), value=m.Name("None"))
         is_dynamic = m.Arg(keyword=m.Name("dynamic"), value=m.Name("True"))
         args = [arg for arg in call.args if not m.matches(arg, no_epsilon | is_dynamic)]
@@ -121,7 +121,7 @@ class Arguments(Pass):
         without_decay = [arg for arg in args if arg is not decay]
         if decay and is_number(decay.value) and float(code_of(decay.value)) == 0:
             return with_args(call, without_decay)
-        # A callback could not set the rate of a schedule; undecided.py reports it.
+        # A callback cannot set the learning rate of a schedule, so decay= stays, and undecided.py reports it.
         if decay is None or rate is None or self.sets_rates:
             return with_args(call, args)
 
@@ -140,13 +140,13 @@ class Arguments(Pass):
             return call.args[0].value
         if method == "reset_states" and code_of(call.func.value).endswith("model"):
             return call  # undecided.py reports it.
-        # optimizer.variables() is a property now.
+        # optimizer.variables is a property in Keras 3.
         if method == "variables" and not call.args:
             return call.func
         if method == "compiled_loss" and len(call.args) in (2, 3):
             return _compute_loss(call)
         # fit_generator(g, 100, workers=4) -> fit(x=g, steps_per_epoch=100)
-        # scikit-learn's models have predict_proba too.
+        # predict_proba is changed only for Keras models: scikit-learn's have it too.
         receiver = call.func.value
         is_keras = is_model_name(receiver) or self.class_of.get(dotted(receiver)) in KERAS_MODELS
         is_foreign = method == "predict_proba" and not is_keras
@@ -162,9 +162,9 @@ class Arguments(Pass):
         return call
 
     def _super(self, call: Call, method: str) -> Call:
-        """Changes what a class of the script passes to its Keras base class.
+        """Changes the arguments that a class in the script passes to its Keras base class through super().
 
-        Arguments that it received are changed elsewhere.
+        Arguments that it only passes on are changed where the class is used.
         """
         if method == "__init__" and self._in_optimizer[-1:] == [True]:
             return self._optimizer(_with_names(call, entries(ARGUMENTS, OPTIMIZERS[0], "")))
@@ -177,22 +177,22 @@ class Arguments(Pass):
         return call
 
     def _takes_jit_compile(self, call: Call) -> bool:
-        """False for a compile method that the script defines without this argument.
+        """False if this calls a compile method that the script defines without jit_compile.
 
-        Inside it, super().compile gets the argument.
+        The argument then goes to super().compile inside that method.
         """
         names = {arg.keyword.value for arg in call.args if arg.keyword}
         owner = self.class_of.get(dotted(call.func.value), "")
         for class_name, parameters in self.compiles.items():
             own = {param.name.value for param in (*parameters.params, *parameters.kwonly_params)}
-            # If the model is created elsewhere, its class is inferred from the arguments.
+            # If the script does not show where the model is created, its class is inferred from the arguments.
             is_own = owner == class_name or (owner not in self.compiles and names and names <= own)
             if is_own and not parameters.star_kwarg:
                 return "jit_compile" in own
         return True
 
     def _compile(self, call: Call) -> Call:
-        """Turns XLA off, which cannot compile Horovod's operations (horovod#2590)."""
+        """Adds jit_compile=False: XLA cannot compile Horovod's operations (horovod#2590)."""
         if (
             not self.uses_horovod
             or any(arg.star for arg in call.args)
@@ -215,7 +215,7 @@ def _with_method(call: Call, method: str) -> Call:
 
 
 def _compute_loss(call: Call) -> Call:
-    """compiled_loss(y, prediction) becomes compute_loss(y=y, y_pred=prediction), which adds the regularization."""
+    """Turns compiled_loss(y, prediction) into compute_loss(y=y, y_pred=prediction), which adds regularization."""
     if any(arg.keyword and arg.keyword.value != "regularization_losses" for arg in call.args):
         return call
     args = [keyword(name, arg.value) for name, arg in zip(("y", "y_pred"), call.args)]
@@ -223,7 +223,7 @@ def _compute_loss(call: Call) -> Call:
 
 
 def _with_keywords(call: Call, names: list[str]) -> Call:
-    """Passes positional arguments by keyword, except the first one and those after the last name."""
+    """Passes positional arguments by these names, except the first argument and those beyond the names."""
     args = list(call.args)
     for number, name in enumerate(names[: len(args)]):
         if number and args[number].keyword is None and not args[number].star:
@@ -232,7 +232,7 @@ def _with_keywords(call: Call, names: list[str]) -> Call:
 
 
 def _with_names(call: Call, new_names: Mapping[str, str | None]) -> Call:
-    """Renames and drops arguments by keyword."""
+    """Renames keyword arguments, and drops those whose new name is None."""
     args: list[Arg] = []
     for arg in call.args:
         name = arg.keyword.value if arg.keyword else ""
@@ -246,9 +246,9 @@ def _with_names(call: Call, new_names: Mapping[str, str | None]) -> Call:
 
 
 def _warmup(call: Call) -> Call:
-    """Adds initial_lr, which Horovod before 0.20 did not have; None means the optimizer's rate.
+    """Adds initial_lr=None, which means the optimizer's rate; Horovod before 0.20 had no such argument.
 
-    There, warmup_epochs came first. It is recognized by a whole number, which no learning rate is.
+    warmup_epochs came first then. It is recognized as a whole number, which a learning rate never is.
     """
     first = argument(call, "initial_lr", 0)
     if first is None:
@@ -262,9 +262,9 @@ def _warmup(call: Call) -> Call:
 
 
 def _schedule(call: Call) -> Call:
-    """Adds initial_lr, which Horovod before 0.20 did not have.
+    """Adds initial_lr=None, since Horovod before 0.20 had no such argument.
 
-    There, the multiplier came first, and a number was a factor, not yet the base of a power.
+    The multiplier came first then, and a number was a plain factor, not yet the base of a power.
     """
     if argument(call, "initial_lr") or not call.args:
         return call

@@ -1,4 +1,4 @@
-"""`python -m hvtrain migrate`: shows how a script for Horovod on Keras 2 changes for Keras 3, or writes it."""
+"""`python -m hvtrain migrate`: shows how scripts for Horovod on Keras 2 change for Keras 3, or rewrites them."""
 
 import shutil
 import sys
@@ -18,7 +18,7 @@ COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
 def main() -> int:
-    """Migrates the files of the command line; all of them are read before any is written."""
+    """Migrates the files and folders on the command line, and returns the exit code."""
     parser = Parser(
         "python -m hvtrain migrate",
         usage="%(prog)s [--write] FILE|FOLDER ...",
@@ -58,7 +58,7 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
     # libcst is optional, so it is imported after the check.
     from hvtrain.migrate.rewriting import migrate
 
-    # All are read before any is written, so an error leaves the folder as it was.
+    # All files are read before any is written, so an error leaves them as they were.
     scripts: dict[Path, Rewritten] = {}
     faults: list[ConfigError] = []
     for path in map(Path, options.paths):
@@ -68,10 +68,10 @@ The script keeps its layout and comments. docs/migration.md lists what changes.
             except ConfigError as error:
                 if file == path:
                     raise
-                faults.append(error)  # A folder may also hold files that are not scripts.
+                faults.append(error)  # A folder may also hold files in Python 2, for example.
 
     if options.write:
-        # For a link, its target is written.
+        # Resolved, so that a link stays and its target is rewritten.
         _write(
             {
                 file.resolve(): script.text
@@ -103,7 +103,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _belongs_to_tools(file: Path, folder: Path) -> bool:
-    """True for files of tools and packages in a project: hidden folders, and Python environments."""
+    """True for a file in a hidden folder or a Python environment, which is not part of the user's project."""
     if any(
         name.startswith(".") or name in ("site-packages", "node_modules")
         for name in file.parent.parts
@@ -114,7 +114,7 @@ def _belongs_to_tools(file: Path, folder: Path) -> bool:
 
 def _read(file: Path) -> str:
     try:
-        # Some editors begin a file with a byte order mark.
+        # utf-8-sig drops the byte order mark with which some editors begin a file.
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -141,7 +141,7 @@ def _write(texts: dict[Path, str]) -> None:
 
 
 def _report(file: Path, script: "Rewritten", is_written: bool) -> None:
-    """Prints what changes and what is left to decide, by line numbers of the file as it is on disk now."""
+    """Prints the changes and the lines left to decide, numbered as in the file that is now on disk."""
     if script.text == script.old:
         print(f"{file}: nothing to change")
     elif is_written:

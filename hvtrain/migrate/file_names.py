@@ -1,4 +1,4 @@
-"""The pass that gives files of weights and models the suffix that Keras 3 demands."""
+"""The pass that gives weights and model files the suffix that Keras 3 demands."""
 
 import re
 
@@ -18,9 +18,9 @@ class Literals(Names, cst.CSTVisitor):
     """Finds the string literals of file names, including those behind a variable or a command-line option.
 
     Attributes:
-        values: What is assigned to each name; `args.NAME` has the default of an option.
-        written: Calls that write a file, with its path and the suffix that Keras demands.
-        read: Calls that read a file, with its path.
+        values: The expressions assigned to each name; for `args.NAME`, an option's default.
+        written: Calls that write a file, each with its path and the suffix that Keras demands.
+        read: Calls that read a file, each with its path.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Literals(Names, cst.CSTVisitor):
         name = self.imported(node.func)
         method = method_of(node)
         default = argument(node, "default")
-        # parser.add_argument("--weights", default="w.h5") is args.weights elsewhere.
+        # The default in parser.add_argument("--weights", default="w.h5") is used as args.weights.
         if method == "add_argument" and default and isinstance(node.args[0].value, SimpleString):
             option = node.args[0].value.raw_value.lstrip("-").replace("-", "_")
             self.values.setdefault(f"args.{option}", []).append(default.value)
@@ -53,13 +53,15 @@ class Literals(Names, cst.CSTVisitor):
     def literals(
         self, node: BaseExpression, seen: frozenset[str] = frozenset()
     ) -> list[BaseExpression]:
-        """The string literals that a path ends in; empty if they are not in the script.
+        """Returns the string literals that a path ends in; empty if they are not in the script.
 
-        seen: names that led here; path = Path(path) leads nowhere.
+        Args:
+            node: The path.
+            seen: Names followed so far, so that path = Path(path) does not recurse forever.
         """
         if isinstance(node, SimpleString):
             return [node]
-        # f"w-{epoch}.h5": the end counts.
+        # f"w-{epoch}.h5": the suffix is in the last part.
         if isinstance(node, cst.FormattedString) and isinstance(
             node.parts[-1], FormattedStringText
         ):
@@ -75,7 +77,7 @@ class Literals(Names, cst.CSTVisitor):
             if node.args and (method_of(node) == "join" or dotted(node.func) in ("str", "Path")):
                 return self.literals(node.args[-1].value, seen)
 
-        # A name that is assigned several times may hold anything.
+        # A name that is assigned several times may hold any of the values.
         name = dotted(node) or "?"
         values = self.values.get(name, [])
         if len(values) != 1 or name in seen:
@@ -84,11 +86,11 @@ class Literals(Names, cst.CSTVisitor):
 
 
 class FileNames(Pass):
-    """Renames the literals of written files, and other strings with the same text.
+    """Renames the literals of files that the script writes, and other strings with the same text.
 
     Attributes:
-        nodes: The new text of a literal.
-        texts: The new text of each old one.
+        nodes: The new text of each literal to rename.
+        texts: The new text for each old text.
     """
 
     def __init__(self, literals: Literals) -> None:
@@ -103,7 +105,7 @@ class FileNames(Pass):
                 if new != text:
                     self.nodes[literal] = self.texts[text] = new
 
-        # Only names that are written here: other files hold weights of Keras 2 under their old names.
+        # Renames only files that this script writes: others hold weights of Keras 2 and keep their names.
         for _, path in literals.read:
             for literal in literals.literals(path):
                 text = _text(literal)
@@ -124,15 +126,15 @@ class FileNames(Pass):
         return updated_node.with_changes(value=self._new(original_node))
 
     def _new(self, node: CSTNode) -> str:
-        """The text of a literal, renamed if it is the name of a file."""
+        """Returns the text of a literal, renamed if it is the name of a written file."""
         text = _text(node)
-        # A word without a dot, such as "model", means other things elsewhere.
+        # Without a dot, the same text may mean something else in another place, such as "model".
         elsewhere = self.texts.get(text, text) if "." in text else text
         return self.nodes.get(node, elsewhere)
 
 
 def with_suffix(text: str, suffix: str) -> str:
-    """The name with the suffix that Keras demands.
+    """Returns a file name with the suffix that Keras demands.
 
     >>> with_suffix("w-{epoch}.h5", WEIGHTS), with_suffix("saved", MODEL), with_suffix("old.h5", MODEL)
     ('w-{epoch}.weights.h5', 'saved.keras', 'old.h5')
@@ -150,7 +152,7 @@ def with_suffix(text: str, suffix: str) -> str:
 
 
 def outdated(literals: Literals) -> list[Call]:
-    """Calls that read weights under an old suffix, though the script writes files of such a name with the new one."""
+    """Returns calls that read weights under an old suffix, although the script writes such files with the new one."""
     written = {
         _before_numbers(literal)
         for _, path, suffix in literals.written
@@ -168,7 +170,7 @@ def outdated(literals: Literals) -> list[Call]:
 
 
 def _before_numbers(literal: CSTNode) -> str:
-    """What w-10.h5, w-{epoch}.weights.h5 and w-%d.h5 have in common."""
+    """Returns the part of a file name before its numbers, the same for w-10.h5, w-{epoch}.weights.h5 and w-%d.h5."""
     stem = _text(literal).removesuffix(WEIGHTS)
     return re.split(r"[{%\d]|\.h5$|\.hdf5$", stem)[0].rstrip(".-_")
 
@@ -180,7 +182,7 @@ def _text(node: CSTNode) -> str:
 
 
 def _suffix(call: Call, name: str, method: str) -> str:
-    """The suffix of the file that this call writes; empty if it writes none."""
+    """Returns the suffix that Keras 3 demands of the file this call writes; empty if it writes none."""
     if name.startswith("keras.callbacks.ModelCheckpoint"):
         only_weights = argument(call, "save_weights_only", 3)
         if only_weights and m.matches(only_weights.value, m.Name("True")):
@@ -195,9 +197,9 @@ def _suffix(call: Call, name: str, method: str) -> str:
     if method == "save_weights":
         return WEIGHTS
 
-    # With save_format= the suffix does not say what is written; undecided.py reports it.
+    # With save_format=, the suffix does not decide the format; undecided.py reports such calls.
     has_format = m.Arg(keyword=m.Name("save_format"), value=m.SimpleString())
-    # An image has a save() too.
+    # Images and other objects have a save() too.
     is_model = isinstance(call.func, cst.Attribute) and is_model_name(call.func.value)
     if method == "save" and is_model and not any(m.matches(arg, has_format) for arg in call.args):
         return MODEL

@@ -26,7 +26,7 @@ from hvtrain.migrate.parsing import (
 from hvtrain.migrate.tables import new_name
 
 _RELATED = re.compile(r"(from|import) (tensorflow|keras|horovod|hvtrain)\b")
-# How to write a name that no import of the script provides, and the import that this needs.
+# For names that none of the script's imports provides: the prefix to write, and the import that it needs.
 _WRITTEN = {
     "tensorflow": ("tf", "import tensorflow as tf"),
     "keras": ("keras", "import keras"),
@@ -35,9 +35,11 @@ _WRITTEN = {
 
 
 def rename(text: str, keeps_horovod: bool) -> str:
-    """Returns the script with new names.
+    """Returns the script with its imports and imported names renamed.
 
-    keeps_horovod: keep the low-level horovod.tensorflow, which graph mode needs.
+    Args:
+        text: The script.
+        keeps_horovod: Keep the low-level horovod.tensorflow, which graph mode needs.
     """
     names = _Names(keeps_horovod)
     new = apply(text, names)
@@ -48,7 +50,7 @@ def rename(text: str, keeps_horovod: bool) -> str:
 
 
 class _Names(Pass):
-    """Renames imports and their uses; `missing` collects the imports that new names need."""
+    """Renames imports and their uses; `missing` collects the imports that the new names need."""
 
     def __init__(self, keeps_horovod: bool) -> None:
         super().__init__()
@@ -56,14 +58,14 @@ class _Names(Pass):
         self.missing: set[str] = set()
 
     def visit_Attribute(self, node: Attribute) -> bool:
-        return not dotted(node)  # A chain of names is one name.
+        return not dotted(node)  # A dotted name is renamed as a whole.
 
     def leave_Attribute(
         self, original_node: Attribute, updated_node: Attribute
     ) -> cst.BaseExpression:
-        """Renames a chain of names, unless renaming its import is enough."""
+        """Renames a dotted name, unless renaming its import is enough."""
         name = self.imported(original_node)
-        # The name that an import has bound: `tf` of tf.keras.layers.Dense.
+        # The first name, which an import has bound: `tf` in tf.keras.layers.Dense.
         base: cst.BaseExpression = original_node
         while isinstance(base, Attribute):
             base = base.value
@@ -73,15 +75,16 @@ class _Names(Pass):
             return updated_node
 
         new = self._new(name)
-        # `import a.b` binds a, which is not renamed; any other import binds the new name.
+        # `import a.b` binds `a`, which keeps its name; after any other import the name stands for the new
+        # module.
         bound = imported if dotted(base) == imported else self._new(imported)
         if new == bound + name[len(imported) :]:
             return updated_node
 
-        # hvd.keras.callbacks of horovod.tensorflow is hvd.callbacks now.
+        # The old import reaches the new name: hvd.keras.callbacks becomes hvd.callbacks.
         if new.startswith(f"{bound}."):
             return expression(dotted(base) + new[len(bound) :])
-        # The old import does not reach the new name: tf.keras.Input becomes keras.Input.
+        # It does not: tf.keras.Input becomes keras.Input.
         for module, (written, line) in _WRITTEN.items():
             if new.startswith(f"{module}."):
                 self.missing.add(line)
@@ -99,7 +102,7 @@ class _Names(Pass):
             return updated_node
 
         new = self._new(name)
-        # A name of Keras 2 may have become a string.
+        # Some names of Keras 2 have become strings, such as losses.Reduction.SUM.
         if new.startswith('"'):
             return expression(new)
         return expression(new.rpartition(".")[2])
@@ -113,8 +116,8 @@ class _Names(Pass):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
-        """Renames an import, which may become several: its names may now be in different places."""
-        # Several statements on one line are rare, and would lose their layout.
+        """Renames an import, which may become several if its names have moved to different modules."""
+        # Several statements on one line are left alone: they are rare, and would lose their layout.
         if len(original_node.body) > 1 or not isinstance(
             original_node.body[0], Import | ImportFrom
         ):
@@ -130,7 +133,7 @@ class _Names(Pass):
             cst.parse_statement(line)
             for line in _lines(imported, new_names, isinstance(statement, Import))
         ]
-        # In brackets, each name may have its own line and comment.
+        # In parentheses, each name may have a line and a comment of its own, which are kept.
         if len(statements) == 1 and isinstance(statement, ImportFrom) and "(" in code_of(statement):
             statements = [updated_node.with_changes(body=[_same_layout(statement, statements[0])])]
         else:
@@ -151,9 +154,12 @@ class _Names(Pass):
 
 
 def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> Iterator[str]:
-    """Yields import lines that bind the same names from their new places.
+    """Yields import lines that bind the same names from their new modules.
 
-    is_plain: the old statement was `import a.b`, not `from a import b`.
+    Args:
+        imported: The names of the old statement.
+        new_names: Their new full names, in the same order.
+        is_plain: The old statement was `import a.b`, not `from a import b`.
     """
     groups = defaultdict(list)
     for item, name in zip(imported, new_names):
@@ -179,7 +185,7 @@ def _lines(imported: list[Imported], new_names: list[str], is_plain: bool) -> It
 
 
 def _same_layout(old: ImportFrom, line: cst.BaseStatement) -> ImportFrom:
-    """The old statement with its brackets and comments, but with the new module and names."""
+    """Returns the old statement, parentheses and comments included, with the new module and names."""
     new = line.body[0]
     names = [
         item.with_changes(name=other.name, asname=other.asname)
@@ -189,21 +195,21 @@ def _same_layout(old: ImportFrom, line: cst.BaseStatement) -> ImportFrom:
 
 
 def with_import(text: str, line: str) -> str:
-    """Returns the script with this import above related ones, or unchanged if it has the import."""
+    """Adds an import line above related imports; returns the script unchanged if it has that import already."""
     tree = ast.parse(text)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     if any(ast.unparse(node) == line for node in imports):
         return text
 
     others = [node for node in imports if getattr(node, "module", "") != "__future__"]
-    # Above the first related import, or else above the last of all.
+    # The new line goes above the first related import, or else above the last import.
     below = [node for node in others if _RELATED.match(ast.unparse(node))] or others[-1:]
-    # Not splitlines(), which also splits at form feeds: Python's line numbers do not count them.
+    # Not splitlines(), which also splits at form feeds, unlike Python's line numbers.
     lines = io.StringIO(text, newline="").readlines()
     if below:
         index = below[0].lineno - 1
     else:
-        # After the first comments, the docstring and imports from __future__.
+        # Without imports, it goes below the first comments, the docstring and imports from __future__.
         index = next((number for number, old in enumerate(lines) if not old.startswith("#")), 0)
         has_docstring = ast.get_docstring(tree) is not None
         head = [*tree.body[: int(has_docstring)], *imports]
@@ -214,7 +220,7 @@ def with_import(text: str, line: str) -> str:
 
 
 def without_unused(old: str, new: str) -> str:
-    """Returns the new script without imports that only the old one used."""
+    """Removes imports from the new script if only the old one used them."""
     unused = names_used(old).keys() - names_used(new).keys()
     module = cst.parse_module(new)
     context = CodemodContext()

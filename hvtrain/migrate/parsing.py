@@ -1,4 +1,4 @@
-"""The base of all passes over a script: imported names, and calls."""
+"""The base classes of all passes over a script, and helpers for its names, imports and calls."""
 
 import ast
 from collections import Counter
@@ -24,7 +24,7 @@ class Imported:
 
     Attributes:
         name: The full name, such as tensorflow.keras.layers.Dense.
-        alias: What the script calls it. Empty after `import a.b`, which binds `a`.
+        alias: The name by which the script uses it; empty after `import a.b`, which binds `a`.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Imported:
 
     @property
     def bound(self) -> str:
-        """The name that the statement binds."""
+        """The first part of the name in the script, which the statement binds."""
         return self.alias or self.name.partition(".")[0]
 
 
 def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
-    """The names of an import statement."""
+    """Returns the names that an import statement imports."""
     module = ""
     if isinstance(statement, cst.ImportFrom):
         module = f"{'.' * len(statement.relative)}{dotted(statement.module)}"
@@ -57,14 +57,14 @@ def imports(statement: cst.Import | cst.ImportFrom) -> list[Imported]:
 
 
 def imports_in(module: cst.Module) -> Iterator[tuple[CSTNode, Imported]]:
-    """Yields the import statements of a script in order, once for each name that they import."""
+    """Yields each imported name of a script with its statement, in order."""
     for statement in m.findall(module, m.Import() | m.ImportFrom()):
         for item in imports(cst.ensure_type(statement, cst.Import | cst.ImportFrom)):
             yield statement, item
 
 
 class Names(cst.MetadataDependent):
-    """A part of each pass over a script, which knows the full names of the script's imports."""
+    """Base of each pass over a script: resolves names in the script to the full names that were imported."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
@@ -75,7 +75,7 @@ class Names(cst.MetadataDependent):
         return self.get_metadata(PositionProvider, node).start.line
 
     def imported(self, node: CSTNode) -> str:
-        """The full name behind a dotted name; empty if it does not come from an import.
+        """Returns the full name behind a dotted name; empty if it does not come from an import.
 
         `tf.keras.Input` is tensorflow.keras.Input after `import tensorflow as tf`.
         """
@@ -88,7 +88,7 @@ class Names(cst.MetadataDependent):
         if len(names) < 2:
             return next(iter(names), "")
 
-        # A name that is imported twice, such as hvd, has the meaning of the last import before its use.
+        # If a name is imported twice, as hvd often is, the last import before its use counts.
         lines = dict.fromkeys(sorted(names), 0)
         for line, item in self._imports:
             name = f"{item.name if item.alias else item.bound}{dot}{rest}"
@@ -98,16 +98,16 @@ class Names(cst.MetadataDependent):
 
 
 class Pass(Names, cst.CSTTransformer):
-    """One pass that changes a script."""
+    """A pass that changes a script."""
 
 
 def apply(text: str, transformer: Pass) -> str:
-    """Returns the script after this pass."""
+    """Runs a pass over a script, and returns the new text."""
     return MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True).visit(transformer).code
 
 
 def dotted(node: CSTNode | None) -> str:
-    """`a.b.c` as written; empty for anything but names and dots."""
+    """Returns a dotted name such as `a.b.c` as written; empty for anything but names and dots."""
     if isinstance(node, cst.Name):
         return node.value
     if isinstance(node, cst.Attribute):
@@ -118,17 +118,17 @@ def dotted(node: CSTNode | None) -> str:
 
 
 def method_of(call: Call) -> str:
-    """The name after the last dot of the called function; empty if there is no dot."""
+    """Returns the name after the last dot of the called function; empty if there is no dot."""
     return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
 def is_model_name(node: CSTNode) -> bool:
-    """True for a name such as model or self.unet, which scripts give to models."""
+    """True for a name that scripts typically give to models, such as model or self.unet."""
     return dotted(node).lower().endswith(("model", "net", "network"))
 
 
 def is_number(node: CSTNode) -> bool:
-    """True for a number that is written out: 3, 1e-1, -2."""
+    """True for a literal number: 3, 1e-1, -2."""
     digits = m.Integer() | m.Float()
     return m.matches(node, digits | m.UnaryOperation(expression=digits))
 
@@ -150,7 +150,7 @@ def names_used(text: str) -> Counter[str]:
 
 
 def argument(call: Call, keyword: str, position: int | None = None) -> Arg | None:
-    """Returns the argument with this keyword, or the positional one at this position; None after * or **."""
+    """Returns the argument with this keyword or at this position; None if there is none, or after a * or **."""
     for number, arg in enumerate(call.args):
         if arg.star:
             return None
@@ -162,7 +162,7 @@ def argument(call: Call, keyword: str, position: int | None = None) -> Arg | Non
 
 
 def with_args(call: Call, args: Sequence[Arg]) -> Call:
-    """Returns the call with these arguments, in its old layout."""
+    """Returns the call with these arguments, laid out as before."""
     if not args or not call.args:
         return call.with_changes(args=list(args))
 
@@ -182,6 +182,6 @@ def with_args(call: Call, args: Sequence[Arg]) -> Call:
 
 
 def keyword(name: str, value: cst.BaseExpression) -> Arg:
-    """The argument name=value, without spaces."""
+    """Makes the argument name=value, without spaces around the equals sign."""
     tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     return Arg(value, keyword=cst.Name(name), equal=tight)

@@ -1,6 +1,6 @@
 """Rewrites a script from Keras 2 to Keras 3 in passes, and collects the lines that are left to decide.
 
-One of the passes is here: hvd.pin_gpu() in place of the statements that gave each rank its GPU.
+One of the passes is here: it puts hvd.pin_gpu() in place of statements that give each rank its GPU.
 """
 
 import ast
@@ -21,7 +21,7 @@ from hvtrain.migrate.parsing import Pass, apply, code_of, imports_in, names_used
 from hvtrain.migrate.undecided import undecided
 
 _HOROVOD = ("horovod.tensorflow.keras", "horovod.keras", "horovod.tensorflow", "hvtrain.keras")
-# Signs of graph mode, in which the low-level horovod.tensorflow still works.
+# Signs of a script in graph mode, which must keep the low-level horovod.tensorflow.
 _GRAPH_MODE = re.compile(
     r"\b(BroadcastGlobalVariablesHook|MonitoredTrainingSession|tf\.estimator"
     r"|(GradientDescent|Adam|Momentum|Adagrad|RMSProp)Optimizer)\b"
@@ -43,7 +43,7 @@ class Rewritten:
     Attributes:
         old: The script as it was.
         text: The new script.
-        undecided: Lines left to decide: the number in the new text, and what to do.
+        undecided: Lines left to decide, each as its number in the new text and what to do there.
     """
 
     old: str
@@ -56,7 +56,7 @@ class Rewritten:
         return list(difflib.unified_diff(old, new, name, f"{name} (migrated)"))
 
     def undecided_in_old(self) -> list[tuple[int, str]]:
-        """The same lines by number in the old text."""
+        """Returns the lines left to decide, with their numbers in the old text."""
         matcher = difflib.SequenceMatcher(
             None, self.old.splitlines(), self.text.splitlines(), autojunk=False
         )
@@ -85,7 +85,7 @@ def migrate(text: str, name: str = "script") -> Rewritten:
         ast.parse(text)
         module = cst.parse_module(text)
     except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
-        # Errors of Python and of libcst have different attributes.
+        # Python's and libcst's errors have different attributes.
         line = getattr(error, "lineno", None) or getattr(error, "raw_line", None)
         reason = getattr(error, "msg", None) or getattr(error, "message", None) or error
         where = f"{name}, line {line}" if line else name
@@ -100,13 +100,13 @@ def migrate(text: str, name: str = "script") -> Rewritten:
     if uses_horovod and not is_graph:
         new = without_unused(text, apply(text, Pinning(text, alias)))
 
-    # Names first: the other passes know only the names of Keras 3.
+    # Names come first: the other passes know only the names of Keras 3.
     new = rename(new, keeps_horovod=is_graph)
     arguments = Arguments(new, uses_horovod)
     new = apply(new, arguments)
     if arguments.needs_keras:
         new = with_import(new, "import keras")
-    # Both passes need the same nodes, so they share a tree.
+    # FileNames looks up nodes that Literals has found, so both must visit the same tree.
     wrapper = MetadataWrapper(cst.parse_module(new), unsafe_skip_copy=True)
     literals = Literals()
     wrapper.visit(literals)
@@ -119,7 +119,7 @@ class Pinning(Pass):
 
     Args:
         text: The script.
-        alias: Its name for Horovod.
+        alias: The name by which it imports Horovod.
     """
 
     def __init__(self, text: str, alias: str) -> None:
@@ -144,9 +144,9 @@ class Pinning(Pass):
         return updated_node.with_changes(body=self._pinned(updated_node.body))
 
     def _pinned(self, body: Sequence[cst.BaseStatement]) -> Sequence[cst.BaseStatement]:
-        """The statements, with one call in place of those that pin."""
+        """Returns the statements with one call in place of those that pin a GPU."""
         by_hand = [statement for statement in body if _pins(statement)]
-        # A statement without the local rank does something else, such as letting memory grow.
+        # Without a statement that uses the local rank, nothing is pinned: they may only let memory grow.
         by_rank = [statement for statement in by_hand if "local_rank" in code_of(statement)]
         if not by_rank or self._is_used_elsewhere(by_hand):
             return body
@@ -163,7 +163,7 @@ class Pinning(Pass):
         return new_body
 
     def _is_used_elsewhere(self, statements: list[cst.BaseStatement]) -> bool:
-        """True if other statements use a name that these assign, such as a session's config."""
+        """True if other statements use a name that these assign, such as the config of a session."""
         here = names_used("".join(code_of(statement) for statement in statements))
 
         assigned = [
@@ -191,14 +191,14 @@ def _pins(statement: cst.BaseStatement) -> bool:
 
 
 def _is_pinning(part: cst.BaseSmallStatement) -> bool:
-    """True for a call, or an assignment, that only chooses GPUs."""
+    """True for a call or an assignment that only chooses GPUs."""
     if isinstance(part, cst.Expr):
         return bool(_CALL.fullmatch(code_of(part)))
     if not isinstance(part, cst.Assign):
         return False
 
     target = code_of(part.targets[0].target)
-    # CUDA_VISIBLE_DEVICES may also be set to hide all GPUs.
+    # Without the local rank, CUDA_VISIBLE_DEVICES may be set for another purpose, such as hiding all GPUs.
     if target.startswith("os.environ"):
         return bool(_TARGET.fullmatch(target)) and "local_rank" in code_of(part.value)
     return bool(_TARGET.fullmatch(target) or _VALUE.fullmatch(code_of(part.value)))

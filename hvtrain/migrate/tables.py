@@ -1,7 +1,6 @@
-"""What Keras 3 and hvtrain.keras have renamed or removed, as listed in tables.yaml.
+"""Looks up what Keras 3 and hvtrain.keras have renamed or removed, as listed in tables.yaml.
 
-The passes only apply these tables. Current names are read from the files of the installed packages, without
-importing TensorFlow.
+Current names are read from the source files of the installed packages, without importing TensorFlow.
 """
 
 import ast
@@ -16,7 +15,8 @@ import yaml
 
 T = TypeVar("T")
 
-# Today's tf.keras is Keras 3 with some names of Keras 2, which are in this folder.
+# Packages by folder, for members() and exists(). Today's tf.keras is Keras 3 plus some names of Keras 2,
+# which are in TF_KERAS.
 KERAS = "keras"
 TF_KERAS = "keras/_tf_keras/keras"
 TENSORFLOW = "tensorflow/_api/v2"
@@ -41,14 +41,14 @@ def _starts(name: str, beginning: str) -> bool:
 
 
 def _longest(table: Iterable[str], name: str) -> str:
-    """The longest prefix of the name in a table; empty if there is none."""
+    """Returns the longest entry of a table that is the name or a dotted prefix of it; empty if there is none."""
     return max((old for old in table if _starts(name, old)), key=len, default="")
 
 
 def new_name(name: str) -> str:
-    """The name on Keras 3, or the code that replaces it; the name itself if nothing changes.
+    """Returns a name's new name on Keras 3, or the code that replaces it; the name itself if nothing changes.
 
-    A name that only tf.keras still has stays there.
+    A name that only tf.keras still has is left in tf.keras.
 
     >>> new_name("tensorflow.keras.layers.CuDNNLSTM"), new_name("horovod.keras.init")
     ('keras.layers.LSTM', 'hvtrain.keras.init')
@@ -59,31 +59,31 @@ def new_name(name: str) -> str:
 
     for kind in ("prefixes", "dissolved"):
         old = _longest(_TABLES[kind], new)
-        # The name of a dissolved module stays; names in it are replaced.
+        # A dissolved module itself keeps its name; only the names in it have moved.
         if old and not (kind == "dissolved" and new == old):
             new = _TABLES[kind][old] + new[len(old) :]
 
     new = _EXACT.get(new, new)
     if not _starts(new, "keras") or exists(new):
         return new
-    # tensorflow.losses and the like were TensorFlow 1's own modules, too.
+    # tensorflow.losses and the like were modules of TensorFlow 1 too, so an unknown name is not Keras's.
     if _starts(name, "tensorflow") and "keras" not in name:
         return name
     return f"tensorflow.{new}" if exists(new, TF_KERAS) else new
 
 
 def advice(name: str) -> str:
-    """What to do about a removed name; empty if nothing is known."""
+    """Returns advice on what to do about a removed name; empty if there is none."""
     return ADVICE.get(_longest(ADVICE, name), "")
 
 
 def entries(table: Mapping[str, Mapping[str, T]], name: str, method: str) -> dict[str, T]:
-    """The entries of ARGUMENTS or REMOVED_ARGUMENTS for a call, by argument.
+    """Returns the entries of ARGUMENTS or REMOVED_ARGUMENTS that apply to a call, by argument.
 
     Args:
         table: One of the two.
-        name: The full name of what is called; empty if it is not imported.
-        method: The name after its last dot.
+        name: The full name of the called object; empty if it is not imported.
+        method: The part of it after the last dot.
 
     >>> entries(REMOVED_ARGUMENTS, "", "save").keys(), entries(ARGUMENTS, "keras.optimizers.SGD", "SGD")
     (dict_keys(['save_format']), {'lr': 'learning_rate'})
@@ -106,7 +106,7 @@ def _site() -> Path:
 
 @functools.cache
 def members(package: str) -> frozenset[str]:
-    """The names that an installed package imports; empty if there is no such package."""
+    """Returns the names that an installed package imports into its namespace; empty if there is no such package."""
     # TensorFlow's own names are in v2.py, not in __init__.py.
     file = _site() / package / ("v2.py" if package == TENSORFLOW else "__init__.py")
     if not file.exists():
@@ -118,9 +118,11 @@ def members(package: str) -> frozenset[str]:
 
 
 def exists(name: str, root: str = KERAS) -> bool:
-    """True if Keras 3, or TensorFlow 2, has this name.
+    """True if the installed Keras 3 or TensorFlow 2 has this name.
 
-    root: KERAS, or TF_KERAS for the names of tf.keras, or TENSORFLOW for those of TensorFlow.
+    Args:
+        name: A dotted name, such as keras.layers.Dense.
+        root: KERAS, TF_KERAS for the names of tf.keras, or TENSORFLOW.
 
     >>> exists("keras.layers.Dense"), exists("keras.layers.CuDNNLSTM"), exists("keras")
     (True, False, True)
@@ -140,7 +142,7 @@ def exists(name: str, root: str = KERAS) -> bool:
 
 
 def nearest(name: str) -> str:
-    """The most similar name of Keras 3 in the same module; empty if none is similar.
+    """Returns the most similar name of Keras 3 in the same module; empty if none is similar.
 
     >>> nearest("keras.layers.Desne")
     'keras.layers.Dense'
@@ -152,7 +154,7 @@ def nearest(name: str) -> str:
 
 @functools.cache
 def names_of_hvtrain() -> frozenset[str]:
-    """The public names of hvtrain.keras."""
+    """Returns the public names of hvtrain.keras."""
     file = Path(__file__).parents[1] / "keras/__init__.py"
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":

@@ -1,4 +1,4 @@
-"""Finds the lines of a migrated script that a person must decide, and why."""
+"""Finds the lines of a migrated script that a person must decide, with advice for each."""
 
 import re
 from collections import Counter
@@ -30,16 +30,16 @@ from hvtrain.migrate.tables import (
 )
 
 _WRITERS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
-# Modules of Keras that TensorFlow loads on first use, and that its files do not import.
+# Modules of Keras that TensorFlow loads lazily, so that its files do not import them.
 _LAZY = ("keras", "initializers", "losses", "metrics", "optimizers")
-# Callbacks that change the training according to the logs, which differ between ranks.
+# Callbacks that change the training depending on the logs, so all ranks must have them.
 _DECIDE = ("EarlyStopping", "ReduceLROnPlateau")
 _REDUCE = ("DistributedOptimizer", "GradientTape", "allreduce", "load_model")
 _BROADCASTS = ("BroadcastGlobalVariables", "broadcast_variables", "broadcast_model", "KerasState")
-# Methods of Keras 2's optimizers.
+# Methods of Keras 2's optimizers that Keras 3 never calls.
 _NEVER_CALLED = ("_resource_apply_dense", "_resource_apply_sparse", "_create_slots", "get_updates")
 _LISTS_OF_WEIGHTS = re.compile(r"(weights|variables|vars)(\(\))?\)*$")
-# The names of Keras's own weights. Anything else in a weight's name came from the layer.
+# Keras's own names of weights. Anything else that a script looks for in one came from the layer's name.
 _NAMES_OF_WEIGHTS = re.compile(
     r"\w*(kernel|bias|gamma|beta|moving_mean|moving_variance|embeddings)"
 )
@@ -50,11 +50,11 @@ def undecided(text: str, uses_horovod: bool, is_graph: bool) -> list[tuple[int, 
 
     Args:
         text: The script.
-        uses_horovod: True if Horovod trains its models.
-        is_graph: True for a script in graph mode of TensorFlow 1.
+        uses_horovod: True if the script trains its models with Horovod.
+        is_graph: True for a script in TensorFlow 1's graph mode.
 
     Returns:
-        Line numbers, in order, with what to do there.
+        Pairs of a line number and what to do there, in order.
     """
     visitor = _Undecided(text, uses_horovod, is_graph)
     MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True).visit(visitor)
@@ -68,18 +68,18 @@ class _Undecided(Literals):
         self.uses_horovod = uses_horovod
         self.broadcasts = any(name in text for name in _BROADCASTS)
         self.reduces = any(name in text for name in _REDUCE)
-        # Optimizers of graph mode still have these.
+        # In graph mode, optimizers still have the removed methods.
         self.methods = {} if is_graph else REMOVED_METHODS
-        # For each of the surrounding conditions, whether it asks for a rank.
+        # A stack with an entry for each enclosing condition: whether it tests the rank.
         self._conditions: list[bool] = []
-        # Names that hold such a condition, and how often each name is used under one.
+        # Variables that hold the result of such a test, and how often each name is used under one.
         self._asks_rank: set[str] = set()
         self._for_rank_0: Counter[str] = Counter()
         self._names = names_used(text)
-        # The name that a callback is assigned to; "" without one.
+        # The name assigned by the enclosing statement; "" outside an assignment.
         self._target = ""
         self._writers: list[tuple[Call, str]] = []
-        # Loop variables over the weights of a model.
+        # Loop variables that iterate over a model's weights.
         self._weights: set[str] = set()
         self._functions = set(re.findall(r"^\s*def (\w+)", text, re.MULTILINE))
 
@@ -117,7 +117,7 @@ class _Undecided(Literals):
         if not isinstance(node.names, cst.ImportStar) and not node.relative:
             for alias in node.names:
                 self._name(alias, f"{dotted(node.module)}.{dotted(alias.name)}")
-        return False  # The names inside have been checked.
+        return False  # The names have been checked, so the parts of the statement are not visited.
 
     def visit_Import(self, node: cst.Import) -> bool:
         for alias in node.names:
@@ -128,10 +128,11 @@ class _Undecided(Literals):
         name = self.imported(node)
         if name:
             self._name(node, name)
-        return not dotted(node)  # A chain of names is one name.
+        return not dotted(node)  # A dotted name is checked as a whole.
 
     def _name(self, node: cst.CSTNode, name: str) -> None:
-        # Under its old name, too, tf.keras's set_value works on no variable of Keras 3.
+        # A name left in tf.keras gets the same advice: tf.keras's set_value, for example, does not work on
+        # variables of Keras 3.
         fix = advice(name) or advice(name.removeprefix("tensorflow."))
         if name.startswith("keras."):
             if not exists(name):
@@ -170,7 +171,7 @@ class _Undecided(Literals):
 
     def _name_of_a_weight(self, node: cst.Comparison | Call) -> None:
         """Reports code that looks for the name of a layer in the name of a weight."""
-        # Names of Keras's own weights (kernel, bias) mean the same as before.
+        # Looking for a weight's own name, such as kernel or bias, still works.
         texts = [code_of(text).strip("'\"") for text in m.findall(node, m.SimpleString())]
         if all(_NAMES_OF_WEIGHTS.fullmatch(text) for text in texts):
             return
@@ -217,7 +218,7 @@ class _Undecided(Literals):
             self._method(node, node.func)
 
     def _schedule(self, node: Call) -> None:
-        """Reports a multiplier that may be a number, which used to be a factor, not the base of a power."""
+        """Reports a multiplier that may be a number: older versions took it as a factor, not as the base of a power."""
         initial_lr = argument(node, "initial_lr", 0)
         multiplier = argument(node, "multiplier", 1)
         if (
@@ -252,7 +253,7 @@ class _Undecided(Literals):
         method = func.attr.value
         if method in self.methods:
             self.report(node, f"{method} {self.methods[method]}")
-        # A class that overrides compile passes on what it received.
+        # In a class that overrides compile, super().compile(**kwargs) only passes arguments on.
         is_super = m.matches(func.value, m.Call(func=m.Name("super")))
         has_options = any(arg.star == "**" for arg in node.args)
         if method == "compile" and self.uses_horovod and has_options and not is_super:
@@ -261,7 +262,7 @@ class _Undecided(Literals):
                 "the arguments of compile are not in the script; they must contain jit_compile=False",
             )
 
-        # A broadcast anywhere in the script counts, in a callback or by hand.
+        # A broadcast anywhere in the script counts, whether in a callback or by hand.
         if method == "fit" and self.uses_horovod and not self.broadcasts:
             self.report(
                 node,
@@ -282,7 +283,7 @@ class _Undecided(Literals):
             self.report(
                 node, f"{name} on rank 0 alone would part it from the others; use it on all ranks"
             )
-        # How a name is used is known only at the end of the script.
+        # Whether the name is used only on rank 0 is known at the end of the script; see leave_Module.
         if name in _WRITERS and self._target and not any(self._conditions):
             self._writers.append((node, self._target))
         elif name in _WRITERS:
@@ -312,7 +313,8 @@ class _Undecided(Literals):
 
     def leave_Module(self, original_node: cst.Module) -> None:
         for call, name in self._writers:
-            # Unless each use is guarded, as in `if hvd.rank() == 0: callbacks.append(checkpoint)`.
+            # Not reported if each use but the assignment is guarded, as in
+            # `if hvd.rank() == 0: callbacks.append(checkpoint)`.
             if not self._for_rank_0[name] or self._for_rank_0[name] < self._names[name] - 1:
                 self._written_by_all(call, "use this callback on rank 0 only")
         for call in outdated(self):

@@ -1,7 +1,7 @@
-"""DeepLabv3+ for semantic segmentation, on networks of keras.applications.
+"""DeepLabv3+ for semantic segmentation, on backbones from keras.applications.
 
-After Chen et al. 2018, "Encoder-Decoder with Atrous Separable Convolution for Semantic Image
-Segmentation" (arXiv:1802.02611), called the paper here.
+Follows Chen et al. 2018, "Encoder-Decoder with Atrous Separable Convolution for Semantic Image
+Segmentation" (arXiv:1802.02611), called "the paper" here.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from hvtrain.config.validate import nearest
 from hvtrain.errors import ConfigError
 from hvtrain.models.networks import body, clone
 
-# Backbones by name, with the layers that output low-level features, at a quarter of the image's
-# size, and high-level ones.
+# Backbones by name, each with the layer that outputs its low-level features, at a quarter of the image's
+# size, and the one that outputs its high-level features.
 ENDS = {
     "ResNet50": ("conv2_block3_out", "conv5_block3_out"),
     "ResNet101": ("conv2_block3_out", "conv5_block3_out"),
@@ -23,7 +23,7 @@ ENDS = {
     "MobileNetV2": ("block_2_depthwise_relu", "block_16_project_BN"),
 }
 
-# Filters of the low-level features, few enough not to outweigh the others (the paper's table 1).
+# Filters for the low-level features, few enough that these do not outweigh the pyramid's (the paper's table 1).
 LOW_FILTERS = 48
 
 
@@ -40,29 +40,29 @@ def deeplabv3plus(
 ) -> Model:
     """Builds DeepLabv3+: backbone, atrous spatial pyramid pooling, decoder, and bilinear upsampling.
 
-    Outputs a logit for each class at each pixel. The backbone's layers keep the names and the weight
-    shapes of keras.applications. Where the backbone's features would become coarser than output_stride,
-    strides are removed and later convolutions dilated instead, so the same kernels see the same
-    pixels, at more positions.
+    Outputs logits of shape [batch, height, width, num_outputs]. The backbone's layers keep the names
+    and the weight shapes of keras.applications. Where its features would become coarser than
+    output_stride, strides are removed and later convolutions dilated instead, so the same kernels see
+    the same pixels, at more positions.
 
     Args:
         image_shape: (height, width, channels).
-        num_outputs: number of classes, and so of logits per pixel.
-        backbone: one of ENDS.
+        num_outputs: number of classes, which is that of logits per pixel.
+        backbone: a key of ENDS.
         output_stride: pixels of the image per feature of the backbone, along a side; 8 is finer than
             16 and costs more memory and time; 32 leaves the backbone as it is.
         filters: number of filters in the pyramid and the decoder.
         atrous_rates: rates of the pyramid's convolutions, one or more; None: 6, 12, 18 at a stride of
             16, twice that at 8, half at 32. Small images need smaller rates: at a rate as large as
-            the feature map, only the center of a kernel sees anything.
+            the feature map, all of a kernel but its center sees only padding.
         dropout: fraction dropped between the pyramid and the decoder.
         norm_momentum: momentum of the moving statistics of all batch normalization layers; 0.9 also
-            suits runs of a few hundred steps.
+            suits runs of a few hundred steps, for which Keras's 0.99 is too slow.
         options: passed on to the backbone, such as alpha=0.5 for MobileNetV2.
 
     Raises:
-        ConfigError: an unknown backbone or stride, or a momentum outside 0 ... 1. Other arguments
-            are checked by Keras's layers, which raise ValueError or TypeError.
+        ConfigError: an unknown backbone or stride, or a momentum that is not between 0 and 1. Keras's
+            layers check the other arguments, and raise ValueError or TypeError.
     """
     if backbone not in ENDS:
         raise ConfigError(
@@ -79,7 +79,7 @@ def deeplabv3plus(
 
     image = keras.Input(image_shape, name="image")
     trunk = body(image_shape, backbone, **options)
-    # The backbone again, with another stride.
+    # Rebuilds the backbone with its strides limited.
     trunk = clone(trunk, image, dilated(trunk, output_stride))
     low, high = (trunk.get_layer(name).output for name in ENDS[backbone])
 
@@ -95,10 +95,10 @@ def deeplabv3plus(
     x = layers.Concatenate(name="decoder_concat")([_resize(x, low.shape), low])
     for number in (1, 2):
         x = _separable(x, filters, 1, f"decoder_separable{number}")
-    # In float32 whatever the policy, as in networks.logits.
+    # In float32 whatever the dtype policy, as in networks.logits.
     x = layers.Conv2D(num_outputs, 1, dtype="float32", name="logits")(x)
     model = Model(image, _resize(x, image.shape), name="deeplabv3plus")
-    # Those of the backbone too.
+    # Sets the backbone's momentum too.
     for layer in model.layers:
         if isinstance(layer, layers.BatchNormalization):
             layer.momentum = norm_momentum
@@ -106,11 +106,11 @@ def deeplabv3plus(
 
 
 def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
-    """Returns the changes, by layer, after which no feature is coarser than output_stride.
+    """Returns changes of layer settings, by layer name, that keep all features as fine as output_stride.
 
-    A layer behind removed strides has to skip as many positions as they did (algorithme à trous).
+    A layer after removed strides has to skip as many positions as they did (algorithme à trous).
     """
-    stride: dict[str, int] = {}  # Of each layer's output, before the changes.
+    stride: dict[str, int] = {}  # The stride of each layer's output, before the changes.
     changes: dict[str, dict[str, Any]] = {}
     for layer in trunk.layers:
         parents = [node.operation for node in layer._inbound_nodes[0].parent_nodes]
@@ -129,7 +129,7 @@ def dilated(trunk: Model, output_stride: int) -> dict[str, dict[str, Any]]:
         rate = max(1, input_stride // output_stride)
         changes[layer.name]["dilation_rate"] = rate
         if layer.padding == "valid":
-            # The layer before it pads, unevenly for a stride of 2 and an even side.
+            # The padding layer before it was made for the old stride (uneven for 2 and an even side).
             (padding,) = parents
             changes[padding.name] = {"padding": rate * (size // 2)}
     return changes

@@ -1,8 +1,8 @@
-"""model.weights: a new run starts from the weights of another run, or of a file.
+"""Implements model.weights: a new run starts from the weights in another run, a file or a preset.
 
 Rank 0 reads them, and the broadcast before the first step sends them to the other ranks.
 
-Variables are matched by the path of their layer and their order in it. The head (the last layer with
+Variables are matched by the path of their layer and their index in it. The head (the last layer with
 weights, or everything after a backbone of keras-hub) may differ from the source's; any other
 difference is refused, unless model.weights_except names it.
 """
@@ -28,21 +28,22 @@ log = logging.getLogger(__name__)
 RUN_FILES = ("best.keras", "best.weights.h5", "model.keras", "model.weights.h5")
 SOURCES = "a .keras file, a .weights.h5 file, a run folder or a preset of keras-hub"
 
-# Weights by key: LAYER/INDEX, where INDEX counts the layer's own variables.
+# Weights by key LAYER/INDEX, where LAYER is a layer's path and INDEX counts its own variables.
 Arrays = dict[str, np.ndarray]
 
 
 def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
-    """Sets the weights of a built model to those of the source (chief only).
+    """Sets the weights of a built model to those of a source (chief only).
 
     Args:
         model: a built model.
-        source: path or address of a file or folder, one of SOURCES.
-        excepted: patterns (see parts) of variables that keep their new values; anything more in the
-            source is then ignored.
+        source: path or address of one of SOURCES.
+        excepted: patterns (see parts) of variables that keep their new values. If there are any,
+            weights that only the source has are ignored.
 
     Raises:
-        ConfigError: the source cannot be read, or differs; names the first difference.
+        ConfigError: the source cannot be read or is of another model; the message names the first
+            difference.
     """
     path, arrays = _read(path_of(source), model)
     excepted_ids = set()
@@ -68,16 +69,16 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
 
     unused = arrays.keys() - own.keys()
     unused_layers = sorted({key.rpartition("/")[0] for key in unused})
-    # If the head is new, the source may have its own, under another name.
+    # If the head is new, the source's own head may have another name.
     is_other_head = bool(new_head) and len(unused_layers) == 1
     if unused and not excepted and not is_other_head:
         key = min(unused)
         raise _difference(source, key, arrays[key], None)
 
-    # Assigned only now that everything is known to fit.
+    # Nothing is assigned until everything is known to fit.
     for key in taken:
         if hasattr(own[key], "rank_part"):
-            # broadcast_model gives each rank its part.
+            # broadcast_model gives each rank its part of the whole table.
             own[key].whole = arrays[key]
         else:
             own[key].assign(arrays[key])
@@ -95,23 +96,23 @@ def begin_with(model: Model, source: str, excepted: Sequence[str] = ()) -> None:
 
 
 def _keyed(model_parts: Sequence[Part]) -> dict[str, Any]:
-    """Returns the parts' variables by key."""
+    """Returns the parts' variables by key, without LoRA's matrices."""
     variables: dict[str, Any] = {}
     for part in model_parts:
-        # In a source the matrices of model.lora_rank are already added to the kernels.
+        # No source has the matrices of model.lora_rank: there they are already added to the kernels.
         plain = [variable for variable in part.variables if not variable.name.startswith("lora_")]
         variables |= {f"{part.path}/{index}": variable for index, variable in enumerate(plain)}
     return variables
 
 
 def _whole_shape(value: Any) -> tuple[int, ...]:
-    """Returns the shape of an array or variable; for a sharded table that of all ranks' rows."""
+    """Returns the shape of an array or variable; for a sharded table, that of the whole table."""
     part = getattr(value, "rank_part", None)
     return (part.num_rows, *value.shape[1:]) if part else tuple(value.shape)
 
 
 def _path(key: str, variable: Any) -> str:
-    """Returns the variable's path for messages, LAYER/NAME."""
+    """Returns a variable's path LAYER/NAME, for messages."""
     return f"{key.rpartition('/')[0]}/{variable.name}".lstrip("/")
 
 
@@ -127,7 +128,10 @@ def _difference(source: str, path: str, array: Any, variable: Any) -> ConfigErro
 
 
 def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
-    """Returns the file or checkpoint that is read, and its weights. Raises ConfigError."""
+    """Reads the weights from a source, and returns the file or checkpoint that they are in and the weights.
+
+    Raises ConfigError.
+    """
     is_preset = (path / CONFIG_FILE).is_file()
     if path.is_dir() and not is_preset:
         return _read_run_folder(path, model)
@@ -153,12 +157,12 @@ def _read(path: Path, model: Model) -> tuple[Path, Arrays]:
 
 
 def _read_run_folder(path: Path, model: Model) -> tuple[Path, Arrays]:
-    """Reads the preferred model of a run folder, or its newest whole checkpoint."""
-    # Keras files are preferred: with train.ema they have the averages, and checkpoints the raw weights.
+    """Reads the preferred model file in a run folder, or else its newest intact checkpoint."""
+    # Model files are preferred: with train.ema they hold the averages, but checkpoints the raw weights.
     for name in RUN_FILES:
         if (path / name).is_file():
             return _read(path / name, model)
-    # Newest first; damaged ones are skipped with a warning.
+    # Newest first. Damaged checkpoints are skipped with a warning.
     for folder in reversed(store.list_checkpoints(path / "checkpoints")):
         try:
             return folder, _of_checkpoint(store.read(folder).arrays, model)
@@ -171,14 +175,14 @@ def _read_run_folder(path: Path, model: Model) -> tuple[Path, Arrays]:
 
 def _read_keras(path: Path, model: Model) -> Arrays:
     loaded = keras.models.load_model(path, compile=False)
-    # A run saves its model with the preprocessing around the trained one.
+    # A run saves its model wrapped in preprocessing; the last layer is the trained model.
     if loaded.name.endswith("_from_raw") and isinstance(loaded.layers[-1], Model):
         loaded = loaded.layers[-1]
     return _of_model(loaded, model)
 
 
 def _read_preset(path: Path, model: Model) -> Arrays:
-    """Reads the weights in a preset, including those of its task if the model is of the same class."""
+    """Reads a preset's backbone weights, and its task's if the model contains a task of the same class."""
     import keras_hub
 
     folder = str(path.resolve())
@@ -189,10 +193,10 @@ def _read_preset(path: Path, model: Model) -> Arrays:
 
 
 def _of_model(source: Model, model: Model) -> Arrays:
-    """Returns the weights of the loaded model `source` by the keys of `model`.
+    """Returns the weights of the loaded model `source`, keyed as in `model`.
 
-    Backbones of keras-hub are matched wherever they are in the two models, and heads if they have
-    the same variables.
+    Backbones of keras-hub are matched wherever they are nested in the two models, and heads if they
+    have the same variables.
     """
     backbone = backbone_of(model)
     source_backbone = backbone_of(source)
@@ -214,8 +218,8 @@ def _of_model(source: Model, model: Model) -> Arrays:
 
 
 def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
-    """Returns the weights in a checkpoint by the model's keys, LoRA's matrices added to the kernels."""
-    # Keys are model/NUMBER/PATH; other keys belong to the optimizer and the ranks.
+    """Returns the weights in a checkpoint, keyed as in the model, with LoRA's matrices added to the kernels."""
+    # A checkpoint's keys for weights are model/NUMBER/PATH; others belong to the optimizer and the ranks.
     weights = {
         key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith("model/")
     }
@@ -230,9 +234,10 @@ def _of_checkpoint(arrays: Arrays, model: Model) -> Arrays:
 
 
 def _read_h5(path: Path) -> Arrays:
-    """Reads a weights file of Keras, where the group `vars` of each layer has the layer's name.
+    """Reads a Keras weights file, in which each layer's group `vars` has the layer's name as an attribute.
 
-    Raises ValueError for two inner layers of the same name, whose order the file does not keep.
+    Raises ValueError if two layers in the same layer have the same name, since the file does not keep
+    their order.
     """
     import h5py
 
@@ -249,7 +254,7 @@ def _read_h5(path: Path) -> Arrays:
                         )
                     arrays[f"{layer}/{index}"] = np.asarray(inner[index])
             elif isinstance(inner, h5py.Group):
-                # Keras generates the names of groups; the layer's own name is an attribute.
+                # The groups' own names are generated by Keras.
                 name = inner["vars"].attrs.get("name", key) if "vars" in inner else ""
                 walk(inner, f"{layer}/{name}".strip("/"))
 

@@ -1,8 +1,8 @@
 """Builds any backbone or task model of keras-hub, untrained, by its name or from a preset on disk.
 
 Adapts these models: maps the data set's inputs to the model's names, and its outputs to the shape
-that the task needs. Also reads presets (folders that save_to_preset of keras-hub wrote), and finds
-keras-hub's backbone or task in a model.
+that the task needs. Also reads presets (folders written by keras-hub's save_to_preset), and finds a
+keras-hub backbone or task inside a model.
 """
 
 import difflib
@@ -21,11 +21,11 @@ from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, in_one_line
 from hvtrain.models.networks import logits, token_mask
 
-# Arguments of keras-hub's constructors that users cannot set.
+# Arguments of keras-hub's constructors that a run sets itself, so users cannot.
 OURS = {"self", "args", "kwargs", "name", "dtype", "compile"}
 OURS |= {"backbone", "preprocessor", "activation"}
 CONFIG_FILE = "config.json"  # In every preset, and in no run folder.
-# Inputs of keras-hub's text models.
+# Names of the inputs of keras-hub's text models, or their endings in encoder-decoders.
 TOKENS = "token_ids"
 MASK = "padding_mask"
 SEGMENTS = "segment_ids"
@@ -47,19 +47,20 @@ def hub_model(
 ) -> Model:
     """Builds keras_hub.models.<name>, with float32 logits of the shape that the run's task needs.
 
-    The model of keras-hub, which has its own fit, is inside a plain keras.Model. A bare backbone gets a dense
-    layer, on pooled features unless the task needs outputs at each position.
+    The keras-hub model, which has a fit of its own, is wrapped in a plain keras.Model. A bare backbone
+    gets a dense layer, on pooled features unless the task needs outputs at each position.
 
     Args:
         input_spec: tf.TensorSpec of one example, or a mapping of them by name.
         name: a class of keras_hub.models, such as BertTextClassifier.
         num_outputs: size of the output, such as the number of classes.
-        output_shape: shape of an example's output; None, as for task=custom: outputs are not changed.
+        output_shape: shape of an example's output; None, as for task=custom: outputs are left as they are.
         image_shape: (height, width, channels), for image models.
         vocabulary_size: vocabulary size of the data set's tokenizer, for text models.
-        preset: a folder that save_to_preset of keras-hub wrote. It gives the architecture;
-            model.weights, the same folder unless it is set, gives the weights.
-        padding_token: fills up short texts, and is not attended to; None: all tokens are attended to.
+        preset: a folder written by keras-hub's save_to_preset. It gives the architecture;
+            model.weights, by default the same folder, gives the weights.
+        padding_token: the token that fills up short texts and is not attended to; None: all tokens are
+            attended to.
         length: the largest number of tokens, for texts of unequal lengths.
         backbone: options of the backbone's constructor, which take precedence over the data set's
             and the preset's.
@@ -79,7 +80,7 @@ def hub_model(
 
     specs = tf.nest.flatten(input_spec)
     lengths = [spec.shape[0] for spec in specs if spec.dtype.is_integer and spec.shape.rank == 1]
-    # Facts of the data set; each constructor gets those that it has an argument for.
+    # Facts about the data set. Each constructor gets those for which it has an argument.
     facts = {
         "vocabulary_size": vocabulary_size,
         "max_sequence_length": max(filter(None, lengths), default=length),
@@ -105,7 +106,7 @@ def hub_model(
         inputs, named_inputs = fit_inputs(network, input_spec, padding_token)
         outputs = fit_outputs(network(named_inputs), named_inputs, output_shape, dropout, is_task)
     except ConfigError:
-        raise  # A ValueError as well, but it already says what to do.
+        raise  # It is a ValueError too, but already says what to do.
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"keras_hub.models.{name} cannot be built: {in_one_line(error)}; change "
@@ -137,7 +138,7 @@ def _classes() -> dict[str, Any]:
 def _find_class(name: str) -> Any:
     classes = _classes()
     if name not in classes:
-        # If no name is near, two examples show what such names look like.
+        # If no name is similar, two examples show what such names look like.
         names = difflib.get_close_matches(name, classes, n=4) or ["BertBackbone", "GPT2CausalLM"]
         nearest = f"the nearest: {', '.join(names)}"
         raise ConfigError(f"keras_hub.models has no backbone or task {name!r}; {nearest}")
@@ -170,7 +171,7 @@ def _new_backbone(
     options: dict[str, Any],
     facts: Mapping[str, Any],
 ) -> Model:
-    """Builds the class's backbone, with these options and those facts that it takes."""
+    """Builds the backbone of a class, with these options and the facts for which it has arguments."""
     kind = getattr(chosen, "backbone_cls", chosen)
     if kind is None or kind.__name__ == "Backbone":
         subclasses = {kind for kind in _classes().values() if issubclass(kind, chosen)}
@@ -183,9 +184,9 @@ def _new_backbone(
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model.backbone", options, parameters)
     known = {key: value for key, value in facts.items() if value is not None}
-    # The user's options win over the facts of the data set.
+    # The user's options take precedence over the data set's facts.
     options = {key: value for key, value in known.items() if key in parameters} | options
-    # Fixed names, here and for tasks, so that variables have the same paths in each build.
+    # Names are fixed, here and for tasks, so that variables have the same paths in every build.
     return kind(name="backbone", dtype=keras.config.dtype_policy(), **options)
 
 
@@ -196,7 +197,7 @@ def _new_task(
     options: dict[str, Any],
     num_outputs: int | None,
 ) -> Model:
-    """Builds the task model, with the preset's options, those of the run, and the user's."""
+    """Builds the task model. Options are the preset's, then the run's, then the user's, which win."""
     parameters = _user_parameters(kind)
     _check_options(kind.__name__, "model", options, parameters)
     run_options: dict[str, Any] = {}
@@ -208,7 +209,7 @@ def _new_task(
     saved = task_config(folder, kind) if folder else {}
     task = kind.from_config(saved | run_options | options | fixed)
 
-    # Otherwise loading the model compiles the task, and Keras warns of an optimizer without variables.
+    # Otherwise loading a saved model would compile the task, and Keras warn of an optimizer without variables.
     get_config = task.get_config
     task.get_config = lambda: {**get_config(), "compile": False}
     return task
@@ -220,7 +221,7 @@ def _user_parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
-    # Of __init__: if a class inherits it, Python 3.10's signature() is that of Keras's __new__.
+    # Not of the class: if it inherits __init__, Python 3.10's signature() returns that of Keras's __new__.
     return dict(inspect.signature(kind.__init__).parameters)
 
 
@@ -238,8 +239,8 @@ def _check_options(
 
 
 def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
-    """Raises ConfigError for tokens or texts beyond what the backbone has weights for."""
-    # On a GPU such lookups return zeros, without an error.
+    """Raises ConfigError if the data set has tokens or positions beyond the backbone's embeddings."""
+    # Checked here because on a GPU such lookups return zeros, without an error.
     for fact, unit in (("vocabulary_size", "tokens"), ("max_sequence_length", "positions")):
         size = getattr(backbone, fact, None)
         needed = facts[fact]
@@ -251,13 +252,13 @@ def _check_size(backbone: Any, facts: Mapping[str, Any]) -> None:
 
 
 def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[Any, Any]:
-    """Makes symbolic inputs of these tf.TensorSpecs, and maps them to the network's; returns both.
+    """Makes symbolic inputs from the data set's tf.TensorSpecs, and maps them to the network's inputs.
 
     A single array is the tokens or the image. Other inputs of a text model are derived from the
-    tokens if the data set lacks them: see _derived.
+    tokens if the data set lacks them; see _derived.
 
-    Raises:
-        ConfigError: the inputs have other names, or other numbers of axes.
+    Returns the symbolic inputs in the structure of `spec`, and the network's inputs made from them.
+    Raises ConfigError if the network's inputs have other names, or other numbers of axes.
     """
     inputs = symbolic(spec)
     has_names = isinstance(network.input, Mapping)
@@ -275,7 +276,7 @@ def fit_inputs(network: Model, spec: Any, padding_token: int | None) -> tuple[An
             if derived is not None:
                 named[name] = derived
 
-    # A data set may leave lengths open, so only the number of axes is compared.
+    # A data set may leave lengths unknown, so only the numbers of axes are compared.
     axes = {name: len(tensor.shape) for name, tensor in named.items()}
     if axes != {name: len(tensor.shape) for name, tensor in expected.items()}:
         raise ConfigError(
@@ -290,10 +291,10 @@ def _shapes(tensors: Mapping[str, Any]) -> str:
 
 
 def _derived(name: str, inputs: Mapping[str, Any], padding_token: int | None) -> Any:
-    """Returns the input `name`, derived from the matching tokens; None if it cannot be derived.
+    """Derives the input `name` from the matching tokens; returns None if it cannot be derived.
 
-    The mask selects tokens that are not padding; all tokens belong to one segment; and all positions
-    are predicted. padding_mask follows from token_ids, decoder_padding_mask from decoder_token_ids.
+    The mask selects tokens that are not padding, all tokens belong to one segment, and all positions
+    are predicted. padding_mask is derived from token_ids, decoder_padding_mask from decoder_token_ids.
     """
     kind = next((kind for kind in (MASK, SEGMENTS, POSITIONS) if name.endswith(kind)), "")
     tokens = inputs.get(name.removesuffix(kind) + TOKENS)
@@ -319,10 +320,10 @@ def fit_outputs(
 
     Args:
         outputs: the network's outputs.
-        inputs: the network's inputs, with the mask of a text.
+        inputs: the network's inputs, for a text including its padding mask.
         shape: shape of an example's logits; None: returns the outputs unchanged.
         dropout: fraction dropped before the dense layer.
-        has_head: the outputs are logits already.
+        has_head: True if the outputs are logits already.
     """
     if shape is None:
         return outputs
@@ -333,7 +334,7 @@ def fit_outputs(
             outputs = layers.Dropout(dropout, name="dropout")(outputs)
         outputs = logits(outputs, shape[-1])
 
-    # A segmentation model may give logits at a fraction of the image's size.
+    # A segmentation model may output logits at a fraction of the image's size.
     is_image = len(shape) == 3 and len(outputs.shape) == 4
     if is_image and tuple(outputs.shape[1:3]) != tuple(shape[:2]):
         outputs = layers.Resizing(*shape[:2], dtype="float32", name="resize")(outputs)
@@ -366,12 +367,12 @@ def _preset_folder(preset: str) -> str:
             f"model.preset={preset} {problem}; give a folder that save_to_preset of keras-hub "
             "wrote: nothing is downloaded"
         )
-    # Absolute: keras-hub would download presets that it knows by name, such as bert_base_en.
+    # Absolute, since keras-hub would download a preset that it knows by name, such as bert_base_en.
     return str(path.resolve())
 
 
 def task_config(folder: str, kind: type) -> dict[str, Any]:
-    """Returns a preset's options for a task model of this class; empty if it has none."""
+    """Returns the constructor options of a preset's task model; empty if it has none of this class."""
     path = Path(folder) / "task.json"
     saved = json.loads(path.read_text()) if path.is_file() else {}
     if saved.get("class_name") != kind.__name__:

@@ -1,11 +1,11 @@
-"""The memory and operations that a model needs, and train.remat, which recomputes activations to save memory.
+"""Computes the memory and operations that a model needs, and implements train.remat, which saves memory.
 
-Recomputation is after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
+Recomputing activations follows Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
 (arXiv:1604.06174).
 
-Not keras.RematScope: on TensorFlow it fails in a graph if a layer takes `training`, and a layer
-with state, such as dropout or batch normalization, would change it twice. RematScope also keeps the
-tensors that pass from each layer to the next.
+keras.RematScope is not used: on TensorFlow it fails in a graph if a layer takes `training`, and a
+layer with state, such as dropout or batch normalization, would change its state twice. It also keeps
+the tensors that pass from each layer to the next.
 """
 
 import math
@@ -27,10 +27,12 @@ _VIEWS = (layers.Flatten, layers.Reshape, layers.Identity)
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank.
+    """Bytes on one rank, by purpose.
 
     Attributes:
-        gradient_bytes: Those that are reduced, so without the gradients of sharded tables.
+        weight_bytes: All weights, including those that are not trained.
+        gradient_bytes: Gradients that are reduced, so not those of sharded tables.
+        slot_bytes: The optimizer's variables.
         activation_bytes: An estimate for one batch; None if a layer's output shape is unknown.
         elsewhere_bytes: Rows of sharded tables, and of their slots, that other ranks hold.
     """
@@ -47,14 +49,14 @@ class Footprint:
 
 
 def footprint(model: Model, batch_size: int, num_ranks: int = 1) -> Footprint:
-    """Returns the sizes of a compiled model whose optimizer is built.
+    """Returns the memory footprint of a compiled model whose optimizer is built.
 
-    Activations are the outputs of all layers, kept for the backward pass. They are an estimate,
-    since TensorFlow keeps less of some and more of others (work space of convolutions, gaps of the
-    allocator); the rest is exact.
+    Activations are counted as the outputs of all layers, kept for the backward pass. This is an
+    estimate, since TensorFlow keeps fewer of some and needs more for others (workspace of
+    convolutions, gaps in the allocator). The other sizes are exact.
 
     Args:
-        model: Built on one rank.
+        model: A compiled model that was built on one rank, so that its tables are whole.
         batch_size: Examples of the rank's batch.
         num_ranks: Ranks over which the rows of sharded tables will be spread.
     """
@@ -63,7 +65,7 @@ def footprint(model: Model, batch_size: int, num_ranks: int = 1) -> Footprint:
     gradient_bytes = num_bytes(model.trainable_variables)
     for layer in sharded_layers(model):
         table, *slots = layer.row_variables(model.optimizer)
-        # The first rank has the most rows.
+        # Rank 0, which has the most rows, stands for all.
         share = 1 - math.ceil(layer.input_dim / num_ranks) / layer.input_dim
         weights_elsewhere += round(share * num_bytes([table]))
         slots_elsewhere += round(share * num_bytes(slots))
@@ -80,19 +82,19 @@ def footprint(model: Model, batch_size: int, num_ranks: int = 1) -> Footprint:
 
 def sharded_layers(model: Model) -> list[Any]:
     """Returns the layers whose tables are sharded, or will be on several ranks."""
-    # Not by their class, which would import Horovod.
+    # Recognized by an attribute, because importing their class would import Horovod.
     return [layer for layer in model._flatten_layers() if hasattr(layer, "row_variables")]
 
 
 def num_bytes(variables: Iterable[Any]) -> int:
-    """Returns the bytes of the variables' values."""
+    """Returns the total size of the variables in bytes."""
     return sum(
         math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables
     )
 
 
 def innermost_layers(model: Any) -> Iterator[Any]:
-    """Yields the innermost layers, including those of nested models."""
+    """Yields a model's layers, with nested models replaced by their own layers."""
     for layer in model.layers:
         yield from innermost_layers(layer) if isinstance(layer, Model) else [layer]
 
@@ -100,7 +102,7 @@ def innermost_layers(model: Any) -> Iterator[Any]:
 def example_shape(layer: Any) -> tuple[int, ...] | None:
     """Returns the shape of a layer's output for one example; None if it is not known."""
     with suppress(AttributeError, ValueError):
-        # Errors of layers that were never called, or several times, or that have several outputs.
+        # Raised for layers that were called never or several times, or that have several outputs.
         shape = tuple(layer.output.shape[1:])
         return None if None in shape else shape
     return None
@@ -109,7 +111,7 @@ def example_shape(layer: Any) -> tuple[int, ...] | None:
 def _activation_bytes(model: Any, batch_size: int) -> int | None:
     total = 0
     for layer in innermost_layers(model):
-        # A layer of unknown shape makes the whole estimate worthless.
+        # One layer of unknown shape makes the whole estimate worthless.
         shape = example_shape(layer)
         if shape is None:
             return None
@@ -123,11 +125,12 @@ def _activation_bytes(model: Any, batch_size: int) -> int | None:
 def flops_per_example(model: Model) -> float | None:
     """Estimates the floating-point operations of a training step for one example.
 
-    Each weight of a kernel is multiplied and added once at each position of its layer's output, and attention
-    multiplies all pairs of positions; the backward pass computes twice as much. Recomputation does not count.
+    Each weight of a kernel is multiplied and added once at each position of its layer's output, and
+    attention multiplies all pairs of positions. The backward pass computes twice as much as the
+    forward pass. Recomputation is not counted.
 
     Returns:
-        The number; None if a layer's output shape is unknown, or the model is not made of Keras's graphs of layers.
+        The number; None if a layer's output shape is unknown, or the model has no graph of Keras layers.
 
     >>> model = keras.Sequential([keras.Input((10, 3)), keras.layers.Dense(5)])
     >>> flops_per_example(model)  # 6 x 10 positions x 3 x 5
@@ -135,7 +138,7 @@ def flops_per_example(model: Model) -> float | None:
     """
     total = 0
     for layer in innermost_layers(model):
-        # A bias of attention has two axes as well.
+        # Attention's biases have two axes, so the number of axes alone does not exclude them.
         kernels = sum(
             math.prod(weight.shape)
             for weight in layer.weights
@@ -159,10 +162,12 @@ def flops_per_example(model: Model) -> float | None:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive calls of layers.
+    """Consecutive calls of layers, with the symbolic tensors that pass in and out.
 
-    nodes: nodes of Keras, each a call of a layer. takes: tensors of earlier segments that these calls
-    use. gives: tensors that later segments use.
+    Attributes:
+        nodes: Keras nodes, each a call of a layer.
+        takes: Tensors from earlier segments that these calls use.
+        gives: Tensors from these calls that later segments use.
     """
 
     nodes: Sequence[Any]
@@ -171,17 +176,17 @@ class Segment:
 
 
 def recompute(model: Model) -> None:
-    """Makes a built model keep only the tensors that pass from one segment of its layers to the next.
+    """Makes a built model keep only the tensors that pass between segments of its layers, and recompute the rest.
 
-    The backward pass recomputes the rest, with the same random numbers and without changing state
+    The backward pass recomputes each segment with the same random numbers and without changing state
     again, so the values are the same. With n layers of similar size there are about sqrt(n) segments,
-    and activations of 2 sqrt(n) layers in memory. Of nested models the one with the most layers is
-    divided.
+    and the activations of about 2 sqrt(n) layers in memory. If models are nested, the one with the
+    most layers is divided.
 
     Raises:
-        ConfigError: the model is neither Functional nor Sequential, so Keras does not know its layers.
+        ConfigError: the model is neither Functional nor Sequential, so Keras has no graph of its layers.
     """
-    # A Sequential model keeps its layers as a Functional one.
+    # A Sequential model wraps a Functional one.
     graphs = [getattr(layer, "_functional", None) or layer for layer in model._flatten_layers()]
     graphs = [graph for graph in graphs if hasattr(graph, "_nodes_by_depth")]
     if not graphs:
@@ -202,13 +207,14 @@ def recompute(model: Model) -> None:
         call_fn: Any = None,
     ) -> Any:
         tensors = keras.tree.flatten(inputs)
-        # Keras also runs the graph on symbolic inputs, as when a model is cloned, where nothing is computed.
+        # Keras also runs the graph on symbolic inputs, for example to clone a model; nothing is computed then.
         if call_fn is not None or not all(tf.is_tensor(tensor) for tensor in tensors):
             return run_plainly(inputs, operation_fn, call_fn)
 
         known = dict(zip(map(id, graph.inputs), tensors))
         for segment in segments:
-            # The last segment would be recomputed at once, and inputs that are integers have no gradient.
+            # Recomputing the last segment would save nothing, since its backward pass comes first. Integer
+            # inputs have no gradient.
             if segment is segments[-1] or not any(map(_is_floating, segment.takes)):
                 _run(segment, known, operation_fn)
             else:
@@ -222,11 +228,11 @@ def recompute(model: Model) -> None:
 
 
 def divide(graph: Any) -> list[Segment]:
-    """Divides the n calls of a Functional model into about sqrt(n) segments of similar size.
+    """Divides the n layer calls of a Functional model into about sqrt(n) segments of similar size.
 
     Segments end where few values are in use, such as between the blocks of a residual network.
     """
-    # In the order of Keras's own loop, from the inputs to the outputs.
+    # In the order in which Keras's own loop runs them, from the inputs to the outputs.
     nodes = [
         node
         for depth in sorted(graph._nodes_by_depth, reverse=True)
@@ -239,18 +245,18 @@ def divide(graph: Any) -> list[Segment]:
         last_use.update(dict.fromkeys(map(id, node.input_tensors), index))
     last_use.update(dict.fromkeys(map(id, graph.outputs), len(nodes)))
 
-    # After each call: the elements that later calls still use, and the elements of all outputs so far.
+    # After each call: the number of elements that later calls still use, and that of all outputs so far.
     in_use = [0]
     totals = [0]
     live = {id(tensor): tensor for tensor in graph.inputs}
     for index, node in enumerate(nodes):
         live.update({id(tensor): tensor for tensor in node.outputs})
-        # What no later call takes is free again.
+        # Drops tensors that no later call uses.
         live = {key: tensor for key, tensor in live.items() if last_use.get(key, -1) > index}
         in_use.append(sum(map(_elements, live.values())))
         totals.append(totals[-1] + sum(map(_elements, node.outputs)))
 
-    # Each cut is near its share of the total, within half a segment, where the least is in use.
+    # Each cut is where the fewest elements are in use, within half a segment of an even division.
     number = math.isqrt(len(nodes))
     cuts = {0, len(nodes)}
     for part in range(1, number):
@@ -279,7 +285,7 @@ def _is_floating(tensor: Any) -> bool:
 
 
 def _run(segment: Segment, known: dict[int, Any], operation_fn: Callable[[Any], Any]) -> None:
-    """Runs the segment's calls as Keras's own loop does, and adds their outputs to `known`."""
+    """Runs the segment's calls as Keras's own loop does, and adds their outputs to `known`, keyed by symbol id."""
     for node in segment.nodes:
         args, kwargs = node.arguments.fill_in(known)
         outputs = keras.tree.flatten(operation_fn(node.operation)(*args, **kwargs))
@@ -292,15 +298,18 @@ def _run_twice(
     operation_fn: Callable[[Any], Any],
     states: list[Any],
 ) -> None:
-    """Runs the segment like _run; its gradient runs it again, from the states of the first time.
+    """Runs the segment like _run; its gradient runs it again, starting from the same states.
 
     Args:
-        states: variables that are not weights, such as the seeds of dropout, which the second run
-            must read as the first did.
+        segment: the segment.
+        known: as in _run.
+        operation_fn: as in _run.
+        states: variables that are not weights, such as the seeds of dropout. The second run must read
+            the values that the first one read.
     """
     before = [(state, tf.identity(state.value)) for state in states]
 
-    # Other tensors, such as masks and indices, have no gradient, and are kept.
+    # Other tensors, such as masks and indices, have no gradient; they are kept, not recomputed.
     takes = list(filter(_is_floating, segment.takes))
     gives = list(filter(_is_floating, segment.gives))
     is_again = False
@@ -309,9 +318,9 @@ def _run_twice(
         nonlocal is_again
         local = known | dict(zip(map(id, takes), tensors))
 
-        # TensorFlow calls this function once now, and again when it takes the gradient.
+        # TensorFlow calls this function once for the forward pass, and again to compute the gradient.
         if is_again:
-            # The scope catches what the layers assign, so moving statistics move only once.
+            # The scope intercepts the layers' assignments, so moving statistics are updated only once.
             with keras.StatelessScope(state_mapping=before):
                 _run(segment, local, operation_fn)
         else:
@@ -327,7 +336,7 @@ def _run_twice(
 
 
 def _refuse_losses(segment: Segment) -> None:
-    """Raises ConfigError for losses on activations, whose gradients would be lost."""
+    """Raises ConfigError if a layer adds a loss on its activations, since its gradient would be lost."""
     for node in segment.nodes:
         operation = node.operation
         if not isinstance(operation, layers.Layer):

@@ -1,7 +1,7 @@
-"""Networks for images: small ones for small images, and any network of keras.applications, with a head for the task.
+"""Image networks: small ones for small images, and any network of keras.applications with a head for the task.
 
-The small ones are mlp and cnn for first runs, resnet20, and a separable CNN. Also helpers that other
-builders share.
+The small ones are mlp and cnn for first runs, resnet20, and a separable CNN. Helpers that other
+builders share are here too.
 """
 
 import inspect
@@ -20,10 +20,10 @@ from hvtrain.errors import ConfigError
 STAGES = (16, 32, 64)
 # Filters of separable_cnn's convolutions; each block ends with pooling.
 BLOCKS = ((128,), (256, 256), (512, 512))
-# Pixels on a side, in every convolution of separable_cnn.
+# Side of the kernels in every convolution of separable_cnn, in pixels.
 KERNEL = 3
-# Red, green and blue of ImageNet's training images, scaled to 0 ... 1, as in fb.resnet.torch, whose
-# preprocessing Goyal et al. follow.
+# Means and variances of red, green and blue in ImageNet's training images, scaled to 0 ... 1. As in
+# fb.resnet.torch, whose preprocessing Goyal et al. follow.
 COLOR_MEANS = (0.485, 0.456, 0.406)
 COLOR_VARIANCES = (0.229**2, 0.224**2, 0.225**2)
 
@@ -50,9 +50,9 @@ def image_input(image_shape: Sequence[int], network: str, min_side: int) -> Any:
 
 
 def token_mask(tokens: Any, padding: int) -> Any:
-    """Returns True for each token [batch, length] that is not padding.
+    """Returns a boolean mask of shape [batch, length] that is True where a token is not padding.
 
-    An example of padding alone keeps all its tokens: a mean over no token would be NaN.
+    A row that holds nothing but padding keeps all its tokens: a mean over no token would be NaN.
     """
     is_text = ops.not_equal(tokens, padding)
     is_empty = ops.logical_not(ops.any(is_text, axis=1, keepdims=True))
@@ -60,8 +60,8 @@ def token_mask(tokens: Any, padding: int) -> Any:
 
 
 def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform") -> Any:
-    """Returns logits: the output of a dense layer without activation."""
-    # In float32 whatever the policy, because losses in bfloat16 lose digits.
+    """Adds the dense layer `logits`, without activation; returns float32 logits of shape [..., num_outputs]."""
+    # In float32 whatever the dtype policy, because losses in bfloat16 lose digits.
     return layers.Dense(
         num_outputs,
         kernel_initializer=initializer,
@@ -71,7 +71,7 @@ def logits(features: Any, num_outputs: int, initializer: Any = "glorot_uniform")
 
 
 def check_counts(network: str, **counts: int) -> None:
-    """Raises ConfigError for a count below 1, naming its option."""
+    """Raises a ConfigError that names the option if a count is below 1."""
     # A loop over a count below 1 would silently do nothing.
     for option, count in counts.items():
         if count < 1:
@@ -87,7 +87,7 @@ def mlp(
     activation: str = "relu",
     dropout: float = 0.0,
 ) -> Model:
-    """Builds dense layers, each followed by dropout if that is not 0, for images or rows of numbers.
+    """Builds a multilayer perceptron, with optional dropout, for images or rows of numbers.
 
     Args:
         input_shape: shape of an example, with any number of axes.
@@ -123,7 +123,7 @@ def cnn(
         raise ConfigError(
             f"cnn was given dropout={list(dropout)}; it needs two fractions, such as [0.25, 0.5]"
         )
-    # The convolutions remove 4 pixels per side, and pooling halves the rest: 6 pixels leave 1.
+    # Each side loses 4 pixels to the two convolutions, and pooling halves the rest: 6 pixels leave 1.
     image = image_input(image_shape, "cnn", min_side=6)
     x = layers.Conv2D(32, 3, activation="relu", name="conv1")(image)
     x = layers.Conv2D(64, 3, activation="relu", name="conv2")(x)
@@ -140,12 +140,12 @@ def resnet20(
     num_outputs: int,
     blocks_per_stage: int = 3,
 ) -> Model:
-    """Builds three stages of residual blocks, as in He et al. 2015 for CIFAR-10.
+    """Builds the residual network of He et al. 2015 for CIFAR-10, in three stages.
 
     See arXiv:1512.03385, section 4.2. 272,474 trainable parameters on 32x32x3 with 10 classes
-    (Keras counts 1,568 more, the moving means and variances). If a stage changes the shape, the
-    shortcut is a 1x1 convolution: the paper's option B, as in most code. The paper's own CIFAR runs
-    used option A, zero padding, with 2,752 fewer parameters.
+    (Keras counts 1,568 more, the moving means and variances). Where a stage changes the shape, the
+    shortcut is a 1x1 convolution: the paper's option B, as in most implementations. The paper's own
+    CIFAR runs used option A, zero padding, with 2,752 fewer parameters.
 
     Args:
         image_shape: (height, width, channels).
@@ -172,7 +172,7 @@ def resnet20(
 
 def _residual_block(x: Any, filters: int, strides: int, name: str) -> Any:
     shortcut = x
-    # The blocks that halve the image also double the filters; others leave the shape as it is.
+    # Blocks that halve the image also double the filters; all others keep the shape.
     if strides > 1:
         shortcut = _convolve(x, filters, strides, name=f"{name}_shortcut", size=1)
 
@@ -184,10 +184,10 @@ def _residual_block(x: Any, filters: int, strides: int, name: str) -> Any:
 
 
 def _convolve(x: Any, filters: int, strides: int, name: str, size: int = 3) -> Any:
-    """Convolution and batch normalization, whose offset makes a bias superfluous."""
+    """Adds a convolution and batch normalization, whose offset makes a bias superfluous."""
     options = {"padding": "same", "use_bias": False, "kernel_initializer": "he_normal"}
     x = layers.Conv2D(filters, size, strides=strides, name=name, **options)(x)
-    # Keras's default momentum, 0.99, is slow for runs of a few hundred steps; 0.9 is usual.
+    # Keras's default momentum, 0.99, is too slow for runs of a few hundred steps; 0.9 is common.
     return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=f"{name}_norm")(x)
 
 
@@ -198,10 +198,10 @@ def separable_cnn(
     initializer: str = "lecun_normal",
     depthwise_initializer: str = "unit_gain",
 ) -> Model:
-    """Builds Chollet's separable convolutions between one plain convolution and one dense layer.
+    """Builds separable convolutions between one plain convolution and one dense layer, for images of 8x8 or more.
 
-    Chollet 2017, arXiv:1610.02357; docs/separable.md trains it. 2,887,306 parameters on 28x28x1
-    with 10 classes; images of 8x8 or more.
+    Separable convolutions as in Chollet 2017, arXiv:1610.02357; docs/separable.md trains this
+    network. 2,887,306 parameters on 28x28x1 with 10 classes.
 
     Args:
         image_shape: (height, width, channels).
@@ -209,9 +209,9 @@ def separable_cnn(
         activation: Keras name of the activation of all hidden layers.
         initializer: Keras name of the initializer of the plain, pointwise and dense kernels.
         depthwise_initializer: "unit_gain", or a Keras name. Each output of a depthwise kernel sees
-            KERNEL**2 = 9 inputs, but Keras reads its shape (3, 3, C, 1) as a fan-in of 9*C: under
-            lecun, he and glorot the variance of the signal falls by a factor near C in each such
-            layer (keras issue 11773), and after five of them nothing is left to train on.
+            KERNEL**2 = 9 inputs, but Keras takes its shape (3, 3, C, 1) for a fan-in of 9*C. With
+            lecun, he and glorot the variance of the signal therefore falls by a factor near C in each
+            such layer (keras issue 11773), and after five of them nothing is left to train on.
             "unit_gain" draws from a normal distribution with variance 1/9, so that a sum of 9
             inputs keeps their variance.
     """
@@ -239,7 +239,7 @@ def separable_cnn(
 
 
 def _depthwise(name: str) -> keras.initializers.Initializer:
-    # A new one for each layer, since an object draws the same numbers every time it is called.
+    # A new object for each layer, since one draws the same numbers every time it is called.
     if name == "unit_gain":
         return keras.initializers.RandomNormal(stddev=1 / KERNEL)
     return keras.initializers.get(name)
@@ -254,10 +254,10 @@ def application(
 ) -> Model:
     """Builds keras.applications.<name> with random weights, pooling, dropout and a dense layer of logits.
 
-    Two things differ from Keras's own, so the network is built once and then cloned layer by layer:
-    - rescaling and normalization layers, with which some networks (EfficientNet, ConvNeXt ...)
+    Two things differ from Keras's own network, so it is built once and then cloned layer by layer:
+    - rescaling and normalization layers, with which some networks (EfficientNet, ConvNeXt, ...)
       begin, are removed, because the images are normalized already;
-    - layers that Keras named itself get the names that a new process would give them (see _fresh_names).
+    - layers with generated names get the names that they would have in a new process (see _fresh_names).
 
     Args:
         image_shape: (height, width, channels).
@@ -267,9 +267,9 @@ def application(
         options: passed on to the network, such as alpha=0.5 for MobileNet.
 
     Raises:
-        ConfigError: no such network.
-        ValueError: an image smaller than the network takes (usually 32x32), by Keras.
-        TypeError: an option that the network does not have.
+        ConfigError: there is no such network.
+        ValueError: the images are smaller than the network takes, usually 32x32 (raised by Keras).
+        TypeError: the network has no such option.
     """
     image = keras.Input(image_shape, name="image")
     trunk = body(image_shape, name, pooling="avg", **options)
@@ -280,10 +280,10 @@ def application(
 
 
 def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> Model:
-    """Builds ResNet-50 for RGB images with values 0 ... 1, as Goyal et al. 2017 train it on ImageNet.
+    """Builds ResNet-50 for RGB images with values in 0 ... 1, as Goyal et al. 2017 train it on ImageNet.
 
     See arXiv:1706.02677, section 5.1. 25,557,032 trainable parameters on 1000 classes. It differs
-    from keras.applications.ResNet50, which is that of He et al. 2015, in these points:
+    from keras.applications.ResNet50, which follows He et al. 2015, in these points:
     - a stage halves the image in its first 3x3 convolution, not in the 1x1 before it;
     - convolutions have no biases, since batch normalization follows them;
     - the last batch normalization of a block begins with a gamma of 0, so that the block begins as
@@ -303,7 +303,7 @@ def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> Model:
     changes: dict[str, dict[str, Any]] = {colors.name: {}}
     for layer in trunk.layers:
         if isinstance(layer, layers.Conv2D):
-            # By name: an initializer object would give the same numbers to kernels of one shape.
+            # By name, since one initializer object would give all kernels of a shape the same numbers.
             changes[layer.name] = {"use_bias": False, "kernel_initializer": "he_normal"}
         if isinstance(layer, layers.BatchNormalization):
             gamma = "zeros" if layer.name.endswith("_3_bn") else "ones"
@@ -312,15 +312,15 @@ def resnet50_v1_5(image_shape: Sequence[int], num_outputs: int) -> Model:
         changes[f"{stage}_block1_1_conv"]["strides"] = 1
         changes[f"{stage}_block1_2_conv"]["strides"] = 2
 
-    # A list, as Keras gives the inputs of a network that was built on a tensor.
+    # A list, because that is how Keras keeps the inputs of a network built on an input_tensor.
     x = clone(trunk, [image], changes).output
     x = logits(x, num_outputs, keras.initializers.RandomNormal(stddev=0.01))
     return Model(image, x, name="resnet50_v1_5")
 
 
 def body(image_shape: Sequence[int], name: str, **options: Any) -> Model:
-    """Builds Keras's own network without its head, with random weights; raises as `application`."""
-    # Functions only: keras.applications also has their modules.
+    """Builds a network of keras.applications without its head, with random weights. Raises like `application`."""
+    # keras.applications holds these functions and their modules.
     networks = dict(inspect.getmembers(keras.applications, inspect.isfunction))
     if name not in networks:
         raise ConfigError(
@@ -364,10 +364,11 @@ def clone(
 
 
 def _fresh_names(model: Model) -> dict[str, str]:
-    """Maps names that Keras made from a class and a number to names that count within the model.
+    """Maps generated layer names, a class and a number, to ones whose numbers count within the model.
 
-    In a second InceptionV3 of a process the first layer is conv2d_94 instead of conv2d, so it could
-    not load a checkpoint of the first. Counted within the model, both have the same names.
+    Keras counts within the process: in a second InceptionV3 the first layer is conv2d_94 instead of
+    conv2d, so it could not load a checkpoint of the first. Counted within the model, both have the
+    same names.
     """
     numbered = defaultdict(list)
     for layer in model.layers:

@@ -1,4 +1,4 @@
-"""Parts of a model by name, and the settings that change them, such as model.freeze.
+"""Finds parts of a model by name, and applies the settings that change them, such as model.freeze.
 
 A part is named by an fnmatch pattern, in which * matches anything, including slashes. It is matched
 against a layer's name, its path (the names of its enclosing layers, then its own) and the path of a
@@ -28,7 +28,10 @@ LORA_LAYERS = (layers.Dense, layers.EinsumDense, layers.Embedding)
 class Part:
     """A layer that has variables of its own.
 
-    path: its path in the model, without the model's name. variables: its own, without those of inner layers.
+    Attributes:
+        layer: the layer.
+        path: its path in the model, without the model's name.
+        variables: its own variables, without those of inner layers.
     """
 
     layer: layers.Layer
@@ -47,8 +50,8 @@ class Part:
 def parts(model: Model) -> list[Part]:
     """Returns each layer that has variables of its own, in the order of model.weights.
 
-    Unlike Keras's paths of variables, these paths do not depend on how the layers were built: a
-    nested Sequential is in a variable's path if its first call built it, but not if it was loaded.
+    Unlike Keras's own paths of variables, these do not depend on how the layers were built. A nested
+    Sequential, for example, is in Keras's path if its first call built it, but not if it was loaded.
     """
     # By identity: layers may be shared, and == on Keras variables compares their values.
     seen: set[int] = set()
@@ -59,7 +62,7 @@ def parts(model: Model) -> list[Part]:
             return
         seen.add(id(layer))
         num_uses[path] += 1
-        if num_uses[path] > 1:  # Layers inside a layer may have equal names.
+        if num_uses[path] > 1:  # Layers inside a layer may share a name.
             path = f"{path}_{num_uses[path] - 1}"
         variables = layer._trainable_variables + layer._non_trainable_variables
         if variables:
@@ -71,9 +74,9 @@ def parts(model: Model) -> list[Part]:
 
 
 def head_of(model: Model) -> list[Part]:
-    """Returns the head, which may be replaced for another task.
+    """Returns the parts of the head, which may be replaced for another task.
 
-    It is the last layer with weights, or everything after a backbone of keras-hub.
+    It is everything after a keras-hub backbone, or else the last layer with weights.
     """
     backbone = backbone_of(model)
     if backbone is None:
@@ -83,10 +86,10 @@ def head_of(model: Model) -> list[Part]:
 
 
 def find_variables(model: Model, pattern: str, setting: str) -> list[Any]:
-    """Returns the variables that the pattern names.
+    """Returns the variables that match a pattern.
 
     Raises:
-        ConfigError: none of them trains; names the setting.
+        ConfigError: none of them is trainable. The message names the setting.
     """
     known_names: dict[str, None] = {}
     matches = []
@@ -99,7 +102,7 @@ def find_variables(model: Model, pattern: str, setting: str) -> list[Any]:
 
     if set(map(id, matches)).isdisjoint(map(id, model.trainable_variables)):
         nearest = difflib.get_close_matches(pattern.strip("*/"), known_names, n=4, cutoff=0.5)
-        # If none is near, a few names of the model are better than no hint.
+        # If none is similar, a few of the model's names are better than no hint.
         nearest = nearest or list(known_names)[:4]
         raise ConfigError(
             f"{setting} names {pattern}, which matches nothing that trains; near names: {', '.join(nearest)}"
@@ -108,13 +111,13 @@ def find_variables(model: Model, pattern: str, setting: str) -> list[Any]:
 
 
 def sharded_tables(model: Model) -> list[tuple[Any, int]]:
-    """Returns this rank's rows of each sharded table, as keras.table_rows.Rows, and the size of a row."""
+    """Returns, for each sharded table, this rank's rows as keras.table_rows.Rows, and the elements in a row."""
     tables = [variable for variable in model.weights if hasattr(variable, "rank_part")]
     return [(table.rank_part, math.prod(table.shape[1:])) for table in tables]
 
 
 def num_parameters(model: Model) -> int:
-    """Returns the number of weights, including the rows of sharded tables that are on other ranks."""
+    """Returns the number of parameters, including rows of sharded tables that are on other ranks."""
     on_others = sum((rows.num_rows - rows.num_own) * size for rows, size in sharded_tables(model))
     return model.count_params() + on_others
 
@@ -128,8 +131,8 @@ def describe_tables(model: Model) -> str:
 
 
 def describe_trainable(model: Model) -> str:
-    """Describes the share of parameters that are trained; empty if all trainable ones are."""
-    # Moving statistics are never trained, and do not count.
+    """Describes how many of the trainable parameters are trained; empty if all are."""
+    # Moving statistics, which are never trained, are not counted.
     num_trainable = sum(
         _size(variable) for part in parts(model) for variable in part.layer._trainable_variables
     )
@@ -144,7 +147,7 @@ def _size(variable: Any) -> int:
 
 
 def change_parts(model: Model, config: RunConfig, size: int) -> None:
-    """Applies the settings that change a built model, in place; each rank does the same.
+    """Applies the settings that change a built model, in place (every rank).
 
     These are train.sync_batch_norm, model.lora_rank, model.freeze and train.remat.
 
@@ -161,7 +164,7 @@ def change_parts(model: Model, config: RunConfig, size: int) -> None:
         _synchronize(model, size)
     if options.lora_rank:
         add_lora(model, options.lora_rank)
-    # After LoRA, so that a frozen part trains no LoRA matrices either.
+    # After LoRA, so that freezing a part freezes its LoRA matrices too.
     if options.freeze:
         freeze(model, options.freeze)
     if config.train.remat:
@@ -169,14 +172,12 @@ def change_parts(model: Model, config: RunConfig, size: int) -> None:
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> None:
-    """Freezes the variables that match the patterns.
-
-    A layer that is frozen completely runs in inference mode.
+    """Freezes the variables that match the patterns, and runs layers that are frozen completely in inference mode.
 
     Raises:
         ConfigError: a pattern matches nothing trainable, or nothing trainable is left.
     """
-    # By identity, as in `parts`.
+    # By identity, since == on Keras variables compares their values.
     frozen_ids: set[int] = set()
     for pattern in patterns:
         frozen_ids.update(map(id, find_variables(model, pattern, "model.freeze")))
@@ -195,11 +196,11 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
 
 
 def add_lora(model: Model, rank: int) -> None:
-    """Freezes everything but the head, and trains two small matrices in place of each large one.
+    """Freezes everything but the head, and trains two small matrices for each kernel of LORA_LAYERS instead.
 
-    Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685), for the LORA_LAYERS. The head, see
-    head_of, is trained as a whole, since it may be new. In a saved model the matrices are added to
-    the kernels, so it is a plain model.
+    This is low-rank adaptation (Hu et al. 2021, arXiv:2106.09685). The head, see head_of, is trained
+    as a whole, since it may be new. A saved model is a plain one, with the matrices added to the
+    kernels.
 
     Args:
         model: a built model.
@@ -222,7 +223,7 @@ def add_lora(model: Model, rank: int) -> None:
             "(model.freeze)"
         )
 
-    # Freezes everything first; adapted layers then become trainable through their new matrices.
+    # Everything is frozen first; adapted layers then train through their new matrices.
     for part in body:
         for variable in part.variables:
             variable.trainable = False
@@ -236,14 +237,14 @@ def add_lora(model: Model, rank: int) -> None:
 
 
 def _constraint(layer: Any) -> Any:
-    # Keras cannot add the matrices to a kernel with a constraint; such a layer stays frozen.
-    # An embedding has another name for it.
+    # Keras cannot add the matrices to a kernel with a constraint, so such a layer stays frozen. In an
+    # Embedding the attribute has another name.
     return getattr(layer, "kernel_constraint", getattr(layer, "embeddings_constraint", None))
 
 
 def _save_plain(layer: Any) -> None:
-    """Makes the layer save as a plain one."""
-    # Keras saves the sum as the kernel; with lora_rank in the config a loaded layer would also get zero matrices.
+    """Makes a layer with LoRA save its config as a plain layer."""
+    # Keras saves the sum as the kernel. With lora_rank in its config, a loaded layer would get new matrices too.
     get_config = layer.get_config
     layer.get_config = lambda: {
         key: value for key, value in get_config().items() if not key.startswith("lora_")
@@ -260,7 +261,7 @@ def _synchronize(model: Model, size: int) -> None:
             f"train.sync_batch_norm=true, but {model.name} has no BatchNormalization; leave the setting out"
         )
     if size == 1:
-        return  # Keras's own layer normalizes over the joint batch already.
+        return  # On one rank, Keras's own layer normalizes over the whole batch already.
     from hvtrain.keras.sync_batch_norm import SyncBatchNormalization, synchronize
 
     for layer in norms:

@@ -1,9 +1,9 @@
-"""train.rates, train.weight_decay and train.ema: additions to the step of a Keras optimizer.
+"""Implements train.rates, train.weight_decay and train.ema, which extend the step of a Keras optimizer.
 
-Parts of the model learn at other rates, kernels decay, and a moving average of the weights is kept.
-The average is what is validated and saved, while training continues from the weights themselves. It
-is among the variables of Keras's optimizer (use_ema), so checkpoints include it; at the end of the
-training it replaces the weights. Moving statistics, already averages, are left out.
+With train.ema, the moving average of the weights is validated and saved, while training continues
+from the weights themselves. It is among the variables of Keras's optimizer (use_ema), so checkpoints
+include it, and at the end of training it replaces the weights. Moving statistics are not averaged:
+they are averages already.
 """
 
 from collections import defaultdict
@@ -21,9 +21,10 @@ from hvtrain.step.joint_loss import overridden_steps
 
 
 def factors_of(model: keras.Model, rates: Mapping[str, float] | None) -> list[float]:
-    """Returns the factor of each trainable variable.
+    """Returns the learning-rate factor of each trainable variable, in the order of model.trainable_variables.
 
-    The last matching pattern wins. Raises ConfigError for a pattern that matches none.
+    If several patterns match a variable, the last one wins. Raises ConfigError for a pattern that
+    matches nothing trainable.
     """
     factors = {}
     for pattern, factor in (rates or {}).items():
@@ -37,11 +38,16 @@ def multiply_rates(
     variables: Sequence[Any],
     factors: Sequence[float],
 ) -> None:
-    """Multiplies the learning rate of each variable by its factor, in place.
+    """Multiplies the learning rate of each variable by its factor, changing the optimizer in place.
 
-    A Keras optimizer updates one variable after the other, by the learning rate that it passes to
-    each update. So the rate itself is changed; a factor on the gradient would have no effect on
-    Adam. Weight decay, which Keras also multiplies by the learning rate, is scaled as well.
+    A Keras optimizer updates one variable after another, and passes the learning rate to each update;
+    the rate itself is scaled there. A factor on the gradient would have no effect with Adam. Weight
+    decay, which Keras also multiplies by the learning rate, is scaled as well.
+
+    Args:
+        optimizer: a Keras optimizer.
+        variables: the trainable variables.
+        factors: their factors, in the same order.
 
     Raises:
         ConfigError: the optimizer overrides Keras's step.
@@ -49,7 +55,7 @@ def multiply_rates(
     if all(factor == 1 for factor in factors):
         return
     inner = _plain_steps(optimizer, "train.rates")
-    # By index and not by identity, since parameter servers hold other variable objects.
+    # Keyed by index, not identity, since with parameter servers the variables are other objects.
     index_of = inner._get_variable_index
     factor_of = {index_of(variable): factor for variable, factor in zip(variables, factors)}
     update_step = inner.update_step
@@ -63,7 +69,7 @@ def multiply_rates(
         groups = defaultdict(list)
         for variable in variables:
             groups[factor_of.get(index_of(variable), 1.0)].append(variable)
-        # Keras reads the attribute once per call, so variables with the same factor are passed together.
+        # Keras reads weight_decay once per call, so variables are passed in groups with the same factor.
         weight_decay = inner.weight_decay
         for factor, group in groups.items():
             inner.weight_decay = weight_decay and weight_decay * factor
@@ -75,17 +81,17 @@ def multiply_rates(
 
 
 def decay_kernels(optimizer: Optimizer, weight_decay: float) -> None:
-    """Adds weight_decay times the kernel to the gradient of each kernel, in place.
+    """Makes an optimizer add weight_decay times each kernel to the kernel's gradient, in place.
 
-    This is the weight decay of ResNet's and many other papers, and of PyTorch's SGD; it passes
-    through the momentum. Keras's optimizer.weight_decay is subtracted from the weights themselves
-    (Loshchilov and Hutter 2017); in SGD with a momentum of 0.9 that decays a tenth as much. A
-    regularizer would have the same gradient, but would be part of every reported loss.
+    This is the weight decay of the ResNet paper and many others, and of PyTorch's SGD; it passes
+    through the momentum. Keras's optimizer.weight_decay is instead subtracted from the weights
+    themselves (Loshchilov and Hutter 2017); in SGD with a momentum of 0.9 that decays a tenth as
+    much. A regularizer would have the same gradient, but would be part of every reported loss.
 
     Args:
-        optimizer: its kernels are the variables of two or more axes. Biases and the parameters of
-            normalization have one axis, and do not decay.
-        weight_decay: 0 changes nothing.
+        optimizer: a Keras optimizer. Kernels are its variables with two or more axes; biases and the
+            parameters of normalization have one, and do not decay.
+        weight_decay: the factor; 0 changes nothing.
 
     Raises:
         ConfigError: the optimizer overrides Keras's step.
@@ -97,7 +103,7 @@ def decay_kernels(optimizer: Optimizer, weight_decay: float) -> None:
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> Any:
         if len(variable.shape) > 1:
-            # The sparse gradient of an embedding becomes dense, since all rows decay.
+            # The sparse gradient of an embedding becomes dense, because all rows decay.
             gradient = tf.convert_to_tensor(gradient) + weight_decay * variable
         return update_step(gradient, variable, learning_rate)
 
@@ -108,11 +114,12 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
     """Makes an optimizer that is not built yet keep a moving average of the weights.
 
     Args:
-        momentum: the average keeps this share of itself in each step that changes weights; None
+        optimizer: a Keras optimizer without variables yet.
+        momentum: the share of itself that the average keeps in each step that changes weights; None
             changes nothing.
 
     Raises:
-        ConfigError: the optimizer averages already, or overrides Keras's step.
+        ConfigError: the optimizer averages weights already, or overrides Keras's step.
     """
     if momentum is None:
         return
@@ -125,7 +132,7 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
     inner.use_ema = True
     inner.ema_momentum = momentum
 
-    # Keras itself would also average after steps that only accumulate.
+    # Keras would also average after steps that only accumulate gradients.
     accumulate = inner.gradient_accumulation_steps
     if accumulate:
         average = inner._update_model_variables_moving_average
@@ -139,14 +146,17 @@ def keep_averages(optimizer: Optimizer, momentum: float | None) -> None:
 
 @contextmanager
 def averaged(model: keras.Model, momentum: float | None) -> Iterator[None]:
-    """Sets the model's weights to their averages within the block, and restores them exactly."""
+    """Sets the model's weights to their averages within the block, and restores them exactly.
+
+    Does nothing if `momentum` is None or no step has been taken.
+    """
     inner = _inner(model.optimizer)
-    # Before the first step Keras's averages are zeros.
+    # Keras's averages are zeros before the first step.
     if momentum is None or int(inner.iterations.numpy()) == 0:
         yield
         return
     variables = [variable.value for variable in inner._trainable_variables]
-    # Copies on the device, so that the weights are restored exactly.
+    # Copied on the device, where the weights are.
     weights = [tf.identity(variable) for variable in variables]
     for variable, average in zip(variables, inner._model_variables_moving_average):
         variable.assign(average)
@@ -163,17 +173,14 @@ def take_averages(model: keras.Model) -> None:
 
 
 def _inner(optimizer: Any) -> Any:
-    """Returns the optimizer inside a LossScaleOptimizer, or itself."""
+    """Returns the optimizer inside a LossScaleOptimizer, or the optimizer itself if it is not one."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _plain_steps(optimizer: Any, setting: str) -> Any:
-    """Returns the inner optimizer, after checking that it steps as Keras's optimizers do.
-
-    Raises ConfigError.
-    """
+    """Returns the inner optimizer. Raises ConfigError if it overrides Keras's step."""
     inner = _inner(optimizer)
-    # A distributed optimizer has a mixin before the class that the user chose.
+    # A distributed optimizer's class has two bases: a mixin, and the class that the user chose.
     kind = type(inner).__bases__[1] if hasattr(inner, "_hvtrain") else type(inner)
     overridden = overridden_steps(kind)
     if overridden:

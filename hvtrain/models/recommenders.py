@@ -1,6 +1,6 @@
-"""Networks for recommenders: DLRM for clicks, and two towers for retrieval.
+"""Networks for recommenders: DLRM for predicting clicks, and two towers for retrieval.
 
-All categorical features of a tower share one embedding table: their ids are in one space, and one
+All categorical features of a tower share one embedding table: their ids do not overlap, so a single
 lookup serves all of them.
 """
 
@@ -24,9 +24,9 @@ def dlrm(
 ) -> Model:
     """Builds the deep learning recommendation model of Naumov et al. 2019 (arXiv:1906.00091).
 
-    Dense layers turn the numbers into a vector; the table has a vector for each category. The dot
-    products of all pairs of vectors, and the vector of the numbers itself, are the input of the
-    dense layers that end in the logits.
+    Dense layers turn the numbers into a vector, and the table has a vector for each category. The dot
+    products of all pairs of vectors, together with the numbers' vector, are the input of the dense
+    layers that lead to the logits.
 
     Args:
         input_spec: {"numbers": float [n], "categories": int [features]}.
@@ -41,7 +41,7 @@ def dlrm(
     table = layers.Embedding(sum(category_sizes), width, name="category_table")
     rows = ops.concatenate([numbers[:, None], table(inputs["categories"])], axis=1)
     products = ops.einsum("bid,bjd->bij", rows, rows)
-    # The entries below the diagonal: each pair once.
+    # Indices of the entries below the diagonal, which hold each pair once.
     below = np.flatnonzero(np.tri(len(category_sizes) + 1, k=-1))
     pairs = ops.take(layers.Flatten()(products), below, axis=1)
     features = ops.concatenate([numbers, pairs], axis=1)
@@ -57,13 +57,14 @@ def two_tower(
 ) -> Model:
     """Builds a tower for queries and one for items, each a table and dense layers, for task=retrieval.
 
-    The output is [2, width]: the unit vectors of the query and of the item. Their dot product is the
-    score, so a nearest-neighbor search finds a query's items.
+    The output has shape [batch, 2, width]: the unit vectors of a query and of its item. Their dot
+    product is the score, so a nearest-neighbor search finds a query's items.
 
     Args:
         input_spec: {"query": int [features], "item": int [features]}.
-        query_sizes, item_sizes: number of ids of each feature.
-        width: length of the vectors, in the tables too.
+        query_sizes: number of ids of each feature of a query.
+        item_sizes: number of ids of each feature of an item.
+        width: length of the vectors, also of those in the tables.
         hidden: units of the hidden layers of each tower.
     """
     inputs = symbolic(input_spec)
@@ -71,7 +72,7 @@ def two_tower(
     for name, sizes in {"query": query_sizes, "item": item_sizes}.items():
         rows = layers.Embedding(sum(sizes), width, name=f"{name}_table")(inputs[name])
         features = _dense(layers.Flatten()(rows), hidden, name)
-        # In float32 whatever the policy, because losses in bfloat16 lose digits.
+        # In float32 whatever the dtype policy, because losses in bfloat16 lose digits.
         vector = layers.Dense(width, dtype="float32", name=f"{name}_vector")(features)
         vectors.append(ops.normalize(vector))
     return Model(inputs, ops.stack(vectors, axis=1), name="two_tower")

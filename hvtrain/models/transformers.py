@@ -1,4 +1,4 @@
-"""A transformer over tokens: predicts the next token, masked tokens, or the class of a text."""
+"""A transformer over tokens, which predicts the next token, masked tokens, or the class of a text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from keras import Model, layers, ops
 from hvtrain.errors import ConfigError
 from hvtrain.models.networks import check_counts, logits, token_mask
 
-# Standard deviation of the first weights, as in GPT-2 and BERT.
+# Standard deviation of the initial weights, as in GPT-2 and BERT.
 STDDEV = 0.02
 
 
@@ -28,36 +28,40 @@ def transformer(
     padded: bool = False,
     output_shape: Sequence[Any] | None = None,
 ) -> Model:
-    """Builds pre-norm blocks of attention and MLP over learned positions, from tokens to logits.
+    """Builds a transformer of pre-norm blocks with learned positions, from tokens to logits.
 
-    Like GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). The
-    token's embedding and the head share one matrix, in float32. 1,071,872 parameters with the
-    defaults, 128 tokens and a vocabulary of 2,048.
+    The architecture is that of GPT-2 (Radford et al. 2019, "Language Models are Unsupervised
+    Multitask Learners"). The token embedding and the head share one matrix, in float32. 1,071,872
+    parameters with the defaults, 128 tokens and a vocabulary of 2,048.
 
     Args:
-        input_spec: one example: a row of tokens, int, of one length, or of any length up to
-            `length`.
+        input_spec: spec of one example: a row of integer tokens of shape [length], or of any length up
+            to `length`.
         vocabulary_size: vocabulary size of the data set's tokenizer.
-        causal: each position sees itself and earlier ones; False: all. A fact of dataset=text.
+        causal: True: each position sees itself and earlier ones; False: all. A fact of dataset=text.
         blocks: number of blocks.
-        width: number of units of each position.
-        heads: attention heads, which share the width.
-        mlp_ratio: units of the MLP's inner layer, relative to the width.
+        width: number of features at each position.
+        heads: attention heads, which divide the width among them.
+        mlp_ratio: units of the MLP's inner layer, as a multiple of the width.
         dropout: fraction dropped after the embeddings and at the end of attention and MLP.
-        mask_zero: token 0 is padding, which no position sees; give it the weight 0 as a target.
-            None: true if `padded`, unless `causal` without a mean over all positions: no causal
-            position sees the padding after it.
+        mask_zero: True: token 0 is padding, which no position sees; give it the weight 0 as a target.
+            None: like `padded`, except that a causal model with an output at each position needs no
+            mask, since no position sees the padding after it.
         length: the largest number of tokens, for rows of different lengths. A fact of dataset=text.
-        padded: rows are filled up with token 0. A fact of dataset=text.
-        output_shape: an example's output shape, from the task. With one axis (logits of the whole text)
+        padded: True if rows are filled up with token 0. A fact of dataset=text.
+        output_shape: shape of an example's output, from the task. With one axis (logits of the whole text)
             the head is a dense layer on the mean over all positions, not the shared matrix.
+
+    Raises:
+        ConfigError: the inputs are not a row of tokens, a count is below 1, or the heads do not divide
+            the width evenly.
     """
-    # Logits of the whole text.
+    # Set if there is one output for the whole text.
     num_logits = output_shape[0] if output_shape is not None and len(output_shape) == 1 else None
     if mask_zero is None:
         mask_zero = padded and (not causal or num_logits is not None)
     shape = tuple(getattr(input_spec, "shape", ()))
-    # Learned positions are made for the longest row.
+    # There is a learned position for each token of the longest row.
     length = shape[0] or length if len(shape) == 1 else None
     if not length or not input_spec.dtype.is_integer:
         raise ConfigError(
@@ -71,7 +75,7 @@ def transformer(
         )
     tokens = keras.Input(shape, dtype="int32", name="tokens")
 
-    # In float32 whatever the policy, since it is the head too: losses of logits in bfloat16 lose digits.
+    # In float32 whatever the dtype policy, since it is the head too: losses in bfloat16 lose digits.
     embedding = layers.ReversibleEmbedding(
         vocabulary_size,
         width,
@@ -87,8 +91,8 @@ def transformer(
     x = layers.Add(name="embedding")([embedding(tokens), position_embedding(positions)])
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
 
-    # Not as Keras's mask, which a sum of two embeddings drops. [batch, 1, length]: the same for
-    # each position that attends.
+    # Passed explicitly, since Keras's own mask is dropped by the sum of the two embeddings. The shape is
+    # [batch, 1, length]: the mask is the same for each position that attends.
     is_text = mask = None
     if mask_zero:
         is_text = token_mask(tokens, 0)
@@ -112,12 +116,12 @@ def _block(
     dropout: float,
     mask: Any,
 ) -> Any:
-    """Adds to x attention over the positions of the mask, or all, and then an MLP; returns the sum."""
+    """Adds attention, over the positions in the mask or all, and then an MLP to x of shape [batch, length, width]."""
     width = x.shape[-1]
     attention = layers.MultiHeadAttention(
         heads, width // heads, kernel_initializer=_normal(), name=f"{name}_attention"
     )
-    # Normalized before each part, not after: the sum that runs through all blocks stays as it is.
+    # Pre-norm: the input of each part is normalized, and the residual stream itself never is.
     hidden = layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
     hidden = attention(hidden, hidden, use_causal_mask=causal, attention_mask=mask)
     hidden = layers.Dropout(dropout, name=f"{name}_dropout1")(hidden)
@@ -136,5 +140,5 @@ def _block(
 
 
 def _normal() -> keras.initializers.Initializer:
-    # A new one for each layer, since an object draws the same numbers every time it is called.
+    # A new object for each layer, since one draws the same numbers every time it is called.
     return keras.initializers.RandomNormal(stddev=STDDEV)

@@ -1,8 +1,8 @@
-"""The machine in the cost model, and the time of one all-reduce on it by bytes, ranks and algorithm. Pure.
+"""Models a machine, and the time of one all-reduce on it by bytes, ranks and algorithm. Pure.
 
-Sending m bytes takes alpha + m / beta seconds: Hockney's model, on which Thakur, Rabenseifner and
-Gropp (2005, "Optimization of Collective Communication Operations in MPICH") base their formulas, as
-we do ours. The additions are left out: a rank adds faster than its link delivers.
+Sending m bytes takes alpha + m / beta seconds: Hockney's model, on which our formulas are based, like
+those of Thakur, Rabenseifner and Gropp (2005, "Optimization of Collective Communication Operations in
+MPICH"). The time of the additions is left out, since a rank adds faster than its link delivers.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 # Bandwidth relative to a ring's, from NCCL's tuning (src/graph/tuning.cc, 2.8).
 TREE_SHARE = 0.9
 
-# Share of a link's nominal speed that an all-reduce gets. Fitted once, together with
+# Share of a link's nominal speed that an all-reduce reaches. Fitted once, together with
 # step_cost.Rules.interference and .deviation, to Horovod's figures at 16 and 128 GPUs (docs/plan.md).
 LINK_SHARE = 0.825
 
@@ -22,8 +22,8 @@ LINK_SHARE = 0.825
 FACTOR_BYTES = 4 << 20
 
 # Latency of one step of a ring. NCCL's tuning (src/graph/tuning.cc, 2.8) has 3.4 us over NVLink,
-# 5.7 over PCIe and 9.6 over a network, and 1.9 times as much for large messages ("plateau effect of
-# ring"), such as gradients.
+# 5.7 over PCIe and 9.6 over a network, and 1.9 times as much for large messages such as gradients
+# ("plateau effect of ring").
 NVLINK_SECONDS = 1.9 * 3.4e-6
 PCIE_SECONDS = 1.9 * 5.7e-6
 NETWORK_SECONDS = 1.9 * 9.6e-6
@@ -36,8 +36,8 @@ class Link:
     Attributes:
         latency_seconds: Time until the first byte arrives.
         bytes_per_second: Speed from then on.
-        corrections: Pairs (bytes, measured / predicted seconds) of all-reduces over it: no real
-            link has the same speed for all sizes.
+        corrections: Pairs of an all-reduce's bytes and its measured / predicted seconds, by ascending
+            size. No real link has the same speed for all sizes.
     """
 
     latency_seconds: float
@@ -45,11 +45,11 @@ class Link:
     corrections: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, num_bytes: float) -> float:
-        """Time of one message."""
+        """Returns the time of one message."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
     def correction(self, num_bytes: float) -> float:
-        """Factor on the formulas' time of an all-reduce, interpolated between the measured sizes.
+        """Returns the factor that corrects an all-reduce's predicted time, interpolated between measured sizes.
 
         >>> measured = Link(0.0, 1e9, corrections=((1024, 1.5), (4096, 1.0)))
         >>> [measured.correction(num_bytes) for num_bytes in (0, 1024, 2048, 4096, 10**9)]
@@ -58,24 +58,24 @@ class Link:
         if not self.corrections:
             return 1.0
 
-        # Measured sizes span many powers of two, so they are interpolated by their logarithm.
+        # Measured sizes span many powers of two, so the interpolation is over their logarithm.
         sizes, factors = zip(*self.corrections)
         return float(np.interp(np.log2(max(num_bytes, 1)), np.log2(sizes), factors))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts of ranks_per_host ranks each.
+    """A cluster of equal hosts.
 
     Attributes:
         inside: Each rank's link inside its host.
-        between: The link of a host to the others, which all its ranks share.
+        between: A host's link to the others, which all its ranks share.
         ranks_per_host: Ranks on each host.
-        start_seconds: Fixed cost of an all-reduce of any size: with Horovod, until all ranks have
-            agreed on it.
-        factors: Time to exchange something other than float32, relative to an all-reduce of as many
-            bytes: "gather" for bytes that cannot be added (Gloo's allgather is slower between
-            hosts), "half" for half precision (whose sums are slow on CPUs). 1 if missing.
+        start_seconds: Fixed cost of an all-reduce of any size: with Horovod, the time until all ranks
+            have agreed on it.
+        factors: Times of exchanges other than of float32, relative to an all-reduce of as many bytes:
+            "gather" for bytes that cannot be added (Gloo's allgather is slower between hosts), "half"
+            for half precision (whose sums are slow on CPUs). 1 if missing.
     """
 
     inside: Link
@@ -85,19 +85,20 @@ class Machine:
     factors: Mapping[str, float] = field(default_factory=dict)
 
     def num_hosts(self, num_ranks: int) -> int:
-        """Number of hosts for num_ranks ranks; the last may be partly filled."""
+        """Returns the number of hosts for num_ranks ranks; the last may be partly filled."""
         return -(-num_ranks // self.ranks_per_host)
 
     def slowest(self, num_ranks: int) -> str:
-        """Name of the link that limits num_ranks ranks: "inside" or "between"."""
+        """Returns the name of the link that limits num_ranks ranks: "inside" or "between"."""
         return "inside" if self.num_hosts(num_ranks) == 1 else "between"
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Time of 2 (n - 1) steps in which every rank passes on an n-th part: 2 (n - 1) (alpha + bytes / n / beta).
+    """Returns a ring all-reduce's time over one kind of link: 2 (n - 1) (alpha + bytes / n / beta).
 
-    No algorithm sends less (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations"), but a ring's latency grows with the ranks.
+    In each of 2 (n - 1) steps every rank passes on an n-th part of the data. No algorithm sends fewer
+    bytes (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations"), but a ring's latency grows with the number of ranks.
 
     >>> round(ring_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(ring_seconds(0, 4, Link(1e-5, 1e9)), 6)
     (0.15, 6e-05)
@@ -106,15 +107,15 @@ def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Time of halving and doubling: a ring's bytes in 2 log2 n steps, if n is a power of two.
+    """Returns the time of recursive halving and doubling: as many bytes as in a ring, but in 2 log2 n steps.
 
-    This is Rabenseifner's algorithm, in Thakur et al. 2005. Other numbers of ranks would send more, and
-    get the ring's time here.
+    This is Rabenseifner's algorithm, described in Thakur et al. 2005. If n is not a power of two it
+    would send more, so the ring's time is returned.
 
     >>> round(halving_seconds(100e6, 4, Link(0.0, 1e9)), 6), round(halving_seconds(0, 32, Link(1e-5, 1e9)), 6)
     (0.15, 0.0001)
     """
-    # Not a power of two.
+    # True unless it is a power of two.
     if num_ranks & (num_ranks - 1):
         return ring_seconds(num_bytes, num_ranks, link)
 
@@ -126,17 +127,17 @@ def halving_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
 
 
 def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
-    """Time of one ring through all ranks, host after host, which crosses each host's link once in each direction.
+    """Returns the time of one ring through all ranks, host by host.
 
-    The narrowest link limits it. A part of the sum passes 2 (n - 1) links, of which 2 (hosts - 1)
-    lead from host to host; NCCL's ncclTopoTuneModel counts the same way.
+    It crosses each host's link once in each direction, and the slowest link limits it. A part of the
+    sum passes 2 (n - 1) links, of which 2 (hosts - 1) lead from host to host; NCCL's ncclTopoTuneModel
+    counts the same way.
 
     >>> wide = Machine(Link(1e-6, 10e9), Link(1e-5, 1e9), ranks_per_host=4)
     >>> round(flat_ring_seconds(100e6, 8, wide), 6)  # 2 x 7 / 8 x 0.1 s, 12 steps of 1 us, 2 of 10
     0.175032
     """
     hosts = machine.num_hosts(num_ranks)
-    # The network is not used.
     if hosts == 1:
         return ring_seconds(num_bytes, num_ranks, machine.inside)
 
@@ -155,11 +156,12 @@ def flat_ring_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> flo
 
 
 def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
-    """Reduce-scatter inside the hosts, halving and doubling between hosts for each part, allgather inside the hosts.
+    """Returns the time of an all-reduce in three phases: inside the hosts, between them, and inside again.
 
-    This follows Goyal et al. 2017 (arXiv:1706.02677, section 4); with
+    The phases are a reduce-scatter inside each host, halving and doubling between hosts for each part,
+    and an allgather inside each host, as in Goyal et al. 2017 (arXiv:1706.02677, section 4). With
     HOROVOD_HIERARCHICAL_ALLREDUCE, MPI chooses how hosts reduce. The parts share each host's link,
-    which carries all bytes; the latency of that link grows with the hosts alone.
+    which carries all bytes; the latency between hosts grows only with the number of hosts.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=4)
     >>> round(hierarchical_seconds(100e6, 8, hosts), 6)  # inside 2 x 3/4 x 0.01 s, between 2 x 1/2 x 0.1 s, 20 us
@@ -173,11 +175,12 @@ def hierarchical_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> 
 
 
 def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
-    """Two binary trees over the hosts, each for one half of the data, and a chain inside each host.
+    """Returns the time of two binary trees over the hosts, each for half of the data, and a chain inside each host.
 
-    An inner rank of one tree is a leaf of the other, so each link carries 2 x bytes, and the
-    latency grows with the logarithm (Sanders, Speck and Traeff 2009, "Two-tree algorithms for full
-    bandwidth broadcast, reduction and scan"). NCCL has it since 2.4. The time to fill the pipeline is left out.
+    Inner ranks of one tree are leaves of the other, so each link carries 2 x bytes, and the latency
+    grows with the logarithm of the hosts (Sanders, Speck and Traeff 2009, "Two-tree algorithms for
+    full bandwidth broadcast, reduction and scan"). NCCL has had it since 2.4. The time to fill the
+    pipeline is left out.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> round(tree_seconds(90e6, 512, hosts), 6), round(tree_seconds(0, 512, hosts), 6)
@@ -190,7 +193,7 @@ def tree_seconds(num_bytes: float, num_ranks: int, machine: Machine) -> float:
     local = min(num_ranks, machine.ranks_per_host)
     latency = (local - 1) * machine.inside.latency_seconds
     latency += math.ceil(math.log2(hosts)) * machine.between.latency_seconds
-    # Only of links that are used.
+    # Only links that are used can limit it.
     links = [machine.inside] * (local > 1) + [machine.between] * (hosts > 1)
     slowest = min(link.bytes_per_second for link in links)
     return 2 * latency + 2 * num_bytes / (TREE_SHARE * slowest)
@@ -205,7 +208,7 @@ def allreduce_seconds(
     machine: Machine,
     algorithms: Sequence[str] = tuple(ALGORITHMS),
 ) -> tuple[float, str]:
-    """Time of the fastest algorithm, with the machine's start and its link's correction, and that algorithm's name.
+    """Returns the time of the fastest algorithm, including start and correction by size, and that algorithm's name.
 
     >>> hosts = Machine(Link(0.0, 10e9), Link(1e-5, 1e9), ranks_per_host=1)
     >>> [allreduce_seconds(num_bytes, 512, hosts, ("ring", "tree"))[1] for num_bytes in (1e3, 1e9)]
@@ -214,7 +217,7 @@ def allreduce_seconds(
     if num_ranks == 1:
         return 0.0, "none"
 
-    # Ties go to the name that comes first in the alphabet.
+    # Ties go to the alphabetically first name.
     seconds, name = min(
         (ALGORITHMS[name](num_bytes, num_ranks, machine), name) for name in algorithms
     )

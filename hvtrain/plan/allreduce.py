@@ -1,12 +1,12 @@
-"""`python -m hvtrain allreduce`: latency and bandwidth of an all-reduce by size, on the ranks of this host.
+"""`python -m hvtrain allreduce`: measures latency and bandwidth of an all-reduce by size, on ranks of this host.
 
-Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md):
-algorithm bandwidth is bytes / time, and bus bandwidth is that times 2 (n - 1) / n, the share that
-each of n ranks has to send.
+Bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the
+algorithm bandwidth is bytes / time, and the bus bandwidth is that times 2 (n - 1) / n, the share of
+the bytes that each of n ranks has to send.
 
-`python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` is one rank: it times the reduction that
-trainings use, inside a tf.function, and writes the seconds by size to the JSON file REPORT.RANK; `half`
-and `gather` are what compression exchanges. benchmarks/allreduce.py has other methods.
+`python -m hvtrain.plan.allreduce METHOD REPORT BYTES ...` runs as one rank: it times the reduction that
+training uses, inside a tf.function, and writes the seconds by size to the JSON file REPORT.RANK. The
+keys `half` and `gather` are the exchanges of compression. benchmarks/allreduce.py has other methods.
 """
 
 import json
@@ -31,7 +31,7 @@ from hvtrain.system.text import human_bytes
 
 KIB = 1 << 10
 MIB = 1 << 20
-# This module, which runs as each rank of the command.
+# This module, which each rank of the command runs.
 WORKER = "hvtrain.plan.allreduce"
 SIZES = (
     4,
@@ -46,15 +46,15 @@ SIZES = (
     128 * MIB,
     256 * MIB,
 )
-# Otherwise the command would wait for a hung launcher forever.
+# Limit for one round of a method; without it, the command would wait forever for a hung launcher.
 SECONDS_FOR_A_RUN = 900.0
 # Environment variables that limit the compute threads of a process.
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-# Each size is repeated until about BYTES_EACH are moved, FEWEST to MOST times.
+# Each size is repeated FEWEST to MOST times, so that about BYTES_EACH bytes are moved.
 BYTES_EACH = 1 << 29
 FEWEST = 8
 MOST = 300
-# The first call traces the graph.
+# Untimed calls at first: the first one traces the graph.
 WARMUP_REPETITIONS = 5
 
 Action = Callable[[], object]
@@ -62,16 +62,16 @@ Action = Callable[[], object]
 
 @dataclass
 class Collectives:
-    """All-reduces, measured in rounds.
+    """Measurements of all-reduces, made in rounds.
 
     Attributes:
-        workers: The module that runs as each rank, by method; methods take turns.
-        num_ranks: Ranks, all on this host.
+        num_ranks: Number of ranks, all on this host.
         transport: "mpi" or "gloo".
-        threads: TensorFlow's threads of a rank.
+        threads: TensorFlow's threads for each rank.
         folder: Where the output of every process and the results go.
-        sizes: Bytes of the messages.
-        seconds: seconds[method][size] has the slowest rank's time in each round.
+        sizes: Sizes of the messages in bytes.
+        seconds: The slowest rank's time in each round, as seconds[method][size].
+        workers: The module that each rank runs, by method; methods take turns.
     """
 
     num_ranks: int
@@ -83,12 +83,12 @@ class Collectives:
     workers: ClassVar[dict[str, str]] = {"hvtrain": WORKER}
 
     def run(self, num_rounds: int) -> None:
-        """Measures all methods in turns. Raises LostRankError if a process fails."""
+        """Measures all methods in turn, `num_rounds` times. Raises LostRankError if a process fails."""
         for number, order in in_turns(list(self.workers), num_rounds):
             for method in order:
                 progress(f"round {number}/{num_rounds}  {method} ...")
                 reports = self._measure(method, self.folder / f"round-{number}" / method)
-                # The slowest rank's time: an all-reduce has ended when it has ended everywhere.
+                # The slowest rank's time counts: an all-reduce has ended when it has ended everywhere.
                 by_size = self.seconds.setdefault(method, {})
                 for size in reports[0]:
                     by_size.setdefault(size, []).append(max(report[size] for report in reports))
@@ -96,7 +96,7 @@ class Collectives:
         progress("")
 
     def _measure(self, method: str, folder: Path) -> list[dict[str, float]]:
-        """Returns each rank's seconds by size.
+        """Runs all ranks of a method, and returns each rank's seconds by size.
 
         Creates the folder, which keeps the output and the reports.
         """
@@ -117,17 +117,17 @@ class Collectives:
         return [json.loads(path.read_text()) for path in folder.glob("report.*")]
 
     def bus_bandwidth(self, method: str, size: int) -> float:
-        """Bus bandwidth in GB/s, the median over the rounds."""
-        # What each rank has to send, relative to the size (see the module's docstring).
+        """Returns the bus bandwidth in GB/s, the median over the rounds."""
+        # The share that each rank has to send; see the module's docstring.
         factor = 2 * (self.num_ranks - 1) / self.num_ranks
         return median(size * factor / seconds / 1e9 for seconds in self.seconds[method][str(size)])
 
     def microseconds(self, method: str, size: int | str) -> float:
-        """Time in microseconds, the median over the rounds."""
+        """Returns the time in microseconds, the median over the rounds."""
         return 1e6 * median(self.seconds[method][str(size)])
 
     def table(self) -> list[str]:
-        """Lines to print: medians over the rounds."""
+        """Returns the lines to print, with medians over the rounds."""
         num_rounds = len(self.seconds["hvtrain"]["gather"])
         lines = [
             f"allreduce of float32 over {self.num_ranks} ranks, {self.transport}; medians of {num_rounds} rounds",
@@ -193,12 +193,12 @@ allreduce.json, which plan --calibrate reads.""",
 
 @dataclass(frozen=True)
 class Method:
-    """One way to reduce.
+    """A way to reduce, as a rank measures it.
 
     Attributes:
         rank: This process's rank.
         barrier: Waits for all ranks.
-        make: Given the lengths of some float tensors, returns the action that reduces them.
+        make: Takes the lengths of float32 tensors; returns the action that reduces them.
     """
 
     rank: int
@@ -207,9 +207,9 @@ class Method:
 
 
 def rank_main() -> None:
-    """Measures on this rank, and writes its report.
+    """Measures as one rank, and writes the rank's report.
 
-    Command line: the method, the path of the report without its rank, and the sizes in bytes.
+    The arguments are the method, the path of the report without the rank, and the sizes in bytes.
     """
     _, report_path, *sizes = sys.argv[1:]
     method = hvtrain_method()
@@ -218,32 +218,33 @@ def rank_main() -> None:
 
 
 def seconds_by_size(method: Method, sizes: Sequence[str]) -> dict[str, float]:
-    """Seconds to reduce one float32 tensor, by its size in bytes."""
+    """Returns the seconds to reduce one float32 tensor, by its size in bytes."""
     return {
         size: median_seconds(method, method.make([int(size) // 4]), int(size)) for size in sizes
     }
 
 
 def median_seconds(method: Method, action: Action, num_bytes: int) -> float:
-    """Median duration of an action after a warm-up; ranks wait for each other every 20 repetitions.
+    """Returns the median duration of an action after a warm-up, in seconds.
 
     Args:
-        method: The way to reduce, which has the barrier.
+        method: The way to reduce, whose barrier is used.
         action: The action to time.
-        num_bytes: Decides how often the action is repeated.
+        num_bytes: The bytes that it moves, which decide how often it is repeated.
     """
     repetitions = max(FEWEST, min(MOST, BYTES_EACH // num_bytes))
 
     times = []
     for repetition in range(WARMUP_REPETITIONS + repetitions):
-        # Ranks drift apart, and the time of one would include its wait for another.
+        # Ranks drift apart, and a rank's time would include its wait for another. Synchronizing every 20
+        # repetitions limits that, without making the barrier part of every measurement.
         if repetition % 20 == 0:
             method.barrier()
         began = time.perf_counter()
         action()
         times.append(time.perf_counter() - began)
 
-    # A median ignores the calls that other work on the machine delays.
+    # The median ignores calls that were delayed by other work on the machine.
     return median(times[WARMUP_REPETITIONS:])
 
 
@@ -253,7 +254,7 @@ def hvtrain_method() -> Method:
 
     import hvtrain.keras as hvd
 
-    # Before TensorFlow initializes a device.
+    # Must come before TensorFlow initializes a device.
     hvd.init()
     hvd.pin_gpu()
 
@@ -267,9 +268,9 @@ def hvtrain_method() -> Method:
 
 
 def seconds_by_kind(method: Method) -> dict[str, float]:
-    """Seconds of compression's exchanges, for Machine.factors: an allgather of bytes, and sums in half precision.
+    """Returns the seconds of compression's exchanges, for Machine.factors: an allgather, and sums in half precision.
 
-    A rank sends as many bytes as in an all-reduce of FACTOR_BYTES.
+    A rank sends as many bytes as in an all-reduce of FACTOR_BYTES of float32.
     """
     import tensorflow as tf
 

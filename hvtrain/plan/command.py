@@ -1,4 +1,4 @@
-"""`python -m hvtrain plan`: forecasts a run on many ranks without them: batch, steps, memory and speed."""
+"""`python -m hvtrain plan`: forecasts batch, steps, memory and speed of a run on many ranks, without using them."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ from hvtrain.system.files import write_json
 if TYPE_CHECKING:
     from hvtrain.plan.forecast import Forecast
 
-# A run counts the first ten steps as its warm-up (training/callbacks/epochs.py).
+# Enough to measure: a run's speed leaves out the first ten steps as warm-up (training/callbacks/epochs.py).
 MEASURED_STEPS = 30
 
 
@@ -45,10 +45,10 @@ def main() -> int:
             "--advise compares steps of several ranks; give -np 2 or more, and --step-seconds S or --measure"
         )
 
-    # Before TensorFlow is imported, so that a wrong file is refused at once.
+    # Read before TensorFlow is imported, so that a wrong file is refused at once.
     measured = [read(Path(path)) for path in options.calibrate]
 
-    # Imported only now, since TensorFlow takes seconds.
+    # Imported only now, because importing TensorFlow takes seconds.
     with console.quiet_import(config.verbose):
         from hvtrain.plan import report
         from hvtrain.plan.forecast import forecast
@@ -69,14 +69,14 @@ def main() -> int:
     method_costs: list[Cost] = []
     if step_seconds:
         machine, links = machine_of(options, measured, rules.algorithms)
-        if options.calibrate:  # Measured times include the wait for Horovod's cycle.
+        if options.calibrate:  # Measured times include waiting for Horovod's cycle already.
             rules = replace(rules, cycle_seconds=0.0)
 
         work = Work(step_seconds, run.messages)
         accumulate = config.train.accumulate
         own = method_of(config.strategy)
         methods = METHODS if options.advise else ()
-        # Ranks of a host share its cores.
+        # The ranks on a host share its cores.
         num_threads = max(
             1, len(os.sched_getaffinity(0)) // min(options.np, options.ranks_per_host)
         )
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
-    # Without the option, the algorithms from which NCCL chooses.
+    # Without --algorithm, those from which NCCL chooses.
     choices = {None: Rules.algorithms, "best": tuple(ALGORITHMS)}
     return Rules(
         overlap=run.bucket_bytes > 0,
@@ -118,14 +118,13 @@ def _rules(options: argparse.Namespace, run: "Forecast") -> Rules:
 
 
 def _measured(options: argparse.Namespace, run: "Forecast") -> float:
-    """Step time of the run on one rank here.
+    """Measures the step time of the run on one rank of this machine, in seconds.
 
-    If the data set is elsewhere, synthetic data of its shape takes its place.
+    If the data set is not on this machine, synthetic data of the same shape takes its place.
     """
     overrides = list(options.overrides)
     if options.examples is not None:
         overrides = [text for text in overrides if not text.startswith(("dataset=", "dataset."))]
-        # Of the same shape, so that a step takes as long.
         shape = run.source.fact("image_shape", "the command that measures this run on one rank")
         overrides += ["dataset=synthetic", override("dataset.image_shape", [*shape])]
         overrides.append(f"dataset.num_classes={run.source.num_classes}")
@@ -134,22 +133,22 @@ def _measured(options: argparse.Namespace, run: "Forecast") -> float:
 
 
 def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int) -> float:
-    """Measures the step time of a run on one rank with all cores of this machine and without Horovod.
+    """Returns the step time of one rank in seconds, with all cores of this machine and without Horovod.
 
-    It runs a short training in a separate process.
+    Measured by a short training in a separate process.
 
     Args:
         overrides: The run's settings.
-        batch_size: Examples of the rank's batch.
+        batch_size: Examples in the rank's batch.
         accumulate: The run's train.accumulate.
 
     Raises:
-        LostRankError: The training failed. The message has the line of its output that says why.
+        LostRankError: The training failed. The message quotes the line of its output that says why.
     """
     settings = [
-        # Left out: the run's own folder, its trackers, and settings of a strategy, which do not apply to one process.
+        # The run's folder and trackers must not be touched, and a strategy's settings do not apply here.
         *(text for text in overrides if not text.startswith(("run.dir=", "strategy", "tracker"))),
-        # One rank without Horovod, for all of the steps, with nothing between them.
+        # One rank without Horovod takes all of the steps, with nothing in between.
         "strategy=single",
         f"train.steps={round_up_to_accumulation(MEASURED_STEPS, accumulate)}",
         "train.divide_steps_by_size=false",
@@ -161,7 +160,7 @@ def measured_step_seconds(overrides: list[str], batch_size: int, accumulate: int
         "checkpoint.every_minutes=null",
         "train.learning_rate_scale=none",
         f"train.batch_size={batch_size}",
-        # This training is part of the command, so it sends no notice.
+        # This training is part of the command, so it sends no notices.
         "notify=[]",
     ]
     with tempfile.TemporaryDirectory(prefix="hvtrain-plan-") as folder:

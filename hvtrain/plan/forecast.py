@@ -1,4 +1,4 @@
-"""Forecasts a run on many ranks without starting it: step plan, learning rate, model and bytes.
+"""Forecasts a run on many ranks without starting it: step plan, learning rate, model, memory and messages.
 
 Nothing is trained or reduced.
 """
@@ -36,7 +36,7 @@ from hvtrain.training.setup import build_model, build_schedule, open_task, seed_
 
 @dataclass(frozen=True)
 class Forecast:
-    """Everything that follows from the configuration and the number of ranks."""
+    """Everything about a run that follows from its configuration and the number of ranks."""
 
     config: RunConfig
     plan: StepPlan
@@ -45,30 +45,28 @@ class Forecast:
     footprint: Footprint
     gradients: Sequence[Gradient]
     row_bytes: int
-    """Bytes of the rows of sharded tables that one rank looks up in a batch, if all ids differ."""
+    """Bytes of the rows that one rank looks up in sharded tables for a batch, if all ids differ."""
     model_name: str
     num_parameters: int
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of the messages that are reduced while others are computed.
-
-        0: a single message, at the end.
-        """
+        """Size of the messages that are reduced while later gradients are computed; 0: one message at the end."""
         return int(self.config.strategy.get("bucket_mib", 0) * (1 << 20))
 
     @property
     def buckets(self) -> list[list[int]]:
-        """Positions of the gradients by message, as the run groups them, in the order in which they are complete."""
+        """Positions in `gradients` for each message, as the run groups them, in the order of their completion."""
         if not self.bucket_bytes:
             return [[*range(len(self.gradients))]]
         buckets = in_buckets([gradient.num_bytes for gradient in self.gradients], self.bucket_bytes)
-        # A message of small gradients of all layers waits for the first layer's.
+        # A message is complete with its last gradient. One of small gradients from all layers waits for the
+        # first layer's.
         return sorted(buckets, key=lambda bucket: bucket[-1])
 
     @property
     def messages(self) -> Sequence[Gradient]:
-        """Each message as one gradient."""
+        """The messages, each as one Gradient, in the order of their completion."""
         done = [0.0, *accumulate(gradient.work for gradient in self.gradients)]
         messages = []
         earlier = 0.0
@@ -96,11 +94,11 @@ def forecast(
 
     Args:
         config: The run's settings.
-        num_ranks: Ranks of the run.
-        ranks_per_host: Ranks of each host; they share its data and its entry in train.batch_size.
-        examples: Training examples of a data set that is not on this machine; nothing is opened
-            then.
-        classes: Its number of classes, if the data set's settings do not say.
+        num_ranks: Number of ranks.
+        ranks_per_host: Ranks on each host, which share its entry in train.batch_size.
+        examples: Training examples of a data set that is not on this machine, and so is not opened;
+            None: open the run's data set.
+        classes: The number of classes of such a data set, if its settings do not say.
 
     Raises:
         ConfigError, DataError: As the run itself would.
@@ -116,10 +114,10 @@ def forecast(
             "hvtrain plan knows steps of ranks that all-reduce, and strategy=parameter_server has none; choose "
             "strategy=horovod, or measure with hvtrain compare"
         )
-    # As in the run: building a model draws random numbers.
+    # Seeded as in the run, since building a model draws random numbers.
     seed_everything(config, rank=0)
     source = _source(config, examples, classes)
-    # Any names of hosts will do: only which ranks share one matters.
+    # Any host names will do: it only matters which ranks share a host.
     hosts = [f"host{rank // ranks_per_host}" for rank in range(num_ranks)]
     batch_sizes = batch_sizes_by_rank(config.train.batch_size, hosts)
     shards = source.shard_sizes("train", num_ranks, reduced(batch_sizes))
@@ -129,7 +127,7 @@ def forecast(
     plan = make_plan(config.train, rate, shards, source.name, batch_sizes, config.data.uneven)
 
     schedule = build_schedule(config, plan)
-    # The base strategy, a single process, does not start Horovod.
+    # The base strategy is a single process, and does not start Horovod.
     model = build_model(config, source, open_task(config, source), plan, Strategy())
 
     batch_size = max(plan.batch_sizes)
@@ -147,7 +145,7 @@ def forecast(
 
 
 def _source(config: RunConfig, examples: int | None, classes: int | None) -> Source:
-    """The run's data set, or a synthetic one of the same shape if it is not on this machine."""
+    """Opens the run's data set, or makes a synthetic one of the same shape if it is not on this machine."""
     if examples is None:
         try:
             return build(config, "dataset", Source)
@@ -156,7 +154,7 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
                 f"{error}; for a data set on other machines give --examples N"
             ) from error
 
-    # The stand-in is named after the data set that it stands for.
+    # The stand-in gets the name of the data set's class.
     name = str(config.dataset["_target_"]).split(".")[-1]
     if "image_shape" not in config.dataset:
         raise ConfigError(
@@ -166,14 +164,18 @@ def _source(config: RunConfig, examples: int | None, classes: int | None) -> Sou
         )
 
     num_classes = classes or config.dataset.get("num_classes") or 1000
-    # A model needs shapes and the number of classes, no data.
+    # A model needs only shapes and the number of classes.
     stand_in = Synthetic(config.dataset["image_shape"], num_classes, num_train=examples)
     stand_in.name = name
     return stand_in
 
 
 def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
-    """Labels and steps at which to show the learning rate: start, end of warm-up, milestones (else the middle), end."""
+    """Returns labels and steps at which to show the learning rate.
+
+    These are the start, the end of warm-up, the schedule's milestones (or else the middle of the rest),
+    and the end.
+    """
     schedule = forecast.schedule
     last = forecast.plan.num_steps - 1
     steps = {0: "step "}
@@ -181,7 +183,6 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     if 0 < warmup <= last:
         steps[warmup] = "the end of warm-up, step "
 
-    # Only some schedules have milestones.
     milestones = [
         round(epoch * forecast.plan.steps_per_epoch) for epoch in getattr(schedule, "at_epochs", ())
     ]
@@ -189,13 +190,13 @@ def key_steps(forecast: Forecast) -> list[tuple[str, int]]:
     if not milestones:
         steps.setdefault((min(warmup, last) + last) // 2, "step ")
 
-    # setdefault: a step that has a label keeps it.
+    # A step that has a label keeps it.
     steps.setdefault(last, "the last step, ")
     return [(label, step) for step, label in sorted(steps.items())]
 
 
 def _row_bytes(model: keras.Model) -> int:
-    """Bytes of the rows of sharded tables that one example looks up; 0 for layers of unknown output shape."""
+    """Returns the bytes that one example looks up in sharded tables; inputs of unknown shape are not counted."""
     num_row_bytes = 0
     for layer in sharded_layers(model):
         inputs = [node.input_tensors[0].shape[1:] for node in layer._inbound_nodes]
@@ -205,10 +206,11 @@ def _row_bytes(model: keras.Model) -> int:
 
 
 def gradients(model: keras.Model) -> list[Gradient]:
-    """Gradients that are reduced, last layer first, with the multiplications for one example as work.
+    """Returns the gradients that are reduced, the last layer's first, with their layers' multiplications as work.
 
-    Each weight of a kernel is used once at each position of the layer's output, in convolution,
-    dense and depthwise layers alike. Layers without weights count as no work.
+    Multiplications are counted for one example: each weight is used once at each position of the
+    layer's output, in convolution, dense and depthwise layers alike. Layers without weights count as
+    no work.
     """
     in_order = []
     sharded = sharded_layers(model)
@@ -220,7 +222,7 @@ def gradients(model: keras.Model) -> list[Gradient]:
         shape = example_shape(layer)
         num_positions = math.prod(shape[:-1]) if shape else 1
 
-        # The layer's work is done before its first gradient; the others come with it.
+        # A layer's gradients become ready together, so all of its work is put before the first.
         work = float(num_positions * sum(math.prod(variable.shape) for variable in variables))
         for variable in reversed(variables):
             in_order.append(Gradient(num_bytes([variable]), work, tuple(variable.shape)))

@@ -1,4 +1,4 @@
-"""The machine of a forecast: links from given figures, or fitted to measurements of `hvtrain allreduce`."""
+"""Makes the machine of a forecast: links with given figures, or fitted to measurements by `hvtrain allreduce`."""
 
 import argparse
 import json
@@ -17,25 +17,31 @@ from hvtrain.plan.algorithms import FACTOR_BYTES, Link, Machine, allreduce_secon
 
 @dataclass(frozen=True)
 class Measured:
-    """One measured all-reduce."""
+    """One measured all-reduce.
+
+    Attributes:
+        num_ranks: Number of ranks.
+        num_bytes: Size of the tensor on each rank.
+        seconds: Median time.
+        kind: A key of Machine.factors; empty for an all-reduce of float32.
+    """
 
     num_ranks: int
     num_bytes: int
     seconds: float
-    # A key of Machine.factors; empty for an all-reduce of float32.
     kind: str = ""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The ring that fits measurements best.
+    """The parameters of a ring that fit some measurements best.
 
     Attributes:
         start_seconds: Fixed cost of an all-reduce.
-        latency_seconds: Latency of one step of the ring; None if all measurements have the same
-            number of ranks; then it is part of start_seconds.
+        latency_seconds: Latency of one step of the ring. None if all measurements have the same number
+            of ranks; it is then part of start_seconds.
         bytes_per_second: Bandwidth of the link.
-        error: Mean absolute relative error.
+        error: Mean absolute relative error of the fit.
     """
 
     start_seconds: float
@@ -47,7 +53,7 @@ class Fit:
 def fit(measurements: Sequence[Measured]) -> Fit:
     """Fits start + 2 (n - 1) alpha + 2 (n - 1) / n x bytes / beta: a ring on one kind of link.
 
-    The sum of squared relative errors is minimized, so that small messages count as much as large ones.
+    Minimizes the sum of squared relative errors, so that small messages count as much as large ones.
 
     >>> ring = [Measured(n, m, 1e-3 + 2 * (n - 1) * (1e-5 + m / n / 1e9)) for n in (2, 4) for m in (4, 10**6, 10**8)]
     >>> best = fit(ring)
@@ -57,9 +63,9 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     (True, 0.00102)
 
     Raises:
-        ConfigError: There are not two sizes, or larger messages do not take longer.
+        ConfigError: There are fewer than two sizes, or larger messages do not take longer.
     """
-    from scipy.optimize import nnls  # Takes half a second, and only --calibrate needs it.
+    from scipy.optimize import nnls  # Importing it takes half a second; only --calibrate needs it.
 
     rows = [(each.num_ranks, each.num_bytes, each.seconds) for each in measurements]
     ranks, sizes, seconds = np.array(rows, float).reshape(-1, 3).T
@@ -69,7 +75,8 @@ def fit(measurements: Sequence[Measured]) -> Fit:
             "needed are two sizes or more, on 2 ranks or more: run python -m hvtrain allreduce"
         )
 
-    # Relative to what was measured: terms x (start, alpha, 1 / beta) = 1. No time can be negative.
+    # Solves terms x (start, alpha, 1 / beta) = 1, where each row of terms is divided by the measured time.
+    # The solution is non-negative, since no time can be negative.
     terms = (
         np.stack([np.ones(len(ranks)), 2.0 * (ranks - 1), 2 * (1 - 1 / ranks) * sizes], axis=1)
         / seconds[:, None]
@@ -77,13 +84,13 @@ def fit(measurements: Sequence[Measured]) -> Fit:
     has_latency = len(set(ranks)) > 1
     if not has_latency:
         terms[:, 1] = 0
-    # Columns differ by many orders of magnitude (1 and bytes), so each is scaled to its largest value.
+    # The columns differ by many orders of magnitude (1 and bytes), so each is divided by its largest value.
     scales = terms.max(axis=0).clip(min=np.finfo(float).tiny)
     factors = nnls(terms / scales, np.ones(len(terms)))[0] / scales
     error = float(abs(terms @ factors - 1).mean())
 
     start, latency, inverse_bandwidth = factors.tolist()
-    # The fit allows no negative factor, so noise can make this one 0.
+    # Noise can make the best non-negative factor 0.
     if inverse_bandwidth <= 0:
         raise ConfigError(
             "the measured allreduces take no longer for larger messages; measure more rounds and sizes"
@@ -94,9 +101,10 @@ def fit(measurements: Sequence[Measured]) -> Fit:
 def corrected(
     machine: Machine, measurements: Sequence[Measured], algorithms: Sequence[str]
 ) -> Machine:
-    """The machine with corrections, so that all-reduces of the measured sizes take the measured times.
+    """Returns the machine with corrections, with which all-reduces of the measured sizes take the measured times.
 
-    If several numbers of ranks were measured, a size gets the geometric mean of their corrections.
+    All measurements must be on the same link. If several numbers of ranks were measured, a size gets
+    the geometric mean of their corrections.
 
     >>> measured = [Measured(2, 1000, 2e-6), Measured(2, 10**6, 1.5e-3)]
     >>> real = corrected(Machine(Link(0.0, 1e9), Link(0.0, 1e9), ranks_per_host=2), measured, ["ring"])
@@ -108,7 +116,6 @@ def corrected(
         seconds, _ = allreduce_seconds(
             measurement.num_bytes, measurement.num_ranks, machine, algorithms
         )
-        # The same size may be measured on several numbers of ranks.
         ratios[measurement.num_bytes].append(measurement.seconds / seconds)
 
     corrections = tuple((size, round(geometric_mean(ratios[size]), 6)) for size in sorted(ratios))
@@ -122,9 +129,9 @@ def machine_of(
     files: Sequence[Sequence[Measured]],
     algorithms: Sequence[str],
 ) -> tuple[Machine, list[str]]:
-    """The machine that the options describe, and a line for each link in use.
+    """Returns the machine that the options describe, and a line for each link in use.
 
-    Measurements replace the figures of the link that they were taken on.
+    Measurements replace the given figures of the link on which they were taken.
 
     Args:
         options: The parsed command line.
@@ -154,7 +161,7 @@ def machine_of(
         others += [measurement for measurement in measurements if measurement.kind]
         groups[machine.slowest(measurements[0].num_ranks)].extend(reduced)
 
-    # Fitted by link: the same link may be measured on several numbers of ranks.
+    # Fitted by link, since one link may have been measured with several numbers of ranks.
     for name, measurements in groups.items():
         machine, descriptions[name] = _with_fit(machine, name, measurements)
 
@@ -169,7 +176,7 @@ def machine_of(
             seconds, _ = allreduce_seconds(other.num_bytes, other.num_ranks, machine, algorithms)
             factors[other.kind] = other.seconds / seconds
     machine = replace(machine, factors=factors)
-    # A link that the ranks do not use needs no line.
+    # Links that the ranks do not use get no line.
     used = [slowest]
     if slowest == "between" and options.ranks_per_host > 1:
         used = ["inside", "between"]
@@ -179,13 +186,13 @@ def machine_of(
 
 
 def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> tuple[Machine, str]:
-    """The machine with a link fitted to the measurements, and the line that describes the link."""
+    """Returns the machine with one link fitted to the measurements, and the line that describes this link."""
     best = fit(measurements)
     latency_seconds = best.latency_seconds
     start_seconds = best.start_seconds
     latency = ""
     if latency_seconds is None:
-        # The fitted start includes the latency of the steps, which stays as it was given.
+        # The fitted start includes the latency of the ring's steps, which is kept as given and subtracted.
         latency_seconds = getattr(machine, name).latency_seconds
         start_seconds -= 2 * (measurements[0].num_ranks - 1) * latency_seconds
         start_seconds = max(0.0, start_seconds)
@@ -197,21 +204,21 @@ def _with_fit(machine: Machine, name: str, measurements: Sequence[Measured]) -> 
         f"{best.bytes_per_second / 1e9:.3g} GB/s{latency}, {1e6 * start_seconds:,.0f} us to start; "
         f"measured on {ranks} ranks, the fit is {best.error:.0%} off, and corrected by size"
     )
-    # Of two links that were measured, the slower start counts.
+    # If both links were measured, the longer start counts.
     start_seconds = max(machine.start_seconds, start_seconds)
     link: Any = Link(latency_seconds, best.bytes_per_second)
     return replace(machine, start_seconds=start_seconds, **{name: link}), description
 
 
 def read(path: Path) -> list[Measured]:
-    """Reads the median time of each size and kind from a file of `hvtrain allreduce`. Raises ConfigError."""
+    """Reads the median time for each size and kind from a file of `hvtrain allreduce`. Raises ConfigError."""
     advice = "give the allreduce.json of python -m hvtrain allreduce"
 
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         num_ranks = int(content["num_ranks"])
         by_size = content["seconds"]["hvtrain"]
-        # Keys that are not sizes are times of other work, such as many small tensors.
+        # Other keys are kinds of exchanges, or further measurements of benchmarks/allreduce.py.
         measured = [
             Measured(num_ranks, int(size), median(by_size[size]))
             for size in by_size

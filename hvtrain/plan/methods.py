@@ -1,7 +1,7 @@
-"""Settings that help on a slow network: their time, bytes and memory, and the advice of `plan --advise`.
+"""Compares settings that help on a slow network by time, bytes and memory, for `plan --advise`.
 
-`python -m hvtrain.plan.methods` measures the time of compression on this host. It runs as a separate
-process, so that a plan itself does not start Horovod.
+`python -m hvtrain.plan.methods` measures the time of compression on this host, in a separate process
+so that a plan itself does not start Horovod.
 """
 
 import json
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from hvtrain.models.memory import Footprint
 
 REPETITIONS = 5
-# A method must be this many times as fast to be worth its effect on the result.
+# A method must be at least this many times as fast to be worth its effect on the result.
 WORTH_IT = 1.1
-# What compression exchanges, see Machine.factors.
+# The kind of exchange for each compression; see Machine.factors.
 KINDS = {"fp16": "half", "bf16": "gather", "int8": "gather"}
 
-# Compression, and PowerSGD's rank.
+# The compression, and the rank for PowerSGD.
 Wire = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way in which ranks exchange what they have learned.
+    """A way in which ranks exchange gradients or weights.
 
     Attributes:
         settings: The settings that choose it.
-        effect: Its effect on the result.
-        compression: The strategy's setting; so are rank, every, within_hosts and shard_optimizer.
-        has_outer: True if an outer optimizer with momentum applies the ranks' changes.
+        effect: Its effect on the result, for the table.
+        compression: As in the strategy's settings, like rank, every, within_hosts and shard_optimizer.
+        has_outer: True if an outer optimizer with momentum applies the ranks' changes, as in DiLoCo.
     """
 
     settings: str
@@ -57,7 +57,7 @@ class Method:
         return self.compression, self.rank
 
     def extra_bytes(self, footprint: "Footprint", num_ranks: int) -> dict[str, int]:
-        """Bytes of memory that the method adds to a rank, or saves if negative, by purpose."""
+        """Returns the bytes of memory that the method adds to a rank, by purpose; negative if it saves memory."""
         parts = {}
         if self.compression in ("int8", "powersgd"):
             parts["errors"] = footprint.gradient_bytes
@@ -68,7 +68,7 @@ class Method:
         return parts
 
 
-# The mildest first: of two that are about equally fast, the first is advised.
+# By their effect on the result, the mildest first: of two about equally fast ones, the first is advised.
 METHODS = (
     Method("strategy=horovod", "the mean of whole gradients"),
     Method("strategy.compression=fp16", "half precision, with its range", "fp16"),
@@ -97,7 +97,12 @@ def method_of(strategy: Mapping[str, Any]) -> Method:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Seconds of compression in a step, and for each message the bytes of a ring all-reduce that sends as much."""
+    """The cost of one compression.
+
+    Attributes:
+        seconds: Time of compression in a step.
+        message_bytes: For each message, the bytes of a ring all-reduce that sends as much.
+    """
 
     seconds: float
     message_bytes: Sequence[float]
@@ -106,12 +111,12 @@ class Encoded:
 def encode(
     shapes: Sequence[Any], methods: Sequence[Method], num_threads: int
 ) -> dict[Wire, Encoded]:
-    """Measures the methods' compression of the gradients on one rank of this host; returns it by wire.
+    """Measures the methods' compression of the gradients on one rank of this host, and returns its cost by wire.
 
     Args:
         shapes: The shapes of the gradients in each message.
-        methods: The methods, of which those without compression are left out.
-        num_threads: TensorFlow's threads of a rank.
+        methods: The methods; those without compression are left out.
+        num_threads: TensorFlow's threads for a rank.
 
     Raises:
         LostRankError: The measuring process failed.
@@ -147,12 +152,16 @@ def method_cost(
     rules: Rules,
     accumulate: int = 1,
 ) -> Cost:
-    """Predicts the step of num_ranks ranks, a mean over all steps between two reductions.
+    """Predicts a step of num_ranks ranks with this method, as the mean over the steps between two reductions.
 
     Args:
+        method: The method.
         work: One rank's step, with the messages that are reduced without compression.
-        encoded: As `encode` returns it.
-        accumulate: Steps whose gradients are summed before they are reduced.
+        encoded: The result of `encode`.
+        num_ranks: Number of ranks.
+        machine: The machine.
+        rules: How the ranks reduce.
+        accumulate: Steps whose gradients are averaged before they are reduced.
     """
     every = method.every * accumulate
     messages = list(work.gradients)
@@ -166,23 +175,23 @@ def method_cost(
             for size, old in zip(code.message_bytes, messages)
         ]
 
-    # Ranks that synchronize every k steps wait for the slowest sum of k step times, whose relative
-    # deviation is smaller.
+    # Ranks that synchronize every k steps wait for the slowest sum of k step times. Its relative deviation
+    # is smaller by sqrt(k).
     rules = replace(
         rules, overlap=rules.overlap and every == 1, deviation=rules.deviation / every**0.5
     )
-    # Compression counts as a part of the backward pass.
+    # Compression counts as part of the backward pass, so the forward pass is a smaller share of the step.
     forward_share = work.forward_share * work.step_seconds / compute
     cost = step_cost(Work(compute, messages, forward_share), num_ranks, machine, rules)
     gather = 0.0
     if method.shard_optimizer:
-        # After the update the ranks gather the weights, the second half of a ring all-reduce.
+        # After the update the ranks gather the weights, which is the second half of a ring all-reduce.
         num_bytes = sum(gradient.num_bytes for gradient in work.gradients)
         whole, _ = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
         gather = machine.factors.get("gather", 1.0) * whole / 2
     exposed = (cost.exposed_seconds + gather) / every
     if method.within_hosts:
-        # The ranks of a host average their gradients before every update.
+        # The ranks of a host also average their gradients before every local update.
         on_host = step_cost(work, min(num_ranks, machine.ranks_per_host), machine, rules)
         exposed += on_host.exposed_seconds / accumulate
     step_seconds = cost.compute_seconds + exposed
@@ -202,7 +211,7 @@ def sent_bytes(
     num_ranks: int,
     accumulate: int = 1,
 ) -> float:
-    """Returns the bytes that a rank sends in a step, a mean over all steps between two reductions."""
+    """Returns the bytes that a rank sends in a step, as the mean over the steps between two reductions."""
     code = encoded.get(method.wire)
     sizes = code.message_bytes if code else [gradient.num_bytes for gradient in work.gradients]
     # Gathering the weights sends half as much as an all-reduce of them.
@@ -211,10 +220,10 @@ def sent_bytes(
 
 
 def advice(costs: Sequence[Cost]) -> str:
-    """Says in one sentence which of METHODS to take, or that none pays off.
+    """Advises in one sentence which of METHODS to take, or says that none pays off.
 
     Args:
-        costs: The cost of each of METHODS.
+        costs: The cost of each of METHODS, in the same order.
 
     >>> def of(*seconds):
     ...     return [Cost(2, step, 0.2, 0, step - 0.2, 1, "ring", 0.2 / step) for step in seconds]
@@ -227,7 +236,7 @@ def advice(costs: Sequence[Cost]) -> str:
     speeds = {method: base.step_seconds / cost.step_seconds for method, cost in zip(METHODS, costs)}
 
     def mildest(methods: Sequence[Method], than: float) -> Method | None:
-        """The first that is nearly as fast as the fastest; None if the fastest does not pay."""
+        """Returns the first that is nearly as fast as the fastest; None if the fastest does not pay off."""
         fastest = max(speeds[method] for method in methods)
         near = [method for method in methods if speeds[method] * WORTH_IT >= fastest]
         return near[0] if fastest >= than * WORTH_IT else None
@@ -247,7 +256,7 @@ def advice(costs: Sequence[Cost]) -> str:
 
 
 def main() -> None:
-    """Measures the compression that standard input describes, and prints the result for `encode`."""
+    """Measures the compression described on standard input, and prints the result for `encode`."""
     import tensorflow as tf
 
     import hvtrain.keras as hvd
@@ -280,7 +289,7 @@ def main() -> None:
             tensors = waiting if wire.keeps_errors else gradients
             means, losses = wire.reduce(tensors, projections, "plan", hvd.global_process_set)
             if wire.keeps_errors:
-                # As CompressedReduction does.
+                # As in CompressedReduction, so that the measured time includes it.
                 is_finite = are_finite(means)
                 for error, loss in zip(errors, losses):
                     error.assign(tf.where(is_finite, loss, error))
@@ -288,7 +297,7 @@ def main() -> None:
 
         step()
         times = timeit.repeat(step, number=1, repeat=REPETITIONS)
-        # Between two ranks a ring sends each byte of a message once.
+        # For 2 ranks, because a ring of two sends each byte of a message exactly once.
         return median(times), [sent_bytes(bucket, wire, 2) for bucket in specs]
 
     print(json.dumps([measured(*wire) for wire in wires]))

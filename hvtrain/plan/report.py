@@ -16,12 +16,11 @@ from hvtrain.system.text import duration
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes in powers of 1000.
+    """Formats bytes, with units in powers of 1000, as is usual for model sizes.
 
     >>> amount(102_334_368), amount(6.24e9), amount(1_234_000), amount(880)
     ('102 MB', '6.2 GB', '1.2 MB', '0.9 kB')
     """
-    # Sizes of models are usually given in powers of 1000.
     for unit, length in (("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= length:
             digits = 0 if num_bytes >= 10 * length else 1
@@ -33,9 +32,13 @@ def amount(num_bytes: float) -> str:
 def launch_line(
     overrides: Sequence[str], num_ranks: int, ranks_per_host: int, has_replicas: bool = False
 ) -> str:
-    """The command that starts the run, without secrets; for several hosts, with a hostfile.
+    """Returns the command that starts the run, without secrets; for several hosts, with a hostfile.
 
-    has_replicas: One process trains all of them, as with strategy=mirrored.
+    Args:
+        overrides: The run's settings.
+        num_ranks: Ranks or replicas of the run.
+        ranks_per_host: Ranks on each host.
+        has_replicas: True if one process trains all replicas, as with strategy=mirrored.
 
     >>> launch_line(["dataset.api_key=hunter2"], 1, 4)
     "horovodrun -np 1 python -m hvtrain 'dataset.api_key=***'"
@@ -48,13 +51,13 @@ def launch_line(
     if has_replicas:
         line = f"python -m hvtrain launch -np {num_ranks} --"
     elif num_ranks > ranks_per_host:
-        # Several hosts need a list of them, which this command does not know.
+        # Several hosts need a hostfile, which the user has to write.
         line = f"python -m hvtrain launch -np {num_ranks} --hostfile hosts.txt --"
     return shlex.join([*line.split(), *without_secrets(overrides)])
 
 
 def memory(forecast: Forecast, method: Method) -> dict[str, int]:
-    """Bytes on a rank by purpose; activations only if they are known."""
+    """Returns the bytes on a rank by purpose; without activations if they are unknown."""
     footprint = forecast.footprint
     num_ranks = forecast.plan.size
 
@@ -63,7 +66,7 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
         "gradients": footprint.gradient_bytes,
         "optimizer slots": footprint.slot_bytes,
     }
-    # One rank reduces nothing.
+    # A single rank reduces nothing.
     if num_ranks > 1:
         # Horovod allocates this buffer for grouped tensors too.
         parts["fusion buffer"] = Rules.fusion_bytes
@@ -75,7 +78,7 @@ def memory(forecast: Forecast, method: Method) -> dict[str, int]:
 
 
 def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
-    """Returns the lines on the run that need no predicted step."""
+    """Returns the lines about the run that do not depend on the predicted step time."""
     config = forecast.config
     plan = forecast.plan
     num_hosts = -(-plan.size // options.ranks_per_host)
@@ -87,7 +90,8 @@ def run_lines(forecast: Forecast, options: argparse.Namespace) -> list[str]:
     rates = (
         f"{forecast.schedule(step):.4g} at {label}{step:,}" for label, step in key_steps(forecast)
     )
-    # The newest ones, the best one, and those that keep_every_epochs keeps; hours cannot be predicted.
+    # The newest ones, the best one, and those of keep_every_epochs. How many keep_every_hours keeps cannot
+    # be predicted.
     num_checkpoints = config.checkpoint.keep + 1
     if config.checkpoint.keep_every_epochs:
         num_checkpoints += plan.num_epochs // config.checkpoint.keep_every_epochs
@@ -129,7 +133,7 @@ def _s(number: int) -> str:
 
 def _global_batch(forecast: Forecast) -> str:
     plan = forecast.plan
-    # Ranks with different batches have no single product.
+    # With different batches on different ranks, it is not a simple product.
     if len(set(plan.batch_sizes)) > 1:
         return f"{plan.global_batch:,}"
     return f"{plan.size} x {plan.batch_sizes[0]} = {plan.global_batch:,} (ranks x batch)"
@@ -150,7 +154,7 @@ def _memory(forecast: Forecast) -> str:
     parts = memory(forecast, method_of(forecast.config.strategy))
     total = amount(sum(parts.values()))
 
-    # Activations are the one part that is estimated.
+    # Only activations are estimated.
     shown = [
         f"{name} about {amount(size)}" if name == "activations" else f"{name} {amount(size)}"
         for name, size in parts.items()
@@ -167,17 +171,17 @@ def step_lines(
     links: Sequence[str],
     rules: Rules,
 ) -> list[str]:
-    """Lines on the predicted step and its assumptions.
+    """Returns the lines about the predicted step and its assumptions.
 
     Args:
         forecast: The run.
-        costs: Predictions for 1, 2, 4, ... ranks, the run's number last.
+        costs: Predictions for 1, 2, 4, ... ranks, and last for the run's number.
         links: A line for each link in use.
         rules: How the ranks reduce.
     """
     num_messages = len(forecast.messages)
     step_seconds = costs[0].step_seconds
-    # With buckets the reduction overlaps with the backward pass.
+    # With buckets, the reduction overlaps with the backward pass.
     moment = "while others are computed" if rules.overlap else "at the end"
     lines = [f"{name:<15}{link}" for name, link in zip(("links", ""), links)]
 
@@ -220,13 +224,13 @@ def _table_lines(forecast: Forecast) -> list[str]:
 def advice_lines(
     forecast: Forecast, costs: Sequence[Cost], work: Work, encoded: Mapping[Wire, Encoded]
 ) -> list[str]:
-    """Returns lines: a row for each of METHODS, and the advice which to take.
+    """Returns a table with a row for each of METHODS, and the advice on which one to take.
 
     Args:
         forecast: The run.
         costs: The cost of each method on the run's ranks.
         work: One rank's step.
-        encoded: As `encode` returns it.
+        encoded: The result of methods.encode.
     """
     num_ranks = forecast.plan.size
     lines = [
@@ -244,7 +248,7 @@ def advice_lines(
 
 
 def progress_line(forecast: Forecast, cost: Cost, noise_scale: float) -> str:
-    """Says how many times one rank's progress the ranks make, by speed and by what they learn from an example."""
+    """Says how many times as fast as one rank the ranks progress, by their speed and by what an example teaches."""
     num_ranks = forecast.plan.size
     joint_batch = forecast.plan.global_batch * forecast.plan.accumulate
     share = share_of_progress(noise_scale, joint_batch / num_ranks, joint_batch)
@@ -262,7 +266,7 @@ def as_json(
     method_costs: Sequence[Cost],
     machine: Machine | None,
 ) -> dict[str, Any]:
-    """The whole forecast, in SI units."""
+    """Returns the whole forecast for plan.json, in seconds and bytes."""
     plan = forecast.plan
 
     return {
@@ -280,7 +284,7 @@ def as_json(
         "row_bytes": forecast.row_bytes,
         "launch": _launch_line(forecast, options),
         "rules": asdict(rules),
-        # None if no step is predicted.
+        # null if no step time is predicted.
         "machine": asdict(machine) if machine else None,
         "costs": [asdict(cost) for cost in costs],
         "methods": {method.settings: asdict(cost) for method, cost in zip(METHODS, method_costs)},

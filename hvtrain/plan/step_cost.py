@@ -1,8 +1,8 @@
-"""Time of one training step on n ranks: computing, and the reduction that it does not hide. Pure.
+"""Predicts the time of one training step on n ranks: computing, and the reduction that it does not hide. Pure.
 
-A small simulation: the backward pass finishes the gradients of the last layer first; those that are
-ready go into a buffer (Horovod's tensor fusion, arXiv:1802.05799); buffers are all-reduced one after
-the other; the step ends when the last is reduced and all computing is done.
+It is a small simulation. The backward pass finishes the gradients of the last layer first; those that
+are ready go into a buffer (Horovod's tensor fusion, arXiv:1802.05799); buffers are all-reduced one
+after another; the step ends when the last one is reduced and all computing is done.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,28 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Gradient:
-    """A tensor to reduce, and the operations of its layer, in any unit, after which it is ready."""
+    """A tensor to reduce.
+
+    Attributes:
+        num_bytes: Its size.
+        work: Operations since the previous gradient after which it is ready, in any unit.
+        shape: The shape of its variable; empty for a message of several.
+    """
 
     num_bytes: int
     work: float
-    # The shape of one variable; empty for a message of several.
     shape: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One rank's step.
+    """A step on one rank alone.
 
     Attributes:
-        step_seconds: Its time without other ranks.
+        step_seconds: Its time.
         gradients: In the order of the backward pass.
-        forward_share: The part of the step before the first gradient. The backward pass computes
-            twice as many products as the forward pass: for the inputs and for the weights.
+        forward_share: The share of the step that comes before the backward pass, which computes twice as
+            many products as the forward pass: for the inputs and for the weights.
     """
 
     step_seconds: float
@@ -44,23 +49,23 @@ class Work:
 
 @dataclass(frozen=True)
 class Rules:
-    """The way in which ranks reduce.
+    """How ranks reduce.
 
     The defaults of fusion_bytes and cycle_seconds are Horovod's since 0.21.
 
     Attributes:
-        overlap: True if gradients are reduced while others are computed, False if after the last.
-        fusion_bytes: Size of a buffer; a larger tensor goes alone. hvtrain's runs fuse nothing (0),
+        overlap: True if gradients are reduced while others are computed, False if after the last one.
+        fusion_bytes: Size of a buffer; a larger tensor is sent alone. hvtrain's runs fuse nothing (0),
             but have buckets.
         cycle_seconds: Interval at which Horovod looks for ready gradients, which wait half of it on
             average.
-        interference: How much slower computing is while data is moved: both use memory and cores
-            (Rashidi et al. 2021, "Enabling Compute-Communication Overlap in Distributed Deep
-            Learning Training Platforms"). Fitted, as are algorithms.LINK_SHARE and the deviation:
-            see docs/plan.md.
+        interference: The fraction by which computing is slower while data moves, since both use memory
+            and cores (Rashidi et al. 2021, "Enabling Compute-Communication Overlap in Distributed Deep
+            Learning Training Platforms"). Fitted, like algorithms.LINK_SHARE and the deviation; see
+            docs/plan.md.
         deviation: Standard deviation of the ranks' step times, relative to their mean.
-        algorithms: Names in algorithms.ALGORITHMS; each buffer takes the fastest. NCCL chooses
-            between the default two.
+        algorithms: Names in algorithms.ALGORITHMS; the fastest is used for each buffer. The default two
+            are those between which NCCL chooses.
     """
 
     overlap: bool = False
@@ -73,14 +78,17 @@ class Rules:
 
 @dataclass(frozen=True)
 class Cost:
-    """A step on num_ranks ranks.
+    """The predicted cost of a step on num_ranks ranks.
 
     Attributes:
-        compute_seconds: Time of the slowest rank, without the reduction.
+        num_ranks: Number of ranks.
+        step_seconds: Time of the whole step.
+        compute_seconds: Time that the slowest rank computes, without the reduction.
         communication_seconds: Time of all reductions, hidden or not.
         exposed_seconds: Time that the reduction adds to the step, interference included.
-        algorithm: The algorithm of the largest buffer.
-        efficiency: One rank's step time / this one.
+        num_buffers: Number of reductions.
+        algorithm: The algorithm for the largest buffer.
+        efficiency: One rank's step time divided by step_seconds.
     """
 
     num_ranks: int
@@ -94,7 +102,7 @@ class Cost:
 
 
 def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cost:
-    """Simulates the step on num_ranks ranks.
+    """Simulates a step on num_ranks ranks, and returns its cost.
 
     >>> from hvtrain.plan.algorithms import Link
     >>> work = Work(0.3, [Gradient(50_000_000, 1.0), Gradient(50_000_000, 1.0)])
@@ -116,19 +124,19 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
     ready = _ready_times(work, compute) if rules.overlap else [compute] * len(sizes)
 
     computed = compute
-    free = 0.0  # When the last reduction so far has ended.
+    free = 0.0  # When the latest reduction ends.
 
-    # Time of all reductions, whether they are hidden or not.
+    # Total time of the reductions, hidden or not.
     busy = 0.0
     buffers: list[tuple[int, str]] = []
     first = 0
     while first < len(sizes):
-        # After a reduction Horovod takes the next at once; while idle it waits for its next cycle.
+        # After a reduction, Horovod starts a waiting one at once; when idle, it waits for its next cycle.
         begin = free
         if ready[first] >= free:
             begin = ready[first] + rules.cycle_seconds / 2
 
-        # Gradients that are ready by now share the buffer.
+        # Gradients that are ready by then share the buffer.
         last = first + 1
         while (
             last < len(sizes)
@@ -140,17 +148,16 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
         num_bytes = sum(sizes[first:last])
         seconds, algorithm = allreduce_seconds(num_bytes, num_ranks, machine, rules.algorithms)
 
-        # Computing is slower only while data moves, not during the latency.
+        # Computing is slowed down only while data moves, not during the latency.
         moving = max(0.0, seconds - allreduce_seconds(0, num_ranks, machine, (algorithm,))[0])
         ready = [_held_up(moment, begin, moving, rules.interference) for moment in ready]
         computed = _held_up(computed, begin, moving, rules.interference)
-        # The algorithm of the largest buffer stands for the step.
         buffers.append((num_bytes, algorithm))
         busy += seconds
         free = begin + seconds
         first = last
 
-    # Whichever ends last: the computing or the reduction.
+    # The step ends with the computing or the reduction, whichever is later.
     step = max(computed, free)
     return Cost(
         num_ranks=num_ranks,
@@ -165,14 +172,14 @@ def step_cost(work: Work, num_ranks: int, machine: Machine, rules: Rules) -> Cos
 
 
 def _ready_times(work: Work, compute_seconds: float) -> list[float]:
-    """The time at which each gradient is ready, in proportion to the operations so far.
+    """Returns the time at which each gradient is ready, in proportion to the operations up to it.
 
     >>> _ready_times(Work(0.3, [Gradient(4, 1.0), Gradient(4, 3.0)], forward_share=0.5), 0.4)
     [0.25, 0.4]
     """
     done = list(accumulate(gradient.work for gradient in work.gradients))
     total = done[-1]
-    # Without weights in any layer there is no work to share.
+    # If no gradient has any work, all are ready at the end.
     shares = [operations / total if total else 1.0 for operations in done]
     return [
         compute_seconds * (work.forward_share + (1 - work.forward_share) * share)
@@ -181,14 +188,14 @@ def _ready_times(work: Work, compute_seconds: float) -> list[float]:
 
 
 def _held_up(moment: float, begin: float, seconds: float, interference: float) -> float:
-    """The time at which work due at `moment` is done, if computing is slower for `seconds` from `begin` on.
+    """Returns when work due at `moment` is done, if computing is slowed down for `seconds` from `begin` on.
 
     >>> _held_up(1.0, 2.0, 1.0, 0.2), _held_up(10.0, 2.0, 1.0, 0.2), round(_held_up(2.4, 2.0, 1.0, 0.2), 6)
     (1.0, 10.2, 2.5)
     """
     if moment <= begin or not interference:
         return moment
-    # Slower for as long as data is moved, or until the work is done if that comes first.
+    # The slowdown lasts while data moves, or until the work is done if that comes first.
     return moment + min(
         seconds * interference, (moment - begin) * interference / (1 - interference)
     )
@@ -196,14 +203,15 @@ def _held_up(moment: float, begin: float, seconds: float, interference: float) -
 
 @lru_cache(maxsize=1024)
 def expected_maximum(number: int) -> float:
-    """Expected maximum of independent standard normal numbers, by the midpoint rule over its distribution.
+    """Returns the expected maximum of `number` independent standard normal numbers.
 
-    It grows like sqrt(2 ln n) (David and Nagaraja 2003, "Order Statistics", chapter 3).
+    Integrates the maximum's distribution function by the midpoint rule. The result grows like
+    sqrt(2 ln n) (David and Nagaraja 2003, "Order Statistics", chapter 3).
 
     >>> [round(expected_maximum(number), 4) for number in (1, 2, 10, 100)]  # 2: 1 / sqrt(pi)
     [0.0, 0.5642, 1.5388, 2.5076]
     """
-    end = 8.0  # Normal numbers beyond 8 deviations are negligible.
+    end = 8.0  # Values beyond 8 standard deviations are negligible.
     steps = 800
     width = 2 * end / steps
     below = [NormalDist().cdf(-end + width * (index + 0.5)) ** number for index in range(steps)]
@@ -211,11 +219,11 @@ def expected_maximum(number: int) -> float:
 
 
 def slowdown(num_ranks: int, deviation: float) -> float:
-    """Expected step time of the slowest of num_ranks ranks, for which all wait, relative to the mean.
+    """Returns the expected step time of the slowest of num_ranks ranks, for which all wait, relative to the mean.
 
-    Step times are assumed to be normal, with a relative deviation. The heavier tail that Chen et al.
-    (2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981) measured on real clusters is
-    not modeled.
+    Step times are assumed to be normally distributed, with this relative deviation. The heavier tail
+    that Chen et al. (2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981) measured on real
+    clusters is not modeled.
 
     >>> round(slowdown(512, 0.03), 3)
     1.091
@@ -224,7 +232,7 @@ def slowdown(num_ranks: int, deviation: float) -> float:
 
 
 def rank_counts(num_ranks: int) -> list[int]:
-    """The numbers of ranks that a forecast shows.
+    """Returns the numbers of ranks for which a forecast shows costs: powers of two, and num_ranks.
 
     >>> rank_counts(12), rank_counts(8)
     ([1, 2, 4, 8, 12], [1, 2, 4, 8])

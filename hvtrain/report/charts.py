@@ -1,4 +1,4 @@
-"""Charts: pictures on disk, and SVG for a page that follows the reader's light or dark mode; and the curves of runs."""
+"""Draws charts, as PNG files or as SVG for a page that follows the reader's light or dark mode; and runs' curves."""
 
 import io
 import re
@@ -17,7 +17,7 @@ from hvtrain.system.files import TEMPORARY
 BLUE = "#1f6fb4"
 ORANGE = "#e07b39"
 GREY = "#8a949c"
-# Colors of curves. The pages have each of them as a CSS variable, --series-1 to --series-6.
+# Colors of curves. On the pages they are the CSS variables --series-1 to --series-6.
 SERIES = (BLUE, ORANGE, "#4c9f70", "#b5489b", "#8a63c4", GREY)
 INK = "#20262b"
 MUTED = "#68727a"
@@ -30,12 +30,12 @@ _VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SE
 
 # A title, and the function that draws the panel on Matplotlib's axes.
 Panel = tuple[str, Callable[[Any], None]]
-# Epoch and value.
+# Pairs of an epoch and a value.
 Points = Sequence[tuple[float, float]]
 
-# Up to this many ranks have a curve each; if there are more, only the slowest, median and fastest are shown.
+# Up to this many ranks get a curve each; for more, only the slowest, median and fastest are shown.
 MOST_RANKS = 6
-_WIDTH = 4.4  # Inches.
+_WIDTH = 4.4  # In inches, like the height.
 _HEIGHT = 2.6
 
 
@@ -51,14 +51,14 @@ def picture(
     """Yields a figure and its axes, and saves the figure as `path` when the block ends.
 
     Args:
-        path: a PNG file; readers see the old picture or the new one, never a part of it.
-        width: of the whole figure, in inches.
-        height: of the whole figure, in inches.
+        path: a PNG file. Readers see either the old picture or the new one, never part of it.
+        width: width of the whole figure, in inches.
+        height: height of the whole figure, in inches.
         columns: number of columns of axes.
         rows: number of rows of axes.
         dpi: pixels per inch.
     """
-    # A Figure without pyplot needs no display, and no call that closes it.
+    # A Figure made without pyplot needs no display, and need not be closed.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -72,7 +72,7 @@ def picture(
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     temporary.unlink(missing_ok=True)
     figure.savefig(temporary, dpi=dpi, format="png")
-    # A browser may read the picture at any moment.
+    # Replaced atomically, since a browser may read the picture at any moment.
     temporary.replace(path)
 
 
@@ -107,15 +107,15 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
     """Draws one chart as an SVG element for a page.
 
     Args:
-        title: for screen readers; the page itself shows it too.
+        title: the text for screen readers; the page shows it beside the chart.
         draw: draws on the axes, in the colors of this module.
-        width: in inches; the page scales the chart.
-        height: in inches.
+        width: width in inches, which with the height sets the aspect ratio: the page scales the chart.
+        height: height in inches.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # The salt makes ids reproducible, so a page that is written again has the same bytes.
+    # The salt makes ids reproducible, so that the same chart has the same bytes each time.
     settings: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": title,
@@ -135,7 +135,7 @@ def page_svg(title: str, draw: Callable[[Any], None], width: float, height: floa
 
 
 def plain_style(axes: Any) -> None:
-    """Removes what is not data: the frame's top and right, ticks, and the background."""
+    """Styles axes plainly: no background, no ticks, no frame at the top and right, and muted colors."""
     axes.set_facecolor("none")
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(LINE)
@@ -148,7 +148,7 @@ def plain_style(axes: Any) -> None:
 
 
 def _for_a_page(text: str, title: str) -> str:
-    """Returns the SVG for a page: labelled, in CSS colors, without XML header, ids of groups, size and fonts."""
+    """Adapts an SVG to a page: adds a label and CSS colors; drops XML header, group ids, size and fonts."""
     text = text[text.index("<svg") :]
     fonts = r"font-family: [^;\"]*;? ?|font-(weight|stretch|style): normal;? ?"
     text = re.sub(rf"<metadata>.*?</metadata>|<!--.*?-->|{fonts}", "", text, flags=re.DOTALL)
@@ -159,7 +159,7 @@ def _for_a_page(text: str, title: str) -> str:
     for color, variable in _VARIABLES.items():
         text = text.replace(color, variable)
 
-    # Without its own size, the chart takes the width of its place on the page.
+    # Without a size of its own, the chart fills the width of its place on the page.
     for attribute in ("height", "width"):
         text = re.sub(rf'(<svg[^>]*?) {attribute}="[^"]*"', r"\1", text, count=1)
 
@@ -168,7 +168,7 @@ def _for_a_page(text: str, title: str) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve with one point per epoch. Curves of one color belong together."""
+    """A curve with one point per epoch. `color` counts from 0; curves with the same color belong together."""
 
     label: str
     points: Points
@@ -177,7 +177,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves with a common axis, over the epochs."""
+    """Curves over the epochs, on common axes. `from_zero` makes the vertical axis start at 0."""
 
     title: str
     series: list[Series]
@@ -185,7 +185,7 @@ class Chart:
 
 
 def charts_of(run: RunFiles) -> list[Chart]:
-    """Returns charts of a run: each metric in training and validation, learning rate, speed, and ranks."""
+    """Returns a run's charts: each metric in training and validation, learning rate, speed, and each rank's work."""
     charts = []
     for name in _metric_names([run]):
         training = Series("training", _metric(run, name))
@@ -203,10 +203,10 @@ def charts_of(run: RunFiles) -> list[Chart]:
 
 
 def charts_of_several(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Chart]:
-    """Returns a chart for each metric in validation and in training, and for the speed, with a curve per run."""
+    """Returns charts that compare runs: one for each metric in validation and in training, and one for the speed."""
 
     def curves(points_of: Callable[[RunFiles], Points]) -> list[Series]:
-        # A run has one color in all charts.
+        # A run has the same color in all charts.
         return [
             Series(label, points_of(run), color)
             for color, (run, label) in enumerate(zip(runs, labels))
@@ -224,7 +224,7 @@ def svg(chart: Chart, has_legend: bool = True) -> str:
 
 
 def scatter_svg(figure: dict[str, Any]) -> str:
-    """Draws a core.figures.Scatter, given as in review.json, as an SVG element for a page."""
+    """Draws a core.figures.Scatter, in its form in review.json, as an SVG element for a page."""
 
     def draw(axes: Any) -> None:
         x, y = zip(*figure["points"])
@@ -237,13 +237,13 @@ def scatter_svg(figure: dict[str, Any]) -> str:
 
         axes.set(xlabel=figure["x_label"], ylabel=figure["y_label"])
 
-    # The page shows the figure's title above; screen readers need the axes too.
+    # The page shows the figure's title already; screen readers need the axes too.
     title = f"{figure['title']}: {figure['y_label']} by {figure['x_label']}"
     return page_svg(title, draw, _WIDTH, _HEIGHT)
 
 
 def write_png(charts: Sequence[Chart], path: Path) -> None:
-    """Draws all charts, of which there must be at least one, into one picture on white."""
+    """Draws all charts into one picture on white. There must be at least one."""
 
     def draw(axes: Any, chart: Chart) -> None:
         plain_style(axes)
@@ -261,9 +261,9 @@ FLOPS = ("flops_per_second", "share_of_peak")
 
 
 def _metric_names(runs: Sequence[RunFiles]) -> list[str]:
-    """Names of the metrics without "val_", the loss first, the others in order of appearance."""
+    """Returns the names of the metrics without "val_": the loss first, the others in order of appearance."""
     columns = (name for run in runs for row in run.history for name in row.metrics)
-    # FLOP/s follow the speed, which has its own chart.
+    # FLOP/s are proportional to the speed, which has its own chart.
     names = dict.fromkeys(name.removeprefix("val_") for name in columns if name not in FLOPS)
     return sorted(names, key=lambda name: name != "loss")
 
@@ -280,7 +280,7 @@ def _rank_series(rank_seconds: dict[int, list[float]]) -> list[Series]:
     """Returns curves of the ranks' work in a step, in milliseconds.
 
     Args:
-        rank_seconds: by epoch, the seconds of each rank. A resume can change the number of ranks.
+        rank_seconds: each rank's seconds, by epoch. A resume can change the number of ranks.
     """
     num_ranks = max(map(len, rank_seconds.values()), default=0)
     if num_ranks <= MOST_RANKS:
@@ -313,19 +313,19 @@ def _draw(chart: Chart, axes: Any, has_legend: bool = True) -> None:
             color=SERIES[series.color % len(SERIES)],
             linestyle="-" if series.color < len(SERIES) else "--",
             linewidth=1.6,
-            # A single point has no line that shows it.
+            # Few points are marked: a single one has no line that would show it.
             marker="o" if len(series.points) < 3 else None,
             markersize=3.5,
             label=series.label,
         )
 
-    # Speeds are compared by ratio, which shows only if the axis starts at 0. Losses are not.
+    # Speeds are compared by ratio, which is visible only if the axis starts at 0. Losses are not.
     if chart.from_zero:
         axes.set_ylim(bottom=0)
 
     points = [point for series in chart.series for point in series.points]
     epochs = {epoch for epoch, _ in points}
-    if len(epochs) == 1:  # Matplotlib would put ticks at fractions around it.
+    if len(epochs) == 1:  # Matplotlib would put ticks at fractions of an epoch.
         axes.set_xticks(list(epochs))
     else:
         axes.locator_params("x", integer=True)

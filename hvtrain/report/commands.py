@@ -1,7 +1,7 @@
-"""`python -m hvtrain report` and `runs`: pages about runs, and the list of the runs in a folder.
+"""`python -m hvtrain report` and `runs`: pages about runs, and a list of the runs in a folder.
 
-report writes the page of one run again, or compares several on one page: a sortable table, curves
-in common charts, and the settings that differ. Everything comes from the files of the run folders,
+report writes the page of one run again, or compares several runs on one page: a sortable table,
+curves in common charts, and the settings that differ. Everything comes from files in the run folders,
 so neither TensorFlow nor the data are needed.
 """
 
@@ -26,9 +26,9 @@ COMPARISON_FILE = "comparison.html"
 _NOT_COMPARED = ("run.dir", "run.name", "run.report")
 
 DEFAULT_FOLDER = "runs"
-# Levels of folders below DIR that are searched.
+# Number of folder levels below DIR that are searched.
 DEPTH = 3
-# The length of a line in characters, unless names need more.
+# The longest line in characters, unless names need more.
 WIDTH = 80
 MIN_METRIC_WIDTH = 10
 MIN_NAME_WIDTH = 12
@@ -37,12 +37,12 @@ COLUMNS = (
     *("run", "state", "resumable", "metric", "score", "sign"),
     *("examples_per_second", "num_ranks", "progress", "began", "error"),
 )
-# A run as --json prints it. Unknown values are None, an unknown date is empty.
+# A run as --json prints it. Unknown values are None; an unknown date is empty.
 Row = dict[str, Any]
 
 
 def report_runs() -> int:
-    """Reads the run folders, writes the page, and prints which files it wrote."""
+    """Writes the page of one run, or one that compares several, and prints the paths of the files written."""
     parser = Parser(
         "python -m hvtrain report",
         description="""\
@@ -62,7 +62,7 @@ the settings that differ.""",
         help=f"the page; default: RUN/{REPORT_FILE}, for several runs {COMPARISON_FILE} in this folder",
     )
     options = parser.parse_args()
-    # run=RUN is accepted too, as by the commands that use a run.
+    # run=RUN is accepted too, as in the commands on a finished run.
     folders = [folder.removeprefix("run=") for folder in options.runs]
     runs = [read_run(path_of(folder)) for folder in folders]
 
@@ -72,8 +72,8 @@ the settings that differ.""",
         print(path)
         return 0
 
-    # One run gets its own kind of page, with all its figures. The local copy of a run in object storage is left
-    # unchanged.
+    # A single run gets a page with all its figures. For a run in object storage, the page goes to this
+    # folder, so that the local copy of the run stays unchanged.
     folder = Path() if is_remote(folders[0]) else runs[0].folder
     written = write_page(runs[0], page_path(options.output or folder / REPORT_FILE))
     print(" and ".join(map(str, written)))
@@ -81,11 +81,11 @@ the settings that differ.""",
 
 
 def comparison_html(runs: Sequence[RunFiles]) -> str:
-    """Returns the page that compares runs."""
+    """Returns the HTML page that compares several runs."""
     labels = folder_labels(runs)
     # Runs of different tasks have different metrics, each in its own column.
     metrics = dict.fromkeys(name for run in runs for name in run.result.get("metrics", {}))
-    # The metric of the best checkpoint is a setting, so runs may have different ones, each in a column.
+    # Runs may also choose their best checkpoints by different metrics.
     bests = dict.fromkeys(run.result["best"]["metric"] for run in runs if run.result.get("best"))
     charts = charts_of_several(runs, labels)
 
@@ -104,21 +104,21 @@ def comparison_html(runs: Sequence[RunFiles]) -> str:
 
 def folder_labels(runs: Sequence[RunFiles]) -> list[str]:
     """Returns the names of the run folders, with as many parent folders as needed to tell them apart."""
-    # The same folder may be given twice; no depth tells those apart.
+    # A folder may be given twice, which no depth tells apart, so duplicates are not counted.
     paths = [run.folder.parts for run in runs]
     by_depth = (["/".join(parts[-depth:]) for parts in paths] for depth in count(1))
     return next(labels for labels in by_depth if len(set(labels)) == len(set(paths)))
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Returns the settings that are not the same in all runs, with each run's value, or "" if it is missing.
+    """Returns the settings that differ between runs, with each run's value, or "" if the run lacks the setting.
 
-    Those that all runs have come first: the others only reflect a different model or data set.
+    Settings that all runs have come first; the others only reflect a different model or data set.
 
     >>> differing([{"new": True, "train": {"epochs": 2}}, {"seed": 1, "train": {"epochs": None}}])
     [('train.epochs', ['2', 'null']), ('new', ['true', '']), ('seed', ['', '1'])]
     """
-    # Compared as the text that is shown: 1 and 1.0 differ, and lists can be elements of a set.
+    # Compared as displayed text: 1 and 1.0 differ, and unlike lists, text can be an element of a set.
     runs = [
         {name: yaml_text(value) for name, value in flatten(config).items()} for config in configs
     ]
@@ -133,7 +133,7 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     ]
 
 
-# Scores and speeds are sorted best first. None stands for unknown, which comes last.
+# Scores and speeds are sorted best first. A key of None means unknown, which comes last.
 SORT_KEYS: dict[str, Callable[[Row], Any]] = {
     "date": lambda row: row["began"] or None,
     # Scores of different metrics cannot be compared, so runs are grouped by metric.
@@ -145,7 +145,7 @@ SORT_KEYS: dict[str, Callable[[Row], Any]] = {
 
 
 def list_runs() -> int:
-    """Prints the runs as a table, or as JSON."""
+    """Lists the runs in a folder as a table, or as JSON."""
     parser = Parser(
         "python -m hvtrain runs",
         description="""\
@@ -161,13 +161,12 @@ metric on the test data, or else the best value so far; the speed is in examples
     option("--json", action="store_true", help="print JSON, with all digits")
     options = parser.parse_args()
     folder = Path(options.dir)
-    # The default may be missing: nothing has been trained here yet.
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder that holds the runs")
 
     rows = [run_row(path, folder) for path in find_runs(folder)]
     key = SORT_KEYS[options.sort]
-    # None cannot be compared with a number, so all of them come last.
+    # None cannot be compared with a number, so rows with it are put last by the first element.
     rows.sort(key=lambda row: (key(row) is None, key(row)))
 
     if options.json:
@@ -181,29 +180,29 @@ metric on the test data, or else the best value so far; the speed is in examples
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Returns the run folders in a folder and the levels below it; it may be one itself."""
+    """Returns the run folders in a folder, down to `depth` levels below it; it may be one itself."""
     try:
         if is_run_folder(folder):
             return [folder]
         if depth == 0:
             return []
-        # Symbolic links may lead back to a folder above.
+        # Symbolic links are not followed: they may lead back to a folder above.
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     except OSError:  # A folder that this user may not read.
         return []
 
-    # Hidden folders are those of editors and version control.
+    # Skips hidden folders, such as those of editors and version control.
     return [
         run for path in below if not path.name.startswith(".") for run in find_runs(path, depth - 1)
     ]
 
 
 def run_row(path: Path, folder: Path) -> Row:
-    """Describes the run in `path`, below the listed folder.
+    """Describes the run in `path`, which is the listed folder or below it.
 
-    A damaged run has the state "damaged", and an error.
+    A damaged run gets the state "damaged" and an error.
     """
-    # DIR may be a run itself, and "." has no name.
+    # DIR may be a run itself; absolute() because "." has no name.
     name = path.absolute().name
     if path != folder:
         name = str(path.relative_to(folder))
@@ -227,11 +226,11 @@ def run_row(path: Path, folder: Path) -> Row:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Returns lines of at most WIDTH characters, unless names need more."""
+    """Formats the runs as lines of at most WIDTH characters, unless names need more."""
     cells = [("began", "state", "ranks", "ex/s", "score", "metric", "run"), *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
 
-    # The name of the metric is cut first, then the beginning of the run's name, which is often a date.
+    # The metric's name is cut first, then the beginning of the run's name, which is often a date.
     left = WIDTH - sum(widths[:5]) - 2 * 6
     metric_width = min(widths[5], max(MIN_METRIC_WIDTH, left - widths[6]))
     name_width = min(widths[6], max(MIN_NAME_WIDTH, left - metric_width))
@@ -242,7 +241,7 @@ def table(rows: list[Row]) -> list[str]:
             metric = f"{metric[: metric_width - 1]}…"
         if len(name) > name_width:
             name = f"…{name[1 - name_width :]}"
-        # Text to the left, numbers to the right.
+        # Text is aligned to the left, numbers to the right.
         padded = [f"{text:{side}{width}}" for text, side, width in zip(columns, "<<>>>", widths)]
         lines.append("  ".join([*padded, metric.ljust(metric_width), name]).rstrip())
 
@@ -263,7 +262,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         state,
         str(row["num_ranks"] or ""),
         format_known(row["examples_per_second"], ",.0f", missing=""),
-        # With trailing zeros, so that decimal points line up.
+        # "#" keeps trailing zeros, so that decimal points line up.
         format_known(row["score"], "#.4g", missing=""),
         row["metric"] or "",
         row["run"],

@@ -1,4 +1,4 @@
-"""report.html and curves.png of a run, made from the files in its folder alone."""
+"""Writes a run's report.html and curves.png, using nothing but the files in its folder."""
 
 import logging
 import shlex
@@ -25,19 +25,19 @@ CURVES_FILE = "curves.png"
 
 
 def write_report(folder: Path, with_diff: bool = True) -> None:
-    """Writes report.html and curves.png into a run folder that has just been completed (chief only).
+    """Writes report.html and curves.png into the folder of a run that has just finished (chief only).
 
-    An error is logged as a warning, since the run itself has succeeded.
+    An error is only logged as a warning, since the run itself has succeeded.
 
     Args:
         folder: the run folder.
-        with_diff: shows the uncommitted changes of the user's checkout.
+        with_diff: True to show the uncommitted changes in the user's checkout.
     """
     try:
-        # This process still holds the folder's lock, so the run would be shown as running.
+        # This process still holds the folder's lock, so read_run() takes the run for running.
         run = replace(read_run(folder), state="finished")
         write_page(run, folder / REPORT_FILE, with_diff)
-    except Exception as error:  # Whatever Matplotlib or a template may raise.
+    except Exception as error:  # Matplotlib and templates may raise anything.
         log.warning(
             "%s is not written: %s; python -m hvtrain report %s tries again",
             REPORT_FILE,
@@ -47,7 +47,7 @@ def write_report(folder: Path, with_diff: bool = True) -> None:
 
 
 def write_page(run: RunFiles, path: Path, with_diff: bool = True) -> list[Path]:
-    """Writes the page of a run, and its curves beside it if it has any; returns the files."""
+    """Writes a run's page, and beside it its curves if it has any. Returns the paths of these files."""
     write_atomic(path, html(run, with_diff))
     charts = charts_of(run)
     if not charts:
@@ -58,7 +58,7 @@ def write_page(run: RunFiles, path: Path, with_diff: bool = True) -> list[Path]:
 
 
 def html(run: RunFiles, with_diff: bool = True) -> str:
-    """Returns the page of a run, with or without the uncommitted changes of the user's checkout."""
+    """Returns a run's page as HTML, with or without the uncommitted changes in the user's checkout."""
     start = run.last_start
     return render(
         "page.html.j2",
@@ -78,12 +78,12 @@ def html(run: RunFiles, with_diff: bool = True) -> str:
 def render(template: str, folder: Path = FOLDER, **values: Any) -> str:
     """Renders a template as a page in the style of this folder.
 
-    Text in the values is escaped; SVG, which the templates mark as safe, is not.
+    Text in the values is escaped, except SVG, which the templates mark as safe.
 
     Args:
-        template: its file name. It may extend base.html.j2.
-        folder: the folder of the template.
-        **values: what the template shows.
+        template: the template's file name. It may extend base.html.j2.
+        folder: the template's folder.
+        **values: the template's variables.
     """
     # The style is inlined, so that the page can be shared as one file.
     page = _templates(folder).get_template(template)
@@ -102,7 +102,7 @@ def _templates(folder: Path) -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, FOLDER]),
         autoescape=jinja2.select_autoescape(default=True, default_for_string=True),
-        # A run that failed early lacks much of what a page can show.
+        # A run that failed early lacks much of the data; undefined values are shown as empty.
         undefined=jinja2.ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -120,7 +120,7 @@ def _templates(folder: Path) -> Any:
 
 
 def state_text(run: RunFiles) -> str:
-    """The state of a run with its progress: "finished", "stopped at 40%, resumable"."""
+    """Describes a run's state and progress, such as "finished" or "stopped at 40%, resumable"."""
     text = run.state
     if run.progress is not None and run.state != "finished":
         text += f" at {run.progress:.0%}"
@@ -128,7 +128,7 @@ def state_text(run: RunFiles) -> str:
 
 
 def yaml_text(value: Any) -> str:
-    """Formats a setting as YAML does."""
+    """Formats a setting's value as in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -138,9 +138,9 @@ def yaml_text(value: Any) -> str:
 
 
 def _command_again(run: RunFiles) -> str:
-    """The command that repeats the run in a new folder."""
+    """Returns the command that repeats the run in a new folder."""
     command = ["python", "-m", "hvtrain", "--config-dir", str(run.folder)]
-    # Not the number of ranks: the replicas of strategy=mirrored are in one process.
+    # Counts processes, not replicas: those of strategy=mirrored are in one process.
     processes = sum(run.last_start.get("hosts", {}).values())
     if processes > 1:
         command = ["horovodrun", "-np", str(processes), *command]

@@ -1,7 +1,4 @@
-"""A run as its folder describes it: settings, numbers, starts, messages and state.
-
-Reading it does not need TensorFlow.
-"""
+"""Reads a run from its folder: settings, metrics, starts, messages and state. Does not need TensorFlow."""
 
 import math
 import re
@@ -24,7 +21,7 @@ from hvtrain.system.files import read_file, read_json
 from hvtrain.system.run_lock import is_held
 
 MAX_LOGS = 64
-# Bytes that are read from the end of a log.
+# Only this many bytes at the end of a log are read.
 LOG_BYTES = 100_000
 MAX_MESSAGES = 30
 MAX_MESSAGE_LENGTH = 400
@@ -32,13 +29,13 @@ _LOG_LINE = re.compile(
     r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (INFO|WARNING|ERROR|CRITICAL) \S+?: (.*)$"
 )
 
-# An object in a file of JSON or YAML.
+# An object in a JSON or YAML file.
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Message:
-    """A line from the log of a rank."""
+    """A line from a rank's log."""
 
     when: str
     level: str
@@ -53,14 +50,14 @@ class RunFiles:
     Attributes:
         folder: the run folder, absolute.
         config: the settings, as in config.yaml.
-        result: result.json; empty until the run has finished.
+        result: the content of result.json; empty until the run has finished.
         history: a record for each epoch.
-        rank_seconds: by epoch, the seconds of each rank's own work in a step.
-        starts: starts.json, one entry for each start of the ranks.
-        review: figures of the predictions (core/figures.py), as plain values.
+        rank_seconds: the seconds of each rank's own work in a step, by epoch.
+        starts: the content of starts.json, one entry for each start of the ranks.
+        review: figures about the predictions (core/figures.py), as plain values.
         messages: the newest warnings and errors of the ranks on this host.
-        state: "running", "finished", "stopped" (it was asked to save and stop), or "failed" (it
-            ended in any other way).
+        state: "running", "finished", "stopped" (it was asked to save and stop) or "failed" (it ended in
+            any other way).
         checkpoint_step: the step of the newest checkpoint on this host, if there is one.
     """
 
@@ -86,19 +83,19 @@ class RunFiles:
 
     @property
     def is_resumable(self) -> bool:
-        """True if the run ended before it finished, and has a checkpoint on this host to continue from."""
+        """True if the run ended before it finished, and has a checkpoint on this host from which to continue."""
         return self.state in ("stopped", "failed") and self.checkpoint_step is not None
 
     @property
     def num_ranks(self) -> int | None:
         """Number of replicas that compute gradients at the same time: ranks, workers, or devices of one process."""
-        # Until there is a result, the newest start has the number.
+        # Before there is a result, the newest start has the number.
         facts = self.result or self.last_start
         return facts.get("num_replicas") or facts.get("num_ranks")
 
     @property
     def examples_per_second(self) -> float | None:
-        """Speed over all ranks: that of the result, or of the newest epoch."""
+        """Speed over all ranks, from the result or else from the newest epoch."""
         rate = self.result.get("examples_per_second")
         if not rate and self.history:
             return self.history[-1].examples_per_second
@@ -115,14 +112,11 @@ class RunFiles:
 
     @property
     def progress(self) -> float | None:
-        """Fraction of the steps that are done and saved or recorded, 0 to 1.
-
-        None if their number is unknown.
-        """
+        """Fraction of the steps that are done and saved or recorded, 0 to 1; None if their number is unknown."""
         num_steps = self.last_start.get("num_steps")
         if not num_steps:
             return None
-        # A checkpoint may be newer than the last epoch, and a run without checkpoints has epochs.
+        # A checkpoint may be newer than the last epoch, and a run without checkpoints still records epochs.
         recorded = self.history[-1].step if self.history else 0
         done = max(self.checkpoint_step or 0, self.result.get("num_steps", 0), recorded)
 
@@ -135,13 +129,13 @@ class RunFiles:
 
     @property
     def score(self) -> tuple[str, float] | None:
-        """The task's metric and its value: on the test data, or else the best in validation or training."""
-        # The newest start decides: the result may date from before the run was resumed.
+        """The task's metric and its value on the test data, or else its best value in validation or training."""
+        # The newest start decides the metric, since the result may date from before the run was resumed.
         tested = self.result.get("metrics") or {}
         best = self.result.get("best") or {}
         name = self.last_start.get("best") if self.starts else best.get("metric")
 
-        if name is None:  # A task of the user's own may name no best metric.
+        if name is None:  # A user's own task may name no best metric.
             names = [key for key in tested if key != "test_loss"] or list(tested)
             if not names:
                 return None
@@ -169,7 +163,7 @@ def read_run(folder: Path) -> RunFiles:
     """Reads a run folder.
 
     Raises:
-        ConfigError: it is not a run folder, or its result is damaged.
+        ConfigError: it is not a run folder, or its result.json is damaged.
         StorageError: its history is damaged.
     """
     if not is_run_folder(folder):
@@ -181,7 +175,7 @@ def read_run(folder: Path) -> RunFiles:
     result = _read_result(folder)
     messages = _read_messages(folder)
     step = newest_step(folder)
-    # If the review is damaged, only its part of the page is missing.
+    # A damaged review is read as empty, so only its part of the page is missing.
     review = read_json(folder / REVIEW_FILE, list)
 
     return RunFiles(
@@ -199,14 +193,14 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _state(folder: Path, result: Record, step: int | None, messages: list[Message]) -> str:
-    # The lock ends with its process, so a killed run does not count as running.
+    # A process's lock ends with it, so a killed run does not count as running.
     if is_held(folder):
         return "running"
     # A checkpoint after the result's last step belongs to a run that was resumed with more steps.
     if result and (step is None or result.get("num_steps", 0) >= step):
         return "finished"
+    # The chief's last message that is not a warning says why the run ended, if there was time to write it.
     of_chief = [message for message in messages if message.rank == 0 and message.level != "WARNING"]
-    # The chief's last message, warnings aside, says why the run ended, if there was time to write it.
     if of_chief and of_chief[-1].text.startswith("stopped by "):
         return "stopped"
 
@@ -227,7 +221,7 @@ def _read_result(folder: Path) -> Record:
 
 
 def _read_config(folder: Path) -> Record:
-    """Reads the settings of a run that has no result yet."""
+    """Reads a run's settings from config.yaml; empty if it cannot be read."""
     import yaml
 
     try:
@@ -242,20 +236,17 @@ def _read_config(folder: Path) -> Record:
 
 
 def _read_messages(folder: Path) -> list[Message]:
-    """Reads the logs of the ranks on this host, by rank and in order.
-
-    Of long logs, only the ends are read.
-    """
+    """Reads the logs of the ranks on this host, one rank after another; of long logs only the end."""
     messages = []
     for path in sorted((folder / "logs").glob("rank-*.log"))[:MAX_LOGS]:
         digits = path.stem.removeprefix("rank-")
         rank = int(digits) if digits.isdigit() else 0
         try:
-            if not path.is_file():  # Reading a pipe would wait for a writer forever.
+            if not path.is_file():  # Reading a named pipe could block forever.
                 continue
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - LOG_BYTES))
-                # The first line may be cut, and then matches nothing.
+                # The first line may be cut off; it then does not match and is skipped.
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             continue

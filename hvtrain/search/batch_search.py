@@ -1,4 +1,4 @@
-"""Trains with one batch size after another, on all ranks together, until one does not fit."""
+"""Measures one batch size after another, on all ranks together, until one does not fit."""
 
 import gc
 import logging
@@ -38,14 +38,14 @@ from hvtrain.training.run import Run, RunState, Start, describe, summary
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# The lines of a run's description that differ between sizes.
+# Lines of a run's description that depend on the batch size, and so are not logged.
 _DIFFER_BY_SIZE = ("global batch", "learning rate", "steps", "left out")
-# How CUDA's libraries report that a device has no memory left.
+# Texts with which CUDA's libraries report that a device has no memory left.
 _OUT_OF_MEMORY = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "ALLOC_FAILED")
 
 
 class Stopwatch(keras.callbacks.Callback):
-    """Times the calls of the graph, in seconds per step."""
+    """Times calls of the graph; `step_seconds` has the seconds per step of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Stopwatch(keras.callbacks.Callback):
         self._first = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # A GPU may still be computing; reading a value waits for it.
+        # A GPU may still be computing; reading a value waits for it to finish.
         float(next(iter((logs or {"loss": 0.0}).values())))
         seconds = time.perf_counter() - self._began
         self.step_seconds.append(seconds / (batch + 1 - self._first))
@@ -70,21 +70,21 @@ def try_sizes(
     limit_bytes: int | None,
     overrides: Sequence[str],
 ) -> list[Trial]:
-    """Tries sizes from train.batch_size on, doubled each time; returns the trials on every rank.
+    """Tries sizes from train.batch_size on, doubling each time, and returns the trials (every rank).
 
     Args:
         config: the settings of the run, made by commands.as_search.
         strategy: the strategy of the ranks.
         state: the state of the run.
-        largest: the last size to try; None: until one does not fit.
-        limit_bytes: memory that all ranks of a host may use; None: what is free.
-        overrides: settings on the command line, for the command that uses the result.
+        largest: the largest size to try; None: until one does not fit.
+        limit_bytes: memory that all ranks of a host may use together; None: what is free.
+        overrides: settings on the command line, for the suggested commands.
 
     Raises:
         ConfigError: the strategy's ranks do not take steps by themselves.
-        TrainingError: not even the first size fits.
+        TrainingError: not even the first size could be tried.
     """
-    # Other strategies run the step on servers or replicas, whose memory is not this process's.
+    # Other strategies run steps on servers or replicas, whose memory is not that of this process.
     if not strategy.is_plain:
         raise ConfigError(
             "find_batch measures ranks that take steps by themselves, and this strategy has other steps; "
@@ -106,7 +106,7 @@ def try_sizes(
     size = run.plan.batch_sizes[0]
     reason = ""
 
-    # Reasons are gathered, so every rank has the same one, and all leave the loop together.
+    # Reasons come from gathered values, so every rank has the same one and all leave the loop together.
     while not reason:
         if largest is not None and size > largest:
             reason = f"{size} is above --largest {largest}"
@@ -114,7 +114,7 @@ def try_sizes(
             reason = sizes.obstacle(size) or sizes.measure(size)
         if not reason:
             log.info("%s", trials[-1])
-            # After each size, since the kernel may kill the ranks during the next.
+            # Written after each size, because the kernel may kill the ranks during the next.
             on_chief(lambda: write_sizes(run.folder, trials))
             size *= 2
 
@@ -137,13 +137,13 @@ def try_sizes(
 
 
 class Sizes:
-    """Measures sizes, one after the other, and says what prevents the next (every rank).
+    """Measures batch sizes one after another, and says what prevents the next (every rank).
 
     Args:
-        run: the run, whose plan each size replaces.
-        model: its model, restored.
+        run: the run; each size replaces its plan.
+        model: the run's model, with its weights set.
         start: where the run begins.
-        limit_bytes: memory that all ranks of a host may use; None: what is free.
+        limit_bytes: memory that all ranks of a host may use together; None: what is free.
     """
 
     def __init__(self, run: Run, model: keras.Model, start: Start, limit_bytes: int | None) -> None:
@@ -153,14 +153,11 @@ class Sizes:
         self.limit_bytes = limit_bytes
         self.comm = run.strategy.comm
         self.trials: list[Trial] = []
-        self._peaks = [(0, resident_bytes())]  # This rank's memory on the host, by size.
+        self._peaks = [(0, resident_bytes())]  # Pairs of a size and this rank's peak on the host.
         self._gpu = tf.config.list_logical_devices("GPU")[:1]
 
     def plan_of(self, size: int) -> StepPlan:
-        """Returns the plan with batches of that size.
-
-        Raises ConfigError if the data set has too few examples.
-        """
+        """Returns the run's plan with batches of this size. Raises ConfigError if there are too few examples."""
         run = self.run
         train = replace(run.config.train, batch_size=size)
         shards = run.source.shard_sizes("train", run.plan.size)
@@ -168,15 +165,15 @@ class Sizes:
         return make_plan(train, run.plan.base_learning_rate, shards, run.source.name)
 
     def obstacle(self, size: int) -> str:
-        """Returns why the size cannot be tried: too few examples, or too little memory on a host; else ""."""
-        # Making the plan fails if the data set does not fill a batch of this size.
+        """Returns why the size cannot be tried: too few examples, or too little memory on a host; "" if it can."""
+        # Making a plan fails if the data set does not fill a batch of this size.
         try:
             self.plan_of(size)
         except ConfigError as error:
             return str(error).partition(";")[0]
 
-        # Activations are on the GPU, if there is one. Its memory is not predicted: running out of it is
-        # an error that the process survives.
+        # On a GPU, activations do not take the host's memory. The GPU's memory is not predicted: running out
+        # of it raises an error, which the process survives.
         first_slope = 0 if self._gpu else footprint(self.model, 1).activation_bytes or 0
         resident = resident_bytes()
         growth = max(0.0, predicted_peak(self._peaks, size, first_slope) - resident)
@@ -192,9 +189,9 @@ class Sizes:
         )
 
     def measure(self, size: int) -> str:
-        """Trains some steps. Returns the reason if the size does not fit on a rank, else ""."""
+        """Trains some steps with this size, and adds a trial. Returns why it does not fit on a rank; "" if it does."""
         run = replace(self.run, plan=self.plan_of(size))
-        # Reset, so that the peak is that of this size.
+        # Resets the peaks, so that they will be those of this size.
         forget_peak()
         if self._gpu:
             tf.config.experimental.reset_memory_stats("GPU:0")
@@ -217,19 +214,19 @@ class Sizes:
         self._peaks.append((size, peak))
         if self._gpu:
             peak = tf.config.experimental.get_memory_info("GPU:0")["peak"]
-        # The chief's clock: ranks wait for each other in each step. The first call traces the graph, and other
-        # work on the machine can only add to a call, so the fastest of the others counts.
+        # The chief's clock suffices, since ranks wait for each other in each step. The first call traces the
+        # graph. Other work on the machine can only slow a call down, so the fastest of the rest counts.
         seconds = self.comm.broadcast(min(stopwatch.step_seconds[1:]))
         self.trials.append(Trial(size, run.plan.global_batch, seconds, self.comm.gather(peak)))
-        gc.collect()  # What this size leaves in reference cycles would count in the peak of the next.
+        gc.collect()  # Memory left in reference cycles would count in the peak of the next size.
 
         return ""
 
     def _fits(self, run: Run) -> bool:
-        """True if a step without reduction and update fits into the memory of this rank.
+        """True if a step without reduction and update fits into this rank's memory.
 
-        A rank that failed in a joint step would leave the others waiting for its gradients. The
-        memory of the reduction itself does not depend on the batch.
+        This is tried alone because a rank that failed in a joint step would leave the others waiting for
+        its gradients. The memory for the reduction itself does not depend on the batch.
         """
         model = self.model
 
@@ -245,7 +242,7 @@ class Sizes:
         except tf.errors.OpError as error:
             if not is_out_of_memory(error):
                 raise
-            # The error goes to this rank's log; the other ranks only learn its number.
+            # The error is in this rank's log only; all ranks learn which ranks had one.
             log.info("rank %d: %s", self.comm.topology.rank, " ".join(error.message.split())[:200])
             return False
 
@@ -259,10 +256,9 @@ def is_out_of_memory(error: tf.errors.OpError) -> bool:
 
 
 def _report(trials: Sequence[Trial], run: Run, overrides: Sequence[str]) -> None:
-    """Logs the largest and the fastest size, and the commands that use the fastest."""
-    # Not the largest: beyond some size, a larger batch only takes longer.
+    """Logs the largest and the fastest size, and commands that use the fastest."""
+    # The fastest is suggested, since beyond some size a larger batch only takes longer.
     best = fastest(trials)
-    # The other settings apply to the suggested size too.
     kept = [text for text in overrides if not text.startswith(("run.dir=", "train.batch_size="))]
     settings = shlex.join([*without_secrets(kept), f"train.batch_size={best.batch_size}"])
     ranks = run.plan.size

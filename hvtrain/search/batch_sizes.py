@@ -1,4 +1,4 @@
-"""The sizes that find_batch tries: which is fastest, whether a larger one would fit, and the files of the results."""
+"""Judges the batch sizes that find_batch tries: the fastest, and whether a larger one would fit. Writes the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from hvtrain.report.charts import picture
 from hvtrain.system.files import write_json
 
 MIB = 2**20
-# A batch with this share of the highest examples/s counts as equally fast; the smallest such one is best.
+# Batches with at least this share of the highest examples/s count as equally fast; the smallest of them is best.
 ALMOST = 0.97
-# Free memory must exceed this multiple of the predicted growth. Memory grows in steps, and the kernel
+# Free memory must exceed this multiple of the predicted growth: memory grows in jumps, and the kernel
 # kills processes when it runs out.
 MARGIN = 1.25
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements of one size.
+    """The measurements of one batch size.
 
     Attributes:
         batch_size: examples of one rank in a step.
         global_batch: examples of all ranks in a step.
         step_seconds: seconds per step in the fastest call of the graph.
-        memory_bytes: peak memory by rank: of the GPU, or of the process if there is none.
+        memory_bytes: each rank's peak memory: that of its GPU, or of its process if it has none.
     """
 
     batch_size: int
@@ -38,7 +38,7 @@ class Trial:
         return self.global_batch / self.step_seconds
 
     def __str__(self) -> str:
-        """Describes the size in one line.
+        """Describes the trial in one line.
 
         >>> str(Trial(8, 16, 0.004, [3 * MIB, 2 * MIB]))
         'train.batch_size=8 (16 on all ranks): 4,000 examples/s, 4.00 ms a step, at most 3 MiB a rank'
@@ -52,13 +52,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rank and of its host, in bytes.
+    """Memory of a rank and of its host.
 
     Attributes:
-        host: its name.
-        growth_bytes: what the rank would add with the next size.
-        free_bytes: what the host has left.
-        resident_bytes: what the rank occupies now.
+        host: the host's name.
+        growth_bytes: memory that the rank would add with the next size.
+        free_bytes: memory that the host has left.
+        resident_bytes: memory that the rank occupies now.
     """
 
     host: str
@@ -68,7 +68,7 @@ class RankMemory:
 
 
 def fastest(trials: Sequence[Trial]) -> Trial:
-    """Returns the smallest batch that is almost as fast as the fastest.
+    """Returns the trial with the smallest batch that is almost as fast as the fastest.
 
     >>> trials = [Trial(size, size, seconds, []) for size, seconds in ((1, 0.02), (2, 0.0201), (4, 0.04), (8, 0.079))]
     >>> fastest(trials).batch_size
@@ -85,22 +85,21 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
     memory may hide growth for a while.
 
     Args:
-        peaks: earlier sizes and their peaks, smallest first. Size 0 is the rank before the first
-            step.
-        size: the size to predict.
-        first_slope: bytes per example, for the first size, before anything has been measured.
+        peaks: pairs of an earlier size and its peak in bytes, smallest first. Size 0 stands for the
+            rank before its first step.
+        size: the size whose peak to predict.
+        first_slope: bytes per example to assume before any size has been measured.
 
     >>> predicted_peak([(0, 500), (1, 600), (2, 640), (4, 740)], 8, 0.0)
     940.0
     >>> predicted_peak([(0, 500)], 8, 10.0)
     580.0
     """
-    # The growth up to the first size includes memory that does not depend on the size. Its slope is
-    # used only while there is no other.
+    # The growth from 0 to the first size includes memory that does not depend on the size, so its slope
+    # is used only while there is no other.
     pairs = list(pairwise(peaks[1:])) or list(pairwise(peaks))
     slopes = [(later - before) / (size2 - size1) for (size1, before), (size2, later) in pairs]
     slope = max(0.0, *slopes) if slopes else first_slope
-    # From the last peak, which a line fitted to all of them might miss.
     last_size, last_peak = peaks[-1]
 
     return last_peak + slope * (size - last_size)
@@ -109,11 +108,13 @@ def predicted_peak(peaks: Sequence[tuple[int, int]], size: int, first_slope: flo
 def lacking_host(
     ranks: Sequence[RankMemory], limit_bytes: int | None = None
 ) -> tuple[str, float, float] | None:
-    """Returns the first host with too little memory, the bytes that its ranks would add, and those left; else None.
+    """Returns the first host with too little memory, the bytes that its ranks would add, and those left.
+
+    Returns None if every host has enough.
 
     Args:
-        ranks: the ranks of all hosts.
-        limit_bytes: what the ranks of a host may occupy together; None: what is free.
+        ranks: the memory of all ranks.
+        limit_bytes: memory that the ranks of a host may occupy together; None: what is free.
 
     >>> ranks = [RankMemory("s1", 100.0, 260, 50), RankMemory("s1", 100.0, 250, 60)]
     >>> lacking_host(ranks), lacking_host(ranks[:1])
@@ -121,11 +122,11 @@ def lacking_host(
     >>> lacking_host(ranks[:1], limit_bytes=170)
     ('s1', 100.0, 120)
     """
-    # Ranks of a host compete for its memory, so their growth counts together.
+    # Ranks on a host compete for its memory, so their growth is added up.
     for host in dict.fromkeys(rank.host for rank in ranks):
         of_host = [rank for rank in ranks if rank.host == host]
         growth = sum(rank.growth_bytes for rank in of_host)
-        # Ranks ask at slightly different times; the smallest answer is the safe one.
+        # Ranks have asked at slightly different times; the smallest answer is the safe one.
         free = min(rank.free_bytes for rank in of_host)
         if limit_bytes is not None:
             resident = sum(rank.resident_bytes for rank in of_host)
@@ -138,18 +139,17 @@ def lacking_host(
 
 
 def write_sizes(folder: Path, trials: Sequence[Trial], ended: str | None = None) -> None:
-    """Writes batch.json after each size (chief only).
+    """Writes batch.json with the trials so far (chief only).
 
     Args:
         folder: the run folder.
-        trials: the sizes so far.
+        trials: the trials so far, at least one.
         ended: why no other size is tried; None before the end.
     """
     sizes = [
         {**vars(trial), "examples_per_second": round(trial.examples_per_second, 1)}
         for trial in trials
     ]
-    # Complete after each size, since the kernel may kill the run during the next.
     content = {
         "sizes": sizes,
         "ended": ended,
@@ -178,6 +178,6 @@ def write_png(folder: Path, trials: Sequence[Trial]) -> None:
             ylim=(0, 1.1 * max(peaks)),
         )
         for axes in (speed, memory):
-            # Each size is twice the one before.
+            # A logarithmic axis, since each size is twice the one before.
             axes.set_xscale("log", base=2)
             axes.set_xticks(sizes, [str(size) for size in sizes])

@@ -1,12 +1,12 @@
 """`python -m hvtrain find_lr` and `find_batch`: trial runs on all ranks, with some settings changed.
 
 find_lr trains some steps at a growing learning rate, and suggests a rate (Smith 2015,
-arxiv.org/abs/1506.01186). range_test trains and judges the losses.
+arxiv.org/abs/1506.01186). The module range_test trains and judges the losses.
 
 find_batch trains some steps with ever larger batches, and says which fit and which is fastest. Each
-rank tries all sizes in one process. The peak of its memory is reset before each size; since sizes only
-grow, what an earlier size left behind is never the larger part. batch_search measures, batch_sizes
-judges.
+rank tries all sizes in one process, and its peak memory is reset before each size. Memory left over
+from an earlier size does little harm: sizes only grow, so it is never the larger part. The module
+batch_search measures, and batch_sizes judges.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from hvtrain.system.command import RUN_SETTINGS, Parser, add_number, at_least, p
 
 
 def find_lr() -> int:
-    """Composes the run, trains with growing rates, and prints the suggestion on rank 0."""
+    """Trains the run with growing learning rates, and prints the suggested one on rank 0."""
     parser = _trial_parser(
         "find_lr",
         """\
@@ -43,7 +43,7 @@ A schedule's warm-up and decay are applied to this rate.""",
         raise ConfigError(
             f"--lowest {options.lowest:g} is not below --highest {options.highest:g}; widen the range"
         )
-    # Any schedule of the user's is replaced: its warm-up would hold the rate down.
+    # Replaces the user's schedule, whose warm-up would hold the rate down.
     schedule = {
         "_target_": "hvtrain.core.schedule.RangeTest",
         "lowest": options.lowest,
@@ -60,29 +60,29 @@ A schedule's warm-up and decay are applied to this rate.""",
 def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
     """Returns the settings of a trial run, for find_lr and find_batch.
 
-    It has no checkpoints, no notices, and nothing that acts on its losses. run.dir is unchanged: a
-    folder named by the time could differ between ranks, so the chief makes the name.
+    A trial run has no checkpoints, no notices, and no callbacks. run.dir is not set here: a name with
+    the current time could differ between ranks, so the chief chooses it.
 
     Args:
         config: the user's run.
-        num_steps: rounded up to whole accumulations.
-        **changes: other settings, by the fields of RunConfig.
+        num_steps: number of steps, rounded up to whole accumulations.
+        **changes: further settings to change, as fields of RunConfig.
     """
-    # Each call of the graph is one update of the weights.
     accumulate = config.train.accumulate
     train = replace(
         config.train,
         # A partial accumulation would not change the weights.
         steps=round_up_to_accumulation(num_steps, accumulate),
+        # Each call of the graph is one update of the weights.
         steps_per_execution=accumulate,
-        # The number of steps is the same on any number of ranks.
+        # The number of steps must not depend on the number of ranks.
         divide_steps_by_size=False,
         max_time=None,
         validate_every_steps=None,
-        # Averages serve validation and saving, of which there is none.
+        # Averages are for validation and saving, which a trial does not do.
         ema=None,
     )
-    # Nobody resumes a test, and saving would be timed too.
+    # Nobody resumes a trial, and saving would be timed too.
     checkpoint = replace(config.checkpoint, every_epochs=None, every_steps=None, every_minutes=None)
 
     return replace(
@@ -97,7 +97,7 @@ def as_trial(config: RunConfig, num_steps: int, **changes: Any) -> RunConfig:
 
 
 def _trial_parser(command: str, description: str, examples: str) -> Parser:
-    """Makes a parser with the options that both commands have."""
+    """Makes a parser with the options that both commands share."""
     parser = Parser(
         f"python -m hvtrain {command}",
         usage="%(prog)s [OPTION ...] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
@@ -114,14 +114,14 @@ def _trial_parser(command: str, description: str, examples: str) -> Parser:
     return parser
 
 
-# So low that weights hardly change, and no size diverges.
+# So low that the weights hardly change and no size diverges.
 LEARNING_RATE = 1e-9
-# Calls of the graph with each size, of --steps steps each. The first is a warm-up.
+# Calls of the graph for each size, of --steps steps each. The first one is the warm-up.
 CALLS = 4
 
 
 def find_batch() -> int:
-    """Composes the run, tries the sizes, and prints the result on rank 0."""
+    """Trains the run with growing batch sizes, and prints the largest and the fastest on rank 0."""
     parser = _trial_parser(
         "find_batch",
         """\
@@ -150,7 +150,7 @@ A size that would exceed the memory of the host or of its container is not begun
     with console.quiet_import(config.verbose):
         from hvtrain import runner
         from hvtrain.search.batch_search import try_sizes
-    # None: limited only by the free memory.
+    # None means that only the free memory is the limit.
     limit_bytes = options.memory and int(options.memory * 2**30)
     attempt = partial(
         try_sizes, largest=options.largest, limit_bytes=limit_bytes, overrides=options.overrides
@@ -160,21 +160,21 @@ A size that would exceed the memory of the host or of its container is not begun
 
 
 def as_search(config: RunConfig, first_size: int, call_steps: int) -> RunConfig:
-    """Returns the run as a trial that begins with the first size.
+    """Returns the settings of find_batch's trial run, which starts with the first batch size.
 
     Args:
         config: the user's run.
         first_size: examples of one rank in a step.
-        call_steps: steps of a call of the graph, rounded up to whole accumulations.
+        call_steps: steps in a call of the graph, rounded up to whole accumulations.
     """
     trial = as_trial(
         config,
         call_steps,
         optimizer={**config.optimizer, "learning_rate": LEARNING_RATE},
-        # All batches are then full, so each step has the memory and the time of its size.
+        # With "trim" all batches are full, so each step takes the memory and time of its size.
         data=replace(config.data, uneven="trim"),
     )
-    # as_trial has rounded the steps up to whole accumulations.
+    # as_trial has set steps, rounded up to whole accumulations.
     steps = trial.train.steps or call_steps
     train = replace(
         trial.train,

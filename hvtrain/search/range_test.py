@@ -1,4 +1,4 @@
-"""The learning-rate range test: a run that records its loss at each step, and the rate that the losses suggest."""
+"""The learning-rate range test: records the loss at each step of a run, and suggests a rate from these losses."""
 
 import logging
 import math
@@ -23,17 +23,17 @@ from hvtrain.training.run import RunState, describe, summary
 
 log = logging.getLogger(__name__)
 
-# Decay of the moving average per step.
+# Decay per step of the losses' moving average.
 SMOOTHING = 0.9
 # The test ends when the smoothed loss exceeds its lowest value by this factor.
 DIVERGED = 4.0
-# Number of steps to ignore at the beginning, where the moving average covers too few losses.
+# Number of steps ignored at the beginning, where the moving average covers too few losses.
 LEFT_OUT = 5
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The suggested learning rate, of all ranks together.
+    """The suggested learning rate, for all ranks together.
 
     Attributes:
         rate: where the smoothed loss falls fastest over the logarithm of the rate.
@@ -45,7 +45,7 @@ class Suggestion:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Returns the moving average, corrected for its start at zero as Adam corrects its moments.
+    """Returns the exponential moving average of the losses, bias-corrected for its start at zero as in Adam.
 
     >>> smoothed([2.0, 2.0, 2.0])
     [2.0, 2.0, 2.0]
@@ -54,7 +54,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     averages = []
     for number, loss in enumerate(losses, start=1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        # Rounded, so that equal losses give equal averages, and a slope of exactly 0.
+        # Rounded so that equal losses give equal averages, and thus a slope of exactly 0.
         averages.append(round(average / (1 - SMOOTHING**number), 12))
 
     return averages
@@ -64,23 +64,23 @@ def has_diverged(losses: Sequence[float]) -> bool:
     """True if the last loss is not finite, or the moving average has risen to DIVERGED times its lowest value."""
     if not losses:
         return False
-    # NaN never compares as greater than anything.
+    # Checked first, since NaN never compares as greater than anything.
     if not math.isfinite(losses[-1]):
         return True
     averages = smoothed(losses)[LEFT_OUT:]
     if not averages:
         return False
     lowest = min(averages)
-    # A loss may be negative.
+    # abs, because a loss may be negative.
     return averages[-1] - lowest > (DIVERGED - 1) * abs(lowest)
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | None:
-    """Returns the rate that a test suggests; None if the loss never falls.
+    """Suggests a rate from the losses of a test; returns None if the loss never falls.
 
     Args:
-        rates: the learning rate of each step.
-        losses: the loss of each step. What follows a loss that is not finite is ignored.
+        rates: the learning rate at each step.
+        losses: the loss at each step. Losses from the first non-finite one on are ignored.
 
     >>> rates = [10 ** (step / 10 - 5) for step in range(60)]
     >>> losses = [2.0 - 1.5 / (1 + math.exp(-6 * (math.log10(rate) + 2))) for rate in rates]
@@ -93,10 +93,9 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | Non
     if len(averages) <= LEFT_OUT + 2:
         return None
 
-    # Central differences over the logarithm, on which the rates are evenly spaced; the first is that
-    # of step 1.
+    # Central differences over the logarithm of the rate. slopes[0] is the slope at step 1.
     slopes = (averages[2:] - averages[:-2]) / np.log(steps_rates[2:] / steps_rates[:-2])
-    # Beyond the lowest loss the rate is too high, whatever the slope is there.
+    # Beyond the lowest loss the rate is too high, whatever the slope there.
     lowest = LEFT_OUT + int(averages[LEFT_OUT:].argmin())
     falling = slopes[LEFT_OUT - 1 : lowest]
     if falling.min() >= 0:
@@ -106,7 +105,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | Non
 
 
 class Recorder(RunCallback):
-    """Records each step's rate and its loss over all ranks, and stops when the loss diverges (every rank)."""
+    """Records the rate and the loss over all ranks at each step; stops when the loss diverges (every rank)."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -126,36 +125,33 @@ class Recorder(RunCallback):
 
 
 def try_rates(config: RunConfig, strategy: Strategy, state: RunState) -> Suggestion:
-    """Runs the test; returns the suggestion on every rank.
-
-    Raises TrainingError if there is none.
-    """
+    """Runs the test and returns the suggestion (every rank). Raises TrainingError if the loss never fell."""
     run, _ = runner.open_run(config, strategy, state, "find_lr")
     model = runner.make_model(run)
     start = runner.restore(model, None, strategy.comm, config.model_options)
     context = RunContext.begin(run, model, start.step)
     recorder = Recorder(context)
     log.info("%s", summary(describe(run, model, start)))
-    # A call of the graph is one update of the weights (as_trial), after which the recorder reads the loss.
+    # By as_trial, a call of the graph is one update of the weights, after which the recorder reads the loss.
     steps = call_steps(config, strategy, [recorder])
 
     try:
         with explain_errors(context):
             strategy.fit(model, run.batches_from, run.plan, 0, [context.position, recorder], steps)
-    except TrainingError as error:  # A gradient that is not finite ends the test on all ranks.
+    except TrainingError as error:  # A non-finite gradient ends the test on all ranks.
         log.info("%s", str(error).partition(";")[0])
 
     suggestion = suggest(recorder.rates, recorder.losses)
     strategy.comm.on_chief(lambda: write(run.folder, recorder.rates, recorder.losses, suggestion))
     strategy.comm.on_chief(state.store.send)
-    strategy.stop()  # All ranks are done; what follows raises the same error on each of them.
+    strategy.stop()  # Nothing below needs the others: all ranks return or raise the same.
     if suggestion is None:
         raise TrainingError(
             f"the loss never fell in {len(recorder.losses)} steps, see {run.folder / 'range.png'}; "
             "take more --steps, or another range"
         )
 
-    # Shown as the value to set: the run multiplies its setting by the factor for its ranks.
+    # Shown as the value to set, which the run multiplies by the factor for its ranks.
     factor = run.plan.learning_rate_factor
     note = "" if factor == 1 else f" (x {factor:g} = {suggestion.rate:.3g} for all ranks together)"
     rate = suggestion.rate / factor
@@ -185,7 +181,7 @@ def write(
 
         axes.set(xscale="log", xlabel="learning rate of all ranks together", ylabel="loss")
         if averages:
-            # Scaled to the first half: a loss that diverges later would flatten the rest, and is cut off.
+            # Scaled to the first half. A loss that diverges later is cut off, as it would flatten the rest.
             before = averages[: max(1, len(averages) // 2)]
             axes.set_ylim(min(0.0, *averages), 1.1 * max(before))
         axes.legend()

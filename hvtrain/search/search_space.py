@@ -1,4 +1,4 @@
-"""The search space and the goal of a sweep, checked before anything starts."""
+"""Reads and checks the search space and the goal of a sweep, before anything starts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,25 +19,25 @@ _KEYS = ["low", "high", "log", "step", "choices"]
 _FORM = "write {low: 1, high: 9}, with log: true or a step if need be, or {choices: [a, b]}"
 
 
-# One searched setting: {low, high}, both inclusive, optionally with log or a step; or {choices},
-# which are values or lists of values. The numbers are whole if both ends are.
+# The definition of one searched setting: {low, high}, both inclusive, optionally with log or a step; or
+# {choices}, each of which is a value or a list of values. Numbers are whole if both ends are.
 Setting = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The searched settings by name, and the file that defines them."""
+    """The definitions of the searched settings by name, and the file that they are in."""
 
     path: Path
     settings: Mapping[str, Setting]
 
     def examples(self) -> list[dict[str, Any]]:
-        """Returns sets of values of all settings, which together cover both ends and every choice of each."""
+        """Returns combinations of values that together cover both ends or every choice of each setting."""
         ranges = {
             name: line.get("choices") or (line["low"], line["high"])
             for name, line in self.settings.items()
         }
-        # As many as the longest list of choices; shorter lists start over.
+        # As many combinations as the longest list has values; shorter lists start over.
         count = max(map(len, ranges.values()))
         return [
             {name: values[index % len(values)] for name, values in ranges.items()}
@@ -46,11 +46,11 @@ class SearchSpace:
 
 
 def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
-    """Reads the space of `sweep=NAME`.
+    """Reads the search space that `sweep=NAME` names.
 
     Args:
-        name: a file in the folder sweep of conf or of --config-dir, or a YAML file.
-        overrides: the command line, for --config-dir.
+        name: the name of a file in the folder sweep of conf or of --config-dir, or the path of a YAML file.
+        overrides: the command line, which may have --config-dir.
 
     Raises:
         ConfigError: there is no such file, or a setting in it is wrong.
@@ -77,7 +77,7 @@ def read_space(name: str, overrides: Sequence[str]) -> SearchSpace:
 
 
 def _space_file(name: str, overrides: list[str]) -> Path:
-    # Paths are used as given; names are looked up in the folders.
+    # A path is used as given; a name is looked up in the folders.
     if name.endswith((".yaml", ".yml")):
         if not Path(name).is_file():
             raise ConfigError(
@@ -85,7 +85,7 @@ def _space_file(name: str, overrides: list[str]) -> Path:
             )
         return Path(name)
 
-    # A space of the user's folder comes last, and replaces hvtrain's of the same name.
+    # The user's folder comes last, so its spaces replace hvtrain's of the same name.
     folders = (CONFIGS, *own_folders(overrides))
     known = {path.stem: path for folder in folders for path in (folder / "sweep").glob("*.yaml")}
     if name not in known:
@@ -97,10 +97,10 @@ def _space_file(name: str, overrides: list[str]) -> Path:
 
 
 def _check_line(location: str, line: Any) -> None:
-    """Checks one line of a space. location: the file and the setting's name, which begin each message."""
+    """Raises ConfigError for an invalid line of a space. Messages begin with `location`, its file and setting."""
     if not isinstance(line, dict):
         raise ConfigError(f"{location} is {line!r}, which is not what to search; {_FORM}")
-    # A misspelled key would silently have no effect.
+    # Without this check, a misspelt key would silently have no effect.
     unknown = next((key for key in line if key not in _KEYS), None)
     if unknown:
         raise ConfigError(f"{location}: unknown key '{unknown}'; {nearest(str(unknown), _KEYS)}")
@@ -112,7 +112,7 @@ def _check_line(location: str, line: Any) -> None:
     if len(line) > 1 or not isinstance(choices, list) or not choices:
         raise ConfigError(f"{location} is {line}; {_FORM}")
     for choice in choices:
-        # A mapping would be a group of settings, which cannot be written on a command line.
+        # A mapping would be a group of settings, which cannot be given on a command line.
         if not _is_plain(choice):
             raise ConfigError(
                 f"{location}: {choice} is not a value, or a list of values; choose among these"
@@ -128,7 +128,7 @@ def _is_plain(value: Any) -> bool:
 def _check_range(location: str, line: Setting) -> None:
     for key in {"low", "high", "step"} & line.keys():
         value = line[key]
-        # In Python a bool is an int.
+        # In Python a bool is an int, but true is not a number here.
         if isinstance(value, bool) or not isinstance(value, Number) or not math.isfinite(value):
             raise ConfigError(f"{location}: {key} is {value!r}, which is not a number; {_FORM}")
 
@@ -140,7 +140,7 @@ def _check_range(location: str, line: Setting) -> None:
     high = line["high"]
     if low >= high:
         raise ConfigError(f"{location}: low {low:g} is not below high {high:g}; widen the range")
-    # optuna accepts neither.
+    # optuna accepts neither a log range from 0 or below, nor one with steps.
     if log and (low <= 0 or "step" in line):
         raise ConfigError(
             f"{location}: log needs a low above 0, and no step; change the range or leave out log"
@@ -149,7 +149,7 @@ def _check_range(location: str, line: Setting) -> None:
         return
 
     step = line["step"]
-    # optuna would lower `high`, at most with a warning.
+    # If steps do not reach `high`, optuna would lower it, at most with a warning.
     if step <= 0 or abs((high - low) / step - round((high - low) / step)) > 1e-9:
         raise ConfigError(
             f"{location}: steps of {step:g} do not lead from {low:g} to {high:g}; change one of them"
@@ -166,9 +166,9 @@ class Goal:
 
     Attributes:
         metric: a column of history.csv.
-        direction: MAX or MIN, whichever of its values is best.
-        is_explicit: True if the user named the direction.
-        first_epoch: the first epoch at whose end the metric is known.
+        direction: MAX if its highest value is best, MIN if its lowest is.
+        is_explicit: True if the user gave the direction.
+        first_epoch: the first epoch that has the metric.
     """
 
     metric: str
@@ -181,12 +181,12 @@ class Goal:
         return max(values) if self.direction == MAX else min(values)
 
     def values(self, history: Sequence[EpochRecord]) -> dict[int, float]:
-        """Returns the metric by epoch, where it is a finite number.
+        """Returns the metric's finite values by epoch.
 
         Raises:
-            ConfigError: no epoch has the metric, though it is due.
+            ConfigError: no epoch has the metric, although first_epoch is over.
         """
-        # A validation metric is missing in epochs without validation, a misspelled one in all epochs.
+        # A validation metric is missing in epochs without validation, a misspelt one in all epochs.
         is_due = bool(history) and history[-1].epoch >= self.first_epoch
         if is_due and self.metric not in history[-1].metrics:
             names = list(dict.fromkeys(name for record in history for name in record.metrics))
@@ -204,12 +204,12 @@ class Goal:
         """Compares the direction with the task's, which is known only once a run has started.
 
         Args:
-            starts: starts.json of the run.
+            starts: the content of the run's starts.json.
 
         Raises:
-            ConfigError: they differ, and the user named no direction.
+            ConfigError: they differ, and the user gave no direction.
         """
-        # The newest start: an earlier one may have had other settings.
+        # The newest start counts, since an earlier one may have had other settings.
         last = starts[-1] if starts else {}
         of_task = {1: MAX, -1: MIN}.get(last.get("sign", 0), self.direction)
         if not self.is_explicit and last.get("best") == self.metric and of_task != self.direction:
@@ -224,8 +224,8 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
 
     Args:
         config: the settings of one of its runs.
-        metric: default: the one whose best checkpoint the run keeps.
-        direction: default: by the metric's name.
+        metric: a column of history.csv; None: the metric by which the run chooses its best checkpoint.
+        direction: MAX or MIN; None: guessed from the metric's name.
 
     Raises:
         ConfigError: there is no metric, or the run has no validation data for it.
@@ -241,7 +241,7 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
 
     first_epoch = 1
     if name.startswith("val_"):
-        # A data set without this setting may have a validation split of its own.
+        # A data set without this setting may come with a validation split of its own.
         if config.dataset.get("num_validation", 1) == 0:
             raise ConfigError(
                 f"dataset.num_validation=0 leaves no validation data, which {name} needs; raise it, or choose another "
@@ -253,7 +253,7 @@ def goal_of(config: RunConfig, metric: str | None = None, direction: str | None 
             )
         first_epoch = config.train.validate_every_epochs
 
-    # The task may correct this in starts.json, once a run has started (Goal.check).
+    # Only a guess: once a run has started, Goal.check compares it with the task's direction.
     by_name = MIN if lower_is_better(name) else MAX
 
     return Goal(name, direction or by_name, direction is not None, first_epoch)

@@ -1,6 +1,6 @@
 """The optuna study of a sweep, and its results: records of trials, and the table, files and picture that show them.
 
-The study is a file in the output folder, so that it survives the process.
+The study is stored in a file in the output folder, so that it survives the process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ from hvtrain.system.secrets import command_line
 from hvtrain.system.text import aligned
 
 STUDY_FILE = "sweep.db"
-FIRST_PRUNED_EPOCH = 2  # The first epoch is often the warm-up.
+FIRST_PRUNED_EPOCH = 2  # The first epoch often falls into the warm-up.
 ERROR = "error"
-# The number of different values needed to tell which settings matter.
+# With fewer different values, importances would say nothing.
 LEAST_TO_COMPARE = 8
 
-# Takes an epoch and its value, and says whether to prune the trial.
+# Takes an epoch and the metric's value, and returns True if the trial should be pruned.
 IsHopeless = Callable[[int, float], bool]
 # Takes a trial's number and settings; returns its value, or None if it was pruned.
 RunTrial = Callable[[int, dict[str, Any], IsHopeless], float | None]
@@ -36,7 +36,7 @@ _ORDER = (FINISHED, PRUNED, FAILED)
 _COLORS = {FINISHED: BLUE, PRUNED: GREY}
 
 MOST_ROWS = 30
-# The most searched settings shown in the picture; if there are more, those that matter most.
+# The most searched settings shown in the picture; if there are more, the most important ones are.
 MOST_PANELS = 8
 _PANEL_SIZE = (4.4, 3.4)  # Inches.
 
@@ -47,20 +47,20 @@ Results = Mapping[str, Any]
 
 
 class Study:
-    """The trials of one search space.
+    """The trials of one search space, stored in a file.
 
     An interrupted trial does not count: its settings are tried again. A failed one counts.
 
     Args:
         folder: the folder of the study's file.
         space: the searched settings.
-        facts: what all trials have in common: metric, direction, ranks, settings.
+        facts: what all trials have in common, such as metric, direction, ranks and settings.
         seed: the seed for choosing settings.
-        prune_after: number of finished trials from which later ones are pruned by their median;
+        prune_after: number of trials that must have finished before others are pruned by the median;
             None: no pruning.
 
     Raises:
-        ConfigError: the folder holds another sweep, or something else.
+        ConfigError: the folder holds another sweep or other files.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Study:
     ) -> None:
         import optuna
 
-        # Its log lines would appear between those of the sweep.
+        # optuna's log lines would be mixed with those of the sweep.
         optuna.logging.set_verbosity(optuna.logging.ERROR)
 
         self._states = optuna.trial.TrialState
@@ -83,13 +83,13 @@ class Study:
         }
         self._study = _open_study(folder, facts)
 
-        # No other process runs a trial: the folder is locked. These were left behind by a killed sweep.
+        # The folder is locked, so no other process is running these: a killed sweep has left them behind.
         for trial in self._trials_in(self._states.RUNNING):
             self._try_again_later(trial)
 
-        # The same seed would choose the same settings after a restart.
+        # After a restart, the same seed would choose the same settings again.
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + len(self._study.trials))
-        # Set explicitly, since optuna's default prunes.
+        # Must be set, since optuna prunes by default.
         self._study.pruner = optuna.pruners.NopPruner()
         if prune_after is not None:
             self._study.pruner = optuna.pruners.MedianPruner(
@@ -97,7 +97,7 @@ class Study:
             )
 
     def trials(self) -> list[Any]:
-        """Returns trials with a result, in their order: finished, pruned and failed ones."""
+        """Returns the trials that are finished, pruned or failed, in the order in which they ran."""
         states = self._states
         ended = self._trials_in(states.COMPLETE, states.PRUNED, states.FAIL)
         # Optuna has no state for an interrupted trial, so it is stored as failed without an error.
@@ -113,24 +113,25 @@ class Study:
         return values
 
     def importances(self) -> dict[str, float]:
-        """Returns the share of each setting in the variance of finished trials (fANOVA, Hutter et al. 2014).
+        """Returns each setting's share in the variance of the finished trials (fANOVA, Hutter et al. 2014).
 
-        Empty if the trials are too few, or their values equal.
+        Empty if there are fewer than LEAST_TO_COMPARE different values.
         """
         values = {trial.value for trial in self._trials_in(self._states.COMPLETE)}
         if len(values) < LEAST_TO_COMPARE:
             return {}
         from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
-        # Its trees are random; with a seed the same trials give the same shares.
+        # fANOVA's trees are random; with a seed, the same trials give the same shares.
         evaluator = FanovaImportanceEvaluator(seed=0)
         shares = get_param_importances(self._study, evaluator=evaluator)
         return {name: float(share) for name, share in shares.items()}
 
     def try_next(self, run: RunTrial) -> Any:
-        """Runs the next trial, and returns it after its end.
+        """Chooses settings for the next trial, runs it, and returns it when it has ended.
 
-        A LostRankError from `run` makes it a failed trial. Other exceptions are raised again.
+        A LostRankError from `run` makes it a failed trial. After any other exception, which is raised
+        again, its settings are tried again later.
         """
         trial = self._study.ask(self._distributions)
 
@@ -154,7 +155,7 @@ class Study:
         return self._study.tell(trial, value)
 
     def _try_again_later(self, trial: Any) -> None:
-        # Its run is not used again; the next trial takes the same settings.
+        # Its run folder is not used again; a later trial gets the same settings.
         self._study.tell(trial.number, state=self._states.FAIL)
         self._study.enqueue_trial(trial.params)
 
@@ -166,7 +167,8 @@ def _distribution(setting: Setting) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if "choices" in setting:
-        return CategoricalDistribution(range(len(setting["choices"])))  # Optuna stores no lists.
+        # By index, since a choice may be a list, which optuna cannot store.
+        return CategoricalDistribution(range(len(setting["choices"])))
     is_whole = isinstance(setting["low"], int) and isinstance(setting["high"], int)
     distribution = IntDistribution if is_whole else FloatDistribution
 
@@ -174,12 +176,12 @@ def _distribution(setting: Setting) -> Any:
 
 
 def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
-    """Opens the study in the folder, or makes a new one with these facts."""
+    """Opens the study in the folder, or creates one with these facts. Raises ConfigError."""
     import optuna
 
     path = folder / STUDY_FILE
     refuse_link(path, ConfigError, "choose another --output")
-    # Hidden files do not count: the folder's lock is one.
+    # Hidden files are ignored, since the folder's lock is one.
     has_files = folder.exists() and any(not file.name.startswith(".") for file in folder.iterdir())
     if has_files and not path.exists():
         raise ConfigError(
@@ -192,7 +194,7 @@ def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
             direction="maximize" if facts["direction"] == MAX else "minimize",
             load_if_exists=True,
         )
-    except Exception as error:  # sqlalchemy and sqlite raise errors of many kinds.
+    except Exception as error:  # sqlalchemy and sqlite raise errors of many types.
         raise ConfigError(
             f"{path} cannot be used as the file of a sweep: {in_one_line(error)}; choose another --output"
         ) from error
@@ -213,9 +215,10 @@ def _open_study(folder: Path, facts: Mapping[str, Any]) -> Any:
 
 
 def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Describes an optuna trial that has ended.
+    """Describes an optuna trial that has ended, as in sweep.json.
 
-    Its value is the best of a finished trial, the last of a pruned one, and None for a failed one.
+    Its value is the best one of a finished trial, the last one of a pruned trial, and None for a failed
+    trial.
     """
     seconds = trial.duration.total_seconds() if trial.duration else None
     return {
@@ -232,7 +235,7 @@ def trial_record(trial: Any, settings: Mapping[str, Any], folder: Path) -> dict[
 
 
 def ranked(trials: Sequence[Trial], direction: str) -> list[Trial]:
-    """Sorts trials: finished ones from the best to the worst, then pruned ones, then those that failed."""
+    """Sorts trials: first the finished ones from best to worst, then the pruned ones, then the failed ones."""
     sign = -1 if direction == MAX else 1
     # Trials of equal value keep the order in which they ran.
     return sorted(
@@ -247,7 +250,7 @@ def best_of(trials: Sequence[Trial], direction: str) -> Trial | None:
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Returns searched settings as on the command line of a trial."""
+    """Formats the searched settings for a trial's command line."""
     return [override(name, value) for name, value in settings.items()]
 
 
@@ -255,12 +258,12 @@ def train_command(
     launcher: Sequence[str], overrides: Sequence[str], settings: Mapping[str, Any]
 ) -> str:
     """Returns the command that trains with these settings again, in a run folder of its own."""
-    # The command is printed and saved, so it hides secrets, which the user has to fill in.
+    # Secrets are hidden, since the command is printed and saved; the user has to fill them in.
     return command_line("launch", [*launcher, "--", *overrides, *as_overrides(settings)])
 
 
 def results_table(results: Results) -> list[list[str]]:
-    """Returns the table: its header first, and the best trial below it."""
+    """Returns the table of trials as rows of cells: the header, then the trials from the best on."""
     names = list(results["space"])
     rows = [["trial", results["metric"], "epochs", "s", *names]]
 
@@ -280,12 +283,12 @@ def _epochs(trial: Trial) -> int:
 
 
 def in_short(value: Any) -> str:
-    """Formats a setting for a table, floats to four digits."""
+    """Formats a setting's value for a table, floats with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else override_value(value)
 
 
 def result_lines(results: Results) -> list[str]:
-    """Returns the table, errors, and the command that repeats the best trial."""
+    """Returns the lines to print at the end: the table, errors, and the command that repeats the best trial."""
     lines = aligned(results_table(results))
     hidden = len(results["trials"]) - MOST_ROWS
     if hidden > 0:
@@ -325,10 +328,10 @@ def write_results(results: Results, folder: Path) -> None:
 def write_picture(results: Results, path: Path) -> None:
     """Draws the values by trial and over each setting. At least one trial must have a value.
 
-    optuna's own plots leave out pruned trials, and show the index of a choice in place of the choice,
-    since it stores no lists.
+    optuna's own plots are not used: they leave out pruned trials, and would show the index of a choice
+    instead of the choice.
     """
-    # By importance, once there are enough trials to know it.
+    # Ordered by importance, once there are enough trials to know it.
     names = list(results["importances"] or results["space"])[:MOST_PANELS]
     panels: list[Panel] = [
         (f"{results['metric']} by trial", partial(_draw_history, results=results))
@@ -343,7 +346,7 @@ def write_picture(results: Results, path: Path) -> None:
 
 
 def _draw_trials(axes: Any, results: Results, position: Callable[[Trial], Any]) -> None:
-    """Draws the values of finished and of pruned trials over a position."""
+    """Draws the values of finished and pruned trials over the position that each trial has."""
     for state, color in _COLORS.items():
         trials = [
             trial
@@ -381,9 +384,9 @@ def _draw_setting(axes: Any, results: Results, name: str) -> None:
             axes.set_xscale("log")
         return
 
-    # Choices need not be numbers, so each has its own position.
+    # Choices need not be numbers, so each gets a position of its own.
     _draw_trials(axes, results, lambda trial: choices.index(trial["settings"][name]))
     labels = [in_short(choice) for choice in choices]
-    rotation = 30 if max(map(len, labels)) > 6 else 0  # Longer labels would overlap.
+    rotation = 30 if max(map(len, labels)) > 6 else 0  # Long labels would overlap.
     axes.set_xticks(range(len(labels)), labels, rotation=rotation)
     axes.set_xlim(-0.5, len(labels) - 0.5)

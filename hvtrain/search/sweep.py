@@ -1,6 +1,6 @@
-"""`python -m hvtrain sweep`: finds the settings with which a run learns best, by one run of N ranks for each trial.
+"""`python -m hvtrain sweep`: finds the settings with which a run learns best. Each trial is a run on N ranks.
 
-Trials run one after the other, and are judged after each epoch.
+Trials run one after another, and are judged after each epoch.
 """
 
 import math
@@ -49,8 +49,8 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def main() -> int:
-    """Checks everything, then runs one trial after the other. Returns 1 if none of them finished."""
-    # Composing may change sys.argv, and the record of the sweep has the command as it was given.
+    """Checks everything, then runs one trial after another. Returns the exit code: 1 if no trial finished."""
+    # Copied first, since composing may change sys.argv, and the sweep's record has the command as given.
     arguments = sys.argv[1:]
     options = _parser().parse_with_overrides(arguments)
     path, num_trials, overrides = parse_request(options.overrides)
@@ -63,7 +63,7 @@ def main() -> int:
     space = read_space(path, overrides)
     configs = _compose_examples(space, overrides)
     goal = goal_of(configs[0], options.metric, options.direction)
-    # Trials can be compared only if these are the same, so the study keeps them.
+    # Trials are comparable only if these are the same, so the study stores them.
     facts = {
         "metric": goal.metric,
         "direction": goal.direction,
@@ -77,7 +77,7 @@ def main() -> int:
         **facts,
     }
     launcher = ("-np", str(options.np), *options.hosts)
-    # The same name for the same sweep, so that the same command continues it.
+    # The same command gets the same folder, so that it continues the sweep.
     folder = local_folder(
         options.output or f"sweeps/{space.path.stem}-{configs[0].run.name}", "--output"
     )
@@ -92,11 +92,11 @@ def main() -> int:
 
 
 def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
-    """Returns SPACE of sweep=SPACE, N of trials=N, and the settings of the runs.
+    """Splits the arguments into SPACE of sweep=SPACE, N of trials=N, and the settings of the runs.
 
-    Raises ConfigError.
+    Raises ConfigError for a missing or invalid one.
     """
-    # What is left goes to Hydra, which knows the settings.
+    # The rest goes to Hydra, which knows the settings.
     own, overrides = take_values(arguments, "sweep", "trials", "run.dir")
     if "run.dir" in own:
         raise ConfigError(
@@ -105,7 +105,7 @@ def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
     if not own.get("sweep"):
         raise ConfigError("sweep=SPACE is missing; name a search space, such as sweep=optimizer")
     trials = own.get("trials", "20")
-    # isdecimal refuses signs and fractions, which int or float would accept.
+    # isdecimal also refuses signs, underscores and spaces, which int would accept.
     if not trials.isdecimal() or int(trials) < 1:
         raise ConfigError(f"trials={trials} is not a whole number of at least 1")
 
@@ -113,7 +113,7 @@ def parse_request(arguments: Sequence[str]) -> tuple[str, int, list[str]]:
 
 
 def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfig]:
-    """Composes runs with both ends and every choice of each setting, so that no trial is refused hours later."""
+    """Composes runs that cover both ends or all choices of each setting, so that no trial is refused hours later."""
     for argument in overrides:
         if argument.partition("=")[0] in space.settings:
             raise ConfigError(
@@ -124,10 +124,10 @@ def _compose_examples(space: SearchSpace, overrides: list[str]) -> list[RunConfi
 
 
 def _take(lock: RunLock, folder: Path) -> None:
-    """Locks the folder, so that only one sweep uses it."""
+    """Creates and locks the folder, so that only one sweep uses it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A sweep takes hours, so it makes no sense to wait.
+        # Another sweep may take hours, so there is no point in waiting.
         lock.take(folder, wait_seconds=0.0)
     except BusyError as error:
         raise BusyError(
@@ -188,12 +188,12 @@ class Trials:
     """Runs the trials of a study, and keeps the files of the sweep up to date.
 
     Attributes:
-        study: chooses settings, and remembers trials.
-        goal: the metric.
-        launcher: options of `hvtrain launch`.
+        study: chooses settings and stores trials.
+        goal: the metric to optimize.
+        launcher: options for `hvtrain launch`.
         overrides: settings of all runs.
         folder: the output folder.
-        num_trials: results to reach, including those of an earlier start.
+        num_trials: number of results to reach, including those from an earlier start.
         results: the content of sweep.json.
     """
 
@@ -206,14 +206,13 @@ class Trials:
     results: dict[str, Any]
 
     def run(self) -> int:
-        """Runs trials until there are enough results; however it ends, the files have all of them.
+        """Runs trials until there are enough results, and returns the exit code.
 
-        Returns:
-            The exit code.
+        However it ends, the files contain all results.
         """
         exit_at_signals()
         self._collect()
-        # Results of an earlier start count, so the same command continues a sweep.
+        # Results from an earlier start count, so the same command continues a sweep.
         already = len(self.results["trials"])
         note = f"; {already} of them are there" if already else ""
         num_ranks = self.results["num_ranks"]
@@ -229,7 +228,7 @@ class Trials:
         except KeyboardInterrupt:
             exit_code = INTERRUPTED
 
-        # The data files are written after each trial; the picture takes a while, so it is drawn once.
+        # The data files are written after each trial. Drawing takes a while, so it is done once at the end.
         files = "sweep.csv, sweep.json"
         if any(trial["value"] is not None for trial in self.results["trials"]):
             write_picture(self.results, self.folder / "sweep.png")
@@ -281,9 +280,9 @@ class Trials:
         )
 
     def _command(self, number: int, settings: dict[str, Any]) -> list[str]:
-        # The user waits for the sweep as a whole, so its trials send no notices.
+        # The user waits for the whole sweep, so single trials send no notices.
         own = [override("run.dir", str(self._run_folder(number))), "notify=[]"]
-        # Through the launcher, which ends all ranks of a pruned trial.
+        # Started through the launcher, which ends all ranks of a pruned trial.
         launch = [sys.executable, "-m", "hvtrain", "launch", *self.launcher, "--"]
         return [*launch, *self.overrides, *as_overrides(settings), *own]
 
@@ -291,7 +290,7 @@ class Trials:
         return self.folder / f"trial-{number}"
 
     def _so_far(self) -> str:
-        """The best value so far, and an estimate of the time left."""
+        """Describes the best value so far, and the estimated time left."""
         best = self.results["best"]
         trials = self.results["trials"]
         seconds = [trial["seconds"] for trial in trials if trial["seconds"]]
@@ -304,7 +303,7 @@ class Trials:
         return f"best {best['value']:.5g} of trial {best['number']}; {left}"
 
     def _collect(self) -> None:
-        """Updates the results and their files."""
+        """Updates the results from the study, and writes their files."""
         trials = [
             trial_record(trial, self.study.settings(trial), self._run_folder(trial.number))
             for trial in self.study.trials()
@@ -329,22 +328,22 @@ def train_trial(
     """Runs one trial in its own processes, and judges it after each epoch.
 
     Args:
-        command: starts the run.
-        folder: its run folder; its output goes to a file beside it.
+        command: the command that starts the run.
+        folder: the run folder. The output of the command goes to a file beside it.
         goal: the metric.
-        is_hopeless: says after an epoch whether to prune the run.
+        is_hopeless: called after each epoch; returns True if the run should be pruned.
 
     Returns:
         The best value of its epochs, or None if it was pruned.
 
     Raises:
-        LostRankError: the run failed, or no value is finite.
+        LostRankError: the run failed, or its metric was never finite.
         ConfigError: the run does not have the metric.
     """
-    # Beside the run folder, which the run creates itself.
+    # Beside the run folder, since the run creates that itself.
     log = folder.with_suffix(".txt")
 
-    # The newest reported epoch: each is reported once, however often the file is read.
+    # The newest epoch that was reported. Each is reported once, however often the file is read.
     newest = 0
     with started(command, log) as process:
         has_ended = False
@@ -357,20 +356,20 @@ def train_trial(
             # An error here ends the run and the sweep: each trial would fail in the same way.
             goal.check(starts)
 
-            # Every new epoch is reported, even after a hopeless one: later trials are judged by all.
+            # All new epochs are reported, even after a hopeless one, since later trials are judged by them.
             verdicts = [
                 is_hopeless(epoch, value) for epoch, value in values.items() if epoch > newest
             ]
             newest = max(values, default=newest)
-            # A run that has ended anyway keeps its result.
+            # A run that has ended already keeps its result.
             if any(verdicts) and not has_ended and not _is_trained(history, starts):
-                # SIGTERM: all ranks save and stop together.
+                # On SIGTERM, all ranks save and stop together.
                 process.terminate()
                 if not ends_within(process, SECONDS_TO_SAVE):
                     end(process)
                 return None
 
-    # A launcher that succeeded without leaving a result has not trained.
+    # Raises if the launcher failed, or succeeded without a result.
     read_result(folder, process.returncode, log)
     if not values:
         raise LostRankError(f"the run ended well, but {goal.metric} was never a finite number")
@@ -379,5 +378,5 @@ def train_trial(
 
 
 def _is_trained(history: Sequence[EpochRecord], starts: Sequence[dict[str, Any]]) -> bool:
-    """True after the last step, when ending the run would save no time."""
+    """True if the run has done its last step, so that ending it would save no time."""
     return bool(history and starts) and history[-1].step >= starts[-1].get("num_steps", math.inf)

@@ -1,4 +1,4 @@
-"""Tasks with classes: one of several, one of two, or any number of labels; and their figures."""
+"""Tasks with classes: one of several, yes or no, or any number of labels; and their figures for the report."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from hvtrain.tasks.examples import (
 from hvtrain.tasks.task import ClassTask, Losses, Metrics, Task
 
 MAX_MATRIX_CLASSES = 20
-"""With more classes, the report lists the most frequent confusions instead of a matrix."""
+"""With more classes than this, the report lists the most frequent confusions instead of a matrix."""
 NUM_WORST = 12
 
 
@@ -77,23 +77,23 @@ class Classification(ClassTask):
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
         (classes,) = self.output_shape(source)
-        # MixUp and CutMix blend these rows into shares of the classes.
+        # MixUp and CutMix blend these one-hot rows into shares of the classes.
         return lambda targets: tf.one_hot(targets, classes)
 
     def harden(self, targets: tf.Tensor) -> tf.Tensor:
-        # Accuracy takes one class: the one with the largest share.
+        # Accuracy needs one class per example: the one with the largest share.
         return tf.argmax(targets, axis=-1, output_type=tf.int32)
 
     def soft_loss(self) -> Losses:
         return with_soft_targets(self.loss, self.label_smoothing)
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
-        """Each example's class, its name and probability, and the probabilities of all classes."""
+        """Returns each example's class, the class's name and probability, and the probabilities of all classes."""
         names = class_names(source, outputs.shape[-1])
         classes = self.decode(outputs)
         probabilities = ops.convert_to_numpy(ops.softmax(outputs))
 
-        # The prefix keeps the column of a class named "class" apart from the first column.
+        # The prefix p. keeps the column of a class named "class" apart from the first column.
         return {
             "class": classes,
             "name": np.array(names, object)[classes],
@@ -116,8 +116,8 @@ class Multilabel(Task):
     Targets are 0 or 1 for each label.
 
     Args:
-        loss: Default: cross-entropy of the logits, the mean over the labels.
-        metrics: Default: accuracy, the fraction of labels that are right.
+        loss: Default: binary cross-entropy of the logits, the mean over the labels.
+        metrics: Default: accuracy, the fraction of labels that are predicted correctly.
 
     Example:
 
@@ -137,7 +137,7 @@ class Multilabel(Task):
         return keras.losses.BinaryCrossentropy(from_logits=True)
 
     def default_metrics(self) -> Metrics:
-        # The metric gets logits, and a logit of 0 is a probability of one half.
+        # The metric gets logits; a logit of 0 is a probability of one half.
         return {"accuracy": keras.metrics.BinaryAccuracy(threshold=0.0)}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
@@ -159,14 +159,14 @@ class Multilabel(Task):
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
         targets, logits = draw_classes(self.output_shape(source), 2)
-        # Two logits are drawn for each label, which needs only one.
+        # draw_classes draws two logits for each label, which needs only one.
         return targets.astype(np.float32), logits[..., 0]
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
         return (outputs > 0).astype(np.int32)
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
-        """0 or 1 for each label, and the probabilities of 1."""
+        """Returns 0 or 1 for each label, and the probability of 1."""
         # Only some data sets name their labels.
         default_names = [f"label.{index}" for index in range(outputs.shape[-1])]
         names = source.facts().get("label_names") or default_names
@@ -184,7 +184,7 @@ class Multilabel(Task):
         model: keras.Model,
         source: Source,
     ) -> list[Figure]:
-        """A row for each label, with its accuracy, precision and recall."""
+        """Returns a table with each label's accuracy, precision and recall."""
         predictions = self.decode(reviewed.outputs) > 0.5
 
         rows = []
@@ -203,10 +203,10 @@ class Multilabel(Task):
 
 
 class Binary(Multilabel):
-    """Yes or no for each example: the model outputs one logit, the target is 0 or 1.
+    """Yes or no for each example: the model outputs one logit, and the target is 0 or 1.
 
     Args:
-        loss: Default: cross-entropy of the logit.
+        loss: Default: binary cross-entropy of the logit.
         metrics: Default: accuracy.
 
     Example:
@@ -222,14 +222,14 @@ class Binary(Multilabel):
     has_classes = True
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
-        # A row of one logit, as a dense layer outputs it, whether targets are rows or not.
+        # A row of one logit, as a dense layer outputs it, even if targets are single numbers.
         return (1,)
 
     def takes(self, target: Any) -> bool:
         return hasattr(target, "shape") and tuple(target.shape) in ((), (1,))
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
-        """0 or 1, and the probability of 1."""
+        """Returns 0 or 1 for each example, and the probability of 1."""
         probabilities = ops.convert_to_numpy(ops.sigmoid(outputs))
         return {"class": self.decode(outputs), "probability": probabilities}
 
@@ -239,16 +239,16 @@ class Binary(Multilabel):
         model: keras.Model,
         source: Source,
     ) -> list[Figure]:
-        # A second logit of 0 for "no": the softmax of both is the sigmoid of the one.
+        # Adds a logit of 0 for "no": the softmax of both gives "yes" the sigmoid of its logit.
         logits = np.pad(reviewed.outputs, [(0, 0), (1, 0)])
         targets = reviewed.targets.reshape(-1).astype(np.int64)
         return _class_figures(reviewed, targets, logits, source)
 
 
 def class_names(source: Source, number: int) -> list[str]:
-    """Names of the classes, or their indices if the source does not know `number` names."""
+    """Returns the names of the classes, or their indices if the source does not have exactly `number` names."""
     names = source.facts().get("class_names") or ()
-    # The names do not fit a model with another number of outputs.
+    # The names are of no use for a model with another number of outputs.
     if len(names) != number:
         names = range(number)
     return [str(name) for name in names]
@@ -257,11 +257,15 @@ def class_names(source: Source, number: int) -> list[str]:
 def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
     """Returns a copy of a sparse cross-entropy that also takes mixed classes, and smooths targets in training.
 
-    Targets of the same rank as the outputs hold each class's share; others are class indices. Keras
+    Targets with as many axes as the outputs hold each class's share; others are class indices. Keras
     saves the copy as the plain loss.
 
+    Args:
+        loss: A keras.losses.SparseCategoricalCrossentropy without ignore_class.
+        label_smoothing: Share of each target that is spread over all classes in training.
+
     Raises:
-        ConfigError: The loss is another one, which may take only indices.
+        ConfigError: The loss is another one, which may only take indices.
     """
     base = keras.losses.SparseCategoricalCrossentropy
     if type(loss) is not base or loss.ignore_class is not None:
@@ -272,16 +276,17 @@ def with_soft_targets(loss: Any, label_smoothing: float) -> keras.losses.Loss:
         )
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
-        # Not in validation and test, whose losses stay comparable with other runs and saved models.
+        # Only in training, so that losses in validation and test are comparable with those of other runs and
+        # of saved models.
         smoothing = label_smoothing if is_taking_gradients() else 0.0
         if len(y_true.shape) < len(y_pred.shape):
             if not smoothing:
                 return base.call(self, y_true, y_pred)
-            # Smoothing spreads a share over all classes, which an index cannot hold.
+            # Smoothed targets are shares of all classes, which an index cannot express.
             y_true = ops.one_hot(y_true, y_pred.shape[-1])
         return keras.losses.categorical_crossentropy(y_true, y_pred, self.from_logits, smoothing)
 
-    # Copies the loss's attributes, since the arguments that it was made with are not known.
+    # Copies the attributes, since the arguments with which the loss was made are unknown.
     extended: Any = object.__new__(subclass_under_its_name(base, call=call))
     vars(extended).update(vars(loss))
     return extended
@@ -293,7 +298,7 @@ def _class_figures(
     logits: np.ndarray,
     source: Source,
 ) -> list[Figure]:
-    """Confusions and worst errors, from targets [examples] and logits [examples, classes]."""
+    """Returns confusions and worst errors, for targets [examples] and logits [examples, classes]."""
     names = class_names(source, logits.shape[-1])
     predicted = logits.argmax(axis=1)
     log_probabilities = ops.convert_to_numpy(ops.log_softmax(logits))
@@ -315,7 +320,7 @@ def _confusions(
         note = f"{accuracy}. Rows: true class, columns: predicted."
         return Matrix("Confusion matrix", note, list(names), counts.numpy().tolist())
 
-    # Errors only: correct answers would fill the list.
+    # Lists only errors, since correct predictions would fill the list.
     is_wrong = targets != predicted
     pairs = Counter(zip(targets[is_wrong].tolist(), predicted[is_wrong].tolist()))
     rows = [
@@ -335,10 +340,10 @@ def _worst_errors(
     names: Sequence[str],
     source: Source,
 ) -> list[Figure]:
-    """Errors with the lowest probability of the true class; an empty list if there is no error."""
-    # Logarithms can distinguish very small probabilities.
+    """Returns the errors with the lowest probability of the true class; an empty list if there is no error."""
+    # Logarithms still distinguish probabilities so small that they would be rounded to 0.
     of_true_class = log_probabilities[np.arange(len(targets)), targets]
-    # Stable, so that ties keep the order of the examples.
+    # A stable sort, so that ties keep the order of the examples.
     order = np.argsort(of_true_class, kind="stable").tolist()
     worst = [row for row in order if targets[row] != predicted[row]][:NUM_WORST]
     if not worst:

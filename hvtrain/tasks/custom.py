@@ -1,4 +1,4 @@
-"""The task for any targets and outputs: the user chooses losses and metrics."""
+"""The task for any targets and outputs, for which the user chooses losses and metrics."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +16,11 @@ class Custom(Task):
     """Losses and metrics of the user's choice, for any targets and any outputs.
 
     Args:
-        loss: One loss, or a mapping of losses by output name. None if the model has its own losses,
+        loss: One loss, or a mapping from output names to losses. None if the model has its own losses,
             from add_loss() or a custom train_step().
         metrics: By name, or by output name and then by name. Default: none.
-        best: Default: the loss.
-        loss_weights: Factors of the losses by the output's name. Default: 1.
+        best: The metric that chooses the best checkpoint. Default: the loss.
+        loss_weights: Factors of the losses, by output name. Default: 1.
 
     Raises:
         ConfigError: loss_weights names an output without a loss.
@@ -53,7 +53,7 @@ class Custom(Task):
         if loss_weights is None:
             return
 
-        # With a single loss a weight would only scale the learning rate.
+        # Weights need several losses: with a single one, a weight would only scale the learning rate.
         outputs = list(loss) if isinstance(loss, Mapping) else []
         if not outputs or set(loss_weights) - set(outputs):
             raise ConfigError(
@@ -69,11 +69,11 @@ class Custom(Task):
         return True
 
     def prepare(self, source: Source) -> None:
-        # Targets may be anything, and metrics are checked by check_outputs().
+        # Targets may be anything, and metrics can be checked only in check_outputs().
         self.complete(source)
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
-        # Metrics by output are nested, and then their keys are names of outputs.
+        # If metrics are nested, the outer keys are names of outputs.
         needed = {key for key, metric in self.metrics.items() if isinstance(metric, Mapping)}
         if isinstance(self.loss, Mapping):
             needed |= set(self.loss)
@@ -88,7 +88,7 @@ class Custom(Task):
                 "outputs by these names"
             )
         if self.metrics:
-            # The same on all ranks, so that all of them accept or refuse a metric.
+            # The same seed on all ranks, so that all of them accept or refuse a metric.
             rng = np.random.default_rng(0)
             targets = keras.tree.map_structure(
                 lambda spec: draw(rng, spec.shape, spec.dtype.name),

@@ -1,7 +1,7 @@
-"""Examples for a task: random ones to try its metrics with, and real ones for its figures.
+"""Examples for a task: random ones to try its metrics, and real ones for its figures.
 
-Random examples show, before a run, whether a metric can be exact over ranks. Figures show a trained
-model's outputs, and images as PNG.
+Random examples show, before a run, whether a metric can be exact over ranks. Real ones show a trained
+model's outputs in the report, with images as PNG.
 """
 
 import base64
@@ -24,15 +24,15 @@ from PIL import Image, ImageOps
 from hvtrain.errors import ConfigError, in_one_line
 
 NUM_CHECKED = 32
-"""Number of examples with which each metric is tried before a run."""
+"""Number of examples on which each metric is tried before a run."""
 Fault = tuple[int, str] | None
-"""The row and the problem of the first wrong target of a batch; None if all are right."""
+"""The row of a batch's first wrong target and what is wrong with it; None if all targets are right."""
 Columns = dict[str, np.ndarray]
-"""Predictions by column name: a number or a row per example."""
+"""Predictions by column name, each with a number or a row per example."""
 
 
 def draw(rng: np.random.Generator, shape: Sequence[int | None], dtype: str) -> np.ndarray:
-    """Draws NUM_CHECKED examples: 0 or 1 for integers, or fractions. Open axes get size 4."""
+    """Draws NUM_CHECKED examples: 0 or 1 for an integer dtype, else fractions. Axes of unknown size get 4."""
     size = [NUM_CHECKED, *(side or 4 for side in shape)]
     if dtype.startswith(("int", "uint", "bool")):
         return rng.integers(2, size=size).astype(dtype)
@@ -40,7 +40,7 @@ def draw(rng: np.random.Generator, shape: Sequence[int | None], dtype: str) -> n
 
 
 def draw_classes(shape: tuple[int, ...], classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws class indices of that shape, and for each of them a logit per class."""
+    """Draws NUM_CHECKED examples of class indices of this shape, and a logit per class for each index."""
     rng = np.random.default_rng(0)
     targets = rng.integers(classes, size=(NUM_CHECKED, *shape), dtype=np.int32)
     return targets, rng.normal(size=(*targets.shape, classes)).astype(np.float32)
@@ -50,7 +50,7 @@ def first_fault(
     is_wrong: np.ndarray,
     problem: Callable[[int], str],
 ) -> Fault:
-    """Finds the first example of a boolean array [examples, ...] with a True in it.
+    """Finds the first example with a True in a boolean array [examples, ...], and describes its problem.
 
     >>> first_fault(np.array([[False, False], [False, True]]), lambda row: f"{row} is wrong")
     (1, '1 is wrong')
@@ -62,13 +62,21 @@ def first_fault(
 
 
 def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: str) -> None:
-    """Checks that a metric gives one number from a state that is a sum over examples.
+    """Checks that a metric gives one number, from a state that is a sum over examples.
 
     An evaluation sums the ranks' states. That equals the state of a single process on all examples
-    only if the state is a sum. This is tried with parts of the examples, and with all of them.
+    only if the state is a sum, which is tried on parts of the examples and on all of them.
+
+    Args:
+        metric: The metric; it is copied.
+        name: Its name below task.metrics, for messages.
+        targets: NUM_CHECKED targets.
+        outputs: Outputs for these targets.
+        task: The task's name, for messages.
 
     Raises:
-        ConfigError: The metric cannot take these examples, gives several numbers, or its state is not a sum.
+        ConfigError: The metric cannot take these examples, gives several numbers, or has a state that is
+            not a sum.
     """
     if not (hasattr(targets, "shape") and hasattr(outputs, "shape")):
         raise ConfigError(
@@ -85,7 +93,7 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
         checked.update_state(targets, outputs, sample_weight=None)
         states = [_state(checked, targets[part], outputs[part]) for part in parts]
         result = checked.result()
-    except Exception as error:  # A metric of the user's own may raise anything.
+    except Exception as error:  # A user's own metric may raise anything.
         raise ConfigError(
             f"task.metrics.{name} cannot take {examples}: {in_one_line(error)}"
         ) from error
@@ -96,8 +104,8 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
             "them (task.metrics.NAME.average=macro for F1Score and FBetaScore), or choose another metric"
         )
     for initial, first, rest, whole in zip(*states):
-        # The states of both parts include the initial state. The tolerance allows for float32
-        # numbers that are summed in another order.
+        # Both parts' states include the initial state, so it is subtracted once. The tolerance is for float32
+        # sums in a different order.
         if not np.allclose(first + rest - initial, whole, rtol=1e-4):
             raise ConfigError(
                 f"task.metrics.{name} cannot be exact over ranks: the state of {type(metric).__name__} is not a "
@@ -106,7 +114,7 @@ def check_adds_up(metric: Metric, name: str, targets: Any, outputs: Any, task: s
             )
 
 
-# They compare with many thresholds between 0 and 1, and have no argument for logits.
+# These metrics compare outputs with many thresholds between 0 and 1, and have no argument for logits.
 _OF_PROBABILITIES = (
     PrecisionAtRecall,
     RecallAtPrecision,
@@ -116,12 +124,17 @@ _OF_PROBABILITIES = (
 
 
 def of_logits(metric: Metric, setting: str) -> Metric:
-    """Returns a metric for logits in place of one of Keras's metrics that would take them for probabilities.
+    """Returns a Keras metric changed to take logits, if it would otherwise take them for probabilities.
 
-    A logit of 0 is a probability of one half.
+    Thresholds of one half become 0, the logit for that probability. Metrics that are not Keras's own
+    are returned unchanged.
+
+    Args:
+        metric: The metric.
+        setting: The setting that it came from, for messages.
 
     Raises:
-        ConfigError: The metric works with probabilities only.
+        ConfigError: The metric works only with probabilities, or has a threshold other than one half.
     """
     if not type(metric).__module__.startswith("keras."):
         return metric
@@ -135,9 +148,9 @@ def of_logits(metric: Metric, setting: str) -> Metric:
     changes: dict[str, Any] = {}
     if config.get("from_logits") is False:
         changes["from_logits"] = True
-    # AUC turns logits into probabilities before it compares them with its thresholds.
+    # A metric with from_logits keeps its thresholds: it turns logits into probabilities first, as AUC does.
     for name in () if "from_logits" in config else ("threshold", "thresholds"):
-        # F1Score without a threshold takes the largest output, like top_k.
+        # Without a threshold, F1Score takes the largest output, as do metrics with top_k.
         takes_largest = config.get("top_k") or isinstance(metric, FBetaScore)
         if name not in config or (config[name] is None and takes_largest):
             continue
@@ -145,18 +158,18 @@ def of_logits(metric: Metric, setting: str) -> Metric:
             raise ConfigError(
                 f"{setting}.{name}={config[name]} is a probability, and this task's outputs are logits; give 0.5"
             )
-        # F1Score refuses 0.
+        # F1Score and FBetaScore refuse a threshold of 0.
         changes[name] = 1e-30 if isinstance(metric, FBetaScore) else 0.0
     return type(metric).from_config({**config, **changes}) if changes else metric
 
 
 def fresh(metric: Metric, name: str) -> Metric:
-    """Copies a metric without its state, under another name."""
+    """Copies a metric under another name, without its state."""
     return type(metric).from_config({**metric.get_config(), "name": name})
 
 
 def fresh_all(metrics: Mapping[str, Any]) -> Any:
-    """Copies all metrics without their state, in the structure that model.compile expects."""
+    """Copies all metrics without their state, in the structure that model.compile takes."""
     if any(isinstance(metric, Mapping) for metric in metrics.values()):
         # Keras takes a list of metrics for each output.
         return {output: fresh_all(inner) for output, inner in metrics.items()}
@@ -179,7 +192,8 @@ MAX_SIDE_PIXELS = 192
 class ReviewedExamples:
     """The first examples of a split, in its order, with the model's outputs for them.
 
-    Inputs, targets and outputs are arrays or nested structures of arrays, examples first.
+    Inputs, targets and outputs are arrays, or nested structures of arrays, whose first axis is the
+    examples.
     """
 
     inputs: Any
@@ -192,7 +206,7 @@ class ReviewedExamples:
 
     @property
     def description(self) -> str:
-        """Describes the examples.
+        """Describes the examples in words.
 
         >>> ReviewedExamples(None, None, None, 360, "test", 360).description
         'all 360 test examples'
@@ -212,25 +226,26 @@ class ReviewedExamples:
 
 
 def as_bytes(image: np.ndarray) -> np.ndarray:
-    """Turns an image [height, width, 1 or 3] into uint8 [height, width, 3].
+    """Converts an image [height, width, 1 or 3] to uint8 [height, width, 3].
 
-    The data set may have normalized its values, so they are stretched to 0 ... 255.
+    The data set may have normalized the values, so they are stretched to 0 ... 255.
     """
     image = image.astype(np.float64)
     low = float(np.nanmin(image))
     high = float(np.nanmax(image))
-    # An image of one color has no range to divide by, and NaN becomes black.
+    # max() avoids dividing by 0 in an image of a single value. NaN becomes black.
     stretched = np.nan_to_num((image - low) / max(high - low, 1e-9)) * 255
     return np.broadcast_to(np.rint(stretched).astype(np.uint8), (*image.shape[:2], 3))
 
 
 def png(*panels: np.ndarray) -> str:
-    """Encodes images uint8 [height, width, 3] side by side, as one PNG in base64.
+    """Encodes uint8 images [height, width, 3], side by side, as one PNG in base64.
 
-    Each image is resized to fit into the last one's size, and then shrunk to MAX_SIDE_PIXELS at most.
+    Each image is resized to fit the last one's size. The result is then shrunk until no image is larger
+    than MAX_SIDE_PIXELS.
     """
     height, width, _ = panels[-1].shape
-    # The gap between images is transparent, since pages may be light or dark.
+    # The gaps between images are transparent, since pages may be light or dark.
     distance = width + max(1, width // 24)
     image = Image.new("RGBA", (len(panels) * distance - distance + width, height))
     for index, pixels in enumerate(panels):
@@ -238,7 +253,7 @@ def png(*panels: np.ndarray) -> str:
         left = index * distance + (width - panel.width) // 2
         image.paste(panel, (left, (height - panel.height) // 2))
 
-    # In place, and with the same aspect ratio. Never enlarges: 8x8 pixels stay 8x8.
+    # thumbnail() keeps the aspect ratio and never enlarges: 8x8 pixels stay 8x8.
     image.thumbnail((MAX_SIDE_PIXELS * len(panels), MAX_SIDE_PIXELS))
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)

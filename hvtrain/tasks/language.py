@@ -1,4 +1,4 @@
-"""The task of predicting tokens, and text that a causal model writes token by token."""
+"""The task of predicting tokens, and the generation of text with a causal model, token by token."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,21 +18,21 @@ from hvtrain.tasks.task import ClassTask, Losses
 # Above this cross-entropy the perplexity, exp(50), is meaningless; at 710 it would overflow.
 MAX_CROSS_ENTROPY = 50.0
 PROMPT_TOKENS = 16
-"""Length of the beginning that the model continues, in samples."""
+"""In samples, the number of tokens that the model gets to continue."""
 WRITTEN_TOKENS = 32
-"""Length of the model's continuation, in samples."""
+"""In samples, the number of tokens that the model writes."""
 SHOWN_TOKENS = 64
-"""Length of the part that the report shows of a text with hidden tokens."""
+"""The number of tokens that the report shows of a text with hidden tokens."""
 
 
 class Language(ClassTask):
     """Predicting a token at each position: the next one (causal) or a hidden one (masked), as the data set says.
 
-    The model outputs a logit for each token of the vocabulary at each position. Positions of weight
+    The model outputs a logit for each token of the vocabulary at each position. Positions with weight
     0 do not count. The perplexity is exp(loss) over all tokens that count.
 
     Args:
-        loss: Default: cross-entropy of the logits, the mean over the tokens that count.
+        loss: Default: cross-entropy of the logits, as a mean over the tokens that count.
         metrics: Default: accuracy.
 
     Example:
@@ -49,7 +49,7 @@ class Language(ClassTask):
     num_classes = "vocabulary_size"
     num_reviewed = 3
     has_lengths = False
-    """True if batches are padded to different lengths. Set by prepare."""
+    """True if batches are padded to different lengths. prepare() sets it."""
 
     def prepare(self, source: Source) -> None:
         super().prepare(source)
@@ -60,8 +60,8 @@ class Language(ClassTask):
             return
         compute_metrics = model.compute_metrics
 
-        # Metrics of Keras take the mean over an example's positions first, so a token would count
-        # less in a longer batch.
+        # Keras's metrics first take the mean over an example's positions, so a token would count less in a
+        # batch that is padded to a greater length. Here each position is an example of its own.
         def count_tokens(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
             logits = tf.reshape(y_pred, [-1, y_pred.shape[-1]])
             return compute_metrics(x, tf.reshape(y, [-1]), logits, tf.reshape(sample_weight, [-1]))
@@ -69,7 +69,7 @@ class Language(ClassTask):
         model.compute_metrics = count_tokens
 
     def default_loss(self) -> Losses:
-        # The mean over a batch's tokens that count, where Keras would divide by all of them.
+        # Divides by the sum of weights. Keras's default would divide by the number of all tokens.
         return keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="mean_with_sample_weight"
         )
@@ -80,7 +80,7 @@ class Language(ClassTask):
         return first_fault(is_wrong, lambda _: f"holds a token outside 0 ... {size - 1}")
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        # A short text and a small vocabulary suffice to see whether a metric's state adds up.
+        # A short text and a small vocabulary suffice to check that a metric's state adds up.
         return draw_classes((4,), 8)
 
     def unit(self, source: Source) -> tuple[str, int] | None:
@@ -91,11 +91,11 @@ class Language(ClassTask):
         return ("tokens", length) if length else None
 
     def sample(self, model: Model, source: Source, topology: Topology) -> str | None:
-        """The beginning of a text of the test split, or of the training split, and the model's continuation.
+        """Returns the beginning of a text from the test split (or else the training split) and its continuation.
 
-        None if the targets are not the next tokens, or if the source has no tokenizer.
+        Returns None if the targets are not the next tokens, or if the source has no tokenizer.
         """
-        # Preferably a text that the model was not trained on.
+        # Prefers a text on which the model was not trained.
         split = "test" if source.num_examples("test") else "train"
         batch = next(source.evaluation(split, topology, 1).as_numpy_iterator(), None)
         if batch is None:
@@ -108,7 +108,7 @@ class Language(ClassTask):
         tokens = inputs[0]
         prompt = tokens[:PROMPT_TOKENS]
         text = source.text_of(prompt)
-        # Without a tokenizer there are only numbers to show.
+        # Without a tokenizer there would be only numbers to show.
         if text is None:
             return None
 
@@ -121,7 +121,7 @@ class Language(ClassTask):
         model: Model,
         source: Source,
     ) -> list[Figure]:
-        """Texts that the model continued, or whose hidden tokens it filled in."""
+        """Returns texts that the model has continued, or whose hidden tokens it has filled in."""
         inputs, targets = reviewed.inputs, reviewed.targets
         # Only token arrays of a source with a tokenizer can be shown as text.
         is_text = isinstance(inputs, np.ndarray) and inputs.shape == targets.shape
@@ -129,13 +129,13 @@ class Language(ClassTask):
             return []
 
         def text(tokens: Any) -> str:
-            # Keeps line breaks, without the white space around them.
+            # Keeps single line breaks, but drops the white space around them.
             return re.sub(r"\s*\n\s*", "\n", source.text_of(tokens) or "")
 
-        # The targets tell what the model learned: next tokens, or hidden ones.
+        # The targets show whether the model has learned to predict next or hidden tokens.
         is_causal = _is_causal(inputs, targets)
         if is_causal:
-            # One graph for all tokens; called eagerly, the model would be slow.
+            # A graph that all calls share, since calling the model eagerly for each token would be slow.
             model_graph: Any = tf.function(
                 lambda row, training: model(row, training=training),
                 reduce_retracing=True,
@@ -159,7 +159,7 @@ class Language(ClassTask):
 
 
 def _is_causal(inputs: np.ndarray, targets: np.ndarray) -> bool:
-    """True if the targets [examples, length] are the inputs' next tokens."""
+    """True if the targets [examples, length] are the tokens that follow the inputs at each position."""
     return inputs.shape == targets.shape and bool((inputs[:, 1:] == targets[:, :-1]).all())
 
 
@@ -172,31 +172,30 @@ def continuation(
     seed: int = 0,
     end: int | None = None,
 ) -> list[int]:
-    """Returns tokens that a model writes after a prompt, one by one. The same seed gives the same tokens.
+    """Generates tokens after a prompt, one by one, and returns them. The same seed gives the same tokens.
 
     Args:
-        model: From tokens [batch, length] to logits [batch, length, vocabulary], where the logits
-            at a position do not depend on later tokens.
-        prompt: At least one token.
-        number: How many tokens to write.
-        length: How many of the newest tokens the model sees.
-        temperature: 0 always takes the likeliest token, 1 draws from the model's distribution.
-        seed: Seed of the random draws.
-        end: The token that ends a text early. It is not returned.
+        model: Maps tokens [batch, length] to logits [batch, length, vocabulary], where the logits at a
+            position do not depend on later tokens.
+        prompt: Tokens to continue, at least one.
+        number: The most tokens to write.
+        length: The number of newest tokens that the model sees.
+        temperature: 0 always takes the likeliest token; 1 samples from the model's distribution.
+        seed: The seed for sampling.
+        end: The token that ends a text early; it is not returned.
     """
     rng = np.random.default_rng(seed)
     tokens = list(prompt)
     for _ in range(number):
         context = tokens[-length:]
-        # Always the full length, so that a graph is traced once. Padding comes after the context,
-        # where it cannot change the logits at its last position.
+        # The row always has the full length, so that a graph is traced only once. Padding comes after the
+        # context, where it cannot change the logits at the context's last position.
         row = np.zeros((1, length), np.int32)
         row[0, : len(context)] = context
         outputs = keras.ops.convert_to_numpy(model(row, training=False))
         logits = outputs[0, len(context) - 1].astype(np.float64)
 
-        # The Gumbel-max trick: the index of the largest sum is a draw from the distribution
-        # softmax(logits / temperature).
+        # The Gumbel-max trick: the index of the largest sum is a sample from softmax(logits / temperature).
         noise = rng.gumbel(size=len(logits))
         token = int(np.argmax(logits + temperature * noise))
 

@@ -16,7 +16,7 @@ NUM_WORST = 12
 
 
 class Regression(Task):
-    """One number or several per example, which the model outputs directly.
+    """Predicting one or several numbers per example, which the model outputs directly.
 
     Args:
         loss: Default: the mean squared error.
@@ -44,14 +44,14 @@ class Regression(Task):
         return {"mean_absolute_error": keras.metrics.MeanAbsoluteError()}
 
     def output_shape(self, source: Source) -> tuple[Any, ...]:
-        # A dense layer outputs a row, even of one number.
+        # A dense layer outputs a row, even for a single number.
         return tuple(source.element_spec[1].shape) or (1,)
 
     def takes(self, target: Any) -> bool:
         return hasattr(target, "dtype") and target.dtype.is_floating
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor]:
-        # MixUp may mix numbers directly.
+        # MixUp can mix numbers as they are.
         return lambda targets: tf.cast(targets, tf.float32)
 
     def review(
@@ -60,15 +60,15 @@ class Regression(Task):
         model: keras.Model,
         source: Source,
     ) -> list[Figure]:
-        """Predictions and residuals of the first number of each example."""
+        """Returns plots of predictions and residuals for the first number of each example, and the worst examples."""
         targets = _first_numbers(reviewed.targets)
         predictions = _first_numbers(reviewed.outputs)
 
-        # Positive where the model predicts too much.
+        # Positive where the prediction is too high.
         residuals = predictions - targets
 
         description = reviewed.description
-        # A scatter plot shows one number per example.
+        # A scatter plot can show one number per example.
         has_more_targets = reviewed.targets.size > reviewed.number
         suffix = " Of several targets, the first." if has_more_targets else ""
 
@@ -105,5 +105,5 @@ class Regression(Task):
 
 
 def _first_numbers(values: np.ndarray) -> np.ndarray:
-    """The first number of each example, whatever its shape."""
+    """Returns the first number of each example, whatever the examples' shape."""
     return values.reshape(len(values), -1)[:, 0].astype(float)

@@ -1,6 +1,6 @@
 """The task of finding a query's item in a catalogue.
 
-Training compares a query with the items of the batch, evaluation with the whole catalogue.
+Training compares each query with the items in the batch, and evaluation with the whole catalogue.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,24 +18,24 @@ from hvtrain.tasks.task import Losses, Metrics, Task, is_integer
 
 
 class InBatchSoftmax(keras.losses.Loss):
-    """Cross-entropy of each query's item among the items of the joint batch of all ranks.
+    """Cross-entropy of each query's own item among the items in the joint batch of all ranks.
 
-    The same item of another query does not count as a negative. Items are negatives as often as they
-    occur, which penalizes popular ones; there is no correction for that (Yi et al. 2019,
-    doi:10.1145/3298689.3346996, have one). In evaluation the items are the whole catalogue, so the
-    loss depends neither on batches nor on the number of ranks.
+    The same item in another query's pair does not count as a negative. Items are negatives as often as
+    they occur, which penalizes popular ones; this is not corrected (Yi et al. 2019,
+    doi:10.1145/3298689.3346996, describe a correction). In evaluation the items are the whole
+    catalogue, so the loss depends neither on batches nor on the number of ranks.
 
     Args:
-        temperature: divides the scores.
+        temperature: the number by which scores are divided.
 
     Raises:
         ConfigError: the temperature is not above 0.
     """
 
     joint_batch = staticmethod(lambda rows: rows)
-    """Returns the rows of all ranks. DistributedLoss sets it."""
+    """Takes a rank's rows, and returns those of all ranks. DistributedLoss sets it."""
     item_vectors: Callable[[], Any]
-    """Returns the vectors of the catalogue, [items, width]. Retrieval sets it."""
+    """Returns the vectors of the whole catalogue, [items, width]. Retrieval.bind sets it."""
 
     def __init__(self, temperature: float = 0.1) -> None:
         super().__init__(name="in_batch_softmax")
@@ -46,7 +46,7 @@ class InBatchSoftmax(keras.losses.Loss):
         self.temperature = temperature
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        """Returns losses [batch], from items [batch] and vectors [batch, 2, width]."""
+        """Returns losses [batch], given items [batch] and vectors [batch, 2, width]."""
         # Keras has converted the items to floats, which are exact up to 2**24.
         targets = tf.cast(y_true, tf.int32)
         queries = y_pred[:, 0] / self.temperature
@@ -63,17 +63,18 @@ class InBatchSoftmax(keras.losses.Loss):
 
 
 class RecallAtK(keras.metrics.SparseTopKCategoricalAccuracy):
-    """Share of the queries whose item is among the k best of the whole catalogue.
+    """Share of queries whose item is among the k best in the whole catalogue.
 
     It depends neither on batches nor on the number of ranks. Each update computes the vectors of all
     items, in training too.
 
     Args:
-        k, name: those of the Keras metric.
+        k: number of best items, as in the Keras metric.
+        name: name of the metric, as in the Keras metric.
     """
 
     item_vectors: Callable[[], Any]
-    """Returns the vectors of the catalogue, [items, width]. Retrieval sets it."""
+    """Returns the vectors of the whole catalogue, [items, width]. Retrieval.bind sets it."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         scores = y_pred[:, 0] @ tf.transpose(self.item_vectors())
@@ -81,10 +82,10 @@ class RecallAtK(keras.metrics.SparseTopKCategoricalAccuracy):
 
 
 class Retrieval(Task):
-    """Finding a query's item: the model outputs the vectors of the query and of the item, [2, width].
+    """Finding a query's item: the model outputs the vectors of query and item, [batch, 2, width].
 
-    Targets are row numbers in the data set's fact `catalogue`, which holds the model's input "item" for
-    all items, [items, ...]. An item's vector may depend only on the input "item".
+    Targets are row numbers in the data set's fact `catalogue`, an array [items, ...] with the model's
+    input "item" for all items. An item's vector may depend only on the input "item".
 
     Args:
         loss: Default: InBatchSoftmax.
@@ -120,7 +121,7 @@ class Retrieval(Task):
         )
 
     def check_metrics(self, targets: Any, outputs: Any) -> None:
-        """Checks nothing: metrics need the catalogue's vectors, which only a model can compute."""
+        """Checks nothing, because metrics need the catalogue's vectors, which only a model can compute."""
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
         shape: Any = getattr(outputs, "shape", ())
@@ -132,8 +133,8 @@ class Retrieval(Task):
     def bind(self, model: keras.Model, parts: Sequence[Any]) -> None:
         query = model.input["query"]
         blank = np.zeros([len(self._catalogue), *query.shape[1:]], query.dtype)
-        # Variables, not constants: TensorFlow would fold lookups of constants, and those of a
-        # sharded table are collective.
+        # Variables rather than constants: TensorFlow would evaluate lookups of constants while optimizing the
+        # graph, and lookups in a sharded table are collectives.
         inputs = {"query": tf.Variable(blank), "item": tf.Variable(self._catalogue)}
 
         def item_vectors() -> tf.Tensor:
@@ -144,5 +145,5 @@ class Retrieval(Task):
             part.item_vectors = item_vectors
 
     def columns(self, outputs: np.ndarray, source: Source) -> Columns:
-        """The score of each pair of query and item."""
+        """Returns the score of each pair of query and item."""
         return {"score": np.prod(outputs, axis=1).sum(axis=1)}

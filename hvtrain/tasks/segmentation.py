@@ -1,4 +1,4 @@
-"""The task of predicting a class for each pixel, and its figures in the report."""
+"""The task of predicting a class for each pixel, and its figures for the report."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,19 +15,20 @@ from hvtrain.tasks.examples import Columns, Fault, ReviewedExamples, as_bytes, f
 from hvtrain.tasks.task import ClassTask, Losses, Metrics
 
 NUM_PICTURES = 6
-# Class 0, often the background, stays unpainted. With more classes, colors repeat.
+# Colors of the classes from 1 on. Class 0, often the background, is not painted; if there are more classes
+# than colors, these repeat.
 COLORS = ("#e07b39", "#1f6fb4", "#4c9f70", "#b5489b", "#d3b22f", "#5bb5c9", "#8a63c4", "#c0504d")
 
 
 class Segmentation(ClassTask):
-    """A class per pixel: the model outputs a logit for each class at each pixel.
+    """One class per pixel: the model outputs a logit for each class at each pixel.
 
     Targets are masks [height, width] of class indices.
 
     Args:
-        loss: Default: cross-entropy of the logits, without pixels of the ignored label.
-        metrics: Default: mean IoU, without pixels of the ignored label.
-        ignored_label: The label of pixels that do not count, as 255 in PASCAL VOC. None counts all.
+        loss: Default: cross-entropy of the logits, without pixels that have the ignored label.
+        metrics: Default: mean IoU, without these pixels.
+        ignored_label: The label of pixels that do not count, such as 255 in PASCAL VOC. None: all count.
 
     Example:
 
@@ -63,7 +64,7 @@ class Segmentation(ClassTask):
         )
 
     def default_metrics(self) -> Metrics:
-        # A partial, because only the data set knows the number of classes.
+        # A partial, because num_classes is known only from the data set; see Task.complete.
         iou = partial(
             keras.metrics.MeanIoU,
             sparse_y_pred=False,
@@ -75,9 +76,8 @@ class Segmentation(ClassTask):
         super().check_targets(source)
         image, mask = source.element_spec[:2]
         if getattr(image, "shape", None) is None:
-            return  # With several inputs, any of them may be the image.
+            return  # If there are several inputs, any of them may be the image.
 
-        # Images are [height, width, channels], masks [height, width].
         image_size = tuple(image.shape[:2])
         mask_size = tuple(mask.shape)
         if image_size != mask_size:
@@ -88,7 +88,7 @@ class Segmentation(ClassTask):
 
     def fault(self, targets: np.ndarray, source: Source) -> Fault:
         is_wrong = (targets < 0) | (targets >= source.num_classes)
-        # No label equals None.
+        # If ignored_label is None, no label equals it.
         is_wrong &= targets != self.ignored_label
 
         def problem(row: int) -> str:
@@ -106,15 +106,15 @@ class Segmentation(ClassTask):
         model: keras.Model,
         source: Source,
     ) -> list[Figure]:
-        """The overlap of each class and, if the inputs are images, masks over some of them."""
+        """Returns a table of each class's overlap and, if the inputs are images, some of them with their masks."""
         targets = reviewed.targets
         predicted = self.decode(reviewed.outputs)
         names = class_names(source, reviewed.outputs.shape[-1])
 
-        # All, if the ignored label is None.
+        # Pixels that count; all of them, if ignored_label is None.
         counts = targets != self.ignored_label
-        # Pixels of each example and class, in both masks and in at least one of them. One class at
-        # a time: all at once would need a copy of the masks for each class.
+        # For each example and class, the pixels in both masks, and those in at least one of them. Computed
+        # for one class at a time, since all at once would need a copy of the masks for each class.
         intersection = np.zeros((len(targets), len(names)), np.int64)
         union = np.zeros_like(intersection)
         for label in range(len(names)):
@@ -126,7 +126,7 @@ class Segmentation(ClassTask):
 
         figures = [_overlaps(reviewed, intersection.sum(axis=0), union.sum(axis=0), names)]
         if reviewed.has_images:
-            # An example's mean is taken over the classes that occur in it.
+            # An example's mean IoU is taken over the classes that occur in one of its masks.
             iou = np.where(union > 0, intersection / np.maximum(union, 1), 0)
             mean_iou = iou.sum(axis=1) / np.maximum((union > 0).sum(axis=1), 1)
             figures.append(_overlays(reviewed, predicted, mean_iou, self.ignored_label, names))
@@ -139,7 +139,7 @@ def _overlaps(
     union: np.ndarray,
     names: Sequence[str],
 ) -> Figure:
-    # A class that occurs nowhere has no IoU, neither 0 nor 1.
+    # A class that occurs nowhere has no IoU.
     rows = [
         [name, f"{correct / total:.3f}" if total else "does not occur", int(correct)]
         for name, correct, total in zip(names, intersection, union)
@@ -156,9 +156,9 @@ def _overlays(
     names: Sequence[str],
 ) -> Figure:
     """Shows the worst examples, then the first ones: each image, its mask and the predicted mask."""
-    # Stable, so that ties keep the order of the examples.
+    # A stable sort, so that ties keep the order of the examples.
     worst = np.argsort(mean_iou, kind="stable").tolist()[: NUM_PICTURES // 2]
-    # The worst examples show where the model fails, the first ones how it usually does.
+    # The worst examples show where the model fails, and the first ones how it does usually.
     others = [row for row in range(len(mean_iou)) if row not in worst]
 
     pictures = []
@@ -176,12 +176,12 @@ def _overlays(
 
 
 def overlay_color(label: int) -> str:
-    """The color of a class above 0 in an overlay, as #rrggbb."""
+    """Returns the color of a class above 0 in an overlay, as #rrggbb."""
     return COLORS[(label - 1) % len(COLORS)]
 
 
 def overlay(image: np.ndarray, mask: np.ndarray, ignored_label: int | None) -> np.ndarray:
-    """Paints the classes of a mask over an image; ignored pixels become white."""
+    """Paints the classes of a mask [height, width] over a uint8 image; ignored pixels become white."""
     painted = image.astype(np.float64)
 
     for label in np.unique(mask):
@@ -190,7 +190,7 @@ def overlay(image: np.ndarray, mask: np.ndarray, ignored_label: int | None) -> n
             painted[pixels] = 255
         elif label:
             rgb = np.array(ImageColor.getrgb(overlay_color(label)))
-            # The image stays visible through the color.
+            # Blended, so that the image stays visible through the color.
             painted[pixels] = 0.35 * painted[pixels] + 0.65 * rgb
 
     return painted.astype(np.uint8)

@@ -1,4 +1,4 @@
-"""The contract of a task."""
+"""The base classes of tasks. A task has a model's loss and metrics, and knows what its outputs and targets mean."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -37,19 +37,19 @@ Metrics: TypeAlias = Mapping[str, Any]
 
 
 class Task(ABC):
-    """The loss and the metrics of a model, the outputs that they need, and the targets that they take.
+    """A model's loss and metrics, the outputs that they need, and the targets that they take.
 
     Args:
-        loss: Its mean over the batch is minimized. None: the task's default.
-        metrics: By their names in logs and records. A functools.partial, written `_partial_: true`
-            in YAML, gets the facts of the data set that it declares as arguments, such as
+        loss: The loss, whose mean over the batch is minimized. None: the task's default.
+        metrics: Metrics by their names in logs and records. A functools.partial, written
+            `_partial_: true` in YAML, gets the data set's facts that it declares as arguments, such as
             num_classes. None: the task's defaults; {}: no metrics.
-        best: The metric by which the best checkpoint is chosen. None takes the task's default.
+        best: The metric by which the best checkpoint is chosen. None: the task's default.
 
     Raises:
         ConfigError: A value is not a Keras loss or metric.
 
-    Example: a subclass for counts, which are never below 0.
+    Example of a subclass, for counts, which are never below 0:
 
         class Counts(Regression):
             def default_loss(self):
@@ -60,20 +60,20 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    """The task as a user chooses it, task=NAME."""
+    """The name by which a user chooses the task, task=NAME."""
     target: ClassVar[str]
-    """A description of valid targets, for the message about invalid ones."""
+    """A description of valid targets, for messages about invalid ones."""
     output: str
-    """The meaning of the model's numbers, for model.json."""
+    """What the model's outputs mean, for model.json and messages."""
     head: ClassVar[str] = "keras.layers.Dense({0})"
-    """The layer that a model for this task ends with; {0} is its number of outputs."""
+    """The layer with which a model for this task ends, for messages; {0} is its number of outputs."""
     best: str = "loss"
     loss_weights: Mapping[str, float] | None = None
-    """Factors of the losses, by output."""
+    """Factors of the losses, by output name."""
     has_one_output: bool = False
-    """True if the model names its only output."""
+    """True if the model has a single output with a name."""
     label_smoothing: float = 0.0
-    """Part of each target that training spreads over all classes."""
+    """Share of each target that training spreads over all classes."""
     output_is_free: ClassVar[bool] = False
     """True if the model may have any outputs, and losses of its own."""
     has_classes: ClassVar[bool] = False
@@ -81,9 +81,9 @@ class Task(ABC):
     num_reviewed: ClassVar[int] = 0
     """The most examples that `review` takes; 0 for a task without figures."""
     gives_logits: ClassVar[bool] = False
-    """True if the outputs are logits, which metrics have to know."""
+    """True if the outputs are logits, for which metrics have to be adapted."""
     targets_are_masks: ClassVar[bool] = False
-    """True if targets have a class for each pixel, which moves with its image."""
+    """True if targets have a class for each pixel, so that they must be cropped or flipped with their image."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Task(ABC):
 
     @abstractmethod
     def output_shape(self, source: Source) -> tuple[Any, ...] | None:
-        """Shape of the model's output for one example of the source; None if any shape will do."""
+        """Returns the shape of the model's output for one example of the source; None if any shape will do."""
 
     @abstractmethod
     def takes(self, target: Any) -> bool:
@@ -121,7 +121,7 @@ class Task(ABC):
             specs = tf.nest.flatten(target)
             types = ", ".join(f"{spec.dtype.name} {tuple(spec.shape)}" for spec in specs)
             names = source.facts().get("class_names")
-            # Classes arrive as numbers, which the names explain.
+            # Classes are given as numbers; their names say more.
             if names:
                 types = f"one of {len(names)} classes ({listed(names)})"
             raise ConfigError(
@@ -130,15 +130,15 @@ class Task(ABC):
             )
 
     def examples(self, source: Source) -> tuple[Any, Any]:
-        """Draws targets and outputs of NUM_CHECKED examples, to try metrics with."""
-        # Equal on all ranks, so that all of them accept or refuse a metric.
+        """Draws targets and outputs of NUM_CHECKED examples, on which to try metrics."""
+        # The same seed on all ranks, so that all of them accept or refuse a metric.
         rng = np.random.default_rng(0)
         target = source.element_spec[1]
         targets = draw(rng, target.shape, target.dtype.name)
         return targets, draw(rng, self.output_shape(source) or (), "float32")
 
     def fault(self, targets: Any, source: Source) -> Fault:
-        """Finds the first wrong target of a batch: (row, problem). None if all are right."""
+        """Returns the row and the problem of a batch's first wrong target; None if all are right."""
         # Only floats can be NaN or infinite.
         faults = [
             first_fault(~np.isfinite(target), lambda _: "holds NaN or an infinite value")
@@ -148,11 +148,11 @@ class Task(ABC):
         return next(filter(None, faults), None)
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
-        """Turns a batch of the model's outputs into predictions in the terms of the targets."""
+        """Turns a batch of the model's outputs into predictions in the form of targets."""
         return outputs
 
     def columns(self, outputs: Any, source: Source) -> Columns:
-        """Columns of predictions by name, for a batch of outputs: a number or a row per example."""
+        """Returns columns of predictions by name for a batch of outputs, each with a number or a row per example."""
         if isinstance(outputs, Mapping):
             return dict(outputs)
         if isinstance(outputs, list | tuple):
@@ -160,9 +160,9 @@ class Task(ABC):
         return {"prediction": outputs}
 
     def softener(self, source: Source) -> Callable[[Any], tf.Tensor] | None:
-        """Returns a function that turns targets into floats, which layers such as MixUp may mix.
+        """Returns a function that turns targets into floats, which layers such as MixUp can mix.
 
-        None, the default, for targets that cannot be mixed.
+        Returns None, the default, if targets cannot be mixed.
         """
         return None
 
@@ -171,37 +171,37 @@ class Task(ABC):
         return targets
 
     def soft_loss(self) -> Losses:
-        """The loss for training with mixed targets."""
+        """Returns the loss for training with mixed or smoothed targets."""
         return self.loss
 
     def unit(self, source: Source) -> tuple[str, int] | None:
-        """The unit in which speeds are given, and its mean number per example: ("tokens", 128).
+        """Returns the unit of speeds and its mean number per example, such as ("tokens", 128).
 
-        None, the default, counts examples alone.
+        Returns None, the default, if speeds are given only in examples.
         """
         return None
 
     def sample(self, model: Model, source: Source, topology: Topology) -> str | None:
-        """One line that shows what the trained model does with this rank's data; default: None."""
+        """Returns a line that shows what the trained model does with this rank's data; by default None."""
         return None
 
     def review(self, reviewed: ReviewedExamples, model: Model, source: Source) -> list[Figure]:
-        """Figures for the report, from the trained model's outputs for some examples."""
+        """Returns figures for the report, made from the trained model's outputs for some examples."""
         return []
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics by name, with those that are computed from others, such as a perplexity."""
+        """Returns the metrics, with those added that are computed from others, such as the perplexity."""
         return dict(metrics)
 
     def facts(self, source: Source) -> dict[str, Any]:
-        """Facts that a model's builder may declare as arguments, in addition to those of the source."""
+        """Returns facts that a model's builder may declare as arguments, in addition to the source's."""
         shape = self.output_shape(source)
         if not shape:
             return {}
         return {"num_outputs": shape[-1], "output_shape": shape}
 
     def _named_metrics(self) -> dict[str, Any]:
-        """Metrics by their names in the logs, which Keras prefixes with the output's name if there are several."""
+        """Returns metrics by their names in the logs, which Keras prefixes with the output if there are several."""
         named: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
@@ -213,19 +213,19 @@ class Task(ABC):
 
     @property
     def metric_names(self) -> list[str]:
-        """Names in the logs, without the prefix val_."""
+        """The names of losses and metrics in the logs, without the prefix val_."""
         names = ["loss"]
         # Keras logs no loss per output if there is only one.
         if isinstance(self.loss, Mapping) and len(self.loss) > 1:
             names += [f"{output}_loss" for output in self.loss]
         names += self._named_metrics()
-        # results() adds the metrics that are computed from others; only their names matter here.
+        # results() adds metrics that are computed from others. Only names matter here, so the values are 0.
         return list(self.results(dict.fromkeys(names, 0.0)))
 
     def sign(self, name: str) -> int:
-        """1 if a larger value of the metric of that name is better, otherwise -1."""
+        """Returns 1 if larger values of the metric `name` are better, otherwise -1."""
         name = name.removeprefix("val_")
-        # Keras knows the direction of most of its metrics. For others the name decides.
+        # Keras knows the direction of most of its metrics. For others, the name decides.
         direction = getattr(self._named_metrics().get(name), "_direction", None)
         if direction is None:
             is_cost = any(part in name for part in ("loss", "error", "perplexity"))
@@ -233,28 +233,25 @@ class Task(ABC):
         return 1 if direction == "up" else -1
 
     def prepare(self, source: Source) -> None:
-        """Completes the metrics with facts of the source, before a model is built.
+        """Checks the source's targets, and completes and checks the metrics, before a model is built.
 
         Raises:
-            ConfigError: The source's targets do not fit, or a metric does not.
-            DataError: A target has a value that is wrong.
+            ConfigError: The source's targets or a metric do not fit the task.
+            DataError: A target has an invalid value.
         """
         self.check_targets(source)
-        self.output_shape(source)  # Raises if it needs a fact that the source lacks.
+        self.output_shape(source)  # Raises ConfigError if the source lacks a fact that it needs.
         for split, targets in source.whole_targets().items():
             fault = self.fault(targets, source)
             if fault:
                 row, problem = fault
                 raise DataError(f"{source.name}, {split}: example {row} {problem}; fix the targets")
-        # Metrics that were partial can be tried only now.
+        # Partial metrics must be completed before they can be tried.
         self.complete(source)
         self.check_metrics(*self.examples(source))
 
     def complete(self, source: Source) -> None:
-        """Builds the metrics that were given as partials, with facts of the source, and makes all take logits.
-
-        The latter only if the task's outputs are logits.
-        """
+        """Builds metrics that were given as partials, with the source's facts, and adapts all to logits if needed."""
 
         def completed(metric: Any, setting: str) -> Any:
             if isinstance(metric, Mapping):
@@ -277,18 +274,20 @@ class Task(ABC):
         distribute_loss: Callable[[Loss], Loss] | None = None,
         soft_targets: bool = False,
     ) -> None:
-        """Compiles a model with the task's loss, and metrics that belong to this model alone.
+        """Compiles a model with the task's loss and with copies of its metrics, and builds the optimizer.
 
         Args:
-            jit_compile: Never "auto", which would turn XLA on wherever there is a GPU.
-            weighted: Batches carry weights, and the metrics count with them.
+            model: A built model.
+            optimizer: The optimizer.
+            jit_compile: Compile with XLA. Never "auto", which would turn XLA on wherever there is a GPU.
+            weighted: True if batches have sample weights, which the metrics must use too.
             distribute_loss: Strategy.distribute_loss, for a model that trains.
-            soft_targets: Training may mix or smooth targets.
+            soft_targets: True if training may mix or smooth targets.
         """
         is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if model.dtype_policy.name == "mixed_float16" and not is_scaled:
-            # Keras would add it without saving that it did, and the saved model would not load
-            # under another policy.
+            # Keras would add it too, but not save that it did, and the saved model would not load under another
+            # dtype policy.
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
 
         loss: Any = self.soft_loss() if soft_targets else self.loss
@@ -299,7 +298,7 @@ class Task(ABC):
         if self.loss_weights is not None:
             loss_weights = {output: self.loss_weights.get(output, 1.0) for output in loss}
 
-        # Copies, because metrics have state, and a task compiles several models.
+        # Copies, because metrics have state and a task may compile several models.
         metrics = fresh_all(self.metrics)
         losses = keras.tree.flatten(loss)
         self.bind(model, losses + keras.tree.flatten(metrics))
@@ -313,25 +312,27 @@ class Task(ABC):
             **{metrics_argument: metrics or None},
         )
         if distribute_loss and len(losses) == 1 and isinstance(losses[0], Loss):
-            # Keras's own tracker weights each batch by its number of examples, which is wrong for
-            # losses that divide by something else. object.__setattr__ keeps Keras from tracking the
-            # new tracker as part of the model.
+            # Keras's own tracker weights each batch by its number of examples, which is wrong for losses that
+            # divide by something else. object.__setattr__ keeps Keras from tracking the new tracker as
+            # part of the model.
             object.__setattr__(model, "_loss_tracker", ExactLoss(losses[0]))
-        # Slots must exist before they are restored and broadcast. Of model.optimizer, because
-        # compile may have wrapped the optimizer for mixed precision.
+        # Slots must exist before they are restored and broadcast. Builds model.optimizer, because compile()
+        # may have wrapped the optimizer for mixed precision.
         model.optimizer.build(model.trainable_variables)
 
     def bind(self, model: Model, parts: Sequence[Any]) -> None:  # noqa: B027  (most tasks bind nothing)
-        """Gives losses and metrics what they need from the model that they are compiled with."""
+        """Gives losses and metrics (`parts`, a flat list) what they need from the model compiled with them."""
 
     def check_outputs(self, outputs: Any, name: str, source: Source) -> None:
         """Raises ConfigError if the model's symbolic outputs do not fit the task.
 
         Args:
+            outputs: A symbolic tensor, or a nested structure of them.
             name: The model's name, for the message.
+            source: The data set.
         """
         needed = self.output_shape(source)
-        # Exactly one output is expected; its first axis is the batch.
+        # Exactly one output is expected, whose first axis is the batch.
         shapes = [tuple(output.shape) for output in keras.tree.flatten(outputs)]
         if needed is not None and shapes != [(None, *needed)]:
             raise ConfigError(
@@ -341,7 +342,7 @@ class Task(ABC):
             )
 
     def check_metrics(self, targets: Any, outputs: Any) -> None:
-        """Raises ConfigError for a metric that cannot take these examples, or cannot be summed."""
+        """Raises ConfigError for a metric that cannot take these examples, or whose state is not a sum."""
         task = type(self).__name__
         for name, metric in self.metrics.items():
             if isinstance(metric, Mapping):
@@ -357,13 +358,13 @@ class Task(ABC):
 
 
 class ClassTask(Task):
-    """A task whose targets are indices of classes. The model outputs a logit for each class of each index."""
+    """A task whose targets are class indices or arrays of them; the model outputs a logit per class for each index."""
 
     gives_logits = True
     rank: ClassVar[int] = 0
-    """The axes of a target; 0 for one class per example."""
+    """The number of axes of a target; 0 for one class per example."""
     num_classes: ClassVar[str] = "num_classes"
-    """Name of the data set's fact that gives the number of classes."""
+    """The name of the data set's fact with the number of classes."""
 
     def default_metrics(self) -> Metrics:
         return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
@@ -375,7 +376,7 @@ class ClassTask(Task):
         return is_integer(target, self.rank)
 
     def examples(self, source: Source) -> tuple[np.ndarray, np.ndarray]:
-        # Small targets suffice, since metrics count positions wherever they are.
+        # Small targets suffice, since metrics treat all positions alike.
         return draw_classes((4,) * self.rank, self.output_shape(source)[-1])
 
     def decode(self, outputs: np.ndarray) -> np.ndarray:
@@ -383,12 +384,12 @@ class ClassTask(Task):
 
 
 def is_integer(spec: Any, rank: int) -> bool:
-    """True for the spec of one integer tensor of this rank, not for a nested structure."""
+    """True for the spec of one integer tensor with this number of axes; False for a nested structure."""
     return hasattr(spec, "dtype") and spec.dtype.is_integer and spec.shape.rank == rank
 
 
 def _check_type(setting: str, value: Any, *types: type) -> None:
-    """Raises ConfigError if the value, or one in a mapping by output, has none of the types."""
+    """Raises ConfigError if the value, or a value in a mapping by output, has none of the types."""
     if isinstance(value, Mapping) and value:
         for output, item in value.items():
             _check_type(f"{setting}.{output}", item, *types)
