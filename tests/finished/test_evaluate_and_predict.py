@@ -28,7 +28,6 @@ TRAIN = [
     "dataset.num_test=361",
     "model=mlp",
     "train.epochs=3",
-    "data.uneven=trim",
 ]
 SHAPES = [
     "dataset=shapes",

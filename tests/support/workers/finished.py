@@ -48,7 +48,8 @@ class Alone(Strategy):
 
 def work(command, arguments):
     if command == "train":
-        config = from_dict(compose(arguments))
+        # All steps have full batches, whatever the size of the data.
+        config = from_dict(compose(["data.uneven=trim", *arguments]))
         runner.run_to_end(config, build(config, "strategy", Strategy))
         return 0
     if command == "mark":
