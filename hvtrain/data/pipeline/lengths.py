@@ -73,7 +73,8 @@ class LengthBuckets:
         # Each epoch leaves out other examples, which shifts the sorted ones by at most this many places.
         left_out = [[len(shard) - share.num_examples] for shard, share in zip(shards, shares)]
 
-        # The permutation is the same on all ranks. Part k of the sorted examples goes to step steps[k], in its size.
+        # The permutation is the same on all ranks. Part k of the sorted examples goes to step steps[k], and has
+        # that step's size.
         steps = tf.random.experimental.stateless_shuffle(
             tf.range(share.steps), derive_seed(request.seed, BUCKETS, epoch)
         )
