@@ -162,7 +162,7 @@ class ArraySource(MemorySource):
         return description
 
     def value_range(self) -> tuple[float, float] | None:
-        """Returns 0 ... max_value for integers and 0 ... 1 for floats; the training images' range if they exceed that."""
+        """Returns 0 ... max_value for integers, 0 ... 1 for floats; the training images' range if they exceed that."""
         low, high = self.preprocessing().range or (0.0, 0.0)
         top = float(self._max_value) if np.issubdtype(self._dtype, np.integer) else 1.0
         return (0.0, top) if 0 <= low <= high <= top else (low, high)
