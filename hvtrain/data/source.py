@@ -232,7 +232,7 @@ class Source(ABC):
         Every rank computes the same list.
         """
         num_examples = self.num_examples(split)
-        # Topology cuts both counts and shards, so that they cannot disagree.
+        # Counts come from Topology, which also cuts the shards, so the two cannot disagree.
         ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
         return [rank.share_size(num_examples) for rank in ranks]
 
@@ -240,8 +240,8 @@ class Source(ABC):
     def training(self, request: StreamRequest) -> tf.data.Dataset:
         """Returns an endless stream of batches of element_spec.
 
-        For images, these are float32 [batch, h, w, c] and labels int32 [batch], for example. Batches
-        are full unless request.num_examples is smaller; then request.share_of() sets their sizes.
+        For images with classes, these are float32 [batch, h, w, c] and int32 [batch]. Batches are full
+        unless request.num_examples is smaller; then request.share_of() sets their sizes.
         """
 
     def finish(self, inputs: Any) -> Any:

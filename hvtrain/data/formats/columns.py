@@ -48,9 +48,9 @@ GAPS = pa.array(
 )
 # A text column holds numbers or dates if at least this share of its cells do; the other cells are gaps.
 MOSTLY = 0.9
-# About this many rows rule out number and date formats before a whole column is parsed.
+# Number and date formats are tried on about this many rows before a whole column is parsed.
 SAMPLE_ROWS = 1000
-# About this many rows of the sample already rule out most of them.
+# Before that, about this many rows of the sample rule out most formats.
 TRIAL_ROWS = 100
 # In a file with types, up to this many distinct texts, or one per ten rows, are names even if they look like numbers.
 FEW_TEXTS = 20

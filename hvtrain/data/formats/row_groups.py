@@ -81,7 +81,7 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
 
 
 def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
-    """Checks the types of both columns; returns the type of the pixels, or of the bytes that encode images.
+    """Checks the types of both columns, and returns that of the pixels or encoded images.
 
     Raises:
         DataError: A column is missing or has an unsuitable type.

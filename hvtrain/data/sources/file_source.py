@@ -1,4 +1,4 @@
-"""Base classes of sources that read files: they name an unreadable example, or leave it out.
+"""Base classes for sources that read files: they name an unreadable example, or leave it out.
 
 TensorFlow does not say which file its pipeline could not read, and searching all files of a large
 data set takes hours. So a batch that fails is read again at once, example by example.
@@ -65,7 +65,7 @@ class NotesFailure:
 
 
 class FileSource(NotesFailure, StreamedSource):
-    """Base class of sources of files with encoded images of any size.
+    """Base class for sources that read files of encoded images of any size.
 
     A subclass whose files hold pixels overrides preprocessing() and no_random_crop.
 
@@ -285,7 +285,7 @@ def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing
 
 
 class DealtSource(FileSource):
-    """Base class of sources that deal pieces of their files to the ranks: whole files, or row groups."""
+    """Base class for sources that deal pieces of their files to the ranks: whole files, or row groups."""
 
     PIECE: ClassVar[str]
     """What a piece is called in error messages."""

@@ -51,7 +51,7 @@ def read_member(path: Any) -> tf.Tensor:
 
 
 class ListedImages(FileSource, IndexedSource):
-    """Base class of sources that list images by path. A subclass fills _files, by split, and defines reader()."""
+    """Base class for sources that list images by path. A subclass fills _files, by split, and defines reader()."""
 
     FAR = SUFFIXES
     _files: dict[str, Files]

@@ -169,7 +169,7 @@ def _whole_list(part: Any) -> Any:
     if not isinstance(part, list):
         return part
     if any(len(getattr(item, "shape", ())) for item in part):
-        return tuple(part)  # A structure of arrays. As a list, tf.data would stack them.
+        return tuple(part)  # tf.data would stack a list of arrays.
     rows = np.empty(len(part), object)
     rows[:] = part
     return rows
