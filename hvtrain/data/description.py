@@ -16,16 +16,17 @@ import numpy as np
 if TYPE_CHECKING:
     from hvtrain.data.source import Source
 
-# Width of a header's text in characters, without the labels of its lines.
+# Width of a header's text in characters, not counting the line labels.
 HEADER_WIDTH = 84
-# Most lines for one label in a header; result.json has the whole text.
+# Most lines for one label in a header; result.json has the full text.
 MAX_LINES = 3
+# Most names that listed() and counted() show.
 MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
 class DataDescription:
-    """A data set in words, with the examples of each class.
+    """A data set described in phrases, with the number of examples of each class.
 
     Attributes:
         phrases: Phrases by label, such as "features", "splits" or "warnings".
@@ -37,19 +38,19 @@ class DataDescription:
     class_counts: dict[str, list[int]] = field(default_factory=dict)
 
     def header(self) -> dict[str, str]:
-        """The phrases as lines of a run's header, at most MAX_LINES for each label.
+        """Formats the phrases as lines of a run's header, at most MAX_LINES for each label.
 
         >>> DataDescription({"features": [f"column {number}" for number in range(90)]}).header()["features"][-24:]
         'column 21, ... 90 in all'
         """
         lines = {}
         for label, phrases in self.phrases.items():
-            # The header's line "dataset" already has the numbers of examples.
+            # The header's "dataset" line already gives the number of examples.
             if not phrases or label == "splits":
                 continue
             separator = "; " if label == "warnings" else ", "
             cut = f" ... {len(phrases):,} in all"
-            # Names of files and columns stay in one piece.
+            # Names of files and columns are not broken at hyphens.
             lines[label] = textwrap.fill(
                 separator.join(phrases),
                 HEADER_WIDTH,
@@ -77,9 +78,9 @@ def describe(source: "Source") -> DataDescription:
 
 
 def class_counts(source: "Source") -> dict[str, list[int]]:
-    """Number of examples of each class, by split; empty if targets are not classes, or not known without reading.
+    """Counts the examples of each class, by split; empty if targets are not classes or unknown without reading.
 
-    In masks, each pixel counts; labels that are not classes are left out.
+    For masks, pixels are counted; labels outside the range of classes are ignored.
     """
     num_classes = source.facts().get("num_classes")
     if not num_classes:
@@ -101,7 +102,7 @@ def count_classes(targets: np.ndarray, num_classes: int) -> np.ndarray:
 
 
 def array_digest(arrays: Iterable[Any]) -> bytes:
-    """A 12-byte hash of the values of arrays, such as those of one example; texts are hashed by value too."""
+    """Hashes the values of arrays, such as those of one example, to 12 bytes; text is hashed by value too."""
     digest = hashlib.blake2b(digest_size=12)
     for array in map(np.asarray, arrays):
         # The bytes of an object array are only the addresses of its objects.
@@ -111,13 +112,13 @@ def array_digest(arrays: Iterable[Any]) -> bytes:
 
 
 def class_labels(source: "Source") -> list[str]:
-    """Names of the classes, or their numbers."""
+    """Returns the class names, or the class numbers as text if the classes have no names."""
     facts = source.facts()
     return list(map(str, facts.get("class_names") or range(facts.get("num_classes") or 0)))
 
 
 def class_phrase(counts: Sequence[int], names: Sequence[str]) -> str:
-    """The number of classes, and the shares of the rarest and of the most frequent one.
+    """Describes the class balance: the number of classes, and the shares of the rarest and the most frequent.
 
     >>> class_phrase([61, 38, 1], ["no", "yes", "maybe"])
     '3, from 1% (maybe) to 61% (no)'
@@ -146,7 +147,7 @@ def percent(share: float) -> str:
 
 
 def missing_classes(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> list[str]:
-    """Phrases that name the classes without an example, one for each split that has examples.
+    """Names the classes that each split lacks, one phrase per split; a split without any examples is skipped.
 
     >>> missing_classes({"train": [5, 4], "test": [3, 0]}, ["cat", "dog"])
     ['test has no dog']
@@ -160,7 +161,7 @@ def missing_classes(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -
 
 
 def counted(kinds: Counter[str]) -> str:
-    """The most frequent kinds, with their numbers.
+    """Lists the most frequent kinds, each with its count.
 
     >>> counted(Counter([".csv", ".md", ".md"]))
     '2 x .md, 1 x .csv'
@@ -169,7 +170,7 @@ def counted(kinds: Counter[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = MAX_NAMES, separator: str = ", ") -> str:
-    """The first names of a list, and the number of all others.
+    """Joins the first names of a list, and says how many more there are.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'

@@ -1,7 +1,7 @@
 """Values that a source fitted to its training data, such as a mean, kept in the run folder.
 
-The data may change, but a trained model does not. So a run that is resumed or used preprocesses
-with the values from its beginning.
+The data may change later, but a trained model expects the preprocessing it was trained with. So a run
+that is resumed, or used for predictions, takes the values saved when it started.
 """
 
 import json
@@ -22,7 +22,7 @@ CLASSES_FILE = "classes.json"
 
 
 def collect(source: Source) -> dict[str, bytes]:
-    """The source's fitted values and class names, as file contents by file name; called on every rank."""
+    """Returns the source's fitted values and class names as file contents, by file name; called on every rank."""
     files = dict(source.fitted())
     # Class names are not fitted, but a model's predictions are indices into them.
     class_names = source.facts().get("class_names")
@@ -40,7 +40,7 @@ def write(files: Mapping[str, bytes], run: Path) -> None:
 
 
 def read(run: Path) -> dict[str, bytes]:
-    """Reads the files of a run; empty if the run ended before it wrote them.
+    """Reads the files that write() saved in a run folder; empty if the run ended before it wrote them.
 
     Raises:
         StorageError: The files cannot be read.
@@ -49,7 +49,7 @@ def read(run: Path) -> dict[str, bytes]:
     if not folder.is_dir():
         return {}
     try:
-        # A file that a killed run did not finish still has its temporary name.
+        # A file left unfinished by a killed run still has its temporary name.
         paths = [path for path in folder.iterdir() if not path.name.startswith(TEMPORARY)]
         return {path.name: read_bytes(path) for path in sorted(paths)}
     except OSError as error:
@@ -60,7 +60,7 @@ def read(run: Path) -> dict[str, bytes]:
 
 
 def apply(source: Source, files: Mapping[str, bytes]) -> None:
-    """Makes a new source use the values of a run.
+    """Makes a new source use the values of an earlier run.
 
     Raises:
         StorageError: The files are damaged.
@@ -86,7 +86,7 @@ def warn_of_unused(source: Source, files: Mapping[str, bytes]) -> None:
 
 
 def check_classes(source: Source, files: Mapping[str, bytes], refuse: bool) -> None:
-    """Checks that the source has the classes of the run, since the model predicts their indices.
+    """Checks that the source has the run's classes in the same order, since the model predicts their indices.
 
     Args:
         refuse: If False, warn instead of raising.

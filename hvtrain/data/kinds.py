@@ -1,8 +1,8 @@
-"""The kind of a data set's inputs, kept with a run: what later data must be like.
+"""Records the kind of a run's inputs, and checks that later data are of the same kind.
 
 The manifest tells whether the data are the same, and classes.json whether the classes are. Other
-data, used on purpose, must still be of the same kind: numbers stay numbers, images keep their
-channels and the range of their values. Otherwise the model would take them without any warning.
+data, used on purpose, must still be of the same kind: numbers stay numbers, and images keep their
+channels and range of values. Without this check, the model would accept any data silently.
 """
 
 import logging
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 KINDS_FILE = "kinds.json"
 # Images have another range if their large values differ by more than this factor. 0 ... 1 and 0 ... 255
-# differ by 255; 0 ... 1 and the digits' 0 ... 16 differ by 16. Few batches are naturally that much darker.
+# differ by 255; 0 ... 1 and the digits' 0 ... 16 differ by 16. Few batches are that much darker by nature.
 RANGE_FACTOR = 12
-# The quantile of absolute values that is compared. The largest value says little: with
-# per-pixel normalization, border pixels of Fashion-MNIST reach 210, and a batch may have none of them.
+# The quantile of absolute values that is compared. The maximum says little: with per-pixel
+# normalization, border pixels of Fashion-MNIST reach 210, and a batch may have none of them.
 LARGE = 0.99
 # The quantile is computed from at most this many values: a batch of large images has many millions.
 MAX_VALUES = 100_000
@@ -39,12 +39,12 @@ Kinds = dict[str, Any]
 
 
 def inputs_of(inputs: Any) -> dict[str, Any]:
-    """Flattens nested inputs, arrays or specs, to a dict by name; a single input has the name ""."""
+    """Flattens nested inputs (arrays or specs) to a dict by name; a single input has the name ""."""
     return {".".join(map(str, path)): part for path, part in keras.tree.flatten_with_path(inputs)}
 
 
 def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
-    """The kind of each input in a batch that the model gets, by name, with the range of its numbers."""
+    """Returns the kind of each input in a batch, by name, with the range of its numbers."""
     kinds = {}
     for name, array in inputs_of(inputs).items():
         kinds[name] = input_kind(array.dtype, array.shape[1:])
@@ -60,7 +60,7 @@ def kinds_of(inputs: Any) -> dict[str, dict[str, Any]]:
 
 
 def spec_kinds(source: Source) -> dict[str, dict[str, Any]]:
-    """The kinds of a source's inputs, known before any are read, so without value ranges."""
+    """Returns the kinds of a source's inputs without reading any, and so without value ranges."""
     return {
         name: input_kind(np.dtype(spec.dtype.as_numpy_dtype), spec.shape)
         for name, spec in inputs_of(source.element_spec[0]).items()
@@ -68,12 +68,12 @@ def spec_kinds(source: Source) -> dict[str, dict[str, Any]]:
 
 
 def input_kind(dtype: np.dtype[Any], shape: Iterable[int]) -> dict[str, Any]:
-    """The kind of an input whose examples have this shape."""
+    """Returns the kind of an input whose examples have this type and shape."""
     return {"type": TYPES.get(dtype.kind, "numbers"), "shape": list(shape)}
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Describes how inputs differ in kind from those of a run; sizes of images do not count.
+    """Describes how inputs differ in kind from a run's; the size of images does not count.
 
     >>> old = {"": {"type": "numbers", "shape": [8, 8, 1], "low": 0.0, "high": 1.0, "large": 0.9}}
     >>> new = {"": {"type": "numbers", "shape": [8, 8, 3], "low": 0.0, "high": 255.0, "large": 250.0}}
@@ -89,7 +89,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             continue
         is_image = len(before["shape"]) == len(now["shape"]) == 3
         types = {now["type"], before["type"]}
-        # Pixels may be bytes or fractions.
+        # Images may come as bytes or as fractions; their ranges are compared below.
         if len(types) > 1 and (NAMES in types or not is_image):
             texts.append(f"{prefix}inputs are {now['type']}, were {before['type']}")
         elif is_image:
@@ -105,7 +105,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def size_advice(kept: Kinds, source: Source) -> str:
-    """Advice for when weights do not fit the model; empty unless the shape of an input differs from the run's."""
+    """Returns advice for weights that do not fit the model; empty unless an input's shape differs from the run's."""
     for name, kind in spec_kinds(source).items():
         old_kind = kept.get("inputs", {}).get(name, kind)
         now, then = (" x ".join(map(str, shape)) for shape in (kind["shape"], old_kind["shape"]))
@@ -136,7 +136,7 @@ def check(source_name: str, kept: Kinds, new: Mapping[str, Any], refuse: bool) -
 
 
 def warn_of_lost_classes(source: Source, kept: Kinds, split: str) -> None:
-    """Warns if a class of the run's split has no example in that split of another data set."""
+    """Warns if a class that has examples in the run's split has none in that split of another data set."""
     old = kept.get("class_counts", {}).get(split, [])
     new = class_counts(source).get(split, [])
     lost = [
@@ -149,9 +149,9 @@ def warn_of_lost_classes(source: Source, kept: Kinds, split: str) -> None:
 
 
 def keep(run: Path, inputs: Any, described: DataDescription) -> None:
-    """Writes the kinds of a batch of inputs, and the class counts, into the run folder (chief only).
+    """Writes the kinds of a batch of inputs, and the class counts, to the run folder (chief only).
 
-    A failure only logs a warning.
+    If that fails, only a warning is logged.
     """
     kinds = {"inputs": kinds_of(inputs), "class_counts": described.class_counts}
     try:

@@ -1,13 +1,13 @@
-"""Manifests: the identity of a data set, small enough for a checkpoint, and the differences between two.
+"""Identifies a data set by a manifest that is small enough for a checkpoint, and compares manifests.
 
-A manifest is a mapping with these keys, except those for which a data set has no value:
+A manifest is a mapping with these keys, without those for which a data set has no value:
 
 - "name", "image_shape", "num_classes"
 - "elements": types and shapes of an example, if it is not an image with a class
-- "tokenizer": SHA-256 of a text's tokenizer
+- "tokenizer": SHA-256 of the tokenizer, for text
 - "splits": {"train": {"examples", "digest", "num_files", "files"}, ...}
 
-It identifies files by names and sizes, and arrays by their contents. Imports no TensorFlow.
+Files are identified by names and sizes, arrays by their contents. Imports no TensorFlow.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 # For more files than this, a checkpoint keeps only a digest, not the list.
 MAX_FILES = 1000
-# The sizes of at most this many files, evenly spaced, are read, since a network file system may be slow.
+# Sizes are read of at most this many files, evenly spaced, since a network file system may be slow.
 MAX_SIZES = 10_000
-# At most this many bytes of an array are hashed, in evenly spaced rows.
+# About this many bytes of an array are hashed, in evenly spaced rows.
 MAX_BYTES = 2**28
 
 
 def user_path(text: str | Path) -> Path:
-    """Expands ~ to the user's home, and returns the local copy of an address such as s3://BUCKET/FOLDER.
+    """Returns a path, with ~ expanded, or the local copy of an address such as s3://BUCKET/FOLDER.
 
     ~ stays if the user has no home directory, as in a container whose user is not in /etc/passwd.
     """
@@ -49,7 +49,7 @@ def user_path(text: str | Path) -> Path:
 
 
 def data_path(text: str, far: tuple[str, ...] = ()) -> Path:
-    """Returns the local path of dataset.dir; `far` as in local_copy. Raises DataError if this host does not have it."""
+    """Returns the local path of dataset.dir; for `far`, see local_copy(). Raises DataError if this host lacks it."""
     path = local_copy(text, far) if is_remote(text) else user_path(text)
     if not path.exists():
         raise DataError(
@@ -59,7 +59,7 @@ def data_path(text: str, far: tuple[str, ...] = ()) -> Path:
 
 
 def check_names(paths: Iterable[str | Path]) -> None:
-    """Raises DataError for a name that is not UTF-8: TensorFlow cannot open it, nor JSON hold it."""
+    """Raises DataError for a name that is not UTF-8: TensorFlow cannot open it, and JSON cannot hold it."""
     for path in paths:
         try:
             str(path).encode()
@@ -70,18 +70,18 @@ def check_names(paths: Iterable[str | Path]) -> None:
 
 
 def describe_files(folder: Path, paths: Sequence[str]) -> dict[str, Any]:
-    """The part of a manifest about files: their number, a digest, and up to MAX_FILES names with sizes.
+    """Returns the part of a manifest about files: their number, a digest, and the sizes of up to MAX_FILES by name.
 
-    Names are relative to the folder. A size is in bytes, or None if it was not or cannot be read.
+    Names are relative to the folder. A size is in bytes, or None if it was not or could not be read.
     """
     check_names(paths)
     step = -(-len(paths) // MAX_SIZES) or 1
     measured = set(paths[::step])
 
     sizes = {}
-    # Sorted, so that the order in which a file system lists files does not matter.
+    # Sorted, so that the order in which the file system lists files does not matter.
     for path in sorted(paths):
-        # Names within the folder, so that a copy elsewhere counts as the same data set.
+        # Names are relative, so that a copy in another folder counts as the same data set.
         is_inside = folder in Path(path).parents
         name = Path(path).relative_to(folder).as_posix() if is_inside else Path(path).name
         sizes[name] = _file_bytes(path) if path in measured else None
@@ -108,7 +108,7 @@ def with_files(
 
 
 def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
-    """SHA-256 of the arrays' types, shapes and contents; of large arrays, only evenly spaced rows."""
+    """Returns the SHA-256 of arrays' types, shapes and contents; of large arrays, only evenly spaced rows count."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(f"{array.dtype} {array.shape}".encode())
@@ -119,13 +119,13 @@ def digest_arrays(arrays: Sequence[np.ndarray]) -> str:
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of a whole manifest."""
+    """Returns the SHA-256 of a whole manifest."""
     # Sorted keys, so that equal manifests have equal digests.
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Describes how a data set differs from an older one, by their manifests.
+    """Describes how a data set differs from an older one, given their manifests.
 
     >>> old = {"name": "digits", "splits": {"train": {"examples": 1400}}}
     >>> differences(old, {"name": "digits", "splits": {"train": {"examples": 1500}}})
@@ -153,7 +153,7 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
             noun = key.removeprefix("num_")
             changes.append(f"{split} {verb} {now:,} {noun}, was {before:,}")
 
-    # A manifest lists its files only if there are few.
+    # Only manifests of few files list them.
     old_files = old.get("files")
     new_files = new.get("files")
     if old_files is not None and new_files is not None:
@@ -167,7 +167,7 @@ def _split_differences(split: str, old: Mapping[str, Any], new: Mapping[str, Any
                     f"{split}: {name} has {new_files[name]} bytes, was {old_files[name]}"
                 )
 
-    # A digest adds nothing to the changes above, if there are any.
+    # If changes were found above, the digest adds nothing to them.
     if not changes and old.get("digest") != new.get("digest"):
         subject = (
             "names or sizes of its files differ" if "num_files" in new else "its content differs"
@@ -180,7 +180,7 @@ def _file_bytes(path: str) -> int | None:
     try:
         return Path(path).stat().st_size
     except OSError:
-        return None  # The file was deleted meanwhile; reading it will fail with a message.
+        return None  # The file has been deleted since it was listed; reading it will fail with a message.
 
 
 def check_unchanged(
@@ -190,11 +190,12 @@ def check_unchanged(
     refuse: bool,
     other_way: str = "",
 ) -> None:
-    """Compares the data set with the one that a checkpoint was made on.
+    """Compares the data set with the one that a checkpoint was trained on.
 
     Args:
         checkpoint: Name of the checkpoint, for the message.
         saved: The manifest in the checkpoint; None if it holds none.
+        current: The manifest of the data set.
         refuse: If False, warn instead of raising.
         other_way: An alternative to restoring the data set, for the message.
 
@@ -211,7 +212,7 @@ def check_unchanged(
 
 
 def refuse_or_warn(problem: str, advice: str, error_type: type[UserError] | None) -> None:
-    """Raises an error_type; if that is None, which means guard.data=false, logs a warning instead."""
+    """Raises an error of error_type, or only logs a warning if that is None, as with guard.data=false."""
     if error_type is None:
         log.warning("%s; going on because of guard.data=false", problem)
     else:

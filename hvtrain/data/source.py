@@ -28,7 +28,7 @@ LEAVE_OUT = "or leave out what cannot be read with data.on_error=skip"
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """A rank's request for training batches, from start_step of the run on.
+    """A rank's request for training batches, from start_step on.
 
     Example: rank 1 of 4 resumes at step 250 of a run with 100 steps per epoch.
 
@@ -39,26 +39,26 @@ class StreamRequest:
 
     topology: Topology
     batch_size: int
-    """Examples of a full batch on this rank."""
+    """Number of examples in a full batch on this rank."""
     seed: int
     start_step: int
     """The first step, counted from the beginning of the run."""
     steps_per_epoch: int
     num_examples: int = 0
-    """This rank's examples per epoch, which Share cuts into steps; 0 means full batches in all steps."""
+    """This rank's examples per epoch, which Share cuts into steps; 0 means that every step has a full batch."""
     shares: tuple[Share, ...] = ()
     """The shares of all ranks; empty if all are equal to this rank's."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch of start_step, and the steps of that epoch before it."""
+        """The epoch of start_step, and the number of steps before it in that epoch."""
         return divmod(self.start_step, self.steps_per_epoch)
 
     def share_of(self, num_local: int) -> Share:
         """Returns the Share that cuts an epoch of this rank into steps.
 
         Args:
-            num_local: Examples that this rank holds.
+            num_local: Number of examples that this rank holds.
 
         Raises:
             ConfigError: The rank has too few examples for the epoch.
@@ -74,34 +74,34 @@ class StreamRequest:
 
 
 class Unreadable(NamedTuple):
-    """Something that data.on_error=skip left out."""
+    """An example or a part of a file that data.on_error=skip left out."""
 
     location: str
     problem: str
     num_examples: int | None = 1
-    """None if it cannot be known, as for the rest of a damaged file."""
+    """None if it is unknown, as for the rest of a damaged file."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
     """Turns one raw example, as the user has it, into what the model trains on.
 
-    It becomes the first part of the saved model. So it may hold only what plain Keras loads without
-    hvtrain, and it must give the same bits as the input pipeline.
+    It becomes the first part of the saved model. So it may hold only what plain Keras can load
+    without hvtrain, and it must give the same bits as the input pipeline.
     """
 
     shape: Any
-    """Shape of a raw example that is an array of numbers; None for a side of any size. For other
-    raw examples, which the model takes unchanged, a nested structure of tf.TensorSpec."""
+    """The shape of a raw example that is an array of numbers, with None for a side of any size. For
+    other raw examples, which the model takes unchanged, a nested structure of tf.TensorSpec."""
     layers: Sequence[Callable[[Any], Any]] = ()
     """Keras layers or functions of keras.ops, in order."""
     values: str = "as the data set's streams give them"
-    """What a raw example's values are, for the user of the saved model."""
+    """Description of a raw example's values, for the user of the saved model."""
     range: tuple[float, float] | None = None
     """The smallest and the largest value, if known."""
 
     def inputs(self) -> Any:
-        """The inputs of a saved model; arrays are float32, to which Keras converts other numbers."""
+        """Makes the inputs of a saved model; arrays are float32, to which Keras converts other numbers."""
         if isinstance(self.shape, tuple):
             return keras.Input(self.shape, dtype="float32", name="raw")
         return symbolic(self.shape)
@@ -113,10 +113,10 @@ class Preprocessing:
 
 
 def symbolic(spec: Any) -> Any:
-    """Keras inputs for the nested tf.TensorSpec of one example, named by the keys of its dict."""
+    """Makes Keras inputs for the nested tf.TensorSpec of one example, named by the keys of its dict."""
     inputs = []
     for path, part in keras.tree.flatten_with_path(spec):
-        # Saved models show these names, so users recognize the keys of their dict.
+        # Saved models show these names, so that users recognize the keys of their dict.
         name = part.name or None
         if name is None and path and isinstance(path[-1], str):
             name = path[-1]
@@ -127,14 +127,14 @@ def symbolic(spec: Any) -> Any:
 class Source(ABC):
     """An opened data set: opening it finds the files, a count checks them, streams read them.
 
-    Every source keeps these laws:
+    Every source obeys these laws:
 
     - A rank's shard is fixed by (rank, size). Shards are disjoint and together complete.
     - A training stream is a pure function of (seed, rank, size, step). The order of epoch e depends
       on (seed, e, rank). Step s is batch s % steps_per_epoch of epoch s // steps_per_epoch.
       Examples beyond steps_per_epoch batches are dropped for that epoch.
-    - So the stream that starts at step k is the tail of the one that starts at 0, augmentation
-      included. Every resume relies on that.
+    - So the stream that starts at step k is the tail of the one that starts at 0, including
+      augmentation. Every resume relies on that.
     """
 
     SPLITS: ClassVar[tuple[str, ...]] = ("train", "validation", "test")
@@ -149,41 +149,41 @@ class Source(ABC):
     class_names: Sequence[str] | None = None
     """The name of each class, if the source knows them."""
     more_facts: Mapping[str, Any] = MappingProxyType({})
-    """Facts beyond those that are attributes, for the model's builder and the task."""
+    """Facts other than attributes, for the model's builder and the task."""
     on_error: str = "stop"
     """What to do with an unreadable example: "stop", or "skip" it. Set before streams are opened."""
     same_on_all_ranks: bool = False
-    """True if ranks are meant to read the same data. Otherwise equal first batches are an error."""
+    """True if ranks are meant to read the same data. Otherwise, equal first batches are an error."""
     equal_batches_advice: str = (
         "give each rank its own part (topology.share), "
         "or set same_on_all_ranks on the data set if that is intended"
     )
-    """The advice in the message about equal first batches."""
+    """Advice for the message about equal first batches."""
     raw_batches: bool = False
-    """True if training streams leave finish() to the step, where a GPU runs it. Images are then sent
-    as bytes, a quarter of the size. Set before streams are opened."""
+    """True if training streams leave finish() to the training step, where a GPU runs it. Images are then
+    sent as bytes, a quarter of the size. Set before streams are opened."""
     sizing: Any = None
     """The Sizing of encoded images, see pipeline/decoding.py; None if the source decodes no images."""
     no_random_crop: str = "gives images that are decoded already"
-    """Why images cannot be decoded as augment=random_resized_crop needs; empty if they can."""
+    """The reason why augment=random_resized_crop is impossible; empty if it is possible."""
     bucket_by_length: int | Sequence[int] = 0
     """Number of length buckets, or their boundaries; see lengths(). Set before streams are opened."""
     end_token: int | None = None
     """The token that ends a text, if there is one."""
     augmentation: Any = None
-    """Layers that change training images; the runner sets them, and raw_batches with them."""
+    """The Augmentation of training images, if any; the runner sets it, and raw_batches with it."""
 
     @property
     def element_spec(self) -> Parts:
-        """One example as streams give it, without the batch axis.
+        """The spec of one example as streams give it, without the batch axis.
 
         (inputs, targets) or (inputs, targets, weights), each a nested structure of tf.TensorSpec.
-        The default is an image and the index of its class.
+        The default is an image, float32 [h, w, c], and the index of its class, int32.
         """
         return TensorSpec(self.image_shape, tf.float32), TensorSpec((), tf.int32)
 
     def facts(self) -> dict[str, Any]:
-        """Facts of the data set by name. A model's builder gets those that it declares as arguments."""
+        """Returns facts of the data set by name. A model's builder gets those it declares as arguments."""
         names = ("image_shape", "num_classes", "class_names")
         facts = {name: getattr(self, name, None) for name in names}
         inputs = self.element_spec[0]
@@ -202,7 +202,7 @@ class Source(ABC):
         """Returns a fact by name.
 
         Args:
-            needed_by: The setting that needs it, which begins the message.
+            needed_by: The setting that needs it, for the message.
 
         Raises:
             ConfigError: The data set lacks it.
@@ -217,57 +217,57 @@ class Source(ABC):
 
     @abstractmethod
     def num_examples(self, split: str) -> int:
-        """Examples in "train", "validation" or "test" over all ranks; 0 if there is no such split."""
+        """Returns the number of examples of a split over all ranks; 0 if there is no such split."""
 
     def own_counts(self, topology: Topology) -> dict[Any, int]:
-        """Counts that only this rank can make, by reading its shards; empty, the default, if all are known."""
+        """Makes the counts that only this rank can make, by reading its shards; none, the default, if all are known."""
         return {}
 
     def take_counts(self, counts: Iterable[Mapping[Any, int]]) -> None:  # noqa: B027
         """Stores the own_counts() of all ranks, so that shard_sizes() reads nothing."""
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
-        """Examples that each of num_shards ranks holds, in proportion to weights.
+        """Returns the number of examples that each of num_shards ranks holds, in proportion to weights.
 
         Every rank computes the same list.
         """
         num_examples = self.num_examples(split)
-        # Topology cuts the shards, so that counts and shards cannot disagree.
+        # Counts come from Topology, which also cuts the shards, so the two cannot disagree.
         ranks = [Topology(rank, num_shards, weights=tuple(weights)) for rank in range(num_shards)]
         return [rank.share_size(num_examples) for rank in ranks]
 
     @abstractmethod
     def training(self, request: StreamRequest) -> tf.data.Dataset:
-        """Endless stream of batches of element_spec.
+        """Returns an endless stream of batches of element_spec.
 
-        For images, for example, float32 [batch, h, w, c] and labels int32 [batch]. Batches are full
-        unless request.num_examples is less; then request.share_of() sets their sizes.
+        For images with classes, these are float32 [batch, h, w, c] and int32 [batch]. Batches are full
+        unless request.num_examples is smaller; then request.share_of() sets their sizes.
         """
 
     def finish(self, inputs: Any) -> Any:
-        """Turns the raw inputs of a stream with raw_batches into the model's inputs, in the graph of the step."""
+        """Turns the raw inputs of a stream with raw_batches into the model's inputs, in the step's graph."""
         return inputs
 
     @abstractmethod
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> tf.data.Dataset:
-        """Finite stream of this rank's shard, each example once; the last batch may be short."""
+        """Returns a finite stream of this rank's shard, each example once; the last batch may be short."""
 
     def lengths(self, split: str) -> np.ndarray | None:
-        """The length of each example of a split, int [n]; None, the default, if all are equal or unknown.
+        """Returns the length of each example of a split, int [n]; None, the default, if all are equal or unknown.
 
         A source with lengths pads each batch, with weight 0 or a mask on the padding, and obeys bucket_by_length.
         """
         return None
 
     def whole_targets(self) -> dict[str, Any]:
-        """All targets by split, as arrays, to be checked before the first step.
+        """Returns all targets by split, as arrays, to be checked before the first step.
 
-        Empty if they are expensive to read.
+        Empty, the default, if they are expensive to read.
         """
         return {}
 
     def preprocessing(self) -> Preprocessing:
-        """How an example of the user's arrays or files becomes an input of the model, for the saved model.
+        """Returns what turns an example of the user's arrays or files into the model's input, for the saved model.
 
         The default is for streams that change nothing. A source that normalizes or resizes declares
         that here, with Keras's own layers. Its saved model then takes the user's raw examples, and
@@ -276,37 +276,37 @@ class Source(ABC):
         return Preprocessing(getattr(self, "image_shape", None) or self.element_spec[0])
 
     def description(self) -> Phrases:
-        """What the data hold: phrases by label, for the run's header and its record.
+        """Describes the data in phrases by label, for the run's header and its record.
 
         For example {"features": ["age: number (2 gaps, filled with the median 34)"], "target": ["y:
-        3 classes (no 61%, yes 38%, maybe 1%)"]}. The label "warnings" has what a user should look
-        at before training. Called on every rank, after examples are counted.
+        3 classes (no 61%, yes 38%, maybe 1%)"]}. The label "warnings" holds what a user should check
+        before training. Called on every rank, after examples are counted.
         """
         splits = {split: self.num_examples(split) for split in self.SPLITS}
         return {"splits": [f"{split} {count:,}" for split, count in splits.items() if count]}
 
     def value_range(self) -> tuple[float, float] | None:
-        """The smallest and the largest value of images before they are normalized, if known."""
+        """Returns the smallest and the largest value of images before normalization; None if unknown."""
         declared_range = self.preprocessing().range
         if declared_range:
             return declared_range
-        # Bytes need no declaration.
+        # The range of bytes needs no declaration.
         inputs = self.element_spec[0]
         is_bytes = isinstance(inputs, TensorSpec) and inputs.dtype == tf.uint8
         return (0.0, 255.0) if is_bytes else None
 
     def fitted(self) -> dict[str, bytes]:
-        """Files by name that hold values fitted to the training data, such as a mean.
+        """Returns files, by name, that hold values fitted to the training data, such as a mean.
 
         A run keeps them, and passes them to fit_as() when it is resumed, evaluated or exported.
         """
         return {}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:  # noqa: B027  (most sources fit nothing)
-        """Uses what fitted() returned at the run's beginning. Called before any data are read."""
+        """Uses what fitted() returned when the run began. Called before any data are read."""
 
     def assets(self) -> dict[str, bytes]:
-        """Files by name that users of the saved model need, such as a tokenizer.
+        """Returns files, by name, that users of the saved model need, such as a tokenizer.
 
         The run folder keeps them.
         """
@@ -321,33 +321,34 @@ class Source(ABC):
         return None
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        """Up to `number` examples from the start of this rank's shard, raw, as preprocessing() takes them.
+        """Returns up to `number` raw examples from the start of this rank's shard, as preprocessing() takes them.
 
-        preprocessing() is checked on them against evaluation(). An empty list, the default, skips
+        They serve to check preprocessing() against evaluation(). An empty list, the default, skips
         the check.
         """
         return []
 
     def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """The report's cells for the examples of these numbers in a split: texts or numbers, by column name.
+        """Returns what the report shows of the examples with these indices in a split, by column name.
 
-        Empty, the default, if inputs mean nothing to a reader.
+        The values are texts or numbers. Empty, the default, if inputs mean nothing to a reader.
         """
         return {}
 
     def unreadable(self) -> list[Unreadable]:
-        """Items that this process left out since the last call, with on_error="skip"."""
+        """Returns what this process has left out since the last call, with on_error="skip"."""
         return []
 
     def manifest(self) -> dict[str, Any]:
-        """The data set's identity, as JSON, by which a resumed run notices changed data; see manifest.py.
+        """Returns the data set's identity, by which a resumed run notices changed data; see manifest.py.
 
-        Every rank computes it before the first stream. Sources add what they know beyond counts.
+        It can be written as JSON. Every rank computes it before the first stream. Sources add what they
+        know beyond counts.
         """
         counts = {split: self.num_examples(split) for split in self.SPLITS}
         splits = {split: {"examples": count} for split, count in counts.items() if count}
 
-        # For images with classes, two facts read better than a spec.
+        # For images with classes, two facts are easier to read than a spec.
         facts = self.facts()
         if {"image_shape", "num_classes"} <= facts.keys():
             elements = {
@@ -360,16 +361,16 @@ class Source(ABC):
         return {"name": self.name, **elements, "splits": splits}
 
     def explain(self, error: Exception) -> Exception:
-        """Turns TensorFlow's error about unreadable data into a DataError with the file or row.
+        """Turns TensorFlow's error about unreadable data into a DataError that names the file or row.
 
-        Other errors are returned as they are. TensorFlow does not say which file its input pipeline
-        could not read, so the runner passes each tf.errors.OpError of fit and evaluate here.
+        Other errors are returned unchanged. TensorFlow does not say which file its input pipeline
+        could not read, so the runner passes each tf.errors.OpError of fit and evaluate to this method.
         """
         return error
 
 
 def check_class_names(names: Sequence[str] | None, num_classes: int | None) -> Sequence[str] | None:
-    """Returns the names. Raises ConfigError if names are given, but not one for each of num_classes."""
+    """Returns the names. Raises ConfigError if names are given, but not one for each class."""
     if names is not None and len(names) != num_classes:
         raise ConfigError(
             f"class_names has {len(names)} names for {num_classes} classes; give one each"
@@ -378,7 +379,7 @@ def check_class_names(names: Sequence[str] | None, num_classes: int | None) -> S
 
 
 def reason(error: tf.errors.OpError) -> str:
-    """TensorFlow's message without the names of nodes and devices around it.
+    """Returns TensorFlow's message without the names of nodes and devices around it.
 
     >>> text = "{{function_node f}} corrupted record at 9 [Op:Next] name: "
     >>> reason(tf.errors.DataLossError(None, None, text))

@@ -1,4 +1,4 @@
-"""Numbers and dates as people write them in the cells of a table, read from a whole column at once."""
+"""Parses numbers and dates as people write them in table cells, a whole column at a time."""
 
 import re
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ UNITS = ("%", "$", "€", "£", "¥")
 CLOCK = "hours:minutes"
 CLOCK_TIME = r"^(?P<hours>\d{1,3}):(?P<minutes>[0-5]\d)(?::(?P<seconds>[0-5]\d(?:\.\d+)?))?$"
 SPACES = "\N{NO-BREAK SPACE}|\N{NARROW NO-BREAK SPACE}|\N{THIN SPACE}"
-# Decimal sign and thousands separator, the more usual pairs first.
+# Pairs of decimal sign and thousands separator, the most common first.
 NUMBER_FORMATS = ((".", ""), (".", ","), (",", ""), (",", "."), (",", " "), (".", " "), (".", "'"))
-# 01/02/2024 is in January, as in pandas, unless more cells can be read with the day first.
+# 01/02/2024 is in January, as in pandas, unless more of the column's cells can be read with the day first.
 DAY_FORMATS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d", "%d-%m-%Y", "%d %b %Y", "%b %d, %Y")
 TIME_FORMATS = ("", " %H:%M", " %H:%M:%S")
+# Not a strptime format: times_in() parses ISO 8601 itself, since its time and zone are optional.
 ISO_8601 = ""
 DATE_FORMATS = (ISO_8601, *(day + time for day in DAY_FORMATS for time in TIME_FORMATS))
 
@@ -36,7 +37,10 @@ def share(mask: pa.Array) -> float:
 
 
 def unit_in(text: pa.Array, least_share: float) -> str:
-    """Returns the unit of at least this share of the cells, or a word that ends all cells; empty if neither."""
+    """Returns the unit of a column of texts, or an empty string if it has none.
+
+    A unit is one of UNITS, or CLOCK, in at least `least_share` of the cells, or a word that ends every cell.
+    """
     for unit in UNITS:
         if share(pc.match_substring(text, unit)) >= least_share:
             return unit
@@ -49,11 +53,11 @@ def unit_in(text: pa.Array, least_share: float) -> str:
 def number_formats(
     columns: Sequence[pa.Array], decimal: str | None, thousands: str | None, num_rows: int
 ) -> list[tuple[str, str]]:
-    """Returns pairs of decimal sign and thousands separator, in the order to try on the numbers of a file.
+    """Returns pairs of decimal sign and thousands separator, in the order in which to try them on a file.
 
     Args:
-        columns: the file's columns of text.
-        decimal, thousands: set by the user; None: inferred from the cells.
+        columns: the file's text columns.
+        decimal, thousands: the user's choice; None: inferred from the cells.
         num_rows: number of rows to look at.
     """
     formats = [
@@ -61,8 +65,8 @@ def number_formats(
         for pair in NUMBER_FORMATS
         if decimal in (None, pair[0]) and thousands in (None, pair[1])
     ]
-    # 1,234 is ambiguous: its comma is decimal if some column can only be read with decimal commas. Half
-    # of that column's cells suffice, since whole numbers have no decimal sign.
+    # 1,234 is ambiguous. Its comma is taken as decimal if some column can only be read with decimal commas.
+    # Half of that column's cells suffice as evidence, since whole numbers have no decimal sign.
     samples = [text.drop_null()[:num_rows] for text in columns]
     if any(share(pc.match_substring_regex(sample, DECIMAL_COMMA)) >= 0.5 for sample in samples):
         formats.sort(key=lambda pair: pair[0] != ",")
@@ -70,7 +74,7 @@ def number_formats(
 
 
 def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: str = "") -> pa.Array:
-    """Reads texts as numbers of one format, float64; texts that do not fit it become null.
+    """Parses texts as float64 numbers in one format; texts that do not match it become null.
 
     >>> numbers_in(pa.array(["$1,234.50", "\N{MINUS SIGN}$2", "($3)", "$?", "7"]), thousands=",", unit="$").to_pylist()
     [1234.5, -2.0, -3.0, None, None]
@@ -81,7 +85,7 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
         try:
             return text.cast(pa.float64())
         except pa.ArrowInvalid:
-            pass  # Arrow reads all cells or none.
+            pass  # Arrow parses all cells or none.
 
     sign = re.escape(decimal)
     digits = r"\d+"
@@ -91,7 +95,7 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
 
     text = pc.replace_substring_regex(text, SPACES, " ")
     text = pc.replace_substring(text, "\N{MINUS SIGN}", "-")
-    # For -12.50, accountants write (12.50), and SAP 12.50-.
+    # Accountants write -12.50 as (12.50), and SAP writes it as 12.50-.
     text = pc.replace_substring_regex(text, r"^\(([^-]+)\)$|^([^-]+)-$", r"-\1\2")
     if unit:
         text = only(text, pc.match_substring(text, unit))
@@ -102,14 +106,14 @@ def numbers_in(text: pa.Array, decimal: str = ".", thousands: str = "", unit: st
         text = pc.replace_substring(text, thousands, "")
 
     text = pc.replace_substring(text, decimal, ".")
-    # Arrow does not read a plus sign.
+    # Arrow does not parse a leading plus sign.
     return pc.utf8_ltrim(text, "+").cast(pa.float64())
 
 
 def by_value(
     texts: Sequence[str], decimal: str = ".", thousands: str = "", unit: str = ""
 ) -> list[str]:
-    """Sorts texts by their numbers in a format; texts that are not numbers come last.
+    """Sorts texts by the numbers they stand for in a format; texts that are not numbers come last.
 
     >>> by_value(["10", "?", "9"])
     ['9', '10', '?']
@@ -121,7 +125,7 @@ def by_value(
 
 
 def _seconds_in(text: pa.Array) -> pa.Array:
-    """Returns the seconds of times such as 12:34, float64; null for other texts.
+    """Converts times such as 12:34 to float64 seconds; other texts become null.
 
     >>> _seconds_in(pa.array(["0:01:02.5", "12:30", "12:60"])).to_pylist()
     [62.5, 45000.0, None]
@@ -134,7 +138,9 @@ def _seconds_in(text: pa.Array) -> pa.Array:
 
 
 def times_in(text: pa.Array, date_format: str = ISO_8601) -> pa.Array:
-    """Reads texts in a format of strptime as timestamps in UTC; texts that do not fit it become null.
+    """Parses texts in ISO 8601 or a strptime format as timestamps; texts that do not match become null.
+
+    Times with a zone are converted to UTC; all others are taken as UTC.
 
     >>> times_in(pa.array(["2024-02-28T12:00:00Z", "2024-02-30"])).is_null().to_pylist()
     [False, True]
@@ -143,17 +149,17 @@ def times_in(text: pa.Array, date_format: str = ISO_8601) -> pa.Array:
     """
     if date_format != ISO_8601:
         parsed = pc.strptime(text, format=date_format, unit="us", error_is_null=True)
-        # strptime makes the thirtieth of February a day in March.
+        # strptime reads February 30 as a day in March.
         pattern = date_format.replace(".", r"\.").replace("%d", r"(?P<day>\d{1,2})")
         parts = pc.extract_regex(text, re.sub("%[a-zA-Z]", r"\\w+", pattern))
         is_real = pc.equal(pc.struct_field(parts, [0]).cast(pa.int64()), pc.day(parsed))
         return pc.if_else(is_real, parsed, pa.scalar(None, parsed.type))
 
-    # Arrow reads all cells or none, so texts that are not dates are removed first.
+    # Arrow parses all cells or none, so texts that are not dates are removed first.
     is_date = pc.match_substring_regex(text, rf"^\d{{4}}-\d\d-\d\d({ISO_TIME}{ISO_ZONE}?)?$")
     day = pc.utf8_slice_codeunits(text, 0, 10)
     parsed = pc.strptime(day, format="%Y-%m-%d", unit="s", error_is_null=True)
-    # Arrow reads February 30 as March 1 or 2, so the date changes when it is written again.
+    # Arrow reads February 30 as March 1 or 2. Such a date differs from the text when it is formatted again.
     is_real = pc.equal(day, pc.strftime(parsed, format="%Y-%m-%d"))
     text = only(text, pc.and_(is_date, is_real))
 

@@ -1,4 +1,4 @@
-"""The kind of each column of a table, inferred from all its cells, and kept for later tables.
+"""Infers the kind of a table's column from all its cells, and reads that column in later tables.
 
 A column is a number, a name (a category), a date, or a vector of numbers. infer() decides once, on
 the training table. read() then reads that column of any table in the same way, or refuses it.
@@ -46,27 +46,29 @@ GAPS = pa.array(
         "null",
     ]
 )
-# The share of cells that have to be numbers or dates, for the others to count as gaps.
+# A text column holds numbers or dates if at least this share of its cells do; the other cells are gaps.
 MOSTLY = 0.9
+# Number and date formats are tried on about this many rows before a whole column is parsed.
 SAMPLE_ROWS = 1000
-# Rows of the sample that already rule out most formats of numbers and dates.
+# Before that, about this many rows of the sample rule out most formats.
 TRIAL_ROWS = 100
 # In a file with types, up to this many distinct texts, or one per ten rows, are names even if they look like numbers.
 FEW_TEXTS = 20
-# Above this, whole numbers are not exact in float64, and are taken as names.
+# float64 cannot represent every whole number above this, so columns with larger ones are taken as names.
 MAX_EXACT = 2**53
 LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 DATE_PARTS = ("year", "month", "day", "weekday", "hour")
 DAY_MICROSECONDS = 86_400e6
+# Interval between lines of progress in the log.
 SECONDS_BETWEEN = 5.0
 
 
 @dataclass(frozen=True)
 class Column:
-    """How a column is read, and what was fitted to its training rows. All values can be written as JSON."""
+    """How to read a column, and the values fitted to its training rows. All can be written as JSON."""
 
     name: str
-    """The name of the feature: the column's, followed by the part of a date, if any."""
+    """The name of the feature: the column's name, with the part of a date appended, if any."""
     source: str
     """The name of the column in the file."""
     kind: str
@@ -86,14 +88,14 @@ class Column:
     """The number of values in a cell."""
 
     fill: Sequence[Any] = ()
-    """What replaces a gap: a name, or numbers [length]."""
+    """The replacement for a gap: a name, or numbers [length]."""
     mean: Sequence[float] = ()
     variance: Sequence[float] = ()
     bins: Sequence[float] = ()
     names: Sequence[Any] = ()
     """All categories, in the order of their numbers in the model."""
     is_wide: bool = False
-    """True if float32 might make different values equal."""
+    """True if distinct values might become equal in float32."""
 
     @property
     def is_category(self) -> bool:
@@ -101,20 +103,21 @@ class Column:
 
     @property
     def is_looked_up(self) -> bool:
-        """True if the feature is the number of a category or of a bin."""
+        """True if the feature is the index of a category or a bin."""
         return self.is_category or bool(self.bins)
 
 
 class Cells(NamedTuple):
-    """The cells of a column as the model takes them."""
+    """The parsed cells of a column."""
 
     values: Any
     """Numbers [rows, length], NaN in gaps; or an Arrow array of names or integers, null in gaps."""
     odd: Sequence[str] = ()
-    """Texts where a number or a date was expected. They are gaps too."""
+    """Distinct texts, and infinities, where a number or a date was expected. They are gaps too."""
 
     @property
     def is_gap(self) -> np.ndarray:
+        """Gaps as bool [rows]; a vector with any gap counts as one."""
         if isinstance(self.values, pa.Array):
             return np.asarray(self.values.is_null())
         is_nan = np.isnan(self.values)
@@ -123,7 +126,7 @@ class Cells(NamedTuple):
 
 
 def with_progress(items: Sequence[Item], label: str, unit: str = "columns") -> Iterator[Item]:
-    """Yields the items, and logs every few seconds how many are done; short work logs nothing."""
+    """Yields the items, logging every few seconds how many are done; quick work logs nothing."""
     logged_at = time.monotonic()
     for num_done, item in enumerate(items):
         if time.monotonic() - logged_at >= SECONDS_BETWEEN:
@@ -133,14 +136,17 @@ def with_progress(items: Sequence[Item], label: str, unit: str = "columns") -> I
 
 
 def one_array(values: pa.ChunkedArray) -> pa.Array:
-    """Returns a column's values without chunks or an extension type."""
+    """Returns a column's values as a single array, without an extension type."""
     # One chunk needs no copy.
     array = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
     return array.storage if isinstance(array, pa.ExtensionArray) else array
 
 
 def plain(values: pa.ChunkedArray) -> pa.Array:
-    """Returns one array of numbers, dates, lists, or text with gaps as null. Times and durations become seconds."""
+    """Converts a column to one array of numbers, dates, lists or trimmed text, with the texts of GAPS as null.
+
+    Times and durations become seconds.
+    """
     array = one_array(values)
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -165,12 +171,12 @@ def plain(values: pa.ChunkedArray) -> pa.Array:
 def infer(
     name: str, values: pa.Array, number_formats: Sequence[tuple[str, str]], is_typed: bool
 ) -> Column | str:
-    """Infers a column from all its cells; for a column that cannot be used, returns the reason instead.
+    """Infers how to read a column from all its cells; returns the reason instead if it cannot be used.
 
     Args:
         name: name of the column.
         values: its cells, from plain().
-        number_formats: those of the file, from cell_texts.number_formats().
+        number_formats: the formats to try, from cell_texts.number_formats().
         is_typed: True for a file whose columns have types, where text is meant to be text.
     """
     column = Column(name, name, "name")
@@ -219,7 +225,7 @@ def _infer_text(
     sample = text[:: max(1, len(text) // SAMPLE_ROWS)]
     unit = unit_in(sample, MOSTLY)
     if unit.isalpha() and pc.count_distinct(text).as_py() <= FEW_TEXTS:
-        # "4 doors" and "1 star" are names.
+        # "4 doors" and "1 star" are names: without a unit, they do not parse as numbers.
         unit = ""
     number = replace(column, kind="number", unit=unit)
     numbers = [
@@ -235,12 +241,12 @@ def _infer_text(
 
 
 def _best_format(candidates: Sequence[Column], sample: pa.Array, text: pa.Array) -> Column | None:
-    """Returns the format that reads the most cells, on a tie the first; None if none reads at least MOSTLY."""
+    """Returns the candidate that parses the most cells, the first on a tie; None if none parses at least MOSTLY."""
     best = None
     best_share = 0.0
     trial = sample[:: max(1, len(sample) // TRIAL_ROWS)]
     for candidate in candidates:
-        # The whole text is read only in the few formats that may fit.
+        # The whole text is parsed only in the few formats that may fit; half the share allows for an unlucky sample.
         if min(_share_read(cells, candidate) for cells in (trial, sample)) < MOSTLY / 2:
             continue
         share_read = _share_read(text, candidate)
@@ -257,14 +263,14 @@ def _share_read(text: pa.Array, column: Column) -> float:
 
 
 def _parsed(text: pa.Array, column: Column) -> pa.Array:
-    """Returns the numbers or times that the column's format finds in text."""
+    """Parses text as numbers or times in the column's format; null where it does not match."""
     if column.kind == "date":
         return times_in(text, column.date_format)
     return numbers_in(text, column.decimal, column.thousands, column.unit)
 
 
 def read(column: Column, values: pa.Array, where: str) -> Cells:
-    """Reads the cells of a column in the same way as those of the training table.
+    """Reads the cells of a column in the same way as in the training table.
 
     Args:
         column: the column, from infer().
@@ -272,7 +278,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
         where: the file, for messages.
 
     Raises:
-        DataError: The cells are of another kind than the column.
+        DataError: The cells are not of the column's kind.
     """
     if column.kind == "vector":
         return Cells(_vectors_in(values, column, where))
@@ -287,7 +293,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
         parsed = _parsed(values, column)
         odd = pc.unique(values.filter(parsed.is_null())).drop_null().to_pylist()
     is_time = types.is_temporal(parsed.type)
-    # A column without any cells has no type of its own; one with only odd cells is of another kind.
+    # A column of nothing but gaps fits any kind; one in which no cell can be parsed is of another kind.
     is_empty = values.null_count == len(values)
     if not is_empty and (parsed.null_count == len(parsed) or is_time != (column.kind == "date")):
         raise _other_kind(column, values, where)
@@ -301,7 +307,7 @@ def read(column: Column, values: pa.Array, where: str) -> Cells:
     numbers = np.asarray(parsed)
     if column.kind == "integer":
         return Cells(_integers_in(numbers, column, where), odd)
-    # Infinite numbers have no mean, so they are gaps too.
+    # One infinite number would make the mean infinite, so infinities are gaps too.
     is_infinite = np.isinf(numbers)
     if is_infinite.any():
         odd += map(str, np.unique(numbers[is_infinite]))
@@ -318,11 +324,11 @@ def _other_kind(column: Column, values: pa.Array, where: str) -> DataError:
 
 
 def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
-    """Returns the cells as text; a number or truth value is spelled like the known name that equals it."""
+    """Returns the cells as text, with numbers and truth values spelled like the known name they equal."""
     is_truth = types.is_boolean(values.type)
     if types.is_floating(values.type):
         values = pc.if_else(pc.is_finite(values), values, None)
-        # pandas, for one, turns whole numbers into floats in a column with gaps.
+        # pandas, for example, stores whole numbers as floats in a column with gaps.
         if pc.all(pc.equal(values, pc.floor(values))).as_py():
             values = values.cast(pa.int64())
     values = values.cast(pa.string())
@@ -340,7 +346,7 @@ def _names_in(values: pa.Array, known: Sequence[str]) -> pa.Array:
 
 
 def _key(name: str) -> str:
-    """Returns a key that is equal for different programs' spellings of a name.
+    """Returns a key that is the same for all spellings of a name that programs use.
 
     >>> _key("7.0") == _key("7"), _key("TRUE") == _key("True"), _key("Yes") == _key("yes")
     (True, True, False)
@@ -379,7 +385,7 @@ def _date_part(times: pa.Array, part: str) -> pa.Array:
 
 
 def _integers_in(numbers: np.ndarray, column: Column, where: str) -> pa.Array:
-    """Returns integers, null in gaps. Raises DataError for other numbers: as a category, 1.5 would become 1."""
+    """Returns integers, null in gaps. Raises DataError for fractions: as a category, 1.5 would become 1."""
     is_gap = ~np.isfinite(numbers)
     whole = np.where(is_gap, 0, np.round(numbers))
     wrong = ~is_gap & ((whole != numbers) | (np.abs(whole) > MAX_EXACT))

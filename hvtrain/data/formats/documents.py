@@ -1,4 +1,4 @@
-"""Documents of text, from files, from a column of a table, or from Python's own documentation, and their splits."""
+"""Reads text documents from files, a column of a table, or Python's own documentation, and splits them."""
 
 import itertools
 import pydoc_data.topics
@@ -24,17 +24,16 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 # Fixed, so that every run holds out the same documents, whatever its own seed.
 SPLIT_SEED = 0
 
-# Fewer documents than this are cut as if they were one text, whose last parts are for validation and test.
+# Fewer documents than this are split as one continuous text, whose end goes to validation and test.
 WHOLE_DOCUMENTS = 20
 
 
 def embedded() -> list[str]:
-    """Python's reference by topic, as help() shows it; about 400,000 characters.
+    """Returns Python's reference by topic, as help() shows it; about 400,000 characters.
 
-    Sorted by topic. Each paragraph is kept only where it first occurs.
+    Documents are sorted by topic. Each paragraph is kept only where it first occurs.
     """
-    # Many topics repeat paragraphs of others, and repeated ones could be in both the training split and
-    # the test split.
+    # Many topics share paragraphs, which could otherwise end up in both the training and the test split.
     seen = set()
     documents = []
     for _, text in sorted(pydoc_data.topics.topics.items()):
@@ -46,11 +45,11 @@ def embedded() -> list[str]:
 
 
 def read_documents(file: str, column: str | None) -> list[str]:
-    """Reads documents, and leaves out those that hold nothing but white space.
+    """Reads documents, leaving out those that are only white space.
 
     Args:
-        file: A text file is one document, a folder has one in each .txt file, a table one in each
-            row, and a .jsonl file one in each line.
+        file: A text file (one document), a folder (one per .txt file), a table (one per row) or a
+            .jsonl file (one per line).
         column: The column of text in a table, or the key of text in a .jsonl file.
 
     Raises:
@@ -74,11 +73,11 @@ def read_documents(file: str, column: str | None) -> list[str]:
 
 
 def text_files(folder: Path) -> tuple[list[Path], Counter[str]]:
-    """Lists the .txt files in a folder and below, sorted, and counts all other files by suffix."""
+    """Lists the .txt files in a folder and its subfolders, sorted, and counts all other files by suffix."""
     texts = []
     others: Counter[str] = Counter()
     for path in sorted(folder.rglob("*")):
-        # Such as ._tale.txt, which macOS writes beside tale.txt.
+        # Junk is, for example, ._tale.txt, which macOS writes beside tale.txt.
         if not path.is_file() or any(is_junk(part) for part in path.relative_to(folder).parts):
             continue
         if path.suffix.lower() == ".txt":
@@ -89,7 +88,7 @@ def text_files(folder: Path) -> tuple[list[Path], Counter[str]]:
 
 
 def is_web_page(document: str) -> bool:
-    """True for text that begins as HTML does."""
+    """True for text that begins like an HTML page."""
     return document[:200].lstrip().lower().startswith(("<!doctype html", "<html"))
 
 
@@ -99,7 +98,7 @@ def read_labelled(
     """Reads documents with their labels, from two columns of a table or two keys of a .jsonl file.
 
     Returns:
-        The documents, the class of each, and the sorted names of the classes; if all are numbers, by value.
+        The documents, the class of each as an index, and the class names, sorted (by value if all are numbers).
 
     Raises:
         ConfigError: The file is not a table, lacks a column, or has too many labels for classes.
@@ -128,7 +127,7 @@ def read_labelled(
             f"{path}: {label} is {names[0]!r} for every text, and nothing can be learned from it; "
             "choose another column"
         )
-    # Few texts of many classes are usual; a label for nearly every text is none.
+    # Classes with few texts are usual, but a column in which most texts have a value of their own is no label.
     if len(names) > max(FEW_NAMES, len(rows) // 2):
         raise ConfigError(
             f"dataset.label={label} has {len(names):,} values for {len(rows):,} texts, too many for classes; "
@@ -145,7 +144,7 @@ def has_columns(path: Path) -> bool:
 
 
 def read_texts(path: Path, column: str | None) -> list[str | None]:
-    """Reads a column of text; None for a gap."""
+    """Reads a column of text; None for a gap. Raises DataError if the column holds anything else."""
     texts = read_column(path, "dataset.column", column)
     if not is_text(texts.type):
         raise DataError(
@@ -155,7 +154,10 @@ def read_texts(path: Path, column: str | None) -> list[str | None]:
 
 
 def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray:
-    """Reads a column of a table, or a key of a .jsonl file; `setting` is the setting that names it, for messages."""
+    """Reads a column of a table, or a key of a .jsonl file. Raises ConfigError if there is no such column.
+
+    Messages refer to `setting`, the user's setting that names the column.
+    """
     if path.suffix.lower() in JSON_LINES:
         table = read_json_lines(path)
     else:
@@ -171,13 +173,13 @@ def read_column(path: Path, setting: str, column: str | None) -> pa.ChunkedArray
 
 
 def read_json_lines(path: Path) -> pa.Table:
-    """Reads a file with a JSON object in each line, whose keys are columns.
+    """Reads a file with a JSON object on each line, whose keys become columns.
 
     Raises:
-        DataError: The file cannot be read as JSON objects in lines.
+        DataError: The file cannot be read, or a line is not a JSON object.
     """
     try:
-        # A line has to fit into a block, and may be as long as the file.
+        # Arrow needs each line to fit into one block, and a line may be as long as the file.
         options = pa.json.ReadOptions(block_size=max(path.stat().st_size, 1), use_threads=False)
         return pa.json.read_json(path, read_options=options)
     except (OSError, pa.ArrowException) as error:
@@ -187,11 +189,14 @@ def read_json_lines(path: Path) -> pa.Table:
 
 
 def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, list[str]]:
-    """Returns the texts of each split: whole documents at random, or parts of them if there are few.
+    """Splits documents: whole ones at random, or one continuous text in order if there are few.
 
     Args:
         documents: all texts of the data set.
         validation, test: shares of the characters.
+
+    Returns:
+        The texts of each split, without empty splits.
 
     Example:
         >>> parts = cut(["abcdefgh", "ij"], validation=0.1, test=0.2)
@@ -208,7 +213,8 @@ def cut(documents: Sequence[str], validation: float, test: float) -> dict[str, l
 def deal(lengths: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
     """Deals documents to splits at random, by length in characters; returns the indices of each split's documents."""
     parts = _deal_documents(lengths, validation, test)
-    # One long document may cover a whole split and leave it empty. Then documents are counted, not characters.
+    # One long document may cover the span of a whole split, which then stays empty. Then documents are
+    # counted instead of characters.
     if not all(parts.values()):
         parts = _deal_documents([1] * len(lengths), validation, test)
     return parts
@@ -227,7 +233,7 @@ def _ranges(total: int, validation: float, test: float) -> dict[str, range]:
 
 
 def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> dict[str, list[str]]:
-    """Cuts the documents as if they were one text; a document may go to several splits."""
+    """Cuts the documents as if they were one text; a document may be spread over several splits."""
     starts = [0, *itertools.accumulate(map(len, documents))]
     parts = {}
     for split, span in ranges.items():
@@ -240,12 +246,12 @@ def _cut_characters(documents: Sequence[str], ranges: Mapping[str, range]) -> di
 
 
 def _deal_documents(sizes: Sequence[int], validation: float, test: float) -> dict[str, list[int]]:
-    """Lays the documents end to end in random order; the split in which a document's middle lies gets its index."""
+    """Lays documents end to end in random order; each one's index goes to the split that contains its middle."""
     order = np.random.default_rng(SPLIT_SEED).permutation(len(sizes))
     in_row = np.take(sizes, order)
     middles = np.empty(len(sizes), np.int64)
     middles[order] = np.cumsum(in_row) - in_row + in_row // 2
-    # Documents of a split keep their order.
+    # Within a split, documents keep their original order.
     return {
         split: [number for number, middle in enumerate(middles) if span.start <= middle < span.stop]
         for split, span in _ranges(sum(sizes), validation, test).items()

@@ -1,6 +1,6 @@
-"""Folders of data: the names of splits, files that operating systems leave in folders, and unused entries.
+"""Finds the splits of a data folder, skips files that operating systems leave, and reports unused entries.
 
-Also the classes of a folder's files, if a file of labels names them instead of class folders.
+Also looks up the classes of a folder's files in a label file, where there are no class folders.
 """
 
 import re
@@ -12,31 +12,31 @@ from hvtrain.data.description import listed
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import DataError
 
-# Names of each split. If a folder has several of one split, the first in this order is read.
+# Accepted names of each split. If a folder has several for one split, the first in this order is read.
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
     "test": ("test", "testing"),
 }
-# What Windows and macOS leave beside files, in lower case.
+# Entries that Windows and macOS leave in folders, in lower case.
 JUNK = {"thumbs.db", "desktop.ini", "__macosx"}
 
-# A file's name begins with its split. No letter may follow a short name: value.parquet is not val.
+# A file's name begins with its split. No letter may follow an abbreviation: value.parquet is not val.
 _BEGIN = re.compile(r"train|validation|test|(?:valid|val|dev)(?![a-z])")
 
 
 def visible(folder: Path) -> list[Path]:
-    """The sorted entries of a folder, without hidden ones and JUNK; none if there is no such folder."""
+    """Lists the entries of a folder, sorted, without hidden ones and JUNK; empty if there is no such folder."""
     if not folder.is_dir():
         return []
     # Hidden entries are, for example, .ipynb_checkpoints, and ._NAME, which macOS writes beside each file.
-    # Sorted, since file systems list a folder in any order, and all ranks need the same one.
+    # Sorted because all ranks need the same order, and file systems guarantee none.
     return [path for path in sorted(folder.iterdir()) if not is_junk(path.name)]
 
 
 def files_below(folder: Path) -> list[Path]:
-    """The sorted files in a folder and in those within it, without logs and unfinished files, as Spark leaves them."""
-    # Such as _SUCCESS, and .part.crc.
+    """Lists the files in a folder and its subfolders, sorted, skipping names that begin with `.` or `_`."""
+    # Spark marks bookkeeping and unfinished files with these prefixes, such as _SUCCESS and .part.crc.
     return [
         path
         for path in sorted(folder.rglob("*"))
@@ -49,12 +49,12 @@ def is_junk(name: str) -> bool:
 
 
 def split_entries(names: Iterable[str]) -> dict[str, str]:
-    """Chooses the name of each split among names of folders or of a library's splits.
+    """Chooses the name that stands for each split, among names of folders or of a library's splits.
 
     >>> split_entries(["Train", "val", "valid", "unlabelled"])
     {'train': 'Train', 'validation': 'val'}
     """
-    # Names in lower case come before others.
+    # Lower-case names take precedence.
     ordered = sorted(names, key=lambda name: (not name.islower(), name))
     entries = {}
     for split, aliases in SPLIT_NAMES.items():
@@ -74,7 +74,7 @@ def find_split_files(
     folder: Path,
     files_of: Callable[[Path], list[Path]],
 ) -> tuple[dict[str, list[Path]], list[str]]:
-    """Finds the files of each split: files named FOLDER/SPLIT*, and those in folders named so.
+    """Finds the files of each split: those named FOLDER/SPLIT*, and those in folders of such names.
 
     Args:
         files_of: Lists the data files in a folder, sorted; for a data file, only the file itself.
@@ -100,7 +100,7 @@ def find_split_files(
 
 
 def left_out(paths: Iterable[Path], used: Iterable[Path]) -> list[str]:
-    """A list with one warning that names the files and folders in no split; empty if all are used."""
+    """Returns one warning that names the files and folders that are in no split; none if all are used."""
     names = [path.name for path in sorted(set(paths) - set(used))]
     if not names:
         return []
@@ -116,26 +116,26 @@ def with_labels(
     class_file: str,
     number_file: str | None,
 ) -> list[tuple[str, int]]:
-    """Finds the labels of files in a folder without class folders, such as ImageNet's validation part.
+    """Looks up the labels of files in a folder without class folders, such as ImageNet's validation images.
 
     Args:
         paths: paths of the files, sorted.
-        labels: the label of each class.
-        class_file: a text or CSV file. It has lines of `FILE CLASS`, or a class for each of the
+        labels: the label of each class, by class name.
+        class_file: a text or CSV file, with lines of `FILE CLASS`, or with one class per line for the
             files in the order of their names. Anything else on a line is ignored.
-        number_file: such a file with lines of `NUMBER CLASS`, if class_file has numbers instead of classes.
+        number_file: a similar file with lines of `NUMBER CLASS`, if class_file has numbers instead of classes.
 
     Returns:
         The paths with their labels.
 
     Raises:
-        DataError: a file has no known class.
+        DataError: a file has no known class, or class_file has too few or too many lines.
     """
     rows = _rows(class_file)
     texts = [row[0] for row in rows]
     if rows and len(rows[-1]) > 1:
-        # Some lists have folders before the names, others names without suffixes.
-        # ImageNet's own CSV has bounding boxes after the class.
+        # Some lists give paths with folders, others names without suffixes.
+        # In ImageNet's own CSV, bounding boxes follow the class.
         by_name = {
             PurePath(row[0]).name: row[1] if row[1] in labels else row[1].partition(" ")[0]
             for row in rows
@@ -173,7 +173,7 @@ def read_text(path: Path) -> str:
 
 
 def _rows(path: str) -> list[list[str]]:
-    """The first two fields of each line, separated by commas if all lines have some, else by white space."""
+    """Reads the first two fields of each line, split at commas if every line has one, else at white space."""
     text = read_text(user_path(path)).removeprefix("\N{BYTE ORDER MARK}")
     lines = [line for line in text.splitlines() if line.strip()]
     has_commas = all("," in line for line in lines)

@@ -1,6 +1,6 @@
 """Reads images with Pillow: those that TensorFlow cannot decode, and a sample of a data set.
 
-The sample is taken before the data set is used. It shows formats and sizes, and what would be misread.
+The sample is read before training. It shows formats and sizes, and reveals images that would be misread.
 """
 
 import io
@@ -18,23 +18,23 @@ from hvtrain.errors import DataError, StorageError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff")
 
-# The largest number of pixels of an image, as in TensorFlow.
+# The largest number of pixels in an image, as in TensorFlow.
 MAX_PIXELS = 2**29
-# Pillow refuses images of more than twice this limit. The default limit is meant for photographs.
+# Pillow refuses images of more than twice this limit. Its default limit is meant for photographs.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
 
-# Images in the sample of a data set; few, since a network file system may be slow.
+# Images in a data set's sample; few, since a network file system may be slow.
 MAX_SAMPLE = 16
-# The byte of a PNG's header for 16 bits a channel.
+# The bit depth in the header of a 16-bit PNG.
 DEEP_PNG = b"\x10"
-# 16-bit images whose values are all below this are taken to have 14, 12 or 10 bits.
+# 16-bit images whose values are all below this are taken to hold 14, 12 or 10 bits.
 LEAST_DEEP_VALUE = 2**14
 
 # Pillow's modes, by number of channels.
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Pillow's modes of more than 8 bits, whose values convert() would clip to 255.
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
-# First bytes of files that are named like images but are not.
+# The first bytes of files that often pass for images by name, with what they are.
 NO_IMAGES = {
     b"<svg": "SVG, which has to be converted",
     b"<": "a web page",
@@ -46,12 +46,12 @@ Item = TypeVar("Item")
 
 
 def is_image(path: Path) -> bool:
-    """True for a name that ends as those of images do."""
+    """True for a path with the suffix of an image."""
     return path.suffix.lower() in SUFFIXES
 
 
 def sample(items: Sequence[Item], number: int = MAX_SAMPLE) -> list[Item]:
-    """Evenly spaced items, starting with the first.
+    """Returns at most `number` evenly spaced items, starting with the first.
 
     >>> sample(range(10), 4)
     [0, 3, 6, 9]
@@ -60,7 +60,7 @@ def sample(items: Sequence[Item], number: int = MAX_SAMPLE) -> list[Item]:
 
 
 def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> list[str]:
-    """Describes some images: formats, sizes, orientation.
+    """Describes a sample of images: formats, sizes, orientation.
 
     Args:
         images: The location of each, for messages, and its path or its bytes. Unreadable ones are
@@ -68,12 +68,12 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
         sizing: The Sizing of the data set.
 
     Raises:
-        DataError: The 16-bit images use so few of their bits that they would be read as almost black.
+        DataError: The 16-bit images use so few of their bits that they would look almost black.
     """
     formats: Counter[str] = Counter()
     sizes = set()
     num_turned = 0
-    deep = {}  # The largest value of each image of 16 bits, by location.
+    deep = {}  # The largest value of each 16-bit image, by location.
     for location, content in images:
         try:
             if isinstance(content, str):
@@ -110,7 +110,7 @@ def describe_images(images: Iterable[tuple[str, str | bytes]], sizing: Any) -> l
 
 
 def _size_phrase(sizes: set[tuple[int, int]]) -> str:
-    """Sizes as width x height, the smallest and the largest.
+    """Formats the smallest and the largest size as width x height.
 
     >>> _size_phrase({(640, 480), (20, 10)})
     '20x10 to 640x480 pixels'
@@ -126,9 +126,11 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
 
     Args:
         data: The bytes of the image, followed by one more, since NumPy strips zero bytes at the end.
+        channels: 1, 3 or 4.
+        exif: Turn the image upright, as its EXIF orientation says.
 
     Raises:
-        tf.errors.InvalidArgumentError: It cannot be decoded.
+        tf.errors.InvalidArgumentError: The image cannot be decoded.
     """
     content = np.asarray(data).item()[:-1]
     kind = next((NO_IMAGES[mark] for mark in NO_IMAGES if content.startswith(mark)), "damaged")
@@ -145,8 +147,8 @@ def decode_by_pillow(data: Any, channels: int, exif: bool) -> np.ndarray:
     except Image.DecompressionBombError:
         problem = f"Image has more than {MAX_PIXELS:,} pixels"
     except Exception as error:  # Pillow raises errors of many types, SyntaxError among them.
-        # Pillow's text for an unknown format is left out: it contains a memory address.
+        # Pillow's message for an unknown format is left out: it contains a memory address.
         if not isinstance(error, UnidentifiedImageError):
             problem = f"Image cannot be decoded: {str(error).partition(chr(10))[0]}"
-    # The same kind of error as TensorFlow's own decoder raises.
+    # The same type of error as TensorFlow's own decoder raises.
     raise tf.errors.InvalidArgumentError(None, None, problem)

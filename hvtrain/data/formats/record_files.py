@@ -1,7 +1,7 @@
-"""TFRecord files: names, counts and offsets of records, damaged records, and writing.
+"""Finds, counts, reads and writes the records of TFRecord files, including files with damaged records.
 
 Framing (tensorflow/core/lib/io/record_writer.h): length uint64, its CRC uint32, data, their CRC
-uint32. A file may be gzipped as a whole; offsets are then those in the unpacked data.
+uint32. A file may be gzipped as a whole; offsets then refer to the unpacked data.
 """
 
 import gzip
@@ -27,7 +27,7 @@ CORRUPTED = "corrupted record"
 EMPTY = "is empty"
 GZIP_BEGIN = b"\x1f\x8b\x08"
 
-# Names as in tf.data, tensorflow_datasets and on Kaggle; files of TensorFlow's ImageNet have no suffix.
+# Names as in tf.data, tensorflow_datasets and on Kaggle; the files of TensorFlow's ImageNet have no suffix.
 _NAME = re.compile(r"\.(tfrecords?|tfrec)(-\d+-of-\d+)?(\.gz)?$|-\d+-of-\d+(\.gz)?$", re.IGNORECASE)
 
 
@@ -38,10 +38,10 @@ def files_of(path: Path) -> list[Path]:
 
 
 def packing(path: str | Path) -> str:
-    """tf.data's name for the compression of a file as a whole: GZIP, or empty for none."""
+    """Returns tf.data's name for the compression of a whole file: GZIP, or empty for none."""
     with Path(path).open("rb") as file:
         header = file.read(HEADER_BYTES)
-    # A record of 559,903 bytes begins with the same bytes as gzip, but is followed by the right CRC of its length.
+    # A length of 559,903 bytes begins with the same bytes as gzip, but is followed by its correct CRC.
     is_packed = header.startswith(GZIP_BEGIN) and header[8:] != masked_crc(header[:8])
     return "GZIP" if is_packed else ""
 
@@ -59,14 +59,14 @@ def scan_records(
         limit: Stop after this many records.
 
     Returns:
-        The offset of each record, and the defect that hides the rest of the file, if there is one.
+        The offset of each record in bytes, and the defect that hides the rest of the file, or None.
     """
     offsets = array("Q")
     offset = 0
     try:
         is_packed = bool(packing(path))
         file_bytes = path.stat().st_size
-        # Unbuffered: of a large record only the header is read.
+        # Unbuffered, so that only the header of a large record is read.
         with gzip.open(path) if is_packed else path.open("rb", buffering=0) as file:
             header = file.read(HEADER_BYTES)
             while header and len(offsets) < limit:
@@ -102,12 +102,12 @@ def scan_records(
 
 
 def masked_crc(data: bytes) -> bytes:
-    """The CRC-32C of a few bytes as the format stores it: rotated, plus a constant.
+    """Returns the CRC-32C of a few bytes as the format stores it: rotated, plus a constant.
 
     >>> masked_crc(bytes(8)).hex()
     '29039807'
     """
-    # Bit by bit, with the reflected polynomial of CRC-32C: only lengths, of 8 bytes, are checked.
+    # Bit by bit, with the reflected polynomial of CRC-32C, is fast enough: only 8-byte lengths are checked.
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -118,12 +118,12 @@ def masked_crc(data: bytes) -> bytes:
 
 
 def first_records(path: str, number: int) -> list[bytes]:
-    """The data of a file's first records, as far as they can be read."""
+    """Reads the data of a file's first `number` records, up to the first that is damaged."""
     records = []
-    # Only records whose lengths are intact are read, since TensorFlow crashes at a length of 2^60.
+    # Only records with intact lengths are read, since TensorFlow crashes at a length of 2^60.
     number = len(scan_records(Path(path), check_lengths=True, limit=number)[0])
     with suppress(tf.errors.OpError):
-        # What could be read before an error is kept.
+        # extend() keeps the records that were read before an error.
         records.extend(
             tf.data.TFRecordDataset(path, packing(path)).take(number).as_numpy_iterator()
         )
@@ -131,7 +131,7 @@ def first_records(path: str, number: int) -> list[bytes]:
 
 
 def feature_of(record: bytes, key: str) -> tf.train.Feature:
-    """A feature of a tf.train.Example; empty if the record has no such feature or is no Example."""
+    """Returns a feature of a tf.train.Example; empty if it has no such feature or the record is no Example."""
     return _features_of(record).get(key, tf.train.Feature())
 
 
@@ -143,7 +143,7 @@ def _features_of(record: bytes) -> dict[str, tf.train.Feature]:
 
 
 def example_problem(record: bytes, image_key: str, label_key: str) -> str:
-    """Returns why a tf.train.Example lacks an encoded image or a label; empty if it has both, or for other records."""
+    """Says why a tf.train.Example is not an encoded image with a label; empty if it is, or is no Example."""
     features = _features_of(record)
     if not features:
         return ""
@@ -171,16 +171,17 @@ def stream_records(
     num_records: tf.Tensor,
     first_code: tf.Tensor,
 ) -> Dataset:
-    """Reads the records of a file as ((data, _), code), up to num_records, the number that was counted.
+    """Streams the records of a file as ((data, index), code), where code is unique among all files.
 
-    The data of a damaged record, and of all after it in the file, are empty; codes still identify them.
-    So damage can be located, and no error ends the stream before it is reported.
+    A damaged record, and every record after it in the file, has empty data and the index -1, but still its
+    code. So damage can be located, and no error ends the stream before it is reported.
 
     Args:
         compression: See packing().
+        num_records: The number of records that scan_records() found.
         first_code: The code of the file's first record; the others count up from it.
     """
-    # Records beyond that number are not read: TensorFlow might crash at a damaged length, such as 2^60.
+    # No more than num_records are read: TensorFlow might crash at a damaged length, such as 2^60.
     records = tf.data.TFRecordDataset(path, compression_type=compression).take(num_records)
     # The range bounds the attempts: TensorFlow would try forever to open a missing file.
     readable = Dataset.zip(records, Dataset.range(num_records)).ignore_errors()
@@ -190,7 +191,7 @@ def stream_records(
 
 
 def read_record(path: str, offset: int) -> bytes:
-    """Reads the data of a record in a file that is not gzipped; empty if the record is damaged."""
+    """Reads the data of the record at an offset in bytes; empty if it is damaged. Not for gzipped files."""
     # TensorFlow raises IndexError at and beyond the end of a file.
     with suppress(tf.errors.OpError, IndexError):
         return tf_record_random_reader(path).read(offset)[0]
@@ -204,18 +205,19 @@ def write_tfrecords(
     labels: np.ndarray,
     num_files: int,
 ) -> list[Path]:
-    """Writes images and labels to TFRecord files, as dataset=tfrecord reads them.
+    """Writes images and labels to TFRecord files that dataset=tfrecord reads.
 
-    Example i goes to file i % num_files. A file gets its name when it is complete.
+    Example i goes to file i % num_files. A file gets its final name only once it is complete.
 
     Args:
         dir: The folder, which is created if it does not exist.
         split: "train", "validation" or "test".
         images: uint8 [n, h, w, c], stored as PNG.
         labels: Whole numbers [n].
+        num_files: Number of files.
 
     Returns:
-        The files' paths.
+        The paths of the files.
     """
     folder = Path(dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -233,6 +235,6 @@ def write_tfrecords(
                 }
                 example = tf.train.Example(features=tf.train.Features(feature=features))
                 writer.write(example.SerializeToString())
-        # A process that is killed while it writes leaves no file that looks complete.
+        # A process killed while writing leaves no file that looks complete.
         paths.append(partial.rename(path))
     return paths

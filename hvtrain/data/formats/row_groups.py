@@ -1,4 +1,4 @@
-"""Parquet files: their paths on disk, the rows of each row group, and one row group as arrays."""
+"""Finds Parquet files, counts the rows of their row groups, and reads a row group as arrays."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from hvtrain.errors import DataError, first_line
 from hvtrain.storage.cache import far_file
 
 SUFFIXES = (".parquet", ".pq")
-# Pixels above this number, while another file's reach at most 1, show that ranges differ.
+# A file with pixels above this has another range than a file whose pixels reach at most 1.
 RANGE_FACTOR = 30
 
 
@@ -35,11 +35,12 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Columns:
-    """The two columns that are read, and their values. `record.field` names the field of a struct."""
+    """The columns of images and labels, and the values they hold. `record.field` names the field of a struct."""
 
     image: str
     label: str
     image_shape: tuple[int, int, int]
+    """Height, width, channels."""
     num_classes: int
     class_names: tuple[str, ...] = ()
     """The name of each class, if labels are text."""
@@ -53,7 +54,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def opened(path: str | Path) -> pq.ParquetFile:
-    """Opens a file on this host or in object storage."""
+    """Opens a Parquet file on this host or in object storage."""
     far = far_file(path)
     return pq.ParquetFile(far.opened() if far else path)
 
@@ -80,12 +81,12 @@ def read_footer(path: Path) -> tuple[list[RowGroup], pa.Schema]:
 
 
 def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
-    """The type of the pixels, or of the bytes that encode them.
+    """Checks the types of both columns, and returns that of the pixels or encoded images.
 
     Raises:
         DataError: A column is missing or has an unsuitable type.
     """
-    # The footer holds the types, so a wrong column is refused before any row is read.
+    # The schema comes from the footer, so a wrong column is refused before any row is read.
     image = _type_of(path, schema, columns.image)
     label = _type_of(path, schema, columns.label)
     if not types.is_integer(label) and not is_text(label):
@@ -102,7 +103,7 @@ def pixel_type(path: Path, schema: pa.Schema, columns: Columns) -> pa.DataType:
 
 
 def is_text(data_type: pa.DataType) -> bool:
-    """True for strings, and for categories as pandas writes them."""
+    """True for strings, and for text categories as pandas writes them."""
     value_type = getattr(data_type, "value_type", data_type)
     is_list = types.is_nested(data_type)
     return not is_list and (types.is_string(value_type) or types.is_large_string(value_type))
@@ -113,7 +114,7 @@ def label_type(path: Path, columns: Columns) -> pa.DataType:
 
 
 def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
-    """Reads the labels of some files, and no other column.
+    """Reads the label column of some files, and no other.
 
     Raises:
         DataError: A file is damaged.
@@ -131,7 +132,7 @@ def read_labels(paths: Iterable[str], columns: Columns) -> pa.ChunkedArray:
 
 
 def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
-    """The smallest and the largest pixel of a file by the statistics in its footer, if it has any."""
+    """Returns the smallest and the largest pixel of a file from the statistics in its footer; None without them."""
     lows = []
     highs = []
     metadata = opened(path).metadata
@@ -146,7 +147,7 @@ def value_range(path: Path, columns: Columns) -> tuple[float, float] | None:
 
 
 def check_ranges(ranges: Mapping[Path, tuple[float, float]]) -> None:
-    """Raises DataError if, by value_range(), some files hold pixels of 0 ... 1 and others of 0 ... 255."""
+    """Raises DataError if value_range() shows that some files hold pixels of 0 ... 1 and others of 0 ... 255."""
     small = [path for path, (_, high) in ranges.items() if 0 < high <= 1]
     large = [path for path, (_, high) in ranges.items() if high > RANGE_FACTOR]
     if small and large:
@@ -161,14 +162,14 @@ def is_encoded(data_type: pa.DataType) -> bool:
 
 
 def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-    """Reads a row group.
+    """Reads the images and labels of a row group.
 
     Returns:
         Encoded images as objects [n], or pixels [n, h, w, c]; labels int32 [n], -1 in unusable rows; and the
         problem of each unusable row, by its index in the row group.
 
     Raises:
-        DataError: It cannot be read at all.
+        DataError: The row group cannot be read at all, or has changed.
     """
     try:
         with opened(group.path) as file:
@@ -177,14 +178,14 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
             table = file.read_row_group(group.number, columns=names, use_threads=False)
     except (OSError, IndexError, pa.ArrowException) as error:
         raise DataError(f"{group} cannot be read: {first_line(error)}") from error
-    # Batches were planned with the footer's counts, when the data set was opened.
+    # Batches were planned from the footer's counts when the data set was opened.
     if table.num_rows != group.num_rows:
         raise DataError(
             f"{group} has {table.num_rows} rows and had {group.num_rows} before; it changed during the run"
         )
 
     # An unusable row keeps its place, with the label -1. So batches are cut as planned, and the source
-    # replaces or leaves out such rows. Of several problems in a row, the first is kept.
+    # replaces or leaves out such rows. If a row has several problems, the first is kept.
     problems = {}
     images = _column(table, columns.image)
     labels = _plain(_column(table, columns.label))
@@ -216,7 +217,7 @@ def read_group(group: RowGroup, columns: Columns) -> tuple[np.ndarray, np.ndarra
 
 
 def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str]) -> np.ndarray:
-    """Turns lists of numbers into pixels [n, h, w, c], zeros in rows of another length; adds to `problems`."""
+    """Turns lists of numbers into pixels [n, h, w, c], with zeros for lists of another length; adds to `problems`."""
     num_pixels = int(np.prod(columns.image_shape))
     lengths = pc.list_value_length(images).fill_null(0).to_numpy()
     shape = " x ".join(map(str, columns.image_shape))
@@ -226,7 +227,7 @@ def _pixels(images: pa.ChunkedArray, columns: Columns, problems: dict[int, str])
             f"{lengths[row]} numbers in {columns.image}; image_shape {shape} needs {num_pixels}",
         )
 
-    # list_flatten() leaves out null rows, and rows of another length would shift all after them.
+    # list_flatten() drops null rows, and a row of another length would shift all rows after it.
     is_whole = lengths == num_pixels
     if not is_whole.all():  # filter() copies.
         images = images.filter(pa.array(is_whole))
@@ -250,20 +251,20 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _column(table: pa.Table, column: str) -> pa.ChunkedArray:
-    """A column, or the field of a struct; the field is null wherever a struct around it is null."""
+    """Returns a column, or the field of a struct; the field is null wherever a struct around it is null."""
     # A column whose own name has dots takes precedence over a field.
     return table[column] if column in table.column_names else _flat(table)[column]
 
 
 def _flat(table: pa.Table) -> pa.Table:
-    """The table with the fields of structs, as `record.field`, instead of the structs."""
+    """Replaces the structs of a table by their fields, named `record.field`."""
     while any(map(types.is_struct, table.schema.types)):
         table = table.flatten()
     return table
 
 
 def _type_of(path: Path, schema: pa.Schema, column: str) -> pa.DataType:
-    """The type of a column, or of the field of a struct. Raises DataError if it is missing."""
+    """Returns the type of a column, or of the field of a struct. Raises DataError if it is missing."""
     table = schema.empty_table()
     names = _flat(table).column_names
     if column not in (*names, *schema.names):

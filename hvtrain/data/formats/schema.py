@@ -27,7 +27,7 @@ from hvtrain.data.formats.columns import (
 )
 from hvtrain.errors import ConfigError, DataError, first_line
 
-# The kind of column that each feature takes. Dates and vectors are numbers too.
+# The kind of column that each feature takes. Dates and vectors count as numbers.
 KINDS = {
     "float": "number",
     "float_normalized": "number",
@@ -40,17 +40,18 @@ KINDS = {
 MISSING = ("refuse", "drop", "median", "most_frequent", "indicator")
 DATES = ("number", "parts", "drop")
 
+# pandas writes its index in columns of these names; a column without a name is usually one too.
 INDEX_NAME = re.compile(r"Unnamed: \d+|__index_level_\d+__|")
 ID_NAME = re.compile(r"(.*[_. -])?(id|uuid|guid|index|row_?number)", re.IGNORECASE)
-# A column with at most this many distinct names is a feature, however few rows there are.
+# A column with at most this many distinct names is always a feature, however few rows there are.
 FEW_NAMES = 20
 # A column with more distinct names is hashed.
 MAX_NAMES = 1000
-# If at least this share of the filled rows have distinct names, nothing can be learned from the column.
+# A column whose distinct names reach this share of its filled rows is left out: nothing can be learned from it.
 NEARLY_UNIQUE = 0.9
-# More distinct whole numbers than this are hardly classes.
+# Whole numbers with more distinct values than this are unlikely to be classes.
 MAX_WHOLE_CLASSES = 100
-# With fewer rows per class than this, the target is hardly a class.
+# A target with fewer rows per distinct value than this is unlikely to be a class.
 ROWS_PER_CLASS = 10
 
 
@@ -61,22 +62,22 @@ class Settings:
     Attributes:
         target: the column to predict. Names, and whole numbers, are classes; other numbers stay
             numbers.
-        features: columns to use, and how: {age: float_normalized, city: string_categorical}, in
-            the terms of FeatureSpace; null: all but the target, numbers normalized and names as
+        features: columns to use, and how, in the terms of FeatureSpace: {age: float_normalized,
+            city: string_categorical}; null: all but the target, numbers normalized and names as
             categories.
         target_is: "class" or "number"; null: by the column's type.
-        missing: one of MISSING for all gaps, or by column: {age: median, city: indicator}. All but
+        missing: one of MISSING for all gaps, or one for each column: {age: median, city: indicator}. All but
             "refuse" leave out rows without a target.
         drop: columns to leave out.
-        id: a column that is not a feature, and is shown beside each prediction.
+        id: a column that is not a feature, but is shown beside each prediction.
         dates: one of DATES: days since 1970-01-01; year, month, day, weekday and hour; or left out.
-        decimal, thousands: the separators in numbers written as text; null: inferred from the cells.
+        decimal, thousands: decimal sign and thousands separator in text; null: inferred from the cells.
         log_numbers: without `features`, numbers become float_log, which is log(1 + x), or 0 below 0,
             instead of float_normalized.
         category_ids: categories are ids for embedding tables instead of one-hot. The inputs are
             then {"numbers": float32 [n], "categories": int32 [m]}, with the ids of all columns in
             one range; the fact category_sizes has the number of ids of each column.
-        hash_buckets: number of buckets to which a column of more than MAX_NAMES names is hashed.
+        hash_buckets: number of buckets into which a column of more than MAX_NAMES names is hashed.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -114,7 +115,7 @@ class Settings:
                 )
 
     def uses(self, name: str) -> bool:
-        """True for a column that is a feature or the target, if its cells allow it."""
+        """True for a column that becomes a feature or the target if its cells allow it."""
         if name == self.target:
             return True
         if self.features is not None:
@@ -129,7 +130,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a table and their roles for a model."""
+    """The columns of a table and their roles in training a model."""
 
     columns: Sequence[Column]
     target: Column
@@ -137,9 +138,9 @@ class Schema:
     """Names of the target's classes; empty if it is a number."""
     id: str | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Columns that are not features, with the reason."""
+    """Columns that are not features, each with the reason."""
     has_ids: bool = False
-    """True if categories are ids, beside the numbers; otherwise they are one-hot."""
+    """True if categories are ids in an input of their own; otherwise they are one-hot."""
     hash_buckets: int = 1000
 
     def to_json(self) -> bytes:
@@ -162,18 +163,18 @@ def infer_schema(arrays: Mapping[str, pa.Array], settings: Settings, name: str) 
 
     Args:
         arrays: the columns, from plain_columns().
-        settings: the user's, which take precedence over what the cells show.
+        settings: the user's settings, which take precedence over what the cells show.
         name: name of the table, for messages.
 
     Raises:
         ConfigError: A setting does not fit the table.
-        DataError: No column is left, or one that the user wants cannot be used.
+        DataError: No column is left, or one that the user chose cannot be used.
     """
     _check_names(arrays, settings, name)
     used = {column: array for column, array in arrays.items() if settings.uses(column)}
 
     texts = [array for array in used.values() if pa.types.is_string(array.type)]
-    # In a file that has types, text columns are meant to be text.
+    # In a file with types, text columns are meant to be text.
     is_typed = len(texts) < len(used)
     formats = number_formats(texts, settings.decimal, settings.thousands, SAMPLE_ROWS)
     inferred = {
@@ -229,7 +230,7 @@ def _check_names(names: Collection[str], settings: Settings, table: str) -> None
 def _as_set(
     inferred: Column | str, name: str, values: pa.Array, settings: Settings, table: str
 ) -> Column | str:
-    """Returns a column with the user's or the default feature, or the reason why the default leaves it out."""
+    """Returns a column with the feature that the user or the default sets, or the reason why it is left out."""
     if settings.features is None:
         return _by_default(inferred, name, values, settings)
 
@@ -281,7 +282,7 @@ def _by_default(
 
 
 def _parts(column: Column, values: pa.Array, settings: Settings) -> list[Column]:
-    """Returns the column with its treatment of gaps; with dates=parts, a column for each part of a date."""
+    """Sets a column's treatment of gaps; with dates=parts, returns a column for each part of a date."""
     column = replace(column, missing=settings.missing_of(column.name))
     if column.kind != "date" or settings.dates != "parts":
         return [column]
@@ -350,7 +351,7 @@ def _is_whole(column: Column, values: pa.Array) -> bool:
 def read_cells(
     columns: Sequence[Column], arrays: Mapping[str, pa.Array], where: str
 ) -> dict[str, Cells]:
-    """Reads columns of a table as the kinds that the schema gives them; returns their cells by name.
+    """Reads columns of a table as the kinds in the schema; returns their cells by column name.
 
     Args:
         columns: columns of the schema.
@@ -358,7 +359,7 @@ def read_cells(
         where: the file, for messages.
 
     Raises:
-        DataError: A column is missing, or holds something else than in training.
+        DataError: A column is missing, or is not of the kind that it was in training.
     """
     missing = sorted({column.source for column in columns} - arrays.keys())
     if missing:
@@ -377,7 +378,7 @@ def read_cells(
 
 
 def unknown_share(column: Column, values: Any) -> float:
-    """Returns the share of cells with names that were not in the training table."""
+    """Returns the share of cells whose category did not occur in the training table."""
     if not column.is_category or column.feature == "string_hashed" or not len(values):
         return 0.0
     known = pc.is_in(values, pa.array(column.names, values.type))

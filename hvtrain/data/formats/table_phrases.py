@@ -1,4 +1,4 @@
-"""Phrases about what the columns of a table became, for the description of a data set."""
+"""Describes how the columns of a table are used, and what is odd in them, in phrases for a run's header."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,19 @@ from hvtrain.data.formats.cell_texts import CLOCK, numbers_in, share
 from hvtrain.data.formats.columns import Cells, Column
 from hvtrain.data.formats.schema import Schema
 
-# More columns than this are counted by kind, and only the odd ones are described.
+# If there are more columns than this, ordinary ones are only counted by kind.
 MAX_PHRASES = 20
 MAX_CLASS_PHRASES = 5
 # At most this many odd cells of a column are shown.
 MAX_ODD = 3
-# At most this many distinct names of a column are searched for odd ones.
+# At most this many distinct names of a column are searched for odd spellings.
 MAX_LOOKED_AT = 10_000
-# Numbers that people write in place of a missing one.
+# Numbers that people write in place of missing ones.
 PLACEHOLDERS = (-99, -999, -9999, -99999, 99, 999, 9999, 99999)
 
 
 def describe(schema: Schema, cells: Mapping[str, Cells]) -> list[str]:
-    """Phrases about what each column became and what is odd in it, then about what is left out.
+    """Describes how each column is used and what is odd in it, then what is left out.
 
     Args:
         schema: the fitted schema.
@@ -79,7 +79,7 @@ def _phrase(column: Column, cells: Cells) -> str:
 
 
 def _odd_names(values: pa.Array) -> list[str]:
-    """What is odd in a column of names: most are numbers, or two differ only in case or spaces.
+    """Describes what is odd in a column of names: most are numbers, or two differ only in case or spaces.
 
     >>> _odd_names(pa.array(["1", "2", "3.5", "none yet", "None yet"]))
     ["numbers but for 'none yet' and 'None yet'", "'none yet' beside 'None yet'"]
@@ -98,7 +98,7 @@ def _odd_names(values: pa.Array) -> list[str]:
 
 
 def spelled_alike(names: Sequence[str]) -> str:
-    """A phrase about the first two names that differ only in case or spaces; empty if there are none.
+    """Names the first two names that differ only in case or spaces; empty if there are none.
 
     >>> spelled_alike(["no", "yes", "No "])
     "'no' beside 'No '"
@@ -112,13 +112,13 @@ def spelled_alike(names: Sequence[str]) -> str:
 
 
 def _odd_numbers(values: np.ndarray) -> list[str]:
-    """A phrase about a number that may stand for a gap: one of PLACEHOLDERS, in several rows, far from all others.
+    """Describes a number that may stand for a gap: one of PLACEHOLDERS, in several rows, far from all others.
 
     >>> _odd_numbers(np.array([[20.0], [35.0], [-999.0], [50.0], [-999.0]]))
     ['-999 in 2 rows, perhaps a gap: leave those cells empty']
     """
     finite = values[np.isfinite(values)]
-    # np.unique sorts, which would take long for thousands of columns, so the extremes are checked first.
+    # The extremes are checked first: np.unique sorts, which would take long for thousands of columns.
     if values.shape[1] > 1 or not len(finite) or not {finite.min(), finite.max()} & {*PLACEHOLDERS}:
         return []
     numbers, counts = np.unique(finite, return_counts=True)
@@ -141,7 +141,7 @@ def _noun(column: Column, cells: Cells) -> str:
 
 
 def odd_texts(cells: Cells) -> list[str]:
-    """The first odd cells, as messages show them."""
+    """Formats the first MAX_ODD odd cells for messages."""
     return [repr(text) for text in cells.odd[:MAX_ODD]]
 
 
@@ -158,11 +158,11 @@ def _treatment(column: Column) -> str:
 
 
 def describe_target(schema: Schema, targets: np.ndarray) -> str:
-    """What the target became: its classes with their shares, or the range of its numbers.
+    """Describes the target: its classes with their shares, or the range of its numbers.
 
     Args:
         schema: the inferred schema.
-        targets: targets of the training rows, as the model takes them.
+        targets: targets of the training rows, as the model takes them: class indices or numbers, [n].
     """
     name = schema.target.name
     if not schema.classes:

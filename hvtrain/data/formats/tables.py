@@ -1,7 +1,7 @@
-"""The one reader of CSV and Parquet tables: for dataset=table, for columns of text, and for predict input=.
+"""Reads CSV and Parquet tables, for dataset=table, for columns of text, and for predict input=.
 
 The first bytes of a file decide its format, not its name. The cells of a CSV file stay text, since only
-all cells of a column together tell numbers from names; see columns.py.
+all cells of a column together can tell numbers from names; see columns.py.
 """
 
 import bz2
@@ -50,7 +50,7 @@ OTHER_FORMATS = {
     b"<?xml": "XML",
 }
 DELIMITERS = ",;\t|"
-# UTF-32 comes before UTF-16, whose mark is the start of UTF-32's.
+# Byte order marks. UTF-32 precedes UTF-16, whose little-endian mark is a prefix of UTF-32's.
 MARKS = {
     b"\xef\xbb\xbf": "utf-8",
     b"\xff\xfe\0\0": "utf-32",
@@ -60,13 +60,13 @@ MARKS = {
 }
 SAMPLE_CHARACTERS = 2**18
 SAMPLE_ROWS = 100
-# The share of rows that need the same width: a few of other widths do not mean that the delimiter is wrong.
+# The share of rows that must have the same width: a few of other widths do not make a delimiter wrong.
 MOSTLY = 0.9
-# A row has to fit into a block, and may hold the text of a whole book.
+# Arrow needs each row to fit into a block, and a row may hold the text of a whole book.
 BLOCK_BYTES = 2**26
 READ_BYTES = 2**18
-# Parquet columns in a block. Reading 5,000 columns at once takes 6.2 GB of memory in Arrow for a table
-# of 1.9 GB, and 3.3 GB in blocks (pyarrow 26).
+# Parquet columns read at once. For a table of 5,000 columns and 1.9 GB, Arrow takes 6.2 GB of memory to read
+# all at once, and 3.3 GB in blocks of this size (pyarrow 26).
 COLUMNS_AT_ONCE = 100
 
 # By default the csv module refuses cells of more than 131,072 characters, but texts may be longer.
@@ -75,14 +75,14 @@ csv.field_size_limit(2**30)
 
 @dataclass(frozen=True)
 class TextFormat:
-    """The format of a CSV file; None: detected from the file."""
+    """The format of a CSV file. None: detected from the file."""
 
     delimiter: str | None = None
     encoding: str | None = None
 
 
 def is_table(path: Path) -> bool:
-    """True if a file has the suffix of a table, compressed or not."""
+    """True for a path with the suffix of a table, compressed or not."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -90,10 +90,10 @@ def is_table(path: Path) -> bool:
 
 
 def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str, str]]]:
-    """The files of a table, with the values in their folders' names, such as year=2024/a.parquet.
+    """Lists the files of a table, each with the columns in its folders' names, such as year=2024/a.parquet.
 
     Args:
-        location: a file, a folder with tables in it, or a pattern with * and ?.
+        location: a file, a folder with tables in it, or a glob pattern.
         setting: the setting that names it, for messages.
 
     Raises:
@@ -103,7 +103,7 @@ def table_files(location: str | Path, setting: str) -> list[tuple[Path, dict[str
     if path.is_file():
         return [(path, {})]
 
-    # Folders above the table say nothing of its rows, whatever their names.
+    # Only folders below `base` can name columns. Those above it say nothing about the rows.
     base = path
     while {*str(base)} & {*"*?["}:
         base = base.parent
@@ -134,13 +134,13 @@ def read_table(
     text_format: TextFormat = TextFormat(),
     column: str | None = None,
 ) -> pa.Table:
-    """Reads one table from one or several files, and concatenates their rows.
+    """Reads a table from one or several files, concatenating their rows.
 
     Args:
         locations: as in table_files(), one or several.
         setting: the setting that names them, for messages.
         text_format: format of CSV files.
-        column: the only column that is needed; of a Parquet file that has it, no other is read.
+        column: the only column that is needed; a Parquet file's other columns are not read. None: all.
 
     Raises:
         DataError: A file is missing, cannot be read, or has other columns than the first one.
@@ -155,7 +155,7 @@ def read_table(
             table = _read(path, text_format, column)
         except UserError:
             raise
-        except Exception as error:  # Arrow, csv and the modules that decompress raise many types.
+        except Exception as error:  # Arrow, csv and decompression raise errors of many types.
             raise DataError(f"{path} cannot be read: {first_line(error)}; fix the file") from error
         for name, value in partitions.items():
             if name not in table.column_names:
@@ -191,19 +191,19 @@ def _read(path: Path, text_format: TextFormat, column: str | None) -> pa.Table:
     if not start.startswith(b"PAR1"):
         return _read_csv(data, text_format)
 
-    # Not from the memory map, whose pages would count as memory of this process once read.
+    # Opened by path, not from the memory map, whose pages would count as this process's memory once read.
     source = str(path) if data is stored else pa.BufferReader(data)
     file = pa.parquet.ParquetFile(source, buffer_size=READ_BYTES)
     names = file.schema_arrow.names
     if (column is not None and column not in names) or len({*names}) < len(names):
-        # The names suffice for the error message.
+        # The caller refuses such a table, and needs only its names.
         return file.schema_arrow.empty_table()
     columns: dict[str, pa.ChunkedArray] = {}
     needed = names if column is None else [column]
     for start in range(0, len(needed), COLUMNS_AT_ONCE):
         some = needed[start : start + COLUMNS_AT_ONCE]
         block = file.read(some)
-        # If asked for a, pyarrow also returns a column a.b.
+        # Asked for a column `a`, pyarrow also returns a column `a.b`.
         columns |= {name: block[name] for name in some}
     return pa.table(columns)
 
@@ -237,26 +237,26 @@ def _read_csv(data: pa.Buffer, text_format: TextFormat) -> pa.Table:
         sample, len(sample.encode()) < len(data), text_format.delimiter
     )
 
-    # Numbers take the place of names, since two columns may have the same name, or none.
+    # Numbers stand in for names, since two columns may share a name, or have none.
     numbers = [str(number) for number in range(len(names))]
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(data),
             pa.csv.ReadOptions(column_names=numbers, skip_rows=num_lines, block_size=BLOCK_BYTES),
-            # Quoted texts may have several lines.
+            # Quoted texts may span several lines.
             pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             pa.csv.ConvertOptions(column_types=dict.fromkeys(numbers, pa.string())),
         )
     except pa.ArrowInvalid as error:
         if "Empty CSV file" not in str(error):
             raise
-        # There are names, but no rows.
+        # The file has names, but no rows.
         table = pa.table({number: pa.array([], pa.string()) for number in numbers})
     return table.rename_columns(names)
 
 
 def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
-    """The text of a file in UTF-8, without a byte order mark."""
+    """Returns the text of a file in UTF-8, without a byte order mark."""
     start = data[:4].to_pybytes()
     for mark, name in MARKS.items():
         if start.startswith(mark):
@@ -267,12 +267,12 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
 
     head = data[:4096].to_pybytes()
     if encoding is None and head.count(0) > len(head) // 4:
-        # Every other byte of Latin letters in UTF-16 is 0.
+        # In UTF-16, every other byte of Latin text is 0.
         encoding = "utf-16-be" if head[0] == 0 else "utf-16-le"
     if encoding is not None:
         return pa.py_buffer(data.to_pybytes().decode(encoding).encode())
 
-    # Arrow checks UTF-8 without a copy.
+    # A cast of the whole file as one string checks its UTF-8 without a copy.
     offsets = pa.array([0, len(data)], pa.int64()).buffers()[1]
     whole = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, data])
     try:
@@ -283,7 +283,7 @@ def _as_utf8(data: pa.Buffer, encoding: str | None) -> pa.Buffer:
 
 
 def _from_windows(text: bytes) -> str:
-    """Decodes text that is not UTF-8. Raises ValueError if it is UTF-8 except for a few bytes."""
+    """Decodes text that is not UTF-8, as Windows-1252. Raises ValueError if it is UTF-8 but for a few bytes."""
     num_wrong = text.decode(errors="replace").count("\N{REPLACEMENT CHARACTER}")
     num_right = len(text.decode(errors="ignore")) - len(text.decode("ascii", errors="ignore"))
     if num_right > num_wrong:
@@ -291,27 +291,27 @@ def _from_windows(text: bytes) -> str:
     try:
         return text.decode("cp1252")
     except UnicodeDecodeError:
-        # Five bytes are undefined in Windows-1252.
+        # Windows-1252 leaves five bytes undefined; Latin-1 defines all.
         return text.decode("latin-1")
 
 
 def _header(sample: str, is_cut: bool, delimiter: str | None) -> tuple[list[str], int, str]:
-    """Returns the names of the columns, the number of lines that they take, and the delimiter."""
+    """Returns the column names, the number of lines up to the first row, and the delimiter."""
     num_before = 0
     first_line, _, rest = sample.partition("\n")
-    # Excel writes the delimiter into a line of its own.
+    # Excel writes the delimiter on a line of its own, such as sep=;
     if first_line.strip().lower().startswith("sep=") and len(first_line.strip()) == 5:
         delimiter = delimiter or first_line.strip()[4]
         sample = rest
         num_before = 1
 
-    # Where rows begin so too, it is no sign of a comment.
+    # If rows begin with # as well, it does not mark comments.
     has_comments = sample.startswith("#") and not sample.splitlines()[-1].startswith("#")
     while True:
         layouts = [_layout(sample, is_cut, candidate) for candidate in delimiter or DELIMITERS]
         (_, is_header, *_), names, num_lines, used = max(layouts, key=lambda layout: layout[0])
         rest = sample.partition("\n")[2]
-        # Comments are skipped, except for the last one if it names the columns, as NumPy writes it.
+        # Comments are skipped, except for the last one if it names the columns, as in files that NumPy writes.
         if not has_comments or not sample.startswith("#"):
             break
         if is_header and not rest.startswith("#"):
@@ -326,7 +326,7 @@ def _header(sample: str, is_cut: bool, delimiter: str | None) -> tuple[list[str]
 
 
 def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], int, str]:
-    """Returns how well a delimiter fits, the header's names and its number of lines, and the delimiter."""
+    """Returns how well a delimiter fits (more is better), the header's names and number of lines, and the delimiter."""
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
     names: list[str] = []
     while not names:
@@ -338,11 +338,11 @@ def _layout(sample: str, is_cut: bool, delimiter: str) -> tuple[Any, list[str], 
 
     rows = [row for row in islice(reader, SAMPLE_ROWS) if row]
     if is_cut and len(rows) < SAMPLE_ROWS:
-        # The end of the sample may cut off the last row.
+        # The sample may end within the last row.
         rows = rows[:-1]
     # A header without rows fits itself.
     width, count = Counter(map(len, rows or [names])).most_common(1)[0]
-    # 1,5;2,5 under a;b has the same number of commas in each row, but not in the header.
+    # In rows such as 1,5;2,5 under the header a;b, commas are as regular as semicolons, but the header has none.
     share = count / max(len(rows), 1)
     ends_with_delimiter = width == len(names) + 1 and all(not row[-1].strip() for row in rows)
     is_header = width == len(names) or ends_with_delimiter

@@ -1,8 +1,9 @@
-"""Tar files as shards of a data set: the position of each member, so that one ranged read gets it.
+"""Locates the members of tar files that are shards of a data set, so that one ranged read gets a member.
 
-The members of a shard are found once, by reading its headers, and kept in .SHARD.index beside it, or
-in the user's cache if that folder is read-only. An index holds the shard's size and modification time,
-and is rebuilt if they change. WebDataset reads shards from beginning to end, and so knows no counts.
+A shard's members are found once, by reading its headers, and kept in .SHARD.index beside it, or in the
+user's cache if that folder is read-only. An index holds the shard's size and modification time, and is
+rebuilt if they change. The webdataset library, by contrast, reads shards from beginning to end, and so
+does not know how many examples they hold.
 """
 
 import fcntl
@@ -54,7 +55,7 @@ def expand_numbers(pattern: str) -> list[str]:
 
 
 def address(shard: Path, member: Member) -> str:
-    """Returns the address of a member, a text that is used like a path."""
+    """Returns the address of a member: a string, used like a path, that member_bytes() reads."""
     return f"{shard}@{member['offset']}+{member['size']}/{member['name']}"
 
 
@@ -74,10 +75,10 @@ def member_bytes(path: str) -> bytes | None:
     if far:
         return far.part(size, offset)
     try:
-        # A reference is held during the read: without one, a file that leaves the cache is closed, and its
-        # descriptor's number used again.
+        # The reference keeps the file open during the read. Without it, a file that leaves the cache is
+        # closed, and its descriptor number may be reused.
         file = _opened(shard)
-        # pread() uses no file position, so threads share the file.
+        # pread() uses no file position, so threads can share the file.
         data = os.pread(file.fileno(), size, offset)
     except OSError as error:
         raise DataError(f"{shard} cannot be read: {error.strerror}") from error
@@ -99,17 +100,17 @@ members_ahead = ReadAhead(member_bytes)
 
 @lru_cache(maxsize=256)
 def _opened(shard: str) -> IO[bytes]:
-    """Opens a shard. The file is closed when it has left this cache and no thread reads it."""
+    """Opens a shard. The file is closed once it has left this cache and no thread is reading it."""
     return Path(shard).open("rb")
 
 
 def find_members(shard: Path) -> tuple[list[Member], str | None]:
-    """Finds the members of a shard in its index or, where that is missing, in the shard.
+    """Finds the members of a shard, from its index or, without one, from the shard itself.
 
-    Of several processes that begin together on a host, one reads the shard, and the others wait for its index.
+    If several processes start together, one reads the shard, and the others wait for its index.
 
     Returns:
-        The members in their order, and the defect that hides the rest, if there is one.
+        The members in their order, and the defect that hides the rest, or None.
     """
     # The shard may have been replaced since it was last opened.
     _opened.cache_clear()
@@ -118,7 +119,7 @@ def find_members(shard: Path) -> tuple[list[Member], str | None]:
         return members, None
     try:
         with shard.open("rb") as file:
-            # Some network file systems cannot lock a file opened for reading. Then each process reads the shard.
+            # Some network file systems cannot lock a file opened for reading; there, each process reads the shard.
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             members = _read_index(shard)
@@ -148,7 +149,7 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
                         members,
                         f"has {file_bytes:,} bytes, and {header.name} ends at {end:,}: it is truncated",
                     )
-                # A sparse file is not contiguous.
+                # The data of a sparse file are not contiguous.
                 if not header.isreg() or header.issparse():
                     continue
                 name = header.name.encode(errors="backslashreplace").decode()
@@ -160,7 +161,8 @@ def _scan(shard: Path, file: Any) -> tuple[list[Member], str | None]:
             return members, "is compressed, so that no part of it can be read alone: unpack it"
         return members, f"is not a whole tar file ({error}): it is truncated or damaged"
 
-    # tarfile takes a damaged header, or the end of the file, for the end of the members.
+    # tarfile takes a damaged header, or the end of a truncated file, for the end of the archive. A whole
+    # archive ends with a block of zeros.
     mark = _read_at(file, BLOCK_BYTES, end)
     is_whole = len(mark) == BLOCK_BYTES and not mark.strip(b"\0")
     return (
@@ -175,7 +177,7 @@ def _read_at(file: Any, num_bytes: int, offset: int) -> bytes:
 
 
 def _index_paths(shard: Path) -> list[Path]:
-    """The possible paths of a shard's index: beside it, and in the user's cache."""
+    """Returns the possible paths of a shard's index: beside the shard, and in the user's cache."""
     paths = [shard.with_name(f".{shard.name}.index")]
     cache = user_cache()
     if cache:
@@ -184,13 +186,13 @@ def _index_paths(shard: Path) -> list[Path]:
 
 
 def _state(shard: Path) -> dict[bytes, bytes]:
-    """The size and modification time of a shard, as Parquet metadata."""
+    """Returns the size and modification time of a shard, as Parquet metadata."""
     stat = shard.stat()
     return {b"shard": f"{stat.st_size} {stat.st_mtime_ns}".encode()}
 
 
 def _read_index(shard: Path) -> list[Member] | None:
-    """Returns the members of a shard from its index; None if it is missing, or does not match the shard."""
+    """Reads the members of a shard from its index; None if it is missing, or does not match the shard."""
     for path in _index_paths(shard):
         # An unreadable index counts as missing.
         with suppress(OSError, ValueError, pa.ArrowException):
@@ -201,7 +203,7 @@ def _read_index(shard: Path) -> list[Member] | None:
 
 
 def _write_index(shard: Path, members: list[Member]) -> None:
-    """Writes the index of a shard to the first path that is writable; without a writable one, there is no index."""
+    """Writes the index of a shard to the first path that is writable, if any."""
     types = {"name": pa.string(), "offset": pa.int64(), "size": pa.int64(), "text": pa.binary()}
     content = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(members, pa.schema(types, _state(shard))), content)

@@ -1,4 +1,4 @@
-"""Tokenizers: sentencepiece models, trained on documents or read from a file."""
+"""Tokenizes text with sentencepiece models, trained on documents or read from a file."""
 
 import hashlib
 import io
@@ -11,12 +11,12 @@ import sentencepiece
 from hvtrain.data.manifest import user_path
 from hvtrain.errors import ConfigError, DataError
 
-# Training uses about this many characters; of longer texts, it takes evenly spaced lines.
+# A tokenizer is trained on about this many characters; of longer texts, on evenly spaced lines.
 TRAINED_CHARACTERS = 20_000_000
 
 
 class Tokenizer:
-    """Turns text into tokens and back. A text ends with the token `end`.
+    """Turns text into tokens and back. The token `end` marks the end of a text.
 
     Args:
         model: Content of a sentencepiece model file.
@@ -43,19 +43,19 @@ class Tokenizer:
         return self._processor.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turns tokens into text, ignoring unknown ones such as a masked model's mask."""
+        """Turns tokens into text, ignoring those that are not the tokenizer's, such as a masked model's mask."""
         return self._processor.decode([int(token) for token in tokens if 0 <= token < self.size])
 
     def join(self, documents: Iterable[str]) -> np.ndarray:
         """Concatenates the tokens of all documents, int32, with the end token after each."""
         tokens = [[*self.encode(document), self.end] for document in documents]
         parts = [np.asarray(part, np.int32) for part in tokens]
-        # The empty part allows for no documents at all.
+        # np.concatenate() refuses an empty list, so an empty part comes first.
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
 def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
-    """Trains a byte-pair encoding of `size` tokens. The same documents give the same model, to the byte.
+    """Trains a byte-pair encoding of `size` tokens. The same documents give the same model, byte for byte.
 
     Every text can be encoded, and decodes to itself.
 
@@ -71,7 +71,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             model_type="bpe",
             # Rare characters become bytes, so that every text can be encoded.
             byte_fallback=True,
-            # White space is kept, so that source code decodes to itself.
+            # White space is preserved, so that source code decodes to itself.
             user_defined_symbols=["\n"],
             allow_whitespace_only_pieces=True,
             normalization_rule_name="identity",
@@ -81,7 +81,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
             eos_id=1,
             bos_id=-1,
             pad_id=-1,
-            # Longer lines would be left out; the default is 4192 bytes.
+            # sentencepiece leaves out longer lines; its default is 4192 bytes.
             max_sentence_length=2**30,
             num_threads=1,
             minloglevel=3,
@@ -92,7 +92,7 @@ def train_tokenizer(documents: Sequence[str], size: int) -> Tokenizer:
 
 
 def load_tokenizer(file: str) -> Tokenizer:
-    """Reads a .model file of sentencepiece.
+    """Reads a sentencepiece .model file.
 
     Raises:
         DataError: The file cannot be read, is not a sentencepiece model, or has no token for the end of a text.
@@ -115,12 +115,12 @@ def load_tokenizer(file: str) -> Tokenizer:
 
 
 def lines_of(documents: Sequence[str], max_characters: int) -> list[str]:
-    """The lines of all documents; evenly spaced ones of about max_characters in all if together they are longer.
+    """Returns the lines of all documents; evenly spaced ones if they exceed max_characters in all.
 
     >>> lines_of(["one\\ntwo\\n", "six\\n\\nten"], max_characters=6)
     ['one', 'six']
     """
-    # Lines come from all parts of the text, since its first part may be about one topic.
+    # Lines are taken from the whole text, since its beginning may be about a single topic.
     lines = [line for document in documents for line in document.splitlines() if line]
     step = -(-sum(map(len, lines)) // max_characters)
     return lines[:: step or 1]

@@ -1,9 +1,9 @@
-"""Augments training images, and their targets with them, by Keras layers made pure.
+"""Augments training images and their targets with Keras layers, turned into pure functions.
 
-Keras's layers draw random numbers from generators whose state is in variables, so the output of a
-layer depends on how often it was called before. Here a layer is traced once, with generators that
-derive each number from a seed. Its graph is then searched for any other state, so that a layer is
-not trusted but checked.
+Keras's layers draw random numbers from generators that keep their state in variables, so the output
+of a layer depends on how often it was called before. Here a layer is traced once, with generators
+that derive each number from a seed. Its graph is then searched for any other state: layers are
+checked, not trusted.
 
 So a stream stays a function of (seed, rank, size, step), and can be resumed and regrouped without
 saved state. Layers get raw images, in the range of the data set, before they are normalized.
@@ -37,7 +37,7 @@ MASKS = "segmentation_masks"
 Batch = Mapping[str, Any]
 
 # TensorFlow marks these operations as stateful, but they keep no state of their own. The functions
-# that some of them call are searched too.
+# that some of them call are searched as well.
 _HARMLESS = {
     "Assert",
     "Case",
@@ -57,7 +57,7 @@ class PureLayer:
 
     Args:
         setting: The layer's name in the configuration, for messages.
-        spec: Specs of the float32 tensors by part, for batches of any size.
+        spec: Specs of the float32 tensors in a batch of any size, by part.
 
     Raises:
         ConfigError: The layer fails, has weights, or is not pure.
@@ -83,7 +83,7 @@ class PureLayer:
             )
 
         def apply(batch, seed):
-            # Augmentation layers change images only in training.
+            # Augmentation layers change images only in training mode.
             training = {"training": True} if layer._call_has_training_arg else {}
             argument = dict(batch) if takes_dict else batch[IMAGES]
             with drawing_from(seed):
@@ -91,12 +91,12 @@ class PureLayer:
             if not takes_dict:
                 changed = {IMAGES: changed}
 
-            # Layers may leave parts out, and may compute in another type.
+            # A layer may leave parts out, and may compute in another type.
             outputs = {}
             for name, part in batch.items():
                 output = tf.cast(changed.get(name, part), tf.float32)
                 if name == MASKS:
-                    # CutMix gives masks as many channels as images have.
+                    # CutMix returns masks with as many channels as the images.
                     output = output[..., :1]
                 # Decided from the graph, since values could be equal by chance.
                 if _origin(output) is _origin(part):
@@ -105,7 +105,7 @@ class PureLayer:
             return outputs
 
         self._traced = self._trace(apply)
-        # The first call makes weights and other variables.
+        # Checked after tracing, which creates the weights.
         if layer.trainable_variables:
             raise ConfigError(
                 f"{self.name} has weights, which nothing here would train; make it a part of the model"
@@ -134,7 +134,7 @@ class PureLayer:
                 f"{self.name} fails on {images}: {cause_of(error)}; change its settings, or leave it out"
             ) from error
 
-        # A number that Python or NumPy draws becomes a constant of the graph.
+        # A number drawn by Python or NumPy would become a constant in the graph.
         if python_state != random.getstate() or numpy_state != repr(np.random.get_state()):
             raise ConfigError(
                 f"{self.name} draws from Python's or NumPy's random numbers, once and for all "
@@ -153,7 +153,7 @@ class PureLayer:
 def takes_batches(layer: keras.Layer) -> bool:
     """True if the layer takes a dict of images, labels and masks."""
     if isinstance(layer, keras.layers.RandomGrayscale):
-        return False  # It has the methods, and fails on a dict (Keras 3.15).
+        return False  # It has the methods, but fails on a dict (Keras 3.15).
     return hasattr(layer, "transform_labels") or hasattr(layer, "transform_segmentation_masks")
 
 
@@ -166,7 +166,7 @@ def drawing_from(seed: tf.Tensor) -> Iterator[None]:
     original_default = seed_generator.make_default_seed
 
     generator.next = lambda _, ordered=True: fold_in(seed, next(draws))
-    # A generator that the layer makes while it is traced would draw its seed from Python's random.
+    # A generator that the layer creates during tracing would draw its seed from Python's random.
     seed_generator.make_default_seed = lambda: 0
     try:
         yield
@@ -176,29 +176,29 @@ def drawing_from(seed: tf.Tensor) -> Iterator[None]:
 
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:
-    """Follows plain copies back to the tensor that was copied."""
+    """Follows copies and casts back to the tensor that they came from."""
     while tensor.op.type in ("Identity", "Cast"):
         tensor = tensor.op.inputs[0]
     return tensor
 
 
 def _stateful_operations(traced: Any) -> list[str]:
-    """Types of operations that keep state, in a traced function and in all that it calls."""
+    """Returns the types of operations that keep state, in a traced function and all functions that it calls."""
     graph = traced.graph.as_graph_def()
     types = {node.op for node in graph.node}
     types |= {node.op for function in graph.library.function for node in function.node_def}
-    # Names that are not registered belong to functions in the library.
+    # Unregistered names are those of functions in the graph's library.
     definitions = [op_def_registry.get(name) for name in types - _HARMLESS]
     return sorted(op.name for op in definitions if op is not None and op.is_stateful)
 
 
 @dataclass
 class Labels:
-    """Targets that stay with their image, and are mixed where a layer mixes images, as MixUp does.
+    """Targets of whole images. They are mixed if a layer mixes images, as MixUp does.
 
     Args:
-        soften: Turns targets into floats that may be mixed. None if the targets cannot be mixed.
-        width: Numbers per example of the softened targets.
+        soften: Turns targets into floats that can be mixed. None if the targets cannot be mixed.
+        width: Number of floats per example in the softened targets.
     """
 
     part = LABELS
@@ -225,7 +225,7 @@ class Labels:
 
     def encode(self, targets: Any, images: tf.Tensor) -> tf.Tensor:
         if not self.are_mixed:
-            # No layer changes targets, so zeros take their place in the batch.
+            # No layer changes the targets, so zeros stand in for them.
             return tf.zeros([tf.shape(images)[0], self.width])
         return tf.reshape(self.soften(targets), [-1, self.width])
 
@@ -238,17 +238,17 @@ class Labels:
 
 @dataclass
 class Masks:
-    """Targets that hold a class for each pixel, and move with their image.
+    """Targets with a class for each pixel, which move with their image.
 
     Args:
-        fill_label: The label of pixels that a layer fills in at a border.
+        fill_label: The label for pixels that a layer fills in at a border.
     """
 
     part = MASKS
     are_mixed = False
     OFFSET = 2**20
-    """Added to labels. Values that a layer fills in at a border, such as 0, then cannot be taken for
-    labels. Labels keep their bits, since float32 holds integers up to 2**24."""
+    """Added to labels, so that values that a layer fills in at a border, such as 0, cannot be taken for
+    labels. The sums are exact, since float32 holds all integers up to 2**24."""
 
     fill_label: int
 
@@ -256,15 +256,15 @@ class Masks:
         return TensorSpec([None, *image_shape[:2], 1], tf.float32)
 
     def check(self, layer: PureLayer) -> None:
-        """Raises ConfigError if the layer blends labels, or leaves none."""
+        """Raises ConfigError if the layer blends labels, or loses all of them."""
         shapes = {part: [4, *spec.shape[1:]] for part, spec in layer.input_spec.items()}
-        # A blend of 0 and 100 is neither of them.
+        # With labels of 0 and 100, any blend is neither of them.
         labels = np.random.default_rng(0).integers(2, size=shapes[MASKS]) * 100
         batch = {
             IMAGES: tf.zeros(shapes[IMAGES]),
             MASKS: tf.constant(labels + self.OFFSET, tf.float32),
         }
-        # A random layer may leave a batch unchanged, so it gets four seeds.
+        # A random layer may leave a batch unchanged, so four seeds are tried.
         for number in range(4):
             masks = layer(batch, tf.constant([0, number], tf.int64))[MASKS].numpy()
             remaining = masks - self.OFFSET
@@ -276,7 +276,7 @@ class Masks:
         return tf.cast(targets, tf.float32)[..., None] + float(self.OFFSET)
 
     def decode(self, masks: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
-        # What a layer filled in at a border is far from OFFSET.
+        # Values that a layer filled in at a border are far from OFFSET.
         labels = masks[..., 0] - float(self.OFFSET)
         is_label = tf.abs(labels) < self.OFFSET / 2
         labels = tf.where(is_label, tf.round(labels), float(self.fill_label))
@@ -284,13 +284,14 @@ class Masks:
 
 
 class Augmentation:
-    """Layers in order, for batches of raw images and their targets.
+    """Applies layers in order to batches of raw images and their targets.
 
     Args:
-        layers: By their names in the configuration.
-        image_shape: Shape of the data set's images, which the last layer has to give as well.
+        layers: The layers by their names in the configuration.
+        image_shape: Shape of the data set's images, which the last layer has to return as well.
+        targets: How targets follow their images.
         keeps_integers: If True, integer images keep their type; else all images become float32.
-        in_step: If True, the step augments, with a seed from the batch; else the input pipeline does.
+        in_step: If True, the training step augments, with a seed from the batch; else the input pipeline does.
 
     Raises:
         ConfigError: A layer is not pure, or does not fit the images or the targets.
@@ -329,7 +330,7 @@ class Augmentation:
 
     @property
     def mixes(self) -> bool:
-        """True if targets come back as floats, each mixed from several examples."""
+        """True if targets are returned as floats, mixed from several examples."""
         return self._targets.are_mixed
 
     def __call__(
@@ -338,26 +339,26 @@ class Augmentation:
         targets: Any,
         seed: tf.Tensor,
     ) -> tuple[tf.Tensor, Any]:
-        """Images and targets after all layers. Pure function of the arguments; seed is int64 [2]."""
+        """Applies all layers to images and targets. Pure function of the arguments; seed is int64 [2]."""
         batch = {
             IMAGES: tf.cast(images, tf.float32),
             self._targets.part: self._targets.encode(targets, images),
         }
-        # Each layer draws its own numbers, so that two equal layers act differently.
+        # Each layer has a seed of its own, so that two equal layers act differently.
         for index, layer in enumerate(self._layers):
             batch = layer(batch, fold_in(seed, index))
 
         augmented = tf.ensure_shape(batch[IMAGES], images.shape)
-        # Rounded, since a cast alone would cut 254.9 to 254.
+        # Rounded, since a cast alone would truncate 254.9 to 254.
         if self._keeps_integers and images.dtype.is_integer:
             augmented = tf.saturate_cast(tf.round(augmented), images.dtype)
         return augmented, self._targets.decode(batch[self._targets.part], targets)
 
     def of_stream(self, batches: Dataset, request: StreamRequest) -> Dataset:
-        """Augments a source's training stream, or adds seeds for the step to do it.
+        """Augments a source's training stream or, with in_step, adds the seeds with which the step augments.
 
         Returns:
-            Augmented batches; with in_step, unchanged ones as ((images, seed), targets, ...).
+            Augmented batches; with in_step, unchanged batches as ((images, seed), targets, ...).
         """
 
         @unconverted

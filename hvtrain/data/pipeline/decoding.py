@@ -1,7 +1,7 @@
-"""Decodes encoded images to pixels of one size, upright, inside the input pipeline.
+"""Decodes images inside the input pipeline, turns them upright and resizes them to one size.
 
 TensorFlow decodes JPEG, PNG, GIF, WebP and BMP. Pillow decodes what TensorFlow cannot decode or would
-misread: photographs to be turned upright, TIFF, AVIF, BMP with a palette, and greyscale images from
+misread: photographs to be turned upright, TIFF, AVIF, BMP with a palette, and greyscale images in
 formats that TensorFlow decodes only in colour.
 """
 
@@ -25,12 +25,12 @@ from hvtrain.errors import ConfigError
 HEAD_BYTES = 4096
 JPEG_BEGIN = b"\xff\xd8\xff"
 
-# RE2's \C is any byte. EXIF data are a TIFF of either byte order. Its entry 0x0112 is the
-# orientation: 2 ... 8 are rotated or mirrored.
+# In RE2, \C matches any byte. EXIF data are a TIFF file of either byte order. Its entry 0x0112 is the
+# orientation; 2 ... 8 mean rotated or mirrored.
 _BIG_ENDIAN = r"MM\x00\*\C*?\x01\x12\x00\x03\x00\x00\x00\x01\x00[\x02-\x08]"
 _LITTLE_ENDIAN = r"II\*\x00\C*?\x12\x01\x03\x00\x01\x00\x00\x00[\x02-\x08]\x00"
-# "Exif" is the mark in a JPEG, "eXIf" the chunk of a PNG. A WebP has its EXIF data after the
-# pixels, announced by a flag at byte 20.
+# "Exif" marks EXIF data in a JPEG, and "eXIf" is the chunk in a PNG. A WebP has its EXIF data after
+# the pixels, announced by a flag in byte 20.
 _TURNED = (
     rf"\C*?(?:Exif\x00\x00|eXIf)(?:{_BIG_ENDIAN}|{_LITTLE_ENDIAN})",
     r"RIFF\C{4}WEBPVP8X\C{4}[\x08-\x0f\x18-\x1f\x28-\x2f\x38-\x3f]",
@@ -38,8 +38,8 @@ _TURNED = (
 _TIFF = (r"II\*\x00", r"MM\x00\*")
 # AVIF, animated WebP, and the files that an error message names; see NO_IMAGES.
 _OTHERS = (r"\C{4}ftyp", "<", "%PDF", "version https://git-lfs", r"RIFF\C{4}WEBPVP8X\C{14}ANIM")
-# Patterns for the start of files that Pillow reads, by the number of requested channels. Byte 28
-# of a BMP has the bits per pixel: TensorFlow mistakes the indices of a palette for grey.
+# Patterns for the start of files that Pillow decodes, by the number of requested channels. Byte 28
+# of a BMP holds the bits per pixel: TensorFlow mistakes palette indices for grey levels.
 _FOR_PILLOW = {
     1: (*_TIFF, *_OTHERS, "BM", "GIF8", r"RIFF\C{4}WEBP"),
     3: (*_TIFF, *_OTHERS, r"BM\C{26}[^\x18]"),
@@ -48,7 +48,7 @@ _FOR_PILLOW = {
 
 RESIZES = ("bilinear", "area", "antialias")
 FITS = ("crop", "pad", "stretch")
-# Crops drawn for each image, of which the first that fits is used; torchvision's number.
+# Crops drawn for each image, of which the first that fits is used; as in torchvision.
 ATTEMPTS = 10
 # libjpeg can decode a JPEG at a reduced size, with its sides divided by one of these numbers.
 JPEG_FRACTIONS = (1, 2, 4, 8)
@@ -56,17 +56,17 @@ JPEG_FRACTIONS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class RandomResizedCrop:
-    """A random part of each training image, resized to the size of the data set (Szegedy et al. 2015).
+    """Crops a random part of each training image and resizes it to image_shape (Szegedy et al. 2015).
 
-    The crop is taken from the full-size image during decoding, and of a JPEG only that part is
-    decoded. Outer columns of the part may differ by a few colour levels from the whole JPEG.
+    The crop is taken from the full-size image during decoding, and only that part of a JPEG is
+    decoded. Its outer columns may differ by a few colour levels from those of the whole JPEG.
 
     Attributes:
-        area: Smallest and largest fraction of the image's area, drawn uniformly.
+        area: Smallest and largest fraction of the image's area; the fraction is drawn uniformly.
         aspect: Smallest and largest width divided by height; its logarithm is drawn uniformly.
 
     Raises:
-        ConfigError: They are out of range.
+        ConfigError: A limit is out of range.
     """
 
     area: Sequence[float] = (0.08, 1.0)
@@ -82,11 +82,11 @@ class RandomResizedCrop:
                 )
 
     def draw(self, number: Any, seed: tf.Tensor) -> tf.Tensor:
-        """Draws random crops for `number` images whose sizes are not yet known. Pure.
+        """Draws random crops for `number` images whose sizes are not yet known. Pure function of seed int64 [2].
 
         Returns:
             float32 [number, ATTEMPTS, 4]: height and width, divided by the square root of the image's
-            area, and the position, 0 ... 1 from the top and from the left.
+            area, and the position from the top and from the left, as a fraction of the free space.
         """
         draws = tf.random.stateless_uniform([number, ATTEMPTS, 4], seed)
         smallest, largest = self.area
@@ -121,18 +121,18 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True)
 class Sizing:
-    """How an encoded image of any size becomes one of image_shape.
+    """Resizes and crops images of any size to image_shape.
 
     Attributes:
         image_shape: Height, width, channels.
         resize: bilinear, between four pixels, as Keras and TensorFlow do by default; area, the mean
             of the pixels that an output pixel covers; antialias, bilinear over the same pixels.
-        fit: crop keeps the largest central part of the aspect ratio of image_shape, pad the whole
-            image with black around it; stretch does not keep the aspect ratio.
-        crop_fraction: The central fraction of the resized image's sides that is kept: 0.875 is
+        fit: crop keeps the largest central part with the aspect ratio of image_shape; pad keeps the whole
+            image, with black around it; stretch does not keep the aspect ratio.
+        crop_fraction: The central fraction of the resized image's sides that is kept. 0.875 is
             ImageNet's 224 of 256.
-        exif: Images are turned upright, as their EXIF orientation says.
-        crop: Random crop of each training image, in place of fit and crop_fraction.
+        exif: Turn images upright, as their EXIF orientation says.
+        crop: Random crop of each training image, instead of fit and crop_fraction.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -155,7 +155,7 @@ class Sizing:
 
     @property
     def border(self) -> tuple[int, int]:
-        """Pixels that crop_fraction cuts off at top and bottom each, and at left and right each."""
+        """Pixels that crop_fraction cuts off: at top and bottom, each, and at left and right, each."""
         height, width = (
             round(side * (1 / self.crop_fraction - 1) / 2) for side in self.image_shape[:2]
         )
@@ -183,9 +183,9 @@ class Sizing:
         return f"{parts[self.fit]}{part}, resized to {list(self.image_shape)} ({self.resize})"
 
     def window(self, height: Any, width: Any) -> list[tf.Tensor]:
-        """Returns the part of an image that becomes `size`: [top, left, height, width], as Keras computes it.
+        """Returns the part of an image that is resized to `size`: [top, left, height, width], as Keras computes it.
 
-        With fit=pad it reaches beyond the image.
+        With fit=pad, it reaches beyond the image.
         """
         sides = tf.stack([height, width])
         fitting = tf.stack(
@@ -202,7 +202,7 @@ class Sizing:
         return [*tf.unstack(corner), *tf.unstack(sides)]
 
     def follow(self, labels: Image.Image, padding: Any) -> Image.Image:
-        """Resizes a mask as images are, but by nearest pixels: labels cannot be blended. `padding` fills the rest."""
+        """Resizes a mask like its image, but by nearest pixels: labels cannot be blended. `padding` fills the rest."""
         width, height = labels.size
         top, left, rows, columns = map(int, self.window(height, width))
         extent = (left, top, left + columns, top + rows)
@@ -212,7 +212,7 @@ class Sizing:
         return ImageOps.crop(resized, (*self.border[::-1], *self.border[::-1]))
 
     def whole(self, encoded: Any) -> tf.Tensor:
-        """Decodes an image as the saved model takes it: in its own size, or resized if is_fixed."""
+        """Decodes an image as the saved model takes it: at its own size, or resized if is_fixed."""
         return (
             decode(encoded, self)
             if self.is_fixed
@@ -220,11 +220,11 @@ class Sizing:
         )
 
     def layers(self) -> list[Callable[[Any], Any]]:
-        """Layers that resize a decoded image as decode() does, to the last bit; empty if is_fixed."""
+        """Returns layers that resize a decoded image as decode() does, to the last bit; none if is_fixed."""
         if self.is_fixed:
             return []
-        # The format is explicit, since keras.json may name another. Not keras.layers.Resizing: if a model
-        # begins with it and is called without `training`, its later layers run in training mode.
+        # data_format is explicit, since keras.json may name another. keras.layers.Resizing is not used: if a
+        # model begins with it and is called without `training`, its later layers run in training mode.
         resize = partial(
             keras.ops.image.resize,
             size=self.size,
@@ -241,7 +241,7 @@ class Sizing:
 
 
 def _decode_whole(encoded: Any, is_for_pillow: tf.Tensor, sizing: Sizing) -> tf.Tensor:
-    """Decodes one encoded image in its own size to uint8 [h, w, channels]; of an animation the first frame."""
+    """Decodes one image at its own size to uint8 [h, w, channels]; of an animation, only the first frame."""
     channels = sizing.image_shape[2]
 
     def by_pillow():
@@ -262,21 +262,21 @@ def _are_for_pillow(encoded: Any, sizing: Sizing) -> tf.Tensor:
     """True for images that TensorFlow cannot decode or would misread; bool in the shape of `encoded`."""
     head = tf.strings.substr(encoded, 0, HEAD_BYTES)
     begins = "|".join(_FOR_PILLOW[sizing.image_shape[2]] + (_TURNED if sizing.exif else ()))
-    # A single expression costs 0.02 to 0.05 of the 0.7 ms for a JPEG of 224x224. A switch of three
-    # cases, with TensorFlow's own operations for the orientation, costs up to 0.1 ms.
+    # A single expression takes 0.02 to 0.05 of the 0.7 ms that a JPEG of 224x224 takes. A switch of three
+    # cases, with TensorFlow's own operations for the orientation, takes up to 0.1 ms.
     return tf.strings.regex_full_match(head, rf"(?:{begins})\C*")
 
 
 def decode(encoded: Any, sizing: Sizing) -> tf.Tensor:
-    """Decodes one encoded image to uint8 sizing.image_shape, as validation and the saved model see it."""
+    """Decodes one image to uint8 of sizing.image_shape, as validation and the saved model see it."""
     return decode_batch(tf.convert_to_tensor(encoded)[None], sizing)[0]
 
 
 def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = None) -> tf.Tensor:
-    """Decodes strings [batch] to uint8 [batch, h, w, c].
+    """Decodes encoded images, strings [batch], to uint8 [batch, h, w, c].
 
-    Images are decoded one after another, since the pipeline decodes several batches at once. Whatever
-    can be is computed for the whole batch: each operation on one image costs 1 to 2 microseconds.
+    Images are decoded one after another, since the pipeline decodes several batches at once. As much as
+    possible is computed for the whole batch: each operation on one image costs 1 to 2 microseconds.
 
     Args:
         draws: The random crops, see RandomResizedCrop.draw(); None: `fit` and `crop_fraction` apply.
@@ -286,7 +286,7 @@ def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = N
     decode_one: Callable[..., tf.Tensor] = partial(_decode_central, sizing)
     if draws is not None:
         are_jpegs = tf.strings.substr(encoded, 0, len(JPEG_BEGIN)) == JPEG_BEGIN
-        # TensorFlow decodes no JPEG with an alpha channel.
+        # TensorFlow cannot decode a JPEG to four channels.
         are_cropped = are_jpegs & ~are_for_pillow & (sizing.image_shape[2] != 4)
         windows = RandomResizedCrop.windows(_jpeg_sizes(encoded, are_cropped), draws)
         elements += (are_cropped, windows, draws)
@@ -296,7 +296,7 @@ def decode_batch(encoded: tf.Tensor, sizing: Sizing, draws: tf.Tensor | None = N
 
 
 def _jpeg_sizes(encoded: tf.Tensor, are_jpegs: tf.Tensor) -> tf.Tensor:
-    """Reads height and width of JPEGs without decoding them, int32 [batch, 2]; 1 and 1 for other images."""
+    """Reads the height and width of JPEGs without decoding them, int32 [batch, 2]; 1 and 1 for other images."""
 
     def size(element):
         image, is_jpeg = element
@@ -307,7 +307,7 @@ def _jpeg_sizes(encoded: tf.Tensor, are_jpegs: tf.Tensor) -> tf.Tensor:
 
 
 def _decode_central(sizing: Sizing, encoded: tf.Tensor, is_for_pillow: tf.Tensor) -> tf.Tensor:
-    """Decodes an image, and resizes the part that `fit` and `crop_fraction` select."""
+    """Decodes an image and resizes the part that `fit` and `crop_fraction` select."""
     # The whole image is decoded even if only a part is used: decode_and_crop_jpeg() saves nothing
     # for a central crop, and its outer columns differ in colour from what the saved model gets.
     image = _decode_whole(encoded, is_for_pillow, sizing)
@@ -327,7 +327,7 @@ def _decode_random(
     window: tf.Tensor,
     draws: tf.Tensor,
 ) -> tf.Tensor:
-    """Decodes an image, or only the window if is_cropped, and resizes its random crop."""
+    """Decodes an image, or only its window if is_cropped, and resizes the random crop."""
     height, width, channels = sizing.image_shape
 
     def decode_at(fraction):
@@ -336,8 +336,8 @@ def _decode_random(
     def of_jpeg():
         if sizing.resize == "bilinear":
             return decode_at(1)
-        # The smallest size that is still large enough; the crop is rounded to its pixels. Area and
-        # antialias average pixels anyway; bilinear does not, so it decodes at full size like validation.
+        # Decodes at the smallest size that is still large enough, with the crop rounded to its pixels. Area
+        # and antialias average pixels anyway; bilinear does not, so it decodes at full size like validation.
         reduction = tf.minimum(window[2] // height, window[3] // width)
         index = tf.reduce_sum(tf.cast(reduction >= JPEG_FRACTIONS[1:], tf.int32))
         return tf.switch_case(index, [partial(decode_at, fraction) for fraction in JPEG_FRACTIONS])
@@ -353,7 +353,7 @@ def _decode_random(
 
 
 def _resize(image: tf.Tensor, sizing: Sizing, size: Any, border: tuple[int, int]) -> tf.Tensor:
-    """Resizes pixels to `size`, and cuts off the border."""
+    """Resizes an image to `size` and cuts off the border."""
     height, width, _ = sizing.image_shape
     kept = slice(border[0], border[0] + height), slice(border[1], border[1] + width)
 
@@ -362,6 +362,6 @@ def _resize(image: tf.Tensor, sizing: Sizing, size: Any, border: tuple[int, int]
         resized = tf.image.resize(image, size, method, antialias=sizing.resize == "antialias")
         return tf.cast(tf.round(resized[kept]), tf.uint8)
 
-    # Resizing to the same size would change no bit, but take longer than decoding.
+    # Resizing to the same size would not change a bit, but take longer than decoding.
     fits = tf.reduce_all(tf.shape(image)[:2] == size)
     return tf.ensure_shape(tf.cond(fits, lambda: image[kept], resize), sizing.image_shape)

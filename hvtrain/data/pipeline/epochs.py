@@ -1,4 +1,4 @@
-"""Streams whose epochs are opened in Python, one after the other, and then read by TensorFlow alone."""
+"""Builds streams whose epochs are opened in Python, one after the other, and then read by TensorFlow alone."""
 
 import random
 import threading
@@ -16,14 +16,14 @@ from tensorflow.python.eager import context
 from hvtrain.core.step_plan import Share
 from hvtrain.data.pipeline.streams import FOREVER, ORDER, end_with_python, step_sizes, unconverted
 
-# tf.data opens the epochs of several streams in threads of its own, and the seed is global.
+# TensorFlow's seed is global, and tf.data may open epochs of several streams at once in its own threads.
 _seeding = threading.RLock()
 
 
 def call_python(
     function: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[tf.TensorSpec]
 ) -> list[Any]:
-    """Calls a Python function on arrays within a stream; returns its results, arrays of these specs, as tensors."""
+    """Calls a Python function on arrays within a stream; its results, arrays of these specs, become tensors."""
     end_with_python()
     # In eager mode, a single tensor is returned without its list.
     tensors = nest.flatten(tf.numpy_function(function, arguments, [spec.dtype for spec in specs]))
@@ -32,16 +32,16 @@ def call_python(
 
 
 def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
-    """Joins the data sets of all epochs from `first` on, each opened when the one before has ended.
+    """Chains the data sets of all epochs from `first` on, opening each when the one before it has ended.
 
     Args:
-        open_epoch: Called in Python, with the epoch. TensorFlow then reads the data set that it returns.
+        open_epoch: Called in Python with the epoch's number. TensorFlow then reads the data set it returns.
     """
     end_with_python()
     # Opened here, so that its errors are raised unchanged, not wrapped by TensorFlow.
     ready = [open_epoch(first)]
     spec = ready[0].element_spec
-    # A data set's functions die with its Python object, so the newest two are kept alive.
+    # A data set's functions die with its Python object, so the last two data sets are kept alive.
     kept: deque[Dataset] = deque(maxlen=2)
 
     def open_as_variant(epoch):
@@ -49,7 +49,7 @@ def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
             kept.append(ready.pop() if ready else open_epoch(int(epoch)))
             return tf.data.experimental.to_variant(kept[-1])
 
-    # TensorFlow reads the data set itself. Python is called once per epoch.
+    # Python is called once per epoch; TensorFlow itself reads the data set.
     @unconverted
     def epoch_batches(epoch):
         variant = tf.py_function(open_as_variant, [epoch], tf.variant)
@@ -60,15 +60,15 @@ def join_epochs(open_epoch: Callable[[int], Dataset], first: int) -> Dataset:
 
 @contextmanager
 def seeded(seed: int, epoch: int) -> Iterator[None]:
-    """Sets TensorFlow's seed to a function of seed and epoch, and restores it at the end.
+    """Sets TensorFlow's global seed to a function of seed and epoch, and restores the old one at the end.
 
-    A shuffle that is created within has another order in each epoch, and the same order again when
-    the run is resumed, whether it has a seed of its own or not. The seed is equal on all ranks: their
-    shards differ already, and ranks that read the same data by mistake then read it in the same
-    order, so their equal batches are noticed.
+    A shuffle created inside has another order in each epoch, but the same one again when the run is
+    resumed, whether it has a seed of its own or not. The seed is equal on all ranks: their shards
+    differ anyway, and if ranks read the same data by mistake, they read it in the same order, so that
+    their equal batches are noticed.
     """
     order_seed = int(np.random.default_rng((seed, ORDER, epoch)).integers(2**31))
-    # Not tf.random.set_seed, which would also reset random operations elsewhere.
+    # tf.random.set_seed is not used, since it would also reset random operations elsewhere.
     eager = context.context()
     with _seeding:
         before = (eager._seed, getattr(eager, "_rng", None))
@@ -87,14 +87,15 @@ def cut_epoch(
     wrong_number: Callable[[int], Exception],
     ends: bool = False,
 ) -> Dataset:
-    """Cuts batches into an epoch's steps from first_step on, and checks that the examples suffice.
+    """Cuts batches into the steps of an epoch, from first_step on, and checks that the examples suffice.
 
     The stream fails if the examples end before the share does.
 
     Args:
         batches: Batches of up to share.batch_size examples.
-        wrong_number: Makes the error from the number of examples that were read.
-        ends: If True, the stream also fails if examples follow after the share.
+        share: This rank's steps.
+        wrong_number: Makes the error, given the number of examples that were read.
+        ends: If True, the stream also fails if there are more examples than the share has.
     """
     end_with_python()
 
@@ -103,10 +104,10 @@ def cut_epoch(
 
     if not share.is_full:
         sizes = step_sizes(share, first_step)
-        # A run that is resumed at the end of an epoch has no step left in it.
+        # A run resumed at the end of an epoch has no steps left in it.
         batches = batches.rebatch(sizes) if sizes else batches
 
-    # Empty batches are appended, so that a stream that is too short still reaches the check.
+    # Empty batches are appended, so that the check also runs for a stream that is too short.
     empty = nest.map_structure(
         lambda spec: tf.zeros([0, *spec.shape[1:]], spec.dtype),
         batches.element_spec,
@@ -117,7 +118,7 @@ def cut_epoch(
     def check(step, batch):
         size = tf.shape(nest.flatten(batch)[0], tf.int64)[0]
         begin = share.begin(step)
-        # With `ends`, one more step follows the share, and has to be empty.
+        # With `ends`, one more step follows the share, and it must be empty.
         needed_size = tf.where(step < share.steps, share.begin(step + 1) - begin, 0)
 
         num_read = tf.minimum(begin, share.num_examples) + size

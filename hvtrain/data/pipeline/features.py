@@ -1,4 +1,4 @@
-"""Features of a table: statistics of its columns in float64, and the Keras layers that hold them.
+"""Turns the columns of a table into features, with statistics in float64 and Keras layers that hold them.
 
 The layers are those of keras.utils.FeatureSpace, in its order. FeatureSpace itself would adapt each
 column separately, in float32 and in batches of 32 rows. The same layers encode a loaded table, part
@@ -25,26 +25,26 @@ from hvtrain.data.formats.table_phrases import odd_texts
 from hvtrain.data.source import symbolic
 from hvtrain.errors import ConfigError, DataError
 
-# Treatments that fill gaps.
+# The values of `missing` that fill gaps.
 FILLING = ("median", "most_frequent", "indicator")
 # Bins of float_discretized, as in FeatureSpace.
 NUM_BINS = 32
 # Numbers larger than this many standard deviations lose more than six bits in float32.
 WIDE_RATIO = 64
-# More columns of numbers than this become one input of the model: Keras takes 5 ms for each input,
-# and again for each copy of the model.
+# If there are more columns of numbers than this, they share one input of the model: Keras takes 5 ms for
+# each input, and again for each copy of the model.
 MAX_INPUTS = 200
-# Values of a loaded table that are computed at once: 128 MB, and as much again for each layer.
+# Feature values computed at once from a loaded table: 128 MB, and as much again for each layer.
 ENCODED_AT_ONCE = 2**25
 NUMBERS = "numbers"
 # Instead of Keras's [UNK], which could be a name in a table.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# Names that Keras gives to parts of a model that are not inputs.
+# Names that Keras gives to parts of a model other than its inputs.
 TAKEN = re.compile(r"(features|where|isnan|take|cast|logical_not|layer|mlp|numbers)(_\d+)?$")
 
 
 def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
-    """Returns the column with statistics of its training rows, whose indices are `rows`."""
+    """Fits a column's statistics to its training rows, whose indices are `rows`, and returns it with them."""
     if column.is_category:
         return _fit_categories(column, cells.values.take(pa.array(rows)))
 
@@ -54,7 +54,7 @@ def fit(column: Column, cells: Cells, rows: np.ndarray) -> Column:
         numbers = np.where(np.isnan(numbers), fill, numbers)
         column = replace(column, fill=fill.tolist())
 
-    # The mean of a constant column may be rounded. The value itself keeps distances of new values exact.
+    # The mean of a constant column may be rounded. With the constant itself, new values keep exact distances.
     lowest = numbers.min(axis=0)
     highest = numbers.max(axis=0)
     is_constant = lowest == highest
@@ -84,11 +84,11 @@ def _fit_categories(column: Column, values: pa.Array) -> Column:
     names = counted.field("values").to_pylist()
     counts = counted.field("counts").to_pylist()
     # Keras's order of a vocabulary: the most frequent first, and equally frequent ones by name, descending.
-    # Not sorted with NumPy, whose arrays give each name the space of the longest.
+    # NumPy is not used to sort: its arrays give each name as much space as the longest.
     ordered = [name for _, name in sorted(zip(counts, names), reverse=True)]
     fill = []
     if column.missing == "indicator":
-        # A gap is a category like the others.
+        # Gaps form a category of their own.
         fill = [""]
         ordered.append("")
     elif column.missing in FILLING:
@@ -97,13 +97,13 @@ def _fit_categories(column: Column, values: pa.Array) -> Column:
 
 
 def filled(column: Column, cells: Cells, where: str, rows: np.ndarray | None = None) -> Any:
-    """Returns the cells with gaps filled; gaps in numbers stay NaN, which the model fills.
+    """Returns the cells with their gaps filled; gaps in numbers stay NaN, and the model fills them.
 
     Args:
         column: the fitted column.
         cells: its cells.
         where: the file, for messages.
-        rows: numbers of the rows that are used; None: all.
+        rows: indices of the rows that are used; None: all.
 
     Raises:
         DataError: There are gaps, and nothing to fill them with.
@@ -118,7 +118,7 @@ def filled(column: Column, cells: Cells, where: str, rows: np.ndarray | None = N
 
 
 def refused_gaps(column: Column, cells: Cells, where: str, *, is_target: bool = False) -> DataError:
-    """Returns the error about gaps that nothing fills."""
+    """Makes the error about gaps that nothing fills."""
     is_gap = cells.is_gap
     examples = ", ".join(odd_texts(cells))
     odd = f", among them {examples}" if examples else ""
@@ -133,7 +133,13 @@ def refused_gaps(column: Column, cells: Cells, where: str, *, is_target: bool = 
 
 
 class TableFeatures:
-    """Turns the columns of a fitted schema into features, float32 [rows, features]."""
+    """Turns the columns of a fitted schema into features, float32 [rows, features].
+
+    With category ids, the features are {"numbers": float32 [rows, n], "categories": int32 [rows, m]}.
+
+    Raises:
+        ConfigError: The schema has category ids, but no columns of numbers or none of names.
+    """
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -143,7 +149,7 @@ class TableFeatures:
         self.has_block = len(self._numbers) > MAX_INPUTS
         self._types = {column.name: _type(column) for column in self.columns}
         if self.has_block and any(column.is_wide for column in self._numbers):
-            # A single input has a single type.
+            # All columns of one input have the same type.
             self._types |= {column.name: "float64" for column in self._numbers}
         self.inputs = dict(sorted(self._named_inputs()))
 
@@ -165,7 +171,7 @@ class TableFeatures:
         self._spans = {name: range(stop - sizes[name], stop) for name, stop in zip(sizes, stops)}
 
     def _layer(self, kind: Any, **options: Any) -> Any:
-        # Names made up by Keras could be those of columns.
+        # Names that Keras makes up could clash with those of columns.
         return kind(name=f"layer_{next(self._layer_numbers)}", **options)
 
     def _lookup(self, column: Column) -> tuple[Any, int]:
@@ -179,7 +185,7 @@ class TableFeatures:
             num_bins = self.schema.hash_buckets + self.schema.has_ids
             return self._layer(keras.layers.Hashing, num_bins=num_bins, mask_value=mask), num_bins
 
-        # Categories that were not in training share the first number.
+        # Categories that did not occur in training share the first index.
         num_categories = len(column.names) + 1
         kind: Any = keras.layers.StringLookup
         unknown: Any = UNKNOWN
@@ -190,7 +196,7 @@ class TableFeatures:
         return self._layer(kind, vocabulary=list(column.names), oov_token=unknown), num_categories
 
     def _named_inputs(self) -> Iterator[tuple[str, Sequence[Column]]]:
-        """Names of the model's inputs, with their columns. Keras allows no / in names."""
+        """Yields the names of the model's inputs, each with its columns. Keras allows no / in names."""
         if self.has_block:
             yield NUMBERS, self._numbers
         names = set()
@@ -204,7 +210,7 @@ class TableFeatures:
             yield name, [column]
 
     def spec(self) -> dict[str, tf.TensorSpec]:
-        """One example as the model takes it, by the names of its inputs."""
+        """Returns the spec of one example as the model takes it, by the names of its inputs."""
         return {
             name: tf.TensorSpec(
                 (sum(column.length for column in columns),), self._types[columns[0].name], name
@@ -217,7 +223,7 @@ class TableFeatures:
 
         Args:
             values: Cells.values of all columns, by name.
-            rows: numbers of the rows, int64.
+            rows: indices of the rows, int64.
         """
         raw = {}
         for name, columns in self.inputs.items():
@@ -248,12 +254,12 @@ class TableFeatures:
 
     @cached_property
     def model(self) -> keras.Model:
-        """The model from inputs, by name, to features, made only of Keras's own layers."""
+        """The model that maps inputs, by name, to features, made only of Keras's own layers."""
         inputs = symbolic(self.spec())
         return keras.Model(inputs, self._features(inputs), name="features")
 
     def _features(self, inputs: Mapping[str, Any]) -> Any:
-        # Parts of the features, each with the indices of its features.
+        # Pieces of the features, each with its indices among all features.
         pieces: list[tuple[Any, Sequence[int]]] = []
         codes = {}
         for name, columns in self.inputs.items():
@@ -283,7 +289,7 @@ class TableFeatures:
             features = concatenate([piece for piece, _ in pieces])
         places = [index for _, indices in pieces for index in indices]
         if places != sorted(places):
-            # Columns of other kinds lie between those of a single input.
+            # The columns of the shared input are not adjacent among the features.
             features = keras.ops.take(features, np.argsort(places), axis=-1)
         if not self.schema.has_ids:
             return features
@@ -297,7 +303,7 @@ class TableFeatures:
     def _normalized(
         self, numbers: Any, columns: Sequence[Column]
     ) -> Iterator[tuple[Any, Sequence[int]]]:
-        """Yields the normalized numbers of one input's columns, then flags of their gaps, each with feature indices."""
+        """Yields an input's normalized numbers, then flags for their gaps, each with its feature indices."""
         ops = keras.ops
         dtype = self._types[columns[0].name]
         owners = [column for column in columns for _ in range(column.length)]
@@ -327,16 +333,16 @@ class TableFeatures:
 
 
 def _type(column: Column) -> str:
-    """Returns the type of the model's input."""
+    """Returns the type of a column in the model's input."""
     if column.is_category:
         return "string" if column.kind == "name" else "int64"
     return "float64" if column.is_wide else "float32"
 
 
 def _statistics(column: Column) -> np.ndarray:
-    """Returns the mean and variance that normalize numbers, [2, length]."""
+    """Returns the mean and the variance that normalize a column of numbers, [2, length]."""
     if not column.mean:
         # Features such as "float" are not normalized.
         return np.repeat([[0.0], [1.0]], column.length, axis=1)
-    # Constants become 0, and new values keep their distance from them.
+    # A constant column becomes 0, and new values keep their distance from the constant.
     return np.array([column.mean, np.where(column.variance, column.variance, 1.0)])

@@ -1,8 +1,8 @@
-"""Batches of examples of similar length: buckets, and epochs in which all ranks use the same bucket in each step.
+"""Batches examples of similar length, in buckets, so that in each step all ranks have similar lengths.
 
 A rank sorts its shuffled examples by bucket, cuts them into steps, and shuffles the steps in the same way as all other
-ranks. So lengths within a step are similar on all ranks. The padded length of a batch follows from the lengths of all
-examples, which every rank knows, so nothing is communicated.
+ranks. The padded length of a batch follows from the lengths of all examples, which every rank knows, so that nothing
+needs to be communicated.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def choose_boundaries(chosen: int | Sequence[int], longest: int) -> list[int]:
     """Returns the ascending lengths to which batches are padded; the last one is `longest`.
 
     Args:
-        chosen: data.bucket_by_length: the boundaries, or their number, each half of the next; 0 means one boundary.
+        chosen: data.bucket_by_length: the boundaries, or their number, each half the next; 0 means one boundary.
         longest: The length that no example exceeds.
 
     Raises:
@@ -41,7 +41,7 @@ def choose_boundaries(chosen: int | Sequence[int], longest: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class LengthBuckets:
-    """The training examples of a data set by bucket.
+    """Groups the training examples of a data set into buckets by length.
 
     Attributes:
         boundaries: Ascending lengths to which batches are padded.
@@ -70,10 +70,11 @@ class LengthBuckets:
             rows = replace(topology, rank=rank).share(len(buckets))
             shards.append(buckets[np.asarray(rows, np.int64)])
         counts = [np.bincount(shard, minlength=len(self.boundaries)) for shard in shards]
-        # Each epoch leaves out different examples, which shifts the sorted ones by at most this many places.
+        # Each epoch leaves out other examples, which shifts the sorted ones by at most this many places.
         left_out = [[len(shard) - share.num_examples] for shard, share in zip(shards, shares)]
 
-        # The same permutation on all ranks. Part k of the sorted examples goes to step steps[k], and has its size.
+        # The permutation is the same on all ranks. Part k of the sorted examples goes to step steps[k], and has
+        # that step's size.
         steps = tf.random.experimental.stateless_shuffle(
             tf.range(share.steps), derive_seed(request.seed, BUCKETS, epoch)
         )

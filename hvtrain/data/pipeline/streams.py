@@ -1,4 +1,4 @@
-"""Makes streams: seeds, the order of an epoch, batches, augmentation, tf.data options.
+"""Builds streams: seeds, the order of an epoch, batches, augmentation, tf.data options.
 
 A resumed stream skips rows of indices, before any pixel is read. So resuming costs nothing, even at
 step 100,000.
@@ -29,7 +29,7 @@ Read = Callable[..., Parts]
 # Turns a step (or the number of a batch) and the outputs of Read into the model's inputs, targets and weights.
 Postprocess = Callable[..., Parts]
 
-# Purposes of random numbers. No two purposes share a sequence.
+# Purposes of random numbers, each with a sequence of its own.
 ORDER = 0
 AUGMENT = 1
 BLOCK = 2
@@ -40,12 +40,12 @@ BUCKETS = 5
 # An end that no stream reaches.
 FOREVER = 2**62
 
-# For functions without conditions on tensors: AutoGraph would spend up to 0.1 s on each.
+# For functions without control flow on tensors: AutoGraph would spend up to 0.1 s on each.
 unconverted = tf.autograph.experimental.do_not_convert
 
 
 def derive_seed(seed: int, purpose: int, *parts: int | tf.Tensor) -> tf.Tensor:
-    """Seed int64 [2] for TensorFlow's stateless random ops, a function of all arguments."""
+    """Returns a seed int64 [2] for TensorFlow's stateless random ops, a function of all arguments."""
     # Each part is folded in on its own, so that (1, 23) and (12, 3) give different seeds.
     derived = tf.constant([seed, purpose], tf.int64)
     for part in parts:
@@ -54,7 +54,7 @@ def derive_seed(seed: int, purpose: int, *parts: int | tf.Tensor) -> tf.Tensor:
 
 
 def step_sizes(share: Share, first_step: int = 0) -> list[int]:
-    """The number of examples in each step of an epoch, from first_step on."""
+    """Returns the number of examples in each step of an epoch, from first_step on."""
     begins = [share.begin(step) for step in range(first_step, share.steps + 1)]
     return [end - begin for begin, end in pairwise(begins)]
 
@@ -63,19 +63,20 @@ def finish(batches: Dataset, topology: Topology) -> Dataset:
     """Adds prefetching and options: deterministic, not sharded by tf.data, on the rank's share of the cores."""
     options = tf.data.Options()
     options.deterministic = True
-    # The source has sharded the data already, by rank.
+    # The source has already sharded the data by rank.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    # All ranks of a host read at the same time, and tf.data would take every core for each.
+    # All ranks of a host read at the same time, and tf.data would take every core for each of them.
     options.threading.private_threadpool_size = resources.cores_of_each(topology.local_size)
     options.threading.max_intra_op_parallelism = 1
-    # With fixed threads autotuning gains nothing, and it can delay shutdown by 10 s: a race in
+    # Autotuning gains nothing with fixed threads, and it can delay shutdown by 10 s: a race in
     # TensorFlow, seen in one of five shutdowns.
     options.autotune.enabled = False
     return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
 def end_with_python() -> None:
-    """Makes the interpreter end open streams when it exits. Call it before a stream gets a Python function."""
+    """Makes the interpreter end open streams when it exits. Called before a stream gets a Python function."""
+    # Exit functions run in reverse order. Registered anew, this one runs before all that were registered earlier.
     atexit.unregister(_end_streams)
     atexit.register(_end_streams)
 
@@ -83,7 +84,7 @@ def end_with_python() -> None:
 def _end_streams() -> None:
     """Drops all iterators.
 
-    Otherwise TensorFlow's threads wait forever for a Python call that the exit has prevented.
+    Otherwise, TensorFlow's threads would wait forever for a Python call that the exit prevents.
     """
     for candidate in gc.get_objects():
         if isinstance(candidate, OwnedIterator):
@@ -96,23 +97,24 @@ def regrouped(
     topology: Topology,
     start_step: int,
 ) -> Dataset:
-    """Returns this rank's parts of the global batches of a plan that was made for another number of ranks.
+    """Returns this rank's parts of the global batches of a plan made for another number of ranks.
 
     The streams of all shares that a part overlaps are joined and cut. So each example is the one
-    that the plan's own ranks would have read, order and augmentation included. Two ranks that need
-    parts of one stream both read and decode it.
+    that the plan's own ranks would have read, including order and augmentation. Two ranks that need
+    parts of the same stream both read and decode it.
 
     Args:
-        stream_of: Opens the stream of a share, from start_step of the plan on.
+        stream_of: Opens the stream of a share of the plan, from start_step on.
         topology: This rank among the current ranks.
+        start_step: The first step, counted from the beginning of the run.
     """
     shares = plan.shares_of(topology.rank)
-    # Only the step within the epoch decides how a batch is cut.
+    # How a batch is cut depends only on the step within the epoch.
     steps = Dataset.range(start_step % plan.steps_per_epoch, FOREVER)
 
     def part_of(step, batches):
         if plan.is_full:
-            # All steps are equal, and plain integers keep the batch's static shape.
+            # All steps are cut alike, and Python integers keep the batch's static shape.
             parts = plan.parts(0)
             offsets = plan.share_offsets(0)
         else:
@@ -133,7 +135,7 @@ def regrouped(
 
 
 class StreamedSource(Source):
-    """A source that reads batches, then augments (in training) and normalizes by its `transform`."""
+    """A source that reads batches, then augments (in training) and normalizes them with its `transform`."""
 
     transform: Transform = Transform()
 
@@ -143,11 +145,11 @@ class StreamedSource(Source):
 
     @abstractmethod
     def training_batches(self, request: StreamRequest) -> Dataset:
-        """Endless stream of (step, batch) from request.start_step on."""
+        """Returns an endless stream of (step, batch), from request.start_step on."""
 
     @abstractmethod
     def evaluation_batches(self, split: str, topology: Topology, batch_size: int) -> Dataset:
-        """Finite stream of (batch number, batch) of all examples of the shard, in order."""
+        """Returns a finite stream of (batch number, batch), with all examples of the shard in order."""
 
     def load(
         self,
@@ -157,12 +159,12 @@ class StreamedSource(Source):
         postprocess: Postprocess,
         batch_size: int | None = None,
     ) -> Dataset:
-        """Maps (step, batch) to postprocess(step, inputs, targets, ...).
+        """Reads batches: maps (step, batch) to postprocess(step, inputs, targets, ...).
 
         Args:
             batch_size: For evaluation; None for training.
         """
-        # The reader comes first, since it may fit the transform that postprocess uses.
+        # The reader is opened first, since it may fit the transform that postprocess uses.
         read = self.reader(split, topology)
 
         def load_batch(step, batch):
@@ -177,7 +179,7 @@ class StreamedSource(Source):
         def augment(step, *elements):
             seed = derive_seed(request.seed, AUGMENT, topology.rank, step)
             inputs, *others = self.augment(elements, seed)
-            # Raw batches stay bytes, for a quarter of the traffic to a GPU.
+            # Raw batches stay bytes, which is a quarter of the traffic to a GPU.
             if not self.raw_batches:
                 inputs = self.transform.normalize(inputs)
             return inputs, *others
@@ -189,7 +191,7 @@ class StreamedSource(Source):
 
     @unconverted
     def _with_crops(self, request: StreamRequest, step: tf.Tensor, batch: Any) -> Parts:
-        """Appends a batch's random crops as its last part, so that examples that are read singly keep theirs."""
+        """Appends a batch's random crops as its last part, so that examples read one by one keep their crops."""
         parts = tf.nest.flatten(batch)
         seed = derive_seed(request.seed, CROP, request.topology.rank, step)
         return step, (*parts, self.sizing.crop.draw(tf.shape(parts[0])[0], seed))
@@ -211,15 +213,15 @@ class StreamedSource(Source):
         return finish(self.load(batches, split, topology, normalize, batch_size), topology)
 
     def numbered_evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
-        """Like evaluation(), with the examples' indices in the shard as first part: (int64 [batch], inputs, ...).
+        """Like evaluation(), preceded by the examples' indices in the shard: (int64 [batch], inputs, ...).
 
-        Examples that on_error="skip" leaves out have no row, and the others keep their indices. For
-        that, examples are read one by one.
+        Examples that on_error="skip" leaves out have no row, and all others keep their indices. To
+        make that possible, examples are read one by one.
         """
 
         @unconverted
         def normalize(index, inputs, *others):
-            count = tf.shape(tf.nest.flatten(inputs)[0])[:1]  # 1, or 0 if it was left out.
+            count = tf.shape(tf.nest.flatten(inputs)[0])[:1]  # [1], or [0] if it was left out.
             return tf.fill(count, index), self.transform.normalize(inputs), *others
 
         singles = self.evaluation_batches(split, topology, 1)
@@ -239,7 +241,7 @@ class IndexedSource(StreamedSource):
         return None
 
     def shard_rows(self, split: str, topology: Topology) -> np.ndarray:
-        """The numbers of this rank's examples in the split, int64."""
+        """Returns the indices of this rank's examples in the split, int64 [n]."""
         return np.asarray(topology.share(self.num_examples(split)), np.int64)
 
     def training_batches(self, request: StreamRequest) -> Dataset:
@@ -257,7 +259,7 @@ class IndexedSource(StreamedSource):
             if buckets:
                 return buckets.epoch_batches(order[: share.num_examples], epoch, request, share)
             if share.is_full:
-                # As rows of one shape, so that batches have a static size.
+                # Rows of one shape give batches a static size.
                 rows = tf.reshape(order[: share.num_examples], [share.steps, share.batch_size])
                 return Dataset.from_tensor_slices(rows)
 
@@ -282,7 +284,7 @@ class IndexedSource(StreamedSource):
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
         if isinstance(self.transform, Unchanged):
-            return []  # The model takes what the streams give.
+            return []  # The model takes examples as the streams give them, so there is nothing to check.
         number = min(number, topology.share_size(self.num_examples(split)))
         images, *_ = self.reader(split, topology)(tf.range(number, dtype=tf.int64))
         return list(images.numpy().reshape(-1, *self.preprocessing().shape))

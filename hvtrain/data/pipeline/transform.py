@@ -1,6 +1,6 @@
 """Augments and normalizes pixels inside the input pipeline.
 
-Transform.preprocessing() gives the Keras layers that normalize in the same way, for the saved model.
+Transform.preprocessing() returns Keras layers that normalize in the same way, for the saved model.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,27 +18,27 @@ from hvtrain.errors import ConfigError
 STANDARDIZE = ("per_pixel", "per_channel", "scale", "none")
 # The label of mask pixels that are ignored, as in PASCAL VOC.
 IGNORED = 255
-# Images that are passed to the scaler at a time.
+# Number of images passed to the scaler at a time.
 FIT_ROWS = 4096
-# Keras's Normalization replaces scales below 1e-7; scales above this are safe from that.
+# Keras's Normalization replaces scales below 1e-7. Scales of at least this are safe.
 _EPSILON = 1e-6
 
 
 def fold_in(seed: tf.Tensor, number: Any) -> tf.Tensor:
-    """Another seed int64 [2], a function of a seed and a whole number."""
+    """Derives another seed int64 [2] from a seed and a whole number."""
     return tf.random.experimental.stateless_fold_in(seed, tf.cast(number, tf.int64))
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Shifts and flips raw images at random (training only), then gives (x - mean) / scale in float32.
+    """Shifts and flips raw images at random (in training), and normalizes them to (x - mean) / scale in float32.
 
     Raises:
         ConfigError: shift_pixels is negative, or a scale is not above 0.
     """
 
     mean: np.ndarray | float = 0.0
-    """Broadcasts over an image: a number, [channels] or [h, w, channels]."""
+    """A number, [channels] or [h, w, channels], broadcast over an image."""
     scale: np.ndarray | float = 1.0
     shift_pixels: int = 0
     """Each image is shifted by up to this many pixels in each direction; zeros fill the border."""
@@ -58,7 +58,7 @@ class Transform:
         if self.shift_pixels:
             images = _shift(images, self.shift_pixels, seed)
         if self.flip:
-            # Not the seed of the shift, with which flips and shifts would depend on each other.
+            # With the same seed as the shift, flips and shifts would depend on each other.
             draws = tf.random.stateless_uniform([tf.shape(images)[0], 1, 1, 1], fold_in(seed, 1))
             images = tf.where(draws < 0.5, tf.reverse(images, axis=[2]), images)
         return images
@@ -73,8 +73,8 @@ class Transform:
 
         Pixels that a shift brings in at a border get the label IGNORED.
         """
-        # As one more channel, masks move with their images. Labels are stored plus one: borders
-        # come in as 0, and 0 - 1 is 255 in uint8.
+        # As one more channel, masks move with their images. Labels are stored plus one: a shift fills
+        # borders with 0, and 0 - 1 is 255, which is IGNORED, in uint8.
         labels = tf.cast(masks + 1, images.dtype)[..., None]
         augmented = self.augment(tf.concat([images, labels], axis=-1), seed)
         return augmented[..., :-1], tf.cast(augmented[..., -1], tf.uint8) - 1
@@ -84,8 +84,8 @@ class Transform:
         mean = np.asarray(self.mean, np.float32)
         scale = np.asarray(self.scale, np.float32)
         pixels = tf.cast(images, tf.float32)
-        # Subtracting 0 flushes denormal numbers to 0. It is left out only for integers, none of
-        # which is denormal.
+        # Keras's Normalization subtracts a mean of 0 too, which flushes denormal numbers to 0. So the
+        # subtraction is left out only for integers, none of which is denormal.
         if mean.any() or not images.dtype.is_integer:
             pixels -= mean
         return pixels / scale
@@ -98,13 +98,13 @@ class Transform:
         limits: tuple[float, float] | None = None,
         resizing: Sequence[Callable[[Any], Any]] = (),
     ) -> Preprocessing:
-        """Layers that turn a raw example into what evaluation streams give, to the last bit.
+        """Returns layers that turn a raw example into what evaluation streams give, to the last bit.
 
         Args:
             shape: Shape of a raw example; None for a side of any size.
             image_shape: Shape of the streams' images.
             values: Description of the values in a raw example.
-            limits: Their smallest and largest value, if known.
+            limits: The smallest and the largest value, if known.
             resizing: Layers that resize images of any size to image_shape.
         """
         layers = list(resizing)
@@ -120,7 +120,7 @@ class Transform:
 
 
 class Unchanged(Transform):
-    """For inputs of any structure, which the model takes as they are read."""
+    """A transform for inputs of any structure, which the model takes as they are read."""
 
     def augment(self, inputs: Any, seed: tf.Tensor) -> Any:
         return inputs
@@ -134,7 +134,7 @@ def _normalization_layers(
     scale: np.ndarray,
     image_shape: ImageShape,
 ) -> list[keras.Layer]:
-    """Layers that compute (x - mean) / scale to the last bit, for mean and scale of the same shape."""
+    """Returns layers that compute (x - mean) / scale to the last bit, for mean and scale of the same shape."""
     axis = {0: None, 1: -1}.get(mean.ndim, (1, 2, 3))
     if mean.ndim > 1:
         mean = np.broadcast_to(mean, image_shape)
@@ -147,14 +147,14 @@ def _normalization_layers(
         layers.append(keras.layers.Rescaling(float(factor), dtype="float32"))
         mean = mean * factor
         scale = scale * factor
-    # Keras takes the variance, and the root of a square is exact. Rescaling by 1 / scale, instead, would round.
+    # Keras takes the variance, and the root of a square is exact. Rescaling by 1 / scale would round instead.
     variance = np.square(scale).tolist()
     layers.append(keras.layers.Normalization(axis, mean.tolist(), variance, dtype="float32"))
     return layers
 
 
 def _shift(images: tf.Tensor, pixels: int, seed: tf.Tensor) -> tf.Tensor:
-    """Pads by `pixels` on each side, and cuts a random window of the old size out of each image."""
+    """Pads images by `pixels` on each side, and cuts a random window of the old size out of each."""
     size = [tf.shape(images)[0], 2]
     corner = tf.random.stateless_uniform(size, seed, maxval=2 * pixels + 1, dtype=tf.int32)
     shifted = tf.pad(images, [[0, 0], [pixels, pixels], [pixels, pixels], [0, 0]])
@@ -169,13 +169,13 @@ def fit(
     standardize: str,
     max_value: float,
 ) -> tuple[np.ndarray | float, np.ndarray | float]:
-    """Fits mean and scale to training images, by scikit-learn's StandardScaler.
+    """Fits mean and scale to training images with scikit-learn's StandardScaler.
 
     A pixel that never changes gets scale 1.
 
     Args:
         images: [n, h, w, c], of which only `rows` are read.
-        standardize: "per_pixel" or "per_channel" fit; "scale" divides by max_value; "none" keeps the values.
+        standardize: "per_pixel" and "per_channel" fit; "scale" divides by max_value; "none" keeps the values.
 
     Returns:
         Mean and scale, of shape [h, w, c] or [c], or numbers if nothing is fitted.
@@ -200,7 +200,7 @@ def check_image_shape(image_shape: object) -> ImageShape:
     """Checks a configuration's list of height, width and channels, and returns it as a tuple.
 
     Raises:
-        ConfigError: It is not a shape of images.
+        ConfigError: It is not the shape of an image.
     """
     try:
         height, width, channels = (int(side) for side in image_shape)  # type: ignore[attr-defined]

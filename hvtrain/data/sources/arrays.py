@@ -1,6 +1,6 @@
-"""Images that fit in memory as NumPy arrays.
+"""Sources of images that fit in memory as NumPy arrays.
 
-They keep their original type, mostly bytes, and are normalized batch by batch.
+Images keep their original type, mostly bytes, and are normalized batch by batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +22,14 @@ from hvtrain.errors import DataError
 Arrays = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 CHANNELS = (1, 3, 4)
-# Pixels above this number, while another split's reach at most 1, show ranges of 0 ... 255 and 0 ... 1.
+# A split with pixels above this has another range (0 ... 255) than one whose pixels reach at most 1.
 RANGE_FACTOR = 30
 
 FITTED_FILE = "normalization.safetensors"
 
 
 class ArraySource(MemorySource):
-    """Images and their targets from a function that returns arrays.
+    """A source of images and their targets, from a function that returns arrays.
 
     The first stream fits the normalization to the whole training part; see MemorySource.
 
@@ -42,17 +42,17 @@ class ArraySource(MemorySource):
             are optional.
         image_shape: (height, width, channels).
         num_classes: if given, each target is the index of a class.
-        standardize: "per_pixel" or "per_channel" (mean 0, deviation 1), "scale" (divide by
+        standardize: "per_pixel" or "per_channel" (mean 0, standard deviation 1), "scale" (divide by
             max_value) or "none".
         max_value: the largest value that a pixel may have.
         shift_pixels, flip: augmentation of training batches; see Transform.
         class_names: the name of each class, for users of the saved model.
-        example_shape: shape of an example before load() reshaped it; the saved model takes that shape.
+        example_shape: shape of an example before load() reshaped it, which the saved model takes.
         more: origin, num_validation and more_facts; see MemorySource.
 
     Raises:
         ConfigError: for an unknown standardize, or if the number of class_names is not num_classes.
-        DataError: once loaded, for arrays of wrong shapes, labels or values.
+        DataError: if image_shape has its channels first; once loaded, for wrong shapes, labels or values.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ArraySource(MemorySource):
         self._standardize = standardize
         self._max_value = max_value
         self._example_shape = example_shape
-        # The smallest and the largest pixel of training; None until they are fitted.
+        # The smallest and the largest training pixel; None until they are fitted.
         self._range: tuple[float, float] | None = None
         self._dtype = np.dtype(np.float32)
 
@@ -100,7 +100,7 @@ class ArraySource(MemorySource):
 
     @property
     def _has_labels(self) -> bool:
-        """True if each image has one class. The number of classes may also come from more_facts."""
+        """True if each image has one class. num_classes may also have been set by more_facts."""
         return hasattr(self, "num_classes")
 
     def fit(self, train: Part) -> None:
@@ -119,7 +119,7 @@ class ArraySource(MemorySource):
             "mean": np.asarray(self.transform.mean),
             "scale": np.asarray(self.transform.scale),
             "range": np.asarray(self._range),
-            # An empty array, whose type the file stores.
+            # The file stores the type of an empty array.
             "dtype": np.zeros(0, self._dtype),
         }
         return {FITTED_FILE: safetensors.save(arrays)}
@@ -138,7 +138,7 @@ class ArraySource(MemorySource):
             self.fit(self.parts()["train"])
 
     def preprocessing(self) -> Preprocessing:
-        # The first stream fits the normalization, but a run with nothing left to do opens no stream.
+        # Usually, the first stream fits the normalization, but a run with nothing left to do opens no stream.
         self._fit_once()
         return self.transform.preprocessing(
             self._example_shape or self.image_shape,
@@ -162,16 +162,13 @@ class ArraySource(MemorySource):
         return description
 
     def value_range(self) -> tuple[float, float] | None:
-        """Returns 0 ... max_value for integers, 0 ... 1 for floats.
-
-        If training images exceed that, returns their own range.
-        """
+        """Returns 0 ... max_value for integers, 0 ... 1 for floats; the training images' range if they exceed that."""
         low, high = self.preprocessing().range or (0.0, 0.0)
         top = float(self._max_value) if np.issubdtype(self._dtype, np.integer) else 1.0
         return (0.0, top) if 0 <= low <= high <= top else (low, high)
 
     def check(self, split: str, *elements: Any) -> Parts:
-        """Checks a split; returns it with images [n, h, w, c] and labels [n].
+        """Checks a split, and returns it with images [n, h, w, c] and labels [n].
 
         Raises:
             DataError: for wrong shapes, labels or values.
@@ -209,7 +206,7 @@ class ArraySource(MemorySource):
 
 
 class ImagesWithMasks(ArraySource):
-    """Images whose targets are masks [n, h, w] of class indices; 255 is ignored.
+    """A source of images whose targets are masks [n, h, w] of class indices; 255 is ignored.
 
     Augmentation transforms images and masks together.
     """
@@ -236,7 +233,7 @@ class ImagesWithMasks(ArraySource):
                 f"from 0, and {IGNORED} where a pixel does not count"
             )
 
-        # Many tools paint the foreground white, 255. If 255 were ignored, a single class would be left.
+        # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
         if split == "train" and self.num_classes == 2:
             self._is_binary = {IGNORED} <= set(np.unique(masks).tolist()) <= {0, IGNORED}
         if self._is_binary:
@@ -261,7 +258,7 @@ def class_indices(labels: np.ndarray, where: str) -> np.ndarray:
     """Returns labels [n] or [n, 1] as [n].
 
     Raises:
-        DataError: if they are not integers; `where` begins its message.
+        DataError: if they are not one integer per example; `where` begins its message.
     """
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]

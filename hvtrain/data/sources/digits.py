@@ -11,8 +11,8 @@ from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 
 NUM_DIGITS = 1797
-MAX_VALUE = 16.0  # Largest value of a pixel.
-# The digits with each trait.
+MAX_VALUE = 16.0  # The largest value of a pixel.
+# Traits of digits, as targets of several labels per image.
 TRAITS = {
     "even": (0, 2, 4, 6, 8),
     "prime": (2, 3, 5, 7),
@@ -30,13 +30,13 @@ def _digits(
     standardize: str = "scale",
     shift_pixels: int = 0,
 ) -> ArraySource:
-    """Makes a source of images with pixels 0 ... 16.
+    """Makes a source of images [8, 8, 1] with pixels 0 ... 16.
 
-    The targets are 10 classes; or, with traits, float32 [traits], 1 for each of TRAITS that the
-    image has, else 0.
+    The targets are 10 classes or, with traits, float32 [traits]: 1 for each of TRAITS that the digit
+    has, else 0.
 
     Args:
-        num_test: number of images of the test part, which is stratified and the same in every run.
+        num_test: number of images in the test part, which is stratified and the same in every run.
         num_validation, standardize, shift_pixels: see ArraySource.
 
     Raises:
@@ -79,7 +79,7 @@ digits_traits = partial(_digits, "digits_traits", True)
 
 def read() -> tuple[np.ndarray, np.ndarray]:
     """Reads images uint8 [1797, 8, 8] and labels int64 [1797] from scikit-learn's own file."""
-    # Importing the package would take longer than training on this data.
+    # The file is read directly: importing the package would take longer than training on its data.
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise DataError(
@@ -93,7 +93,7 @@ def read() -> tuple[np.ndarray, np.ndarray]:
 
 def stratified(labels: np.ndarray, number: int) -> np.ndarray:
     """Returns a mask that selects `number` labels at random, in proportion from each class."""
-    # Shuffled, then sorted by class: evenly spaced members take from each class in proportion.
+    # Rows are shuffled, then sorted by class, so evenly spaced ones come from each class in proportion.
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = np.zeros(len(labels), bool)

@@ -1,7 +1,7 @@
-"""Base class of sources that read files: names an unreadable example, or leaves it out.
+"""Base classes for sources that read files: they name an unreadable example, or leave it out.
 
-TensorFlow does not say which file its pipeline could not read, and a search of all files takes hours
-on a large data set. So a batch that fails is read again at once, example by example.
+TensorFlow does not say which file its pipeline could not read, and searching all files of a large
+data set takes hours. So a batch that fails is read again at once, example by example.
 """
 
 from abc import abstractmethod
@@ -43,7 +43,7 @@ Example = Sequence[np.ndarray]
 
 
 class NotesFailure:
-    """Keeps errors that a stream's Python code raises, since TensorFlow passes on only their text."""
+    """Keeps the errors that a stream's Python code raises, since TensorFlow passes on only their text."""
 
     _failures: Sequence[UserError] = ()
 
@@ -65,21 +65,21 @@ class NotesFailure:
 
 
 class FileSource(NotesFailure, StreamedSource):
-    """A source of files with encoded images of any size.
+    """Base class for sources that read files of encoded images of any size.
 
     A subclass whose files hold pixels overrides preprocessing() and no_random_crop.
 
     on_error="stop": an unreadable example ends the stream; explain() returns the error.
-    on_error="skip": the example is noted. In training a good example of its batch replaces it, so
-        that batches stay full and a stream stays a function of the files' content. In evaluation
+    on_error="skip": the example is noted. In training, a good example of the same batch replaces it,
+        so that batches stay full and a stream stays a function of the files' content. In evaluation,
         it is left out.
     """
 
     ADVICE = "fix or remove it"
-    """What to do about an example that cannot be read, for the message."""
+    """Advice on an example that cannot be read, for the message."""
 
     FAR: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of files that are read in parts if they are in object storage."""
+    """Suffixes of the files that are read in parts, not copied, if they are in object storage."""
 
     no_random_crop = ""
     _warnings: Sequence[str] = ()
@@ -103,7 +103,7 @@ class FileSource(NotesFailure, StreamedSource):
         self.class_names = check_class_names(class_names, num_classes)
         self.transform = Transform(scale=scale, shift_pixels=shift_pixels, flip=flip)
         self.sizing = Sizing(self.image_shape, **sizing)
-        # Items left out, by location, in order: one that is met again in each epoch counts once.
+        # Items left out, by location, in order. One that is met again in each epoch counts once.
         self._left_out: dict[str, Unreadable] = {}
         self._num_reported = 0
 
@@ -113,11 +113,11 @@ class FileSource(NotesFailure, StreamedSource):
 
     @abstractmethod
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
-        """Returns the location of an example that cannot be used, and the problem.
+        """Returns the location of an example that cannot be used, and its problem.
 
         Args:
-            example: as the reader takes it.
-            problem: TensorFlow's error; empty for a label of -1.
+            example: the example as the reader takes it.
+            problem: TensorFlow's error; empty if the reader marked the example with the label -1.
         """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class FileSource(NotesFailure, StreamedSource):
         return super().description() | {"images": self._look, "warnings": list(self._warnings)}
 
     def sure_reader(self, split: str, topology: Topology) -> Read:
-        """Opens a reader for single examples of a batch on which `reader` failed."""
+        """Opens a reader for the single examples of a batch on which reader() failed; by default the same."""
         return self.reader(split, topology)
 
     @property
@@ -146,7 +146,7 @@ class FileSource(NotesFailure, StreamedSource):
         return decoded_preprocessing(self.transform, self.sizing)
 
     def leave_out(self, item: Unreadable) -> None:
-        """Notes a file, or a part of one, that on_error="skip" leaves out."""
+        """Notes an example, a file or a part of one that on_error="skip" leaves out."""
         self._left_out.setdefault(item.location, item)
 
     def unreadable(self) -> list[Unreadable]:
@@ -175,18 +175,18 @@ class FileSource(NotesFailure, StreamedSource):
                 return tuple(call_python(partial(repair, blanks), batch, specs))
 
             whole = whole.filter(lambda _, targets: tf.reduce_all(targets >= 0)).ignore_errors()
-            # The second part is read only if the first is empty.
+            # The repaired batch is read only if the whole one failed.
             either = whole.concatenate(single.map(repaired)).take(1)
             return either.map(lambda *pair: postprocess(step, *pair))
 
-        # Several batches are read at a time, and still arrive in order.
+        # Several batches are read at a time, but arrive in order.
         stream = batches.interleave(
             whole_or_repaired,
             resources.cores_of_each(topology.local_size),
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
         )
-        # Batches that lost examples are cut again, since only the last one may be short.
+        # In evaluation, only the last batch may be short, so batches that lost examples are cut again.
         if batch_size and self.skips:
             stream = stream.unbatch().batch(batch_size)
         return stream
@@ -194,10 +194,10 @@ class FileSource(NotesFailure, StreamedSource):
 
 @dataclass
 class _BatchRepair:
-    """Reads the good examples of a stream's failed batches, one by one, in plain Python."""
+    """Reads the good examples of a stream's failed batches one by one, in Python."""
 
     source: FileSource
-    """Locates the examples that fail, and notes them."""
+    """Locates and notes the examples that fail."""
     split: str
     topology: Topology
     is_training: bool
@@ -209,7 +209,7 @@ class _BatchRepair:
         sizes = self.source.shard_sizes(self.split, self.topology.size, self.topology.weights)
         self._num_local = sizes[self.topology.rank]
         # The compiled reader is tried first, since most examples of a failed batch are good. Its
-        # errors quote the graph, so the eager one gives the reason.
+        # errors quote the graph, so the eager one provides the reason.
         read = self.source.sure_reader(self.split, self.topology)
         self._readers = tf.function(read), read
 
@@ -218,7 +218,7 @@ class _BatchRepair:
 
         Args:
             blanks: images and targets of an empty batch.
-            batch: the failed batch, as its reader takes it.
+            batch: the failed batch, as the reader takes it.
         """
         examples = [[part[row : row + 1] for part in batch] for row in range(len(batch[0]))]
         attempts = [self._read(example) for example in examples]
@@ -235,7 +235,7 @@ class _BatchRepair:
         """Returns an image and its target; None if the example is skipped.
 
         Raises:
-            DataError: if the source does not skip, or has skipped all of the rank's evaluation examples.
+            DataError: if the source does not skip, or has skipped all evaluation examples of the rank.
         """
         source = self.source
         for read in self._readers:
@@ -252,7 +252,7 @@ class _BatchRepair:
             except StorageError as error:  # The example may be good, so it is not left out.
                 raise source.note(error) from None
 
-        # With random crops, a training example ends with the crop's draws, which locate() does not take.
+        # With random crops, a training example ends with the crop's draws, which locate() does not expect.
         parts = example[:-1] if self.is_training and source.sizing.crop else example
         item = source.locate(self.split, self.topology, parts, problem)
         if not source.skips:
@@ -260,7 +260,7 @@ class _BatchRepair:
 
         source.leave_out(item)
         self.skipped[item.location] = item
-        # A copy, since batches are repaired in several threads.
+        # The sum is over a copy, since batches are repaired in several threads.
         num_skipped = sum(item.num_examples or 0 for item in list(self.skipped.values()))
         if not self.is_training and num_skipped == self._num_local:
             raise self._nothing_left(item, f"of the rank's part of {self.split}")
@@ -275,7 +275,7 @@ class _BatchRepair:
 
 
 def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing:
-    """Returns the preprocessing of image files; a saved model takes decoded images, of any size unless is_fixed."""
+    """Returns the preprocessing of decoded images, which the saved model takes in any size unless is_fixed."""
     shape: tuple[int | None, ...] = (None, None, sizing.image_shape[2])
     values = "decoded pixels (tf.io.decode_image, keras.utils.load_img), not divided by 255"
     if sizing.is_fixed:
@@ -285,24 +285,24 @@ def decoded_preprocessing(transform: Transform, sizing: Sizing) -> Preprocessing
 
 
 class DealtSource(FileSource):
-    """A source that deals pieces of its files to the ranks: whole files, or row groups."""
+    """Base class for sources that deal pieces of their files to the ranks: whole files, or row groups."""
 
     PIECE: ClassVar[str]
-    """The name of a piece, for error messages."""
+    """What a piece is called in error messages."""
     ROW_BITS = 40
-    """An example's code, the last part of a batch: its piece's number << ROW_BITS, plus its row."""
+    """The last part of a batch holds its examples' codes: the piece's number << ROW_BITS, plus the row."""
 
     @property
     @abstractmethod
     def counts(self) -> Mapping[str, Mapping[Any, int]]:
         """Number of examples by split and piece.
 
-        Counted on first use: on_error, which decides about damage, is set after opening.
+        Counted on first use, since on_error, which decides what happens to damaged files, is set after opening.
         """
 
     @abstractmethod
     def locate_row(self, piece: Any, row: int, example: Example, problem: str) -> Unreadable:
-        """Like locate(), given the example's piece and its row in the piece."""
+        """Like locate(), given the example's piece and its row within the piece."""
 
     def locate(self, split: str, topology: Topology, example: Example, problem: str) -> Unreadable:
         return self.locate_row(*self.piece_and_row(example[-1]), example, problem)
@@ -322,7 +322,7 @@ class DealtSource(FileSource):
         return {piece: number << self.ROW_BITS for number, piece in enumerate(self._pieces)}
 
     def facts(self) -> dict[str, Any]:
-        self.num_examples("train")  # Counting reads the names of classes.
+        self.num_examples("train")  # Counting sets the class names if labels are text.
         return super().facts()
 
     def take_class_names(self, names: Collection[str], label: str) -> None:
@@ -353,7 +353,7 @@ class DealtSource(FileSource):
         """Returns the pieces of each rank.
 
         Raises:
-            DataError: if a rank would have no piece to train on. In evaluation it may have none.
+            DataError: if a rank would have no piece to train on. In evaluation, it may have none.
         """
         counts = self.counts.get(split, {})
         if split == "train" and len(counts) < num_shards:
@@ -374,9 +374,9 @@ def deal(
     num_shards: int,
     weights: Sequence[int] = (),
 ) -> list[list[Piece]]:
-    """Deals pieces to shards, so that each holds examples in proportion to its weight. Pure.
+    """Deals pieces to shards, so that each shard holds examples in proportion to its weight. Pure.
 
-    The largest pieces come first; each goes to the shard whose load so far is least for its weight.
+    Pieces are dealt from the largest down, each to the shard with the lowest load for its weight so far.
 
     >>> deal({"a": 5, "b": 3, "c": 2}, 2)
     [['a'], ['b', 'c']]
@@ -386,7 +386,7 @@ def deal(
     loads = [0.0] * num_shards
 
     for piece in sorted(counts, key=lambda piece: (-counts[piece], piece)):
-        # Ties go to the shard with fewer pieces, then to the first, so that all ranks deal equally.
+        # Ties go to the shard with fewer pieces, then to the first, so that all ranks deal alike.
         lightest = min(range(num_shards), key=lambda shard: (loads[shard], len(shards[shard])))
         shards[lightest].append(piece)
         loads[lightest] += counts[piece] / weights[lightest]

@@ -1,4 +1,4 @@
-"""Data sets that Hugging Face's library `datasets` has saved to disk.
+"""Data sets that Hugging Face's `datasets` library has saved to disk.
 
 Columns may hold images, numbers, strings, and lists of numbers. Nothing is downloaded.
 """
@@ -35,10 +35,10 @@ INSTALL = "install scripts/lock/data.txt (docs/data.md)"
 
 
 class HuggingFace(NotesFailure, IndexedSource):
-    """A data set that save_to_disk() wrote: one Dataset, the training part, or a DatasetDict.
+    """A data set that save_to_disk() wrote: a DatasetDict, or one Dataset, which is the training part.
 
-    The splits of a DatasetDict are train, validation (or val, valid, dev) and test. Rows are read by number, so a
-    resumed run does not read seen rows again.
+    The splits of a DatasetDict are train, validation (or val, valid, dev) and test. Rows are read by index, so a
+    resumed run does not read again what it has seen.
 
     Args:
         dir: the folder that save_to_disk() wrote.
@@ -82,7 +82,7 @@ class HuggingFace(NotesFailure, IndexedSource):
                 f"{', '.join(train.features)}"
             )
 
-        # Compared by type name, so that the library's types need not be imported.
+        # Types are compared by name, so that the library need not be imported here.
         types = {name: type(train.features[name]).__name__ for name in columns}
         self._images = {name for name in types if types[name] == "Image"}
         if image_shape is not None:
@@ -93,7 +93,7 @@ class HuggingFace(NotesFailure, IndexedSource):
                 "dataset.image_shape=[height,width,channels]"
             )
 
-        # Inputs other than one column of images reach the model unchanged.
+        # Inputs other than a single column of images reach the model unchanged.
         self.transform = Unchanged()
         if isinstance(input, str) and input in self._images:
             self.image_shape = self.sizing.image_shape
@@ -104,7 +104,7 @@ class HuggingFace(NotesFailure, IndexedSource):
             self.class_names = train.features[target].names
             self.num_classes = len(train.features[target].names)
 
-        # The first row shows types and lengths; _array() checks that all others have the same.
+        # The first row determines types and lengths; _array() checks that all others have the same.
         first = train[:1]
         self._specs = {name: self._column_spec(name, first[name]) for name in columns}
 
@@ -153,7 +153,7 @@ class HuggingFace(NotesFailure, IndexedSource):
                 "dataset=huggingface cannot skip what it cannot read; use data.on_error=stop"
             )
 
-        rows: Any = None  # A split that does not exist has no rows to read.
+        rows: Any = None  # A missing split has no rows to read.
         if split in self._splits:
             rows = self._splits[split].select_columns(list(self._specs))
         local = self.shard_rows(split, topology)
@@ -171,10 +171,10 @@ class HuggingFace(NotesFailure, IndexedSource):
         def read(indices, *draws):
             values = dict(zip(self._specs, call_python(read_arrays, [indices], specs)))
             for name in self._images:
-                # Only the input is cropped at random, not images among the targets.
+                # Only a single input is cropped at random, not images among several inputs or targets.
                 is_input = name == self._input
                 values[name] = decode_batch(values[name], self.sizing, *(draws if is_input else ()))
-                # If this column alone is the input, the transform scales it.
+                # The transform scales the single input; other images are scaled here.
                 if not is_input:
                     values[name] = tf.cast(values[name], tf.float32) / 255.0
             return self._arranged(values)
@@ -212,7 +212,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         )
 
     def _arranged(self, values: dict[str, Any]) -> Parts:
-        """Arranges values by column as (inputs, targets), each a value or a dict by name."""
+        """Arranges the columns' values as (inputs, targets), each a value or a dict by name."""
 
         def arrange(columns):
             if isinstance(columns, str):
@@ -228,7 +228,7 @@ class HuggingFace(NotesFailure, IndexedSource):
 
         shape = []
         values = one_array(column)
-        # Lists within lists are the axes of an array.
+        # Nested lists are the axes of an array.
         while isinstance(values.type, LISTS):
             shape.append(len(values[0]))
             values = values.flatten()
@@ -249,34 +249,34 @@ class HuggingFace(NotesFailure, IndexedSource):
         split: str,
         numbers: np.ndarray,
     ) -> np.ndarray:
-        """Returns a column of some rows as an array, encoded images as objects.
+        """Returns a column of some rows as an array; encoded images as objects.
 
         Args:
             table: the rows.
             name: name of the column.
             split: the rows' split, for messages.
-            numbers: the rows' numbers in the split, for messages.
+            numbers: the rows' indices in the split, for messages.
 
         Raises:
-            DataError: for gaps and unequal lengths, with the row's number; and for integers beyond 32 bits.
+            DataError: for gaps and unequal lengths, with the row's index; and for integers beyond 32 bits.
         """
         values = one_array(table[name])
         count = len(values)
         if name in self._images:
-            # The library stores the bytes of an image, or only the path of its file.
+            # The library stores an image's bytes, or only the path of its file.
             pairs = zip(*(values.field(key).to_pylist() for key in ("bytes", "path")))
             encoded = [Path(path).read_bytes() if data is None else data for data, path in pairs]
             return np.array(encoded, object)
 
         def wrong_row(index, content):
-            # Up to this level each row has the same number of values, since all lists of a level have one length.
+            # All levels above have lists of one length, so each row has the same number of values here.
             row = numbers[index * count // len(values)]
             return self.fail(
                 f"{self.folder}, {split}: row {row} has {content} in {name}; fix or remove it"
             )
 
-        # Flattens one level of lists after another. All lists of a level need the same length as in
-        # the first row.
+        # Flattens one level of lists after another. The lists of a level must all have the length that
+        # they have in the first row.
         shape = self._specs[name].shape
         for side in shape:
             lengths = np.asarray(pc.list_value_length(values).fill_null(-1))
@@ -293,7 +293,7 @@ class HuggingFace(NotesFailure, IndexedSource):
         dtype = self._specs[name].dtype
         if dtype != tf.string:
             try:
-                # Refuses integers that do not fit.
+                # as_models_take() refuses integers that do not fit.
                 array = as_models_take(array).astype(dtype.as_numpy_dtype)
             except DataError as error:
                 raise self.fail(f"{self.folder}, {split}, {name}: {error}") from None
@@ -305,7 +305,7 @@ def _names(columns: str | Sequence[str]) -> Sequence[str]:
 
 
 def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns the data sets of a folder by split, and warnings about those that belong to no split.
+    """Loads the data sets in a folder, by split, and returns warnings about those that belong to no split.
 
     Raises:
         ConfigError: without the library.
@@ -325,11 +325,11 @@ def load_splits(folder: Path) -> tuple[dict[str, Any], list[str]]:
             f"{folder} cannot be read: {first_line(error)}; set dataset.dir to what save_to_disk() wrote"
         ) from error
 
-    # A single Dataset has no splits: all of it is for training.
+    # A single Dataset has no splits, so all of it is for training.
     parts = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     names = split_entries(parts)
     if not len(parts[names["train"]] if "train" in names else []):
         raise DataError(f"{folder} has {', '.join(parts)}; a split train with rows is needed")
     unused = left_out(map(Path, parts), map(Path, names.values()))
-    # As Arrow tables, which keep images encoded; TensorFlow decodes them.
+    # Arrow tables keep images encoded, for TensorFlow to decode.
     return {split: parts[name].with_format("arrow") for split, name in names.items()}, unused

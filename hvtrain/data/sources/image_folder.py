@@ -1,4 +1,4 @@
-"""Image files in DIR/train/CLASS/, DIR/validation/CLASS/, DIR/test/CLASS/: one folder per class."""
+"""Image files in one folder per class: DIR/train/CLASS/, DIR/validation/CLASS/, DIR/test/CLASS/."""
 
 import unicodedata
 from collections import Counter
@@ -27,19 +27,19 @@ from hvtrain.data.sources.memory import SPLIT_SEED
 from hvtrain.errors import ConfigError, DataError
 from hvtrain.system.files import is_remote
 
-CACHE_BATCH = 32  # Images that are decoded at a time to cache a shard.
+CACHE_BATCH = 32  # Images decoded at a time when a shard is cached.
 IS_DONE = tf.TensorSpec((), tf.bool)
 BATCHES_AHEAD = 4  # Batches whose images are read ahead from object storage, since each read waits for the network.
 
-# Paths of images, each with its class or the path of its mask.
+# Paths of images, each with its class index or the path of its mask.
 Files = list[tuple[str, Any]]
 
 
 def read_member(path: Any) -> tf.Tensor:
-    """Like tf.io.read_file for members of shards or files in object storage; reads one path or an array of them."""
+    """Like tf.io.read_file, for members of shards and files in object storage; reads one path or an array of them."""
 
     def read(encoded):
-        # Bytes in a graph, an array in eager mode.
+        # A single path is bytes in a graph, and an array in eager mode.
         addresses = np.asarray(encoded)
         contents = np.empty(addresses.size, object)
         contents[:] = [members_ahead.take(path.decode()) for path in addresses.ravel().tolist()]
@@ -51,7 +51,7 @@ def read_member(path: Any) -> tf.Tensor:
 
 
 class ListedImages(FileSource, IndexedSource):
-    """Images listed by path. A subclass lists them in _files, by split, and defines the reader."""
+    """Base class for sources that list images by path. A subclass fills _files, by split, and defines reader()."""
 
     FAR = SUFFIXES
     _files: dict[str, Files]
@@ -111,15 +111,15 @@ class ListedImages(FileSource, IndexedSource):
         return Unreadable(path, problem.removeprefix(f"{path}; "))
 
     def raw_examples(self, split: str, topology: Topology, number: int) -> list[np.ndarray]:
-        # Only images: masks are not inputs of the saved model.
+        # Only images, since masks are not inputs of the saved model.
         paths, _ = self.shard(split, topology)
         return [self.sizing.whole(self.read_file(path)).numpy() for path in paths[:number]]
 
 
 class ImageFolder(ListedImages):
-    """Images in one folder per class. Pixels are scaled to 0 ... 1.
+    """A source of images in one folder per class. Pixels are scaled to 0 ... 1.
 
-    Class names are the sorted folder names of the training part. Another part may lack some of them.
+    Class names are the sorted folder names of the training part. The other parts may lack some of them.
 
     Example:
         python -m hvtrain dataset=image_folder dataset.dir=flowers dataset.validation_fraction=0.1
@@ -127,9 +127,9 @@ class ImageFolder(ListedImages):
     Args:
         dir: holds the folders train, validation (or val, valid, dev) and test; the last two are
             optional.
-        image_shape: every image becomes [height, width], and is read with that many channels.
-        validation_fraction, test_fraction: fractions taken out of each class of train if there is no
-            such folder, the same in every run.
+        image_shape: [height, width, channels]; every image is resized, and read with that many channels.
+        validation_fraction, test_fraction: fractions taken out of each class of train if the split has
+            no folder; the same images in every run.
         shift_pixels, flip: augmentation of training images; see Transform.
         cache: keeps this rank's decoded shard in memory (height * width * channels bytes per image)
             instead of reading files again.
@@ -166,7 +166,7 @@ class ImageFolder(ListedImages):
         self._cache = cache
         if cache:
             self.no_random_crop = "keeps decoded images (dataset.cache=true)"
-        # Pixels and labels by split, rank and number of ranks.
+        # Pixels and labels by split and topology.
         self._cached: dict[tuple[str, Topology], tuple[tf.Tensor, tf.Tensor]] = {}
 
         fractions = {"validation": validation_fraction, "test": test_fraction}
@@ -177,7 +177,7 @@ class ImageFolder(ListedImages):
                 "than 1"
             )
 
-        # Counts by kind of the entries in each split's class folders that are no images, for the description.
+        # By split, the number of entries in class folders that are no images, by kind, for the description.
         self._others: dict[str, Counter[str]] = {}
         self._files = self._list_splits(fractions)
         # Computed here, since it refuses images that would be misread.
@@ -223,7 +223,7 @@ class ImageFolder(ListedImages):
         """Lists all images of a split, sorted by class and name, and counts other entries."""
         folder = self._folders[split]
         entries = visible(folder)
-        # Folders of other splits may write the same name in another Unicode form.
+        # Folders of other splits may have the same name in another Unicode form.
         labels = {normal_form(name): label for label, name in enumerate(self.class_names)}
         if self._labels and split != "train" and not any(path.is_dir() for path in entries):
             images = list(filter(is_image, entries))
@@ -295,16 +295,16 @@ class ImageFolder(ListedImages):
         return read
 
     def _decode_all(self, split: str, topology: Topology) -> tuple[tf.Tensor, tf.Tensor]:
-        """Decodes this rank's images, uint8 [n, h, w, c], and returns them with their labels."""
+        """Decodes all images of this rank, uint8 [n, h, w, c], and returns them with their labels, int32 [n]."""
         paths, labels = self.shard(split, topology)
         pixels = np.zeros([len(paths), *self.image_shape], np.uint8)
-        # An unreadable image keeps the label -1, and is read again, and named, when it is used.
+        # An unreadable image keeps the label -1. When it is used, it is read again and reported.
         readable_labels = np.full([len(paths)], -1, np.int32)
 
         def read(number, path):
             return number, decode(self.read_file(path), self.sizing)
 
-        # Enumerated, since ignore_errors() leaves gaps.
+        # Images are enumerated, since ignore_errors() drops unreadable ones.
         numbered = Dataset.from_tensor_slices(paths).enumerate()
         images = numbered.map(read, num_parallel_calls=tf.data.AUTOTUNE).ignore_errors()
         batches = finish(images.batch(CACHE_BATCH), topology)
@@ -317,7 +317,7 @@ class ImageFolder(ListedImages):
 
 
 def class_folders(folder: Path) -> dict[str, str]:
-    """Returns the names of the class folders by their Unicode normal form, sorted.
+    """Returns the names of the class folders, sorted, by their Unicode normal form.
 
     Raises:
         DataError: if there are no class folders, or two differ only in their Unicode form.
@@ -340,7 +340,7 @@ def class_folders(folder: Path) -> dict[str, str]:
 
 
 def normal_form(name: str) -> str:
-    """A name in the Unicode form that most systems use: macOS and its archives write é as e and an accent."""
+    """Returns a name in Unicode's composed form: macOS and its archives write é as e with a separate accent."""
     return unicodedata.normalize("NFC", name)
 
 
@@ -349,10 +349,11 @@ def split_off(files: Files, fraction: float, num_images: Mapping[int, int]) -> t
 
     Args:
         files: images with their classes, sorted by class.
+        fraction: the fraction of each class's images, relative to num_images.
         num_images: the number of images of each class before any were taken out.
 
     Returns:
-        The rest, and the part that was taken out, both in the order of files.
+        The rest and the part that was taken out, both in the order of files.
     """
     chosen: set[tuple[str, int]] = set()
     for label, group in groupby(files, key=itemgetter(1)):

@@ -1,4 +1,4 @@
-"""Randomly drawn clicks and purchases for recommenders, with known best possible results."""
+"""Random clicks and purchases for recommenders, whose best possible results are known."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from hvtrain.config.validate import check_least
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import ConfigError
 
-# Exponent of the Zipf distribution of ids, which is as uneven as in logs: most ids are rare.
+# Exponent of the Zipf distribution of ids. Like in real logs, most ids are rare.
 ZIPF = 1.3
-# Share of purchases that are drawn from the user's own cluster; all others are drawn from all items.
+# Share of purchases drawn from the user's own cluster; all others are drawn from all items.
 LOYALTY = 0.8
 
 
@@ -22,21 +22,21 @@ def clicks(
     category_sizes: Sequence[int] = (1000, 300, 100, 20, 5),
     seed: int = 0,
 ) -> MemorySource:
-    """Makes a source of clicks in the form of Criteo's: numbers, categories of different sizes, and 0 or 1.
+    """Makes a source of clicks like Criteo's: numbers, categories of different sizes, and targets 0 or 1.
 
     The inputs are {"numbers": float32 [4], "categories": int32 [features]}. All features share
-    one range of ids: those of a feature begin where those of the previous feature end. A click has the
-    probability sigmoid(logit). The logit is linear in the numbers, plus an effect of each id, plus
+    one range of ids: those of a feature begin where those of the previous feature end. The probability
+    of a click is sigmoid(logit). The logit is linear in the numbers, plus an effect of each id, plus
     the dot product of hidden vectors of the first two features' ids. The fact best_auc is the AUC
-    of these logits in the test part; a model can exceed it only by chance.
+    of these logits on the test part; a model can exceed it only by chance.
 
     Args:
         num_train, num_test: number of examples of each split.
         category_sizes: number of ids of each categorical feature, at least two features.
-        seed: seed of the random data, whatever the run's seed.
+        seed: seed of the random data, independent of the run's seed.
 
     Raises:
-        ConfigError: a number is below 1, or there are fewer than two features.
+        ConfigError: a number is out of range, or there are fewer than two features.
     """
     if len(category_sizes) < 2:
         raise ConfigError(
@@ -82,17 +82,17 @@ def purchases(
     """Makes a source of purchases: which user bought which item, for retrieval.
 
     The inputs are {"query": the user, int32 [1], "item": the item, int32 [1]}; the target is the
-    item's row in the catalogue. User and item n belong to cluster n % num_clusters. With
-    probability LOYALTY a user buys a random item of the user's cluster, otherwise of all items. So the
-    best possible recall at k, for a cluster of k items, is LOYALTY + (1 - LOYALTY) / num_clusters.
+    item's row in the catalogue. User n and item n belong to cluster n % num_clusters. With probability
+    LOYALTY, a user buys a random item of the same cluster, otherwise any item at random. So the best
+    possible recall at k, for clusters of k items, is LOYALTY + (1 - LOYALTY) / num_clusters.
 
     Args:
         num_train, num_test: number of examples of each split.
-        num_users, num_items, num_clusters: num_items has to be a multiple of num_clusters.
-        seed: seed of the random data, whatever the run's seed.
+        num_users, num_items, num_clusters: numbers of each; num_items must be a multiple of num_clusters.
+        seed: seed of the random data, independent of the run's seed.
 
     Raises:
-        ConfigError: a number is below 1, or num_items is no multiple of num_clusters.
+        ConfigError: a number is out of range, or num_items is not a multiple of num_clusters.
     """
     _check_counts(
         num_train=num_train,

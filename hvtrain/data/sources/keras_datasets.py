@@ -1,11 +1,11 @@
-"""MNIST, Fashion-MNIST and CIFAR-10: from the user's files, or from Keras's cache and download.
+"""MNIST, Fashion-MNIST and CIFAR-10, from the user's files or from Keras's cache and download.
 
 Keras writes a download in place, without a temporary name, so another rank could read half a file.
-A file lock in the cache makes ranks take turns: those of one host, and of several hosts if
-their shared home supports locks.
+A file lock in the cache makes ranks take turns: those of one host, and those of several hosts if
+their shared home folder supports locks.
 
-CIFAR-10's binary version needs no unpickling. Keras's copy is pickled, and Keras checks the
-archive's SHA-256 first.
+CIFAR-10's binary version, which users can provide, needs no unpickling. Keras's copy is pickled, but
+Keras checks the archive's SHA-256 first.
 """
 
 import fcntl
@@ -31,6 +31,7 @@ from hvtrain.data.source import ImageShape
 from hvtrain.data.sources.arrays import Arrays, ArraySource
 from hvtrain.errors import DataError
 
+# Timeout of the download's host, for an answer and for each read.
 PROBE_SECONDS = 5
 FALLBACK = Path("/tmp/.keras")  # Keras's own choice if the home folder is not writable.
 
@@ -39,8 +40,8 @@ IDX_FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 IDX_NAMES = [name for pair in IDX_FILES.values() for name in pair]
-UNSIGNED_BYTES = 8  # The code of this type in an idx file.
-# Larger idx files are refused: half of this machine's memory.
+UNSIGNED_BYTES = 8  # The code for this type in an idx file.
+# Idx files larger than half of this machine's memory are refused.
 MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 FETCH = "the file is damaged: fetch it again"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
@@ -69,7 +70,7 @@ CIFAR_CLASSES = (
 
 @dataclass(frozen=True)
 class KerasFiles:
-    """The files of one of keras.datasets."""
+    """The files of one of the data sets in keras.datasets."""
 
     name: str
     """The module's name in keras.datasets."""
@@ -82,22 +83,22 @@ class KerasFiles:
     advice: str
     """Another way to get the data, for error messages."""
     read: Callable[[Path], Arrays]
-    """Reads the user's folder."""
+    """Reads a folder that the user provides."""
     names: Sequence[str] = tuple(IDX_NAMES)
     """The files of such a folder, each with one of the suffixes."""
     suffixes: Sequence[str] = IDX_SUFFIXES
 
     def fetch(self) -> str:
-        """Makes sure that the files are in the cache, and describes where that is.
+        """Makes sure that the files are in the cache, and describes where the cache is.
 
         Raises:
-            DataError: within seconds if the files are missing and their host does not answer.
+            DataError: within seconds, if the files are missing and their host does not answer.
         """
         folder = cache_folder()
         with _turn(folder):
             present = all((folder / name).exists() for name in self.cached)
         if not present:
-            # Outside the lock, so that the ranks of an offline host find out together, not one by one.
+            # Asked outside the lock, so that the ranks of an offline host fail together, not one by one.
             if not answers(self.host):
                 raise DataError(
                     f"{self.name}: not on this machine, and {self.host} does not answer; {self.advice}"
@@ -115,7 +116,7 @@ class KerasFiles:
             socket.setdefaulttimeout(PROBE_SECONDS)
             try:
                 train, test = getattr(keras.datasets, self.name).load_data()
-            except Exception as error:  # Downloads, archives, pickles and NumPy raise their own.
+            except Exception as error:  # Downloads, archives, pickles and NumPy raise many types.
                 paths = ", ".join(str(folder / name) for name in self.cached)
                 raise DataError(
                     f"{self.name}: Keras could not read or fetch it ({error}); remove {paths} "
@@ -130,15 +131,15 @@ class KerasFiles:
 def cache_folder() -> Path:
     """Returns the folder where keras.utils.get_file keeps data sets.
 
-    That is in KERAS_HOME or ~/.keras, or in /tmp if they are read-only.
+    That is in KERAS_HOME or ~/.keras, or in /tmp if that is not writable.
 
     Raises:
-        DataError: if another user made the folder in /tmp.
+        DataError: if the folder in /tmp belongs to another user, or is a link.
     """
     home = user_path(os.environ.get("KERAS_HOME") or "~/.keras")
     if not os.access(home, os.W_OK):
         home = FALLBACK
-        # Anybody can create that folder first, with links to this user's files in it.
+        # Anyone could have created that folder, with links to this user's files in it.
         if os.path.lexists(home) and (home.is_symlink() or home.stat().st_uid != os.geteuid()):
             raise DataError(
                 f"{home} is not a folder of this user; set KERAS_HOME to one that is and can be written"
@@ -149,15 +150,15 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """Holds the lock of the cache folder."""
+    """Holds the lock of the cache folder while the context is open."""
     folder.mkdir(parents=True, exist_ok=True)
-    # O_NOFOLLOW: in a folder that others can write to, the name may be a link to this user's file.
+    # O_NOFOLLOW: in a folder that others can write to, the name may be a link to one of this user's files.
     path = folder / ".hvtrain.lock"
     flags = os.O_CREAT | os.O_NOFOLLOW
     try:
         lock = os.open(path, os.O_RDWR | flags, 0o644)
     except PermissionError:
-        # Another user's. Only NFS needs a file that can be written.
+        # The lock file is another user's. To lock it, only NFS needs write access.
         lock = os.open(path, os.O_RDONLY | flags, 0o644)
     # The lock belongs to the open file, so it is released if this process dies.
     try:
@@ -168,7 +169,7 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def answers(host: str) -> bool:
-    """Returns True if https://host answers within PROBE_SECONDS, directly or through a proxy."""
+    """True if https://host answers within PROBE_SECONDS, directly or through a proxy."""
     answered = threading.Event()
 
     def probe():
@@ -178,7 +179,7 @@ def answers(host: str) -> bool:
                 urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
             answered.set()
 
-    # In a thread of its own, since no timeout ends a name look-up that hangs.
+    # In a thread of its own, since no timeout applies to a name look-up that hangs.
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS + 1)
@@ -189,7 +190,7 @@ def _read_idx_folder(folder: Path) -> Arrays:
     """Reads images uint8 [n, 28, 28] and labels [n] of both splits."""
     arrays = {}
     for split, names in IDX_FILES.items():
-        # If a file has vanished since it was found, the error of reading it names it.
+        # If a file has vanished since it was found, reading it raises an error that names it.
         images_path, labels_path = (
             _find(folder, name, IDX_SUFFIXES) or folder / name for name in names
         )
@@ -220,7 +221,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
 
     Args:
         path: the file, plain or .gz.
-        num_dims: the number of dimensions that it must have.
+        num_dims: the number of dimensions that the array must have.
 
     Raises:
         DataError: if the file is damaged, of another kind, or larger than half of this machine's memory.
@@ -243,13 +244,13 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
 
             sizes = struct.unpack(f">{num_dims}I", header[4:])
             expected = math.prod(sizes)
-            # Checked before the bytes are read: a header may claim anything, and a small .gz may
+            # Checked before the values are read: a header may claim any size, and a small .gz may
             # hold gigabytes.
             if expected > MAX_BYTES:
                 raise DataError(
                     f"{path}: claims {expected:,} bytes, more than half of the memory here; {FETCH}"
                 )
-            # One byte more, to notice a file that is too long.
+            # One byte more is read, to notice a file that is too long.
             values = np.frombuffer(file.read(expected + 1), np.uint8)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
@@ -271,7 +272,7 @@ def _read_cifar_folder(folder: Path) -> Arrays:
     arrays = {}
     for split, names in CIFAR_FILES.items():
         for name in names:
-            # Checked file by file, since the joined records would not tell which one is truncated.
+            # Sizes are checked file by file, since the joined records would not show which file is truncated.
             size = (folder / name).stat().st_size
             if size != file_bytes:
                 raise DataError(
@@ -331,9 +332,9 @@ def _source(
     """Makes a source of images in 10 classes.
 
     Args:
-        dir: the folder with the files, for CIFAR-10 also the folder above cifar-10-batches-bin;
-            None: the first available of the Debian package (of Fashion-MNIST), Keras's cache, and
-            its download.
+        dir: the folder with the files, or for CIFAR-10 the folder above cifar-10-batches-bin; None: the
+            first available of the Debian package (for Fashion-MNIST), Keras's cache, and Keras's
+            download.
         num_validation, standardize, shift_pixels, flip: see ArraySource.
 
     Raises:
@@ -343,7 +344,7 @@ def _source(
     if dir is not None:
         folder = user_path(dir)
     elif files is FASHION_MNIST:
-        # The package's files are named like MNIST's, so only Fashion-MNIST looks in its folder.
+        # The files of the Debian package are named like MNIST's, so only Fashion-MNIST looks there.
         folder = DEBIAN_FOLDER
     if folder and (folder / CIFAR_FOLDER).is_dir():
         folder /= CIFAR_FOLDER

@@ -1,4 +1,4 @@
-"""Masks as files: finds the mask of each image, and reads its pixels as class indices."""
+"""Finds the mask file of each image, and reads its pixels as class indices."""
 
 import io
 import re
@@ -24,8 +24,8 @@ from hvtrain.errors import ConfigError, DataError
 Pairs = list[tuple[str, str]]
 Color = ImageShape
 
-# Suffixes by which people tell a mask from its image, as in 7_mask.png beside 7_sat.jpg (DeepGlobe)
-# or a_gtFine_labelIds.png beside a_leftImg8bit.png (Cityscapes).
+# Suffixes that tell a mask from its image, as in 7_mask.png beside 7_sat.jpg (DeepGlobe) or
+# a_gtFine_labelIds.png beside a_leftImg8bit.png (Cityscapes).
 _MASK_SUFFIX = re.compile(
     r"[ _.-](masks?|gt|gtFine_labelIds|labels?|labelIds|seg|segmentation|annotations?|anno|L)$",
     re.IGNORECASE,
@@ -36,7 +36,7 @@ TURNED_BY_90_DEGREES = (5, 6, 7, 8)
 
 
 def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
-    """Finds the mask of each image in a folder: of the same name, or with a suffix such as _mask.
+    """Finds the mask of each image in the folder `masks`: by the same name, or with a suffix such as _mask.
 
     Returns:
         The pairs in the order of the images, and the masks that belong to no image.
@@ -54,7 +54,7 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
     pairs = []
     for image in images:
         matches = by_name.get(image.stem) or by_stem.get(_IMAGE_SUFFIX.sub("", image.stem), [])
-        # Of several, the lossless one.
+        # Of several masks, the PNG with the image's name is taken: it is lossless.
         matches = [path for path in matches if path.name == f"{image.stem}.png"] or matches
         if not matches:
             raise DataError(f"{image} has no mask; {masks / image.stem}.png is needed")
@@ -68,13 +68,13 @@ def pair_up(images: Iterable[Path], masks: Path) -> tuple[Pairs, list[Path]]:
 
 
 def parse_colors(colors: Sequence[Any] | None, num_classes: int) -> list[Color]:
-    """Returns dataset.colors as RGB: one for each class, and at most one more for ignored pixels.
+    """Parses dataset.colors to RGB: one color for each class, and at most one more for ignored pixels.
 
     >>> parse_colors([0, [255, 0, 0], "#0000ff"], 3)
     [(0, 0, 0), (255, 0, 0), (0, 0, 255)]
 
     Raises:
-        ConfigError: There are too few or too many, one is not a color, or two are equal.
+        ConfigError: There are too few or too many colors, one is not a color, or two are equal.
     """
     parsed = []
     for color in colors or ():
@@ -111,8 +111,8 @@ class MaskReader:
 
     Attributes:
         num_classes: Number of classes, including the background.
-        colors: The color of each class, if masks are pictures in colors; empty if values are class indices.
-        sizing: How images are resized; masks follow them.
+        colors: The color of each class, if masks are pictures in colors; empty if their values are class indices.
+        sizing: How images are resized; masks are resized in the same way.
         is_binary: True if 255 is class 1, not ignored.
     """
 
@@ -122,7 +122,9 @@ class MaskReader:
     is_binary: bool = False
 
     def read(self, pair: tuple[str, str]) -> np.ndarray:
-        """Reads the mask of (image, mask) as classes, uint8 [h, w], resized as images are; padding is IGNORED.
+        """Reads the mask of a pair (image, mask) as class indices, uint8 [h, w], resized like its image.
+
+        Padding is IGNORED.
 
         Raises:
             DataError: The mask cannot be read, differs in size from its image, or has other labels.
@@ -132,6 +134,7 @@ class MaskReader:
             with _opened(image) as picture, _opened(mask) as labels:
                 self._check_size(mask, picture, labels)
                 values = self._values(mask, labels, is_sized=True)
+                # Ones, resized in the same way and padded with zeros, tell the image from the padding.
                 is_image = np.asarray(
                     self.sizing.follow(Image.new("L", self._size(labels), 1), padding=0)
                 )
@@ -160,17 +163,17 @@ class MaskReader:
         return np.where(is_image, classes, IGNORED).astype(np.uint8)
 
     def count(self, masks: Iterable[str]) -> Counter[int]:
-        """Counts the pixels of each value in some masks; those that cannot be read are left out."""
+        """Counts the pixels of each value in some masks, skipping masks that cannot be read."""
         counts: Counter[int] = Counter()
         for mask in masks:
-            # The streams name a mask that cannot be read. Pillow raises errors of many types.
+            # The streams report masks that cannot be read. Pillow raises errors of many types.
             with suppress(Exception), _opened(mask) as labels:
                 values, numbers = np.unique(self._values(mask, labels), return_counts=True)
                 counts.update(dict(zip(values.tolist(), numbers.tolist())))
         return counts
 
     def _check_size(self, mask: str, picture: Image.Image, labels: Image.Image) -> None:
-        """Raises DataError if the image and its mask differ in size, after EXIF orientation."""
+        """Raises DataError if the image and its mask differ in size after they are turned upright."""
         image_size = self._size(picture)
         mask_size = self._size(labels)
         if image_size != mask_size:
@@ -187,13 +190,13 @@ class MaskReader:
         return (height, width) if self.sizing.exif and is_turned else (width, height)
 
     def _values(self, mask: str, labels: Image.Image, is_sized: bool = False) -> np.ndarray:
-        """Returns a mask's values, upright and, with is_sized, resized; for a picture in colors, its classes."""
+        """Returns a mask's values, turned upright and, with is_sized, resized; for a picture in colors, the classes."""
         if self.sizing.exif:
             labels = ImageOps.exif_transpose(labels)
         if self.colors or labels.mode not in ("P", "L", "1", "I;16", "I"):
             labels = labels.convert("RGB")
         if is_sized:
-            # read() sets padding to IGNORED; until then it needs a valid value of this mask.
+            # read() later sets padding to IGNORED. Until then, padding needs a value that the mask may have.
             labels = self.sizing.follow(labels, padding=labels.getpixel((0, 0)))
 
         values = np.asarray(labels)

@@ -1,4 +1,4 @@
-"""Data sets that fit in memory as arrays of any structure.
+"""Sources of data sets that fit in memory, as arrays in any structure.
 
 Each rank loads the whole arrays, but keeps only its shard.
 """
@@ -32,19 +32,20 @@ RENUMBER = "number what they name from 0 on, as numpy.unique(..., return_inverse
 
 
 class Part(NamedTuple):
-    """One split, as rows of whole arrays, so that taking validation out of training copies nothing."""
+    """A split as rows of whole arrays, so that taking validation out of training copies nothing."""
 
     elements: Parts
     """The whole arrays, as in Elements."""
     rows: np.ndarray
-    """The numbers of the split's rows."""
+    """The indices of the split's rows."""
 
 
 class MemorySource(IndexedSource):
-    """A data set from a function that returns whole arrays.
+    """A source of examples from a function that returns whole arrays.
 
     The function runs when counts, types or a stream are first needed. The first stream cuts the
-    arrays down to this rank's shards and drops the rest. float64 becomes float32, and int64 int32.
+    arrays down to this rank's shards and drops the rest. float64 becomes float32, and int64 becomes
+    int32.
 
     Args:
         name: name of the data set, for messages and the manifest.
@@ -62,7 +63,7 @@ class MemorySource(IndexedSource):
 
     transform: Transform = Unchanged()
     _spec: Parts = ()
-    # The whole arrays; kept only between counting and cutting.
+    # The whole arrays, kept only from counting until the shards are cut.
     _parts: dict[str, Part] | None = None
 
     def __init__(
@@ -81,7 +82,7 @@ class MemorySource(IndexedSource):
         self.take_facts(more_facts or {})
 
         self._counts: dict[str, int] = {}
-        # Shards by topology: a run that resumes on another number of ranks reads the shards of several
+        # Shards are kept by topology: a run resumed on another number of ranks reads the shards of several
         # of the plan's ranks; see regrouped() in streams.py.
         self._shards: dict[Topology, dict[str, Parts]] = {}
 
@@ -99,7 +100,7 @@ class MemorySource(IndexedSource):
 
     def manifest(self) -> dict[str, Any]:
         manifest = super().manifest()
-        # Digests by identity of the arrays: validation and training may share them, and hashing is slow.
+        # Validation and training may share arrays, and hashing is slow, so each array is hashed only once.
         digests = {}
         for split, part in self.parts().items():
             key = id(part.elements)
@@ -124,12 +125,12 @@ class MemorySource(IndexedSource):
             for split_name, part in parts.items():
                 local = np.asarray(topology.share(len(part.rows)), np.int64)
                 rows = self.in_model_type(_take(part.elements, part.rows[local]))
-                # The input pipeline runs on the CPU, so shards do not belong on a GPU.
+                # The input pipeline runs on the CPU, so shards must not go to a GPU.
                 with tf.device("CPU:0"):
                     tensors = nest.map_structure(tf.constant, rows)
                 self._shards[topology][split_name] = tensors
 
-        # A split that does not exist has no examples.
+        # A missing split has no examples.
         elements = self._shards[topology].get(split, no_examples(self._spec))
 
         def read(indices):
@@ -138,7 +139,7 @@ class MemorySource(IndexedSource):
         return read
 
     def fit(self, train: Part) -> None:
-        """Fits the transform to the whole training part, so that it is equal on all ranks.
+        """Fits the transform to the whole training part, so that it is the same on all ranks.
 
         Called before shards are cut. The default fits nothing.
         """
@@ -148,7 +149,7 @@ class MemorySource(IndexedSource):
         return self._parts or self._open()
 
     def _open(self) -> dict[str, Part]:
-        """Loads the whole arrays, sets the spec of an example, and takes the validation part out."""
+        """Loads the whole arrays, sets the spec of an example, and takes out the validation part."""
         whole = self._load_checked()
         empty = self.in_model_type(_take(whole["train"], np.arange(0)))
         self._spec = nest.map_structure(
@@ -161,7 +162,7 @@ class MemorySource(IndexedSource):
             for split, elements in whole.items()
         }
 
-        # If the user gives a validation part, none is taken out of training.
+        # If the arrays include a validation part, none is taken out of training.
         if self._num_validation and "validation" not in parts:
             train = parts["train"]
             num_train = len(train.rows)
@@ -176,7 +177,7 @@ class MemorySource(IndexedSource):
         return parts
 
     def _load_checked(self) -> dict[str, Parts]:
-        """Returns the whole arrays by split. Raises DataError if they cannot be used."""
+        """Loads and checks the whole arrays, by split. Raises DataError if they cannot be used."""
         try:
             arrays = {
                 split: nest.map_structure(np.asarray, tuple(elements))
@@ -198,7 +199,7 @@ class MemorySource(IndexedSource):
         """Checks and returns a split's elements.
 
         Raises:
-            DataError: for unequal lengths, and numbers that are not finite.
+            DataError: for unequal lengths, and for numbers that are not finite.
         """
         where = f"{self.name}, {split} ({self.origin})"
         # Arrays by part and the path within it, such as "inputs.age".
@@ -220,7 +221,7 @@ class MemorySource(IndexedSource):
         return elements
 
     def in_model_type(self, elements: Any) -> Any:
-        """Returns some rows of a split in the types that models take."""
+        """Converts some rows of a split to the types that models take."""
         return nest.map_structure(as_models_take, elements)
 
 
@@ -247,7 +248,7 @@ def as_models_take(array: np.ndarray) -> np.ndarray:
 
 
 def no_examples(element_spec: Any) -> Any:
-    """Returns empty tensors of that spec."""
+    """Returns tensors for zero examples of this spec."""
     return nest.map_structure(lambda spec: tf.zeros([0, *spec.shape], spec.dtype), element_spec)
 
 
@@ -256,6 +257,6 @@ def _take(arrays: Any, rows: np.ndarray) -> Any:
 
 
 def random_parts(*sizes: int) -> list[np.ndarray]:
-    """Divides rows into parts of these sizes, at random with a fixed seed. Rows within a part stay in order."""
+    """Divides row indices into parts of these sizes, at random with a fixed seed. Each part is sorted."""
     rows = np.random.default_rng(SPLIT_SEED).permutation(sum(sizes))
     return [np.sort(part) for part in np.split(rows, np.cumsum(sizes)[:-1])]

@@ -1,6 +1,6 @@
 """Parquet files of encoded images or of pixels, dealt to the ranks by row group.
 
-Only two columns are read, so further columns cost nothing.
+Only two columns are read, so other columns cost nothing.
 """
 
 import itertools
@@ -32,20 +32,20 @@ Rows = tuple[np.ndarray, ...]
 
 
 class Piece(NamedTuple):
-    """Row groups that are in memory at the same time."""
+    """Row groups that are in memory at the same time, and the order of their rows."""
 
     groups: list[RowGroup]
     rows: np.ndarray
-    """Indices of the rows to use, in order, in the concatenated groups."""
+    """Indices of the rows to use, in order, within the concatenated groups."""
 
 
 class Parquet(DealtSource):
-    """Images or pixels, and labels, in the row groups of Parquet files.
+    """A source of images or pixels, with labels, in the row groups of Parquet files.
 
-    Counting reads the footers. In epoch e a rank takes its row groups in an order derived from
+    Counting reads the footers. In epoch e, a rank takes its row groups in an order derived from
     (seed, e, rank), reads shuffle_groups of them and shuffles their rows together, then the next
-    ones. The footers tell each row's position, so a stream that starts in the middle reads no
-    earlier row group. Memory holds shuffle_groups row groups and, read ahead by a thread, as many
+    ones. Each row's position follows from the footers, so a stream that starts in the middle reads
+    no earlier row group. Memory holds shuffle_groups row groups and, read ahead by a thread, as many
     again.
 
     Example:
@@ -56,7 +56,7 @@ class Parquet(DealtSource):
         dir: holds train*.parquet or train/, and likewise validation (or val, valid, dev) and test;
             or is one file, the training part.
         image_shape: [height, width, channels]. Encoded images of other sizes are resized.
-        num_classes: labels are whole numbers from 0 to num_classes - 1, or text.
+        num_classes: number of classes; labels are whole numbers from 0 to num_classes - 1, or text.
         image_column, label_column: names of columns; `record.field` names the field of a struct.
         scale: the number by which pixels are divided.
         shuffle_groups: number of row groups whose rows are shuffled together.
@@ -103,12 +103,12 @@ class Parquet(DealtSource):
         self._shuffle_groups = shuffle_groups
         self._columns = Columns(image_column, label_column, self.image_shape, num_classes)
 
-        # The problem of an unreadable row group, or of each unusable row in another.
+        # By row group: its problem if it is unreadable, else the problem of each unusable row.
         self._problems: dict[RowGroup, str | dict[int, str]] = {}
 
     @cached_property
     def counts(self) -> dict[str, dict[RowGroup, int]]:
-        # The first file with each type of pixels, for the message if types cannot be mixed.
+        # The first file with each type of pixels, for the message about types that cannot be mixed.
         first_paths: dict[pa.DataType, Path] = {}
         files = {"train": [self.folder]}
         if self.folder.is_dir():
@@ -168,7 +168,7 @@ class Parquet(DealtSource):
         return description
 
     def _read_footer(self, path: Path, first_paths: dict[pa.DataType, Path]) -> list[RowGroup]:
-        """Returns a file's row groups; adds its path to first_paths if its type of pixels is new."""
+        """Returns a file's row groups; adds the file to first_paths if its type of pixels is new."""
         try:
             groups, schema = row_groups.read_footer(path)
         except DataError as error:
@@ -187,7 +187,7 @@ class Parquet(DealtSource):
         return groups
 
     def paths(self, split: str) -> list[str]:
-        # Each file once, in order. Files without rows have no row groups here.
+        # Each file once, in order. Files without rows are left out, as they have no row groups.
         return list(dict.fromkeys(group.path for group in self.counts[split]))
 
     def training_batches(self, request: StreamRequest) -> Dataset:
@@ -197,7 +197,7 @@ class Parquet(DealtSource):
         if share.is_full:
             batches = rows.rebatch(share.batch_size, drop_remainder=True)
         else:
-            # The sizes of an epoch's steps, cyclically, from this epoch's first remaining step on.
+            # rebatch() cycles through the sizes of an epoch's steps, which must begin at the first remaining step.
             _, steps_done = request.position
             batches = rows.rebatch(np.roll(streams.step_sizes(share), -steps_done))
         return batches.enumerate(request.start_step)
@@ -218,7 +218,7 @@ class Parquet(DealtSource):
 
     @property
     def is_encoded(self) -> bool:
-        """True for encoded images, False for pixels. On first use, counts the examples by reading the footers."""
+        """True for encoded images, False for pixels. The first use counts the examples by reading the footers."""
         return bool(self.counts) and self._encoded
 
     @property
@@ -236,7 +236,7 @@ class Parquet(DealtSource):
         )
 
     def _stream(self, pieces: Callable[[], Iterable[Piece]]) -> Dataset:
-        """Returns the rows of the pieces: images, labels and codes."""
+        """Streams the rows of the pieces: images, labels and codes."""
         images = tf.TensorSpec([None], tf.string)
         if not self._encoded:
             images = tf.TensorSpec([None, *self.image_shape], self._pixel_type)
@@ -246,7 +246,7 @@ class Parquet(DealtSource):
             lambda: map(self._read, pieces()),
             output_signature=(images, labels, codes),
         )
-        # While one piece is in use, only the next one is read ahead: more would take more memory.
+        # While one piece is in use, only the next one is read ahead, to save memory.
         return rows.prefetch(1)
 
     def _read(self, piece: Piece) -> Rows:
@@ -257,7 +257,7 @@ class Parquet(DealtSource):
         return images, labels, codes
 
     def _read_group(self, group: RowGroup) -> Rows:
-        """Returns a row group's images, labels (-1 in unusable rows), and codes.
+        """Reads a row group's images, labels (-1 in unusable rows), and codes.
 
         The problems of unusable rows are kept for locate_row().
         """
@@ -269,7 +269,7 @@ class Parquet(DealtSource):
             raise self.note(error) from None
         except DataError as error:
             self._problems[group] = str(error).removeprefix(f"{group} ")
-            # Placeholders.
+            # Placeholder rows for an unreadable row group.
             images = np.zeros([group.num_rows, *self.image_shape], self._pixel_type.as_numpy_dtype)
             if self._encoded:
                 images = np.full(group.num_rows, b"", object)
@@ -291,8 +291,8 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """Yields the pieces that a rank reads, endlessly, from request.start_step on. Pure.
 
-    Pieces that the rank has used up are skipped. Of a piece that it has begun, only the remaining rows are
-    used, and of an epoch's last piece, only the rows that the epoch needs.
+    Pieces before start_step are skipped. Of a piece that contains it, only the remaining rows are used, and of
+    an epoch's last piece, only the rows that the epoch needs.
     """
     share = request.share_of(sum(group.num_rows for group in groups))
     first_epoch, steps_done = request.position
@@ -303,7 +303,7 @@ def pieces_of(
         order = np.random.default_rng((seed, streams.ORDER, rank, epoch)).permutation(len(groups))
         # Only the first epoch of a resumed run begins in the middle.
         begin = share.begin(steps_done) if epoch == first_epoch else 0
-        piece_begin = 0  # Rows of the epoch before this piece.
+        piece_begin = 0  # The number of rows before this piece in the epoch.
 
         for number, start in enumerate(range(0, len(groups), shuffle_groups)):
             chosen = [groups[index] for index in order[start : start + shuffle_groups]]

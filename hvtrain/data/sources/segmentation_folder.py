@@ -1,4 +1,4 @@
-"""Images and masks as files: in folders, or in the layout of PASCAL VOC."""
+"""Images and masks as files, in folders or in the layout of PASCAL VOC."""
 
 import json
 from collections import Counter
@@ -26,18 +26,19 @@ from hvtrain.errors import ConfigError, DataError
 IMAGE_FOLDERS = ("images", "image", "imgs", "img")
 MASK_FOLDERS = ("masks", "mask", "labels", "annotations", "gt")
 VOC_LISTS = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
-# The pixels of at most this many masks of a split are counted before training.
+# Before training, pixels are counted in at most this many masks of a split.
 MAX_COUNTED = 64
 # Kept by a run: whether 255 is class 1 or ignored.
 MASKS_FILE = "masks.json"
 
 
 class SegmentationFolder(ListedImages):
-    """Images, and a mask of class indices for each.
+    """A source of images, with a mask of class indices for each.
 
     Images are resized, and scaled to 0 ... 1; masks are resized by nearest pixels, and padding is
-    ignored. A mask is a grey or palette image whose values are classes, and 255 is ignored; or
-    an image whose colors are classes. With two classes and only 0 and 255 in masks, 255 is class 1.
+    ignored. A mask is a grey or palette image whose values are class indices, with 255 for ignored
+    pixels, or an image whose colors stand for classes. With two classes, and only 0 and 255 in
+    masks, 255 is class 1.
 
     Example:
         python -m hvtrain dataset=segmentation_folder dataset.dir=VOC2012 task=segmentation
@@ -48,7 +49,7 @@ class SegmentationFolder(ListedImages):
             for the splits train, validation and test; or images/SPLIT/ and masks/SPLIT/; or, as
             PASCAL VOC does, JPEGImages/, SegmentationClass/ and the lists
             ImageSets/Segmentation/train.txt and val.txt.
-        image_shape: every image is resized to [height, width], and read with that many channels.
+        image_shape: [height, width, channels]; every image is resized, and read with that many channels.
         num_classes: number of classes, including the background.
         class_names: the name of each class.
         shift_pixels, flip: augmentation of training images, with their masks; pixels that a
@@ -58,7 +59,7 @@ class SegmentationFolder(ListedImages):
         sizing: resize, fit, crop_fraction and exif, for images and masks; see Sizing.
 
     Raises:
-        ConfigError: if there is not one name, or color, for each class.
+        ConfigError: if there are too many classes, or not one name, or color, for each.
         DataError: if there are no training images, or an image has no mask.
     """
 
@@ -94,10 +95,10 @@ class SegmentationFolder(ListedImages):
         values = set(self._count("train"))
         self._may_be_binary = num_classes == 2 and not colors
         if self._may_be_binary and values <= {0}:
-            # A rare class may be in none of the sampled masks.
+            # A rare class may be missing from the sample, so all masks are searched until one has it.
             rest = (set(self._masks.count([mask])) for _, mask in self._files["train"])
             values |= next((labels for labels in rest if labels - {0}), set())
-        # Many tools paint the foreground white, 255. If 255 were ignored, a single class would be left.
+        # Many tools paint the foreground white, 255. If 255 were ignored, only one class would be left.
         if self._may_be_binary and IGNORED in values <= {0, IGNORED}:
             self._masks = replace(self._masks, is_binary=True)
 
@@ -107,12 +108,12 @@ class SegmentationFolder(ListedImages):
         return {MASKS_FILE: json.dumps({"is_binary": self._masks.is_binary}).encode()}
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
-        # Other data may have other values in their training masks.
+        # Masks of other data are read as the run read its own, whatever their values suggest.
         if MASKS_FILE in files:
             self._masks = replace(self._masks, **json.loads(files[MASKS_FILE]))
 
     def list_pairs(self) -> tuple[dict[str, Files], list[str]]:
-        """Lists the images and masks of each split, and warnings."""
+        """Lists the images and masks of each split, and returns warnings about unused entries."""
         # PASCAL VOC has files that list the images of each split; otherwise each split is a folder.
         if (self.folder / "ImageSets").is_dir():
             return voc_pairs(self.folder), []
@@ -157,7 +158,7 @@ class SegmentationFolder(ListedImages):
         paths, masks = self.shard(split, topology)
         spec = tf.TensorSpec([None, *self.image_shape[:2]], tf.uint8)
 
-        # Read with Pillow, since TensorFlow converts the palette of a PNG to colours.
+        # Masks are read with Pillow, since TensorFlow would convert palette indices to colours.
         def read_masks(images, indices):
             pairs = [(path.decode(), masks[row]) for path, row in zip(images, indices)]
             return [np.stack(list(map(self._masks.read, pairs)))]
@@ -208,14 +209,14 @@ def list_pairs(folder: Path) -> tuple[dict[str, Files], list[str]]:
 
 
 def _named(folder: Path, names: Sequence[str]) -> Path | None:
-    """Returns the folder with the first of these names that exists, in upper or lower case; None if none does."""
+    """Returns the folder with the first of these names that exists, in any case; None if there is none."""
     folders = [path for path in visible(folder) if path.is_dir()]
     matches = [path for name in names for path in folders if path.name.lower() == name]
     return matches[0] if matches else None
 
 
 def voc_pairs(folder: Path) -> dict[str, Files]:
-    """Lists the image and mask pairs in the lists of PASCAL VOC, in their order."""
+    """Lists the pairs of image and mask named in PASCAL VOC's lists, in their order."""
     images = {path.stem: path for path in visible(folder / "JPEGImages")}
     pairs = {}
     for split, name in VOC_LISTS.items():

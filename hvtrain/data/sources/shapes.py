@@ -1,4 +1,4 @@
-"""Drawn shapes on textured ground, with a mask for each: segmentation that needs no download."""
+"""Images of drawn shapes on textured ground, with masks: segmentation data that need no download."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from hvtrain.errors import ConfigError
 MIN_SIDE = 16
 # The largest number of shapes in an image; they may overlap.
 MAX_SHAPES = 3
-# The range of the radius of a shape's circumscribed circle, as shares of the image's shorter side.
+# The range of the radius of a shape's circumscribed circle, relative to the image's shorter side.
 RADII = (0.2, 0.4)
-# Patches of random brightness along each side of the image; brightness is interpolated between them.
+# The number of patches of random brightness along each side; brightness is interpolated between them.
 PATCHES = 6
 # The largest difference in grey levels between the darkest and the brightest patch.
 CONTRAST = 60
@@ -42,15 +42,16 @@ def shapes(
 ) -> ImagesWithMasks:
     """Makes a source of discs, squares, triangles, rings and crosses.
 
-    They have any size, rotation and colour: only the form tells a shape's class. Example n of a
-    split depends on the seed, the image_shape, the noise and the border alone, and is the same on every rank.
+    Their size, rotation and colour are random: only the form tells a shape's class. Example n of a split
+    depends only on the seed, the image_shape, the noise and the border, and is the same on every rank.
 
     Args:
         image_shape: [height, width, channels] of the images, which are uint8.
         num_train, num_validation, num_test: number of examples of each split.
-        noise: the largest change of a value by noise, in grey levels, up or down.
+        noise: the largest change of a value by noise, up or down, in grey levels.
         border: width in pixels of each shape's outline, which is labelled 255 and so ignored, as
             in PASCAL VOC; 0: none.
+        seed: seed of the drawings, independent of the run's seed.
         standardize, shift_pixels, flip: see ArraySource.
 
     Raises:
@@ -71,7 +72,7 @@ def shapes(
     def load():
         arrays = {}
         for number, (split, count) in enumerate(counts.items()):
-            # Each split has its own random numbers, so the size of one does not change another.
+            # Each split has its own random numbers, so that its size does not change the other splits.
             rng = np.random.default_rng([seed, number])
             examples = [draw(rng, shape, noise, border) for _ in range(count)]
             if examples:
@@ -100,9 +101,9 @@ def draw(
     noise: int,
     border: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns an image uint8 [h, w, c] and its mask uint8 [h, w], with 1 ... MAX_SHAPES shapes.
+    """Draws an image uint8 [h, w, c] and its mask uint8 [h, w], with 1 ... MAX_SHAPES shapes.
 
-    Uses only sums, products and roots, which round equally on every processor, so all hosts draw the same bits.
+    Uses only sums, products and roots, which every processor rounds in the same way, so all hosts draw the same bits.
     """
     height, width, channels = image_shape
     ground = rng.uniform(0, 255, channels)
@@ -116,13 +117,13 @@ def draw(
         y, x = rng.uniform(radius / 2, np.array([height, width]) - radius / 2)
         cosine, sine = _direction(rng)
 
-        # The pixels' offsets from the shape's centre, in the shape's own directions.
+        # The pixels' offsets from the shape's centre, along the shape's own axes.
         across = cosine * (xs - x) - sine * (ys - y)
         along = sine * (xs - x) + cosine * (ys - y)
         distance = list(DISTANCES.values())[label - 1](across, along, radius)
 
         colour = (ground + rng.uniform(COLOUR_DISTANCE, 256 - COLOUR_DISTANCE, channels)) % 256
-        # Edges are smooth: a pixel is blended by the share of it that the shape covers.
+        # Edges are smooth: a pixel is blended in proportion to the part of it that the shape covers.
         covered = np.clip(0.5 - distance, 0, 1)[..., None]
         image += covered * (_textured(rng, image_shape, colour) - image)
         mask[distance <= 0] = label
@@ -137,7 +138,7 @@ def _textured(
     image_shape: ImageShape,
     colour: np.ndarray,
 ) -> np.ndarray:
-    """Returns an image of the colour, with smooth random brightness."""
+    """Returns an image of one colour, with smoothly varying random brightness."""
     height, width, _ = image_shape
     patches = rng.uniform(-CONTRAST / 2, CONTRAST / 2, (PATCHES, PATCHES))
     brightness = _stretched(_stretched(patches, height).T, width).T
@@ -154,7 +155,8 @@ def _stretched(rows: np.ndarray, count: int) -> np.ndarray:
 
 def _direction(rng: np.random.Generator) -> tuple[float, float]:
     """Returns the cosine and sine of a random angle."""
-    # Not with math.cos and math.sin, whose last bit differs between C libraries.
+    # math.cos and math.sin are not used, since their last bit differs between C libraries. A point drawn from
+    # the unit disc has a uniform direction; one near the centre is drawn again.
     while True:
         x, y = rng.uniform(-1, 1, 2)
         length = math.sqrt(x * x + y * y)
@@ -181,13 +183,14 @@ def _ring(x: Field, y: Field, radius: float) -> Field:
 def _cross(x: Field, y: Field, radius: float) -> Field:
     x = np.abs(x)
     y = np.abs(y)
+    # The ends of the bars reach the circumscribed circle: 0.28² + 0.96² = 1.
     return np.maximum(np.minimum(x, y) - 0.28 * radius, np.maximum(x, y) - 0.96 * radius)
 
 
-# The shapes by name; class 0 is the ground.
-# Each function returns the pixels' distances from the outline, in pixels, negative inside. Near
-# corners it is less than the true distance. x and y are offsets from the centre; radius is that of the
-# circumscribed circle.
+# The shapes by name, as classes from 1 on; class 0 is the ground.
+# Each function returns the distance of each pixel from the outline, in pixels, negative inside. Near
+# corners, it is less than the true distance. x and y are offsets from the centre, and radius is that of
+# the circumscribed circle.
 DISTANCES = {
     "disc": _disc,
     "square": _square,

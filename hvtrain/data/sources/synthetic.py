@@ -1,4 +1,4 @@
-"""One random batch, repeated, to measure the speed of everything but the input."""
+"""A source that repeats one random batch, to measure the speed of everything but the input."""
 
 from collections.abc import Sequence
 
@@ -14,20 +14,20 @@ from hvtrain.data.source import Source, StreamRequest
 
 
 class Synthetic(Source):
-    """Normal noise and random labels, one batch per rank in memory. There is nothing to learn.
+    """A source of normal noise and random labels, one batch per rank in memory. There is nothing to learn.
 
-    The defaults are the sizes of ImageNet: 1,281,167 training images in 1000 classes.
+    The defaults have the size of ImageNet: 1,281,167 training images in 1000 classes.
 
     Example:
         python -m hvtrain dataset=synthetic model=resnet50 train.steps=100
 
     Args:
         image_shape: [height, width, channels].
-        num_classes: labels are whole numbers from 0 to num_classes - 1.
-        num_train, num_validation, num_test: examples of each split, all from the same batch.
+        num_classes: number of classes; labels are whole numbers from 0 to num_classes - 1.
+        num_train, num_validation, num_test: number of examples of each split, all from the same batch.
 
     Raises:
-        ConfigError: if a number is negative.
+        ConfigError: if a number is out of range.
     """
 
     name = "synthetic"
@@ -59,7 +59,7 @@ class Synthetic(Source):
         if share.is_full:
             return finish(Dataset.from_tensors((images, labels)).repeat(), topology)
 
-        # Steps with fewer examples get the first examples of the batch.
+        # Smaller steps get the first examples of the batch.
         def cut(step):
             size = share.begin(step + 1) - share.begin(step)
             return images[:size], labels[:size]
@@ -68,7 +68,7 @@ class Synthetic(Source):
         return finish(steps.map(lambda step: cut(step % share.steps)), topology)
 
     def evaluation(self, split: str, topology: Topology, batch_size: int) -> Dataset:
-        # Full batches, and then a short one for the rest of the shard.
+        # Full batches are followed by a short one for the rest of the shard.
         num_full, num_last = divmod(topology.share_size(self.num_examples(split)), batch_size)
         images, labels = self._batch(topology, batch_size, seed=0)
         full = Dataset.from_tensor_slices((images, labels)).batch(batch_size)

@@ -1,4 +1,4 @@
-"""Tables: columns of CSV and Parquet files as features, read the same way from every later file."""
+"""Tables in CSV and Parquet files, whose columns become features, read in the same way from later files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,30 +35,30 @@ EMBEDDED = ("diabetes", "breast_cancer", "wine", "iris")
 TABLE_FILE = "table.json"
 # The report shows at most this many columns of an example.
 MAX_CELLS = 20
-# A table of up to this many training rows is read again for cells(): 0.8 s for 20 columns (2 busy cores, 2026-11-26).
+# Tables of up to this many training rows are read again for cells(): 0.8 s for 20 columns (2 busy cores, 2026-11-26).
 MAX_READ_AGAIN = 100_000
 
 
 @dataclass(frozen=True)
 class NewRows:
-    """Rows of another table, in the form that the run's model takes."""
+    """Rows of another table, as the run's model takes them."""
 
     num_rows: int
     raw: Callable[[np.ndarray], dict[str, np.ndarray]]
-    """Returns the rows with these numbers, by names of the model's inputs."""
+    """Returns the rows with these indices, by the names of the model's inputs."""
     ids: Mapping[str, np.ndarray]
-    """The column dataset.id, if the run has one."""
+    """The column dataset.id, by its name; empty if the run or the table has none."""
     unknown: Mapping[str, float]
-    """The share of rows with names that were not in training, by column."""
+    """The share of rows whose category did not occur in training, by column; 0 is left out."""
 
 
 class Table(MemorySource):
-    """The rows of a table: a target column, and features from the others.
+    """A source of the rows of a table: a target column, and features from the others.
 
     The inputs are float32 [features], or, with category_ids, a dict; the targets are int32 classes or float32 numbers.
 
-    The kind of each column and its statistics are determined once, on the training rows, equally on
-    every rank. They are kept in the saved model, which takes columns by name, and in the run folder.
+    The kind of each column and its statistics are determined once, from the training table, identically
+    on every rank. They are kept in the saved model, which takes columns by name, and in the run folder.
 
     Example:
         python -m hvtrain dataset=table dataset.file=houses.csv dataset.target=price task=regression
@@ -67,8 +67,8 @@ class Table(MemorySource):
     Args:
         file: a CSV or Parquet file, a folder of them, or a list; or one of EMBEDDED.
         target: the column to predict.
-        num_test, num_validation: rows taken out of the training part at random, with a fixed seed.
-        test_file, validation_file: tables to use instead of rows taken out.
+        num_test, num_validation: number of rows taken out of the training part at random, with a fixed seed.
+        test_file, validation_file: tables to use instead of such rows.
         delimiter, encoding: format of CSV files; null: detected from the file.
         columns: settings for columns; see Settings.
 
@@ -114,14 +114,14 @@ class Table(MemorySource):
         self._text_format = TextFormat(delimiter, encoding)
         self._settings = Settings(target, **columns)
         self._known_features: TableFeatures | None = None
-        # By split, for raw_examples() and cells(): all columns, and the numbers of the split's rows.
+        # By split, for raw_examples() and cells(): all columns, and the indices of the split's rows.
         self._loaded: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
         self._ids: dict[str, np.ndarray] = {}
         self._description: dict[str, list[str]] = {}
 
     @property
     def _features(self) -> TableFeatures:
-        """Features fitted to the training table, or by an earlier run, whose data may be gone."""
+        """The features, fitted to the training table or by an earlier run, whose data may be gone."""
         if self._known_features is None:
             self.num_examples("train")
         return self._known_features  # type: ignore[return-value]
@@ -134,7 +134,7 @@ class Table(MemorySource):
         return inputs, tf.TensorSpec((), tf.int32 if self.class_names else tf.float32)
 
     def _load_encoded(self) -> Elements:
-        """Reads the table, and returns features and targets by split.
+        """Reads the tables, and returns features and targets by split.
 
         The features are fitted to the training rows, unless fit_as() set those of an earlier run.
         """
@@ -192,7 +192,7 @@ class Table(MemorySource):
     def _targets(
         self, schema: Schema, arrays: Mapping[str, pa.Array], where: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the targets as class indices, int32, or numbers, float32; and a mask of rows that have one."""
+        """Returns the targets, as int32 class indices or float32 numbers, and a mask of the rows that have one."""
         column = schema.target
         cells = read_cells([column], arrays, where)[column.name]
         has_target = ~cells.is_gap
@@ -212,7 +212,7 @@ class Table(MemorySource):
         return pc.fill_null(indices, 0).to_numpy().astype(np.int32), has_target
 
     def _split(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the row numbers of each split, without empty splits."""
+        """Divides the training table's rows among the splits; returns their indices, without empty splits."""
         counts = dict(self._num_held_out)
         # A split with a file of its own takes no rows of the training table.
         counts |= {split: 0 for split in counts if self._files[split]}
@@ -269,18 +269,18 @@ class Table(MemorySource):
         try:
             return super().whole_targets()
         except DataError:
-            # A finished run can predict other tables even if its own is gone. Reading examples then
-            # raises the error.
+            # A finished run can predict other tables even if its own is gone. If examples are needed after
+            # all, reading them raises the error.
             if self._known_features is None:
                 raise
             return {}
 
     def assets(self) -> dict[str, bytes]:
-        # Only the schema tells the position of each column in a single input.
+        # If columns share one input, only the schema tells their positions in it.
         return self.fitted() if self._features.has_block else {}
 
     def fit(self, train: Part) -> None:
-        # Frees memory for the shards, which are cut next.
+        # Nothing is fitted here. Frees memory for the shards, which are cut next.
         self._loaded = {}
 
     def preprocessing(self) -> Preprocessing:
@@ -292,13 +292,13 @@ class Table(MemorySource):
         if split not in self._loaded:
             self.parts()
         values, rows = self._loaded[split]
-        # The first rows of the shard, since evaluation() gives these first.
+        # The shard's first rows, which evaluation() gives first.
         first = rows[self.shard_rows(split, topology)[:number]]
         raw = self._features.raw(values, first)
         return [{name: array[row] for name, array in raw.items()} for row in range(len(first))]
 
     def cells(self, split: str, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        # After shards are cut, the whole table is read again, while other ranks wait.
+        # After the shards are cut, the whole table has to be read again, while other ranks wait.
         if self.num_examples("train") > MAX_READ_AGAIN:
             return {}
         if split not in self._loaded:
@@ -307,24 +307,24 @@ class Table(MemorySource):
         chosen = rows[np.asarray(numbers, np.int64)]
         file = user_path(str(self._files.get(split) or self._files["train"]))
         is_text = file.is_file() and file.suffix not in (".parquet", ".pq")
-        # Lines as an editor counts them, after the header.
+        # Lines are counted as in an editor, with the header as line 1.
         unit = "line" if is_text else "row"
         cells = {f"{unit} of {file.name}": (chosen + 1 + is_text).tolist()}
         for name, column in self._features.raw(values, chosen).items():
-            # A vector would fill the page.
+            # A vector would not fit on the page.
             if column.shape[1] == 1 and len(cells) <= MAX_CELLS:
                 cells[name] = list(map(str, column[:, 0]))
         return cells
 
     def ids(self, split: str, topology: Topology) -> dict[str, np.ndarray]:
-        """The column dataset.id for this rank's rows of a split; empty if the run has no id column."""
+        """Returns the column dataset.id for this rank's rows of a split; empty if the run has no id column."""
         name = self._settings.id
         if name is None or not self.num_examples(split):
             return {}
         return {name: self._ids[split][self.shard_rows(split, topology)]}
 
     def new_rows(self, file: Path) -> NewRows:
-        """Reads a table that is to be predicted, in the same way as the training table.
+        """Reads a table to be predicted, in the same way as the training table.
 
         Raises:
             DataError: A column is missing, is of another kind, or has gaps that nothing fills.
@@ -353,7 +353,7 @@ def _embedded_table(name: str) -> pa.Table:
 
     options = {}
     if name == "diabetes":
-        options["scaled"] = False  # Only this one is standardized by default, over all its rows.
+        options["scaled"] = False  # By default, only this table is standardized, over all its rows.
     bunch = getattr(datasets, f"load_{name}")(**options)
     columns = dict(zip(map(str, bunch.feature_names), bunch.data.T.astype(np.float32)))
     return pa.table(columns | {"target": bunch.target})

@@ -1,4 +1,4 @@
-"""Text as rows of tokens, for models that predict the next token, masked ones, or a label."""
+"""Text as rows of tokens, for models that predict the next token, masked tokens, or a label."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -37,22 +37,22 @@ OBJECTIVES = ("causal", "masked")
 EXAMPLES = ("windows", "documents", "paragraphs")
 TOKENIZER_FILE = "tokenizer.model"
 
-# Shares of what replaces a masked token, as in BERT (https://arxiv.org/abs/1810.04805, section 3.1):
-# mostly the mask, sometimes a random token, else the token itself.
+# Most masked tokens are replaced by the mask, some by a random token, and the rest stay, in the shares of
+# BERT (https://arxiv.org/abs/1810.04805, section 3.1).
 MASK_SHARE = 0.8
 RANDOM_SHARE = 0.1
 
 
 class Text(MemorySource):
-    """Rows of tokens, int32 [length], from concatenated documents or from one document each.
+    """A source of rows of tokens, int32 [length], from concatenated documents or from one document each.
 
-    Each document ends with an end token. With examples=windows the documents are concatenated, and
-    all rows have the same length. Otherwise a row is a document, or a paragraph of one, cut at
-    `length`: batches are padded with token 0, which has weight 0 as a target.
+    Each document ends with an end token. With examples=windows, the documents are concatenated, and
+    all rows have the same length. Otherwise, a row is a document, or a paragraph of one, cut at
+    `length`; batches are padded with token 0, which has weight 0 as a target.
 
-    With the objective causal, the targets are the next tokens. With masked, some tokens of the
-    inputs are masked, other ones in each epoch of training and always the same ones in evaluation;
-    the targets are all tokens, but only masked ones have weight 1.
+    With the objective causal, the targets are the next tokens. With masked, some input tokens are
+    masked: others in each epoch of training, and always the same ones in evaluation. The targets are
+    all tokens, but only masked ones have weight 1.
 
     Example:
         python -m hvtrain dataset=text dataset.file=tales.txt task=language model=transformer
@@ -60,24 +60,25 @@ class Text(MemorySource):
     Args:
         file: a text file, a folder of .txt files, a table (.csv, .tsv, .parquet) or a .jsonl file;
             null: Python's own documentation.
-        column: the table's column with a text in each row; or the key of the text in each line of .jsonl.
-        tokenizer: a .model file of sentencepiece; null: one is trained on the training part.
+        column: the table's column of texts, or the key of the text in each line of .jsonl.
+        tokenizer: a sentencepiece .model file; null: one is trained on the training part.
         vocabulary_size: number of tokens of the tokenizer that is trained.
-        length: most tokens of an example. Tokens that do not fill a part's last window are left out.
+        length: the largest number of tokens in an example. The rest of a split that does not fill a window is left out.
         examples: windows, documents or paragraphs.
-        label: the table's column with the class of each text; documents then have these classes as targets.
+        label: the table's column with the class of each text; these classes are then the targets.
         objective: causal or masked.
         masked_share: share of the tokens that are masked, for the objective masked.
         validation_share, test_share: shares of the text: whole documents at random, with a fixed
-            seed; for windows, the last parts if there are fewer than WHOLE_DOCUMENTS.
+            seed; for windows, the end of the text if there are fewer than WHOLE_DOCUMENTS.
 
     Raises:
-        ConfigError: if a setting is out of range, or a part of the text is shorter than one example.
+        ConfigError: if a setting is out of range; once loaded, if a split is shorter than one example.
+        DataError: once loaded, if the text or the tokenizer cannot be read.
     """
 
     _tokenizer: Any = None
     _summary = ""
-    """Describes the text, once it is read."""
+    """Description of the text, set once it is read."""
     _num_web_pages = 0
 
     def __init__(
@@ -207,7 +208,7 @@ class Text(MemorySource):
         return super().manifest() | {"tokenizer": self.tokenizer.digest}
 
     def fitted(self) -> dict[str, bytes]:
-        # If the text changes, the same settings would train another tokenizer.
+        # If the text had changed, the same settings would train another tokenizer.
         return self.assets()
 
     def fit_as(self, files: Mapping[str, bytes]) -> None:
@@ -233,14 +234,14 @@ class Text(MemorySource):
         batches = super().evaluation(split, topology, batch_size)
         if split != "train" or not self._is_masked:
             return batches
-        # The rows of this split are not masked yet.
+        # Training rows are not masked in memory, unlike those of the other splits.
         first_seed = fold_in(tf.constant([SPLIT_SEED, 0], tf.int64), topology.rank)
         return batches.enumerate().map(
             lambda number, batch: self._mask(batch[0], fold_in(first_seed, number), batch[2])
         )
 
     def _rows_by_split(self) -> Elements:
-        """Reads the text, and returns its rows of tokens by split."""
+        """Reads the text and returns its rows of tokens, by split."""
         classes: list[int] = []
         if self._label is not None:
             documents, classes, self.class_names = read_labelled(
@@ -272,7 +273,7 @@ class Text(MemorySource):
                     f"dataset.{split}_share={share} of {self._summary} rounds to nothing; raise it, or set it to 0"
                 )
 
-        # A known tokenizer is kept when the text is read again, or a run continues with its first one.
+        # When the text is read again, or a run continues, the tokenizer stays the same.
         if self._tokenizer is None:
             if self._tokenizer_file is None:
                 self._tokenizer = train_tokenizer(parts["train"], self._vocabulary_size)
@@ -290,7 +291,7 @@ class Text(MemorySource):
         return elements
 
     def _filled_rows(self, split: str, documents: Sequence[str]) -> tuple[np.ndarray, ...]:
-        """Returns inputs, targets and weights of a split, one document per row, and keeps their lengths."""
+        """Returns the inputs, targets and weights of a split, one document per row, and keeps their lengths."""
         size = self._length + 1
         rows = [[*self._tokenizer.encode(text), self._tokenizer.end][:size] for text in documents]
         ends = np.array(list(map(len, rows)))
@@ -329,9 +330,9 @@ class Text(MemorySource):
     def _masked_for(
         self, split: str, rows: np.ndarray, weights: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """Returns inputs, targets and weights of a split; the weights [rows, length] are 0 beyond the end of a text."""
+        """Returns inputs, targets and weights of a split, with evaluation rows masked; `weights` are 0 for padding."""
         if split == "train" or not self._is_masked:
-            # augment() masks training rows, differently in each epoch; rows with a label are not masked.
+            # augment() masks training rows, differently in each epoch; other objectives mask nothing.
             return rows, rows, weights
 
         # Evaluation rows are masked once, with a fixed seed, so that they are always the same.
@@ -344,7 +345,7 @@ class Text(MemorySource):
     def _mask(
         self, tokens: tf.Tensor, seed: tf.Tensor, weights: Any
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns masked inputs, the tokens as targets, and weights of 1 where they are masked.
+        """Masks tokens at random; returns the inputs, the tokens as targets, and weights, 1 for masked tokens.
 
         A pure function of the tokens [batch, length], the seed, int64 [2], and the weights, 0 for padding.
         """
@@ -367,14 +368,14 @@ class Text(MemorySource):
 
 
 def _check_shares(masked_share: float, validation_share: float, test_share: float) -> None:
-    """Raises ConfigError for shares that fit no text."""
+    """Raises ConfigError for shares that are out of range, or leave nothing to train on."""
     shares = {
         "masked_share": masked_share,
         "validation_share": validation_share,
         "test_share": test_share,
     }
     for name, share in shares.items():
-        # Without any masked token there would be nothing to learn.
+        # Without masked tokens, there would be nothing to learn.
         lowest = 1e-6 if name == "masked_share" else 0
         if not lowest <= share < 1:
             raise ConfigError(f"dataset.{name}={share} is not a share between 0 and 1")

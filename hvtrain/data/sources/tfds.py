@@ -20,23 +20,23 @@ INSTALL = "install scripts/lock/data.txt (docs/data.md)"
 
 
 class PreparedDataset(FunctionSource):
-    """A data set of tensorflow_datasets, of which each rank reads an equal part.
+    """A data set prepared by tensorflow_datasets, of which each rank reads an equal part.
 
     Example:
         python -m hvtrain dataset=tfds dataset.dataset=mnist dataset.image_shape=[28,28,1]
 
     Each epoch reads the files in another order, and shuffles their examples within a buffer. A
-    resumed run reads the examples that it has seen again, but does not decode their images.
+    resumed run reads again the examples of the epoch that it has seen, but does not decode their images.
 
     Args:
-        dataset: its name, "mnist", "mnist:3.0.1" or "NAME/CONFIG".
+        dataset: the name of the data set, such as "mnist", "mnist:3.0.1" or "NAME/CONFIG".
         data_dir: the folder of prepared data sets; None: the default of tensorflow_datasets.
         input, target: names of features; None: those that the data set itself declares.
-        splits: the run's splits, as tensorflow_datasets writes them: {train: "train[:90%]", validation:
+        splits: the run's splits, in tensorflow_datasets's notation: {train: "train[:90%]", validation:
             "train[90%:]"}; None: those named train, validation and test.
         image_shape: [height, width, channels] to which images are resized; their pixels become 0
             ... 1.
-        shuffle_buffer: number of examples, with encoded images, that are shuffled together.
+        shuffle_buffer: size of the shuffle buffer in examples, whose images are still encoded.
         sizing: how images are resized: resize, fit, crop_fraction and exif; see Sizing.
 
     Raises:
@@ -78,7 +78,7 @@ class PreparedDataset(FunctionSource):
                 f"dataset.splits names {', '.join(unknown)}; it may name {', '.join(self.SPLITS)}"
             )
 
-        # Compared by type name, so that the library's types need not be imported.
+        # Types are compared by name, so that the library need not be imported here.
         self._images = [key for key in self._keys if type(features[key]).__name__ == "Image"]
         if image_shape is not None:
             self.sizing = Sizing(check_image_shape(image_shape), **sizing)
@@ -112,7 +112,7 @@ class PreparedDataset(FunctionSource):
         epoch: int,
         start: int,
     ) -> Any:
-        """Returns a shard's examples of an epoch from `start` on, None without such a split; see from_dataset()."""
+        """Returns a shard's examples of an epoch from `start` on; None for a missing split. See from_dataset()."""
         import tensorflow_datasets as tfds
 
         if split not in self._tfds_splits:
@@ -126,7 +126,7 @@ class PreparedDataset(FunctionSource):
             examples = self._builder.as_dataset(
                 split=part,
                 shuffle_files=is_training,
-                # Images are decoded after the shuffle, whose buffer holds encoded ones.
+                # Images are decoded after the shuffle, so that its buffer holds encoded ones.
                 decoders={key: tfds.decode.SkipDecoding() for key in self._images},
                 read_config=tfds.ReadConfig(shuffle_seed=seed + epoch, try_autocache=False),
             )
@@ -137,14 +137,14 @@ class PreparedDataset(FunctionSource):
             ) from error
 
         examples = examples.map(lambda example: tuple(example[key] for key in self._keys))
-        # This shuffle is seeded by the run's seed and the epoch; see seeded() in epochs.py.
+        # The run's seed and the epoch seed this shuffle; see seeded() in epochs.py.
         if is_training and self._shuffle_buffer > 1:
             examples = examples.shuffle(self._shuffle_buffer)
         # Examples are skipped before they are decoded.
         return examples.skip(start).map(self._decoded, num_parallel_calls=tf.data.AUTOTUNE)
 
     def _decoded(self, *values: Any) -> Parts:
-        """Returns an example whose images are decoded, and scaled to 0 ... 1."""
+        """Returns an example with its images decoded and scaled to 0 ... 1."""
 
         def decoded(key, value):
             if key not in self._images:
@@ -156,7 +156,7 @@ class PreparedDataset(FunctionSource):
     def manifest(self) -> dict[str, Any]:
         folder = Path(self.origin)
         paths = sorted(str(path) for path in folder.iterdir() if path.is_file())
-        # All files count for each split: only the library knows which split a file belongs to.
+        # Every split lists all files: only the library knows which files belong to which split.
         return with_files(super().manifest(), folder, lambda _: paths)
 
     def preprocessing(self) -> Preprocessing:

@@ -40,32 +40,32 @@ from hvtrain.data.source import LEAVE_OUT, Phrases, StreamRequest, Unreadable
 from hvtrain.data.sources.file_source import DealtSource, Example
 from hvtrain.errors import ConfigError, DataError
 
-# Records of each file in the sample.
+# Number of records that the sample takes from each of its files.
 SAMPLED_RECORDS = 4
-# A constant: the order of examples must not depend on the machine.
+# Fixed, since the order of examples must not depend on the machine.
 INTERLEAVED_FILES = 8
-# Training files up to this size in all are read once for the names of classes. Larger ones would
+# Training files of up to this size in all are read once to find the class names. Larger ones would
 # keep every rank waiting before its first step.
 MAX_NAMED_BYTES = 2**28
 
 
 class TFRecords(DealtSource):
-    """Encoded images of any size, and labels, in TFRecord files. Pixels are scaled to 0 ... 1.
+    """A source of encoded images of any size, with labels, in TFRecord files. Pixels are scaled to 0 ... 1.
 
-    In epoch e a rank reads its files in an order derived from (seed, e, rank), eight files in turns,
-    and shuffles the records in blocks of shuffle_buffer. tf.data's shuffle() would mix TensorFlow's
-    global seed into its own, so the order would depend on what else the process did.
+    In epoch e, a rank reads its files in an order derived from (seed, e, rank), eight files in turns,
+    and shuffles the records in blocks of shuffle_buffer. tf.data's shuffle() is not used: it would mix
+    TensorFlow's global seed into its own, so that the order would depend on what else the process did.
 
     Args:
         dir: holds train*.tfrecord, validation*.tfrecord and test*.tfrecord, or folders train/,
             validation/ and test/ of such files; the last two are optional. Names may end in
             .tfrecords or .tfrec, or in -00000-of-00001; files may be gzipped.
         image_shape: [height, width, channels] to which images are resized.
-        num_classes: number of classes; labels are that many whole numbers, from first_label on.
+        num_classes: number of classes; labels are whole numbers from first_label on, or text.
         image_key, label_key: names of the features of a tf.train.Example.
         class_names: the name of each class, if labels are text; None: the sorted labels of the training
-            part, if its files are small enough to be read for them.
-        shuffle_buffer: records in a block that is shuffled; less than 2: only files are shuffled.
+            part, if its files are small enough to be read in advance.
+        shuffle_buffer: number of records that are shuffled together; below 2, only files are shuffled.
         shift_pixels, flip: augmentation of training images; see Transform.
         sizing: resize, fit, crop_fraction and exif; see Sizing.
         first_label: the label of class 0; 1 in files of TensorFlow's scripts for ImageNet, where 0
@@ -73,6 +73,7 @@ class TFRecords(DealtSource):
 
     Raises:
         DataError: if there is no training file; once counted, if a file is damaged.
+        ConfigError: once counted, if the sampled records do not hold an encoded image and a label.
     """
 
     name = "tfrecord"
@@ -98,7 +99,7 @@ class TFRecords(DealtSource):
         self._label_key = label_key
         self._first_label = first_label
         self._shuffle_buffer = shuffle_buffer
-        # Record offsets and defects of files in which a record could not be used.
+        # The record offsets, and the defect, of files in which a record could not be used.
         self._scans: dict[str, tuple[Sequence[int], str | None]] = {}
 
         self._empty: list[str] = []  # Files without records, for the description.
@@ -114,7 +115,7 @@ class TFRecords(DealtSource):
         counts = {}
         for split, paths in self._paths.items():
             numbers = {path: self._count(path) for path in paths}
-            # Beam and Spark write one file per worker, and some workers may have nothing to write.
+            # Files without records are normal: Beam and Spark write one file per worker, even one with no data.
             counts[split] = {
                 path: number for path, number in numbers.items() if path not in self._empty
             }
@@ -140,12 +141,12 @@ class TFRecords(DealtSource):
 
     @cached_property
     def _features(self) -> dict[str, Any]:
-        """The features of an example, for the parser; the label's type is that of the first sampled record."""
+        """The features to parse from an example; the label's type is that of the first sampled record."""
         problems = {
             location: example_problem(record, self._image_key, self._label_key)
             for location, record in self._sample
         }
-        # A single bad example is left to the streams.
+        # If only some examples are bad, the streams report them.
         if problems and all(problems.values()):
             location, problem = next(iter(problems.items()))
             raise ConfigError(f"{location} {problem}")
@@ -158,10 +159,10 @@ class TFRecords(DealtSource):
         }
 
     def _name_classes(self) -> None:
-        """Sets the class names from labels that are text.
+        """Sets the class names to the distinct labels of the training files, which are text.
 
         Raises:
-            DataError: The files are too large to be read for that, or do not hold num_classes names.
+            DataError: The files are too large to be read in advance, or do not hold num_classes names.
         """
         paths = self._paths["train"]
         if sum(Path(path).stat().st_size for path in paths) > MAX_NAMED_BYTES:
@@ -186,7 +187,7 @@ class TFRecords(DealtSource):
         return self._sampled(self._image_key)
 
     def _sampled(self, key: str) -> list[tuple[str, bytes]]:
-        """The texts or images of a feature in the sample, with the locations of their records."""
+        """Returns the bytes of a feature in the sample, with the locations of their records."""
         return [
             (location, value)
             for location, record in self._sample
@@ -202,9 +203,9 @@ class TFRecords(DealtSource):
         return description
 
     def _count(self, path: str) -> int:
-        """Returns how many records of a file can be read. Raises DataError for a damaged file.
+        """Counts the records of a file that can be read. Raises DataError if the file is damaged.
 
-        If the source skips, it raises nothing, and the records after the damage are left out.
+        With on_error="skip", nothing is raised, and the records after the damage are left out.
         """
         offsets, problem = scan_records(Path(path), check_lengths=self.skips)
         if problem == EMPTY:
@@ -222,7 +223,7 @@ class TFRecords(DealtSource):
     def _files(
         self, split: str, topology: Topology, in_order: bool = False
     ) -> tuple[tf.Tensor, ...]:
-        """Returns this rank's files as arguments of stream_records(), as they were dealt, or in their order."""
+        """Returns this rank's files as arguments of stream_records(), as they were dealt or, in_order, sorted."""
         # Computed here, since it refuses images that would be misread.
         self._look  # noqa: B018
         paths = self.shard(split, topology)
@@ -263,7 +264,7 @@ class TFRecords(DealtSource):
     def _shuffled(
         self, files: tuple[tf.Tensor, ...], request: StreamRequest, epoch: tf.Tensor
     ) -> Dataset:
-        """Returns all of this rank's records once, in the order of the epoch."""
+        """Streams each of this rank's records once, in the order of the epoch."""
         seed = request.seed
         rank = request.topology.rank
         file_order = derive_seed(seed, ORDER, rank, epoch)
@@ -302,7 +303,7 @@ class TFRecords(DealtSource):
         return read
 
     def _read_again(self, records: np.ndarray, codes: np.ndarray) -> list[np.ndarray]:
-        """Returns the record; reads it again if it is empty, since it may be an intact one after a damaged one."""
+        """Returns a record, reading it again if it is empty: it may be an intact one after a damaged one."""
         path, row = self.piece_and_row(codes)
         offsets, _ = self._scan(path)
         # TensorFlow cannot seek to a record in a compressed file.
@@ -370,5 +371,5 @@ def _shuffle(rows: Any, seed: tf.Tensor) -> Any:
 
 @unconverted
 def _flat(readable: tuple[tf.Tensor, tf.Tensor], codes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Converts elements of stream_records(), one or a batch, to the reader's arguments: records and codes."""
+    """Converts an element of stream_records(), or a batch of them, to the reader's arguments: records and codes."""
     return readable[0], codes

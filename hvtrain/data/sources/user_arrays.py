@@ -1,4 +1,4 @@
-"""Data sets from what a user has in memory: from_arrays for arrays, from_frame for data frames.
+"""Data sets from a user's memory: from_arrays for arrays, from_frame for data frames.
 
 Arrays may be sparse, of objects, one-hot or of names. They are accepted if their meaning is clear.
 """
@@ -17,7 +17,7 @@ from hvtrain.data.sources.arrays import ArraySource, ImagesWithMasks, class_indi
 from hvtrain.data.sources.memory import MemorySource
 from hvtrain.errors import ConfigError, DataError
 
-# NumPy's kind characters of numbers, booleans and text.
+# NumPy's kind characters for numbers, booleans and text.
 TAKEN_KINDS = "biufUS"
 
 
@@ -40,10 +40,10 @@ def from_arrays(
     facts: Mapping[str, Any] | None = None,
     **options,
 ) -> MemorySource:
-    """Makes a source from arrays in memory: x are inputs, y targets and w weights of the examples.
+    """Makes a source from arrays in memory: inputs x, targets y and, optionally, weights w of the examples.
 
     x, y and w may be arrays [n, ...] or nested structures of them, such as a dict by the names of
-    the model's inputs. The caller's arrays stay in memory beside the shard; for large ones give
+    the model's inputs. The caller's arrays stay in memory beside the shard; for large ones, give
     MemorySource or ArraySource a function that loads them.
 
     Example:
@@ -57,7 +57,7 @@ def from_arrays(
             of y_train, plus 1. If it is given, one-hot rows, floats and booleans are classes too, and
             whole numbers [n, h, w] are masks of classes (255: ignored), which augmentation moves with
             their images.
-        class_names: the name of each class, by which text targets are numbered; for these, the
+        class_names: the name of each class. Text targets become indices into them; for text, the
             default is the sorted names in y_train.
         num_validation: number of examples taken out of the training part at random, with a fixed
             seed.
@@ -77,7 +77,7 @@ def from_arrays(
         },
     )
 
-    # The training part decides what the arrays are.
+    # The training part decides what the arrays mean.
     y = arrays["train"][1]
     if isinstance(y, np.ndarray) and _is_column(y):
         if y.dtype.kind in "US":
@@ -103,7 +103,7 @@ def from_arrays(
     if has_labels:
         for split, (inputs, targets, *weights) in arrays.items():
             arrays[split] = inputs, class_indices(targets, f"{name}, y_{split}"), *weights
-        # Counted in training only: the model cannot predict classes that it has never seen.
+        # Counted in the training part only: the model cannot predict classes that it has never seen.
         num_classes = _count_classes(arrays["train"][1], num_classes, f"{name}, y_train")
 
     if images:
@@ -139,7 +139,7 @@ def _arrays_by_split(
     splits: Mapping[str, tuple[Any, Any, Any]],
 ) -> dict[str, Parts]:
     """Returns the splits that were given, each as arrays (x, y) or (x, y, w)."""
-    # All splits need the same structure, since train's is the source's element_spec.
+    # All splits need the structure of train, which is the source's element_spec.
     has_weights = splits["train"][2] is not None
     arrays = {}
     for split, (x, y, w) in splits.items():
@@ -163,7 +163,7 @@ def _arrays_by_split(
 
 
 def _whole_list(part: Any) -> Any:
-    """Returns a list of rows as an array of objects, since tf.nest treats lists as structures."""
+    """Turns a list of rows into an array of objects, since tf.nest would treat the list as a structure."""
     if isinstance(part, dict):
         return {name: _whole_list(item) for name, item in part.items()}
     if not isinstance(part, list):
@@ -176,11 +176,11 @@ def _whole_list(part: Any) -> Any:
 
 
 def _plain_array(values: Any, where: str) -> np.ndarray:
-    """Returns an array of numbers or text.
+    """Converts values to an array of numbers or text.
 
     Args:
         values: An array, a data frame, a sparse matrix, or a number.
-        where: Text that begins messages.
+        where: The beginning of messages.
 
     Raises:
         DataError: The values are of another kind, or have no rows.
@@ -188,7 +188,7 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
     if np.ma.is_masked(values):
         fix = "fill them (values.filled(...)), or drop the rows"
         raise DataError(f"{where} has {np.ma.count_masked(values):,} masked values; {fix}")
-    # NumPy would turn a sparse matrix into a single object.
+    # NumPy would make a sparse matrix a single object.
     if hasattr(values, "toarray"):
         values = values.toarray()
     try:
@@ -215,7 +215,7 @@ def _plain_array(values: Any, where: str) -> np.ndarray:
 
 
 def _typed(array: np.ndarray, where: str) -> np.ndarray:
-    """Converts an array of objects to the type that all its values have.
+    """Converts an array of objects to the type that its values share.
 
     Raises:
         DataError: The values have several types, or one is missing.
@@ -244,7 +244,7 @@ def _class_targets(
     class_names: Sequence[str] | None,
     where: str,
 ) -> Any:
-    """Returns targets that are clearly classes, or masks of them, as whole numbers; others unchanged.
+    """Converts targets that are clearly classes, or masks of them, to whole numbers; returns others unchanged.
 
     Classes are one-hot rows of num_classes, whole numbers as floats, booleans, or class_names.
 
@@ -263,10 +263,10 @@ def _class_targets(
     if targets.dtype.kind in "bf" and _is_column(targets):
         if (targets == np.floor(targets)).all():
             return targets.astype(np.int64)
-        # Raises an error that says what class labels have to be.
+        # class_indices() raises the error that says what class labels have to be.
         return class_indices(targets, where) if targets.ndim == 1 else targets
 
-    # Masks may have an axis of one channel, as images have.
+    # Masks may have an axis for their one channel, as images do.
     if targets.ndim == 4 and targets.shape[3] == 1 and np.ndim(inputs) == 4:
         targets = targets[..., 0]
     if targets.ndim == 3 and targets.dtype.kind == "b":
@@ -279,11 +279,11 @@ def _is_column(array: np.ndarray) -> bool:
 
 
 def _count_classes(labels: np.ndarray, num_classes: int | None, where: str) -> int:
-    """Returns num_classes, by default the largest label + 1.
+    """Returns num_classes or, by default, the largest label + 1.
 
     Raises:
-        DataError: No label is 0, and all numbers from the least to the largest occur or, if num_classes is
-            given, the largest is not below it. The model's output for 0 would never be trained.
+        DataError: Labels seem to begin at 1 or later: 0 is missing, and the labels have no gaps or, if num_classes
+            is given, reach it. The model's output for 0 would never be trained.
     """
     low, high = int(labels.min()), int(labels.max())
     is_shifted = len(np.unique(labels)) == high - low + 1
@@ -298,7 +298,7 @@ def _count_classes(labels: np.ndarray, num_classes: int | None, where: str) -> i
 
 
 def _numbered(targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
-    """Returns the indices of text targets among the class names.
+    """Converts text targets to indices of class names.
 
     Raises:
         DataError: A target is not one of the names.
@@ -367,7 +367,7 @@ def _frame_cells(
     num_pixels: int,
     image_column: str | Sequence[str],
 ) -> list[np.ndarray]:
-    """Returns the pixels of each row of a table, in the shape that they have in the table."""
+    """Returns the pixels of each row of a table, in the shape that they have there."""
     if not isinstance(image_column, str):
         if len(image_column) != num_pixels:
             raise DataError(

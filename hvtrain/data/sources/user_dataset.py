@@ -1,8 +1,8 @@
 """Data sets from a user's own function: from_dataset.
 
-The function opens a shard of the data, as a tf.data pipeline or a keras.utils.PyDataset. Its
-streams keep the laws of all sources, see source.py: each epoch is opened again, with seeds derived
-from the run's, and each step is checked to have its batch.
+The function opens a shard of the data, as a tf.data pipeline or a keras.utils.PyDataset. The streams
+obey the laws of all sources (see source.py): each epoch is opened anew, with seeds derived from the
+run's seed, and each step's batch is checked to be complete.
 """
 
 import logging
@@ -29,7 +29,7 @@ from hvtrain.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
-# The advice at the end of messages.
+# Advice at the end of messages.
 USE_SHARD = (
     "the function must give each shard a part of its own, such as dataset.shard(num_shards, shard)"
 )
@@ -43,14 +43,14 @@ FIX_FUNCTION = (
 
 
 class FunctionSource(Source):
-    """A data set from a function that opens a shard; see from_dataset().
+    """A source of examples from a function that opens a shard; see from_dataset().
 
     Args:
         function: the user's function.
         num_examples: number of examples by split; shards are assumed to be equal. For a split that
-            it leaves out, the function is called for each shard, and its examples are counted, by
-            reading them if tf.data does not know their number. In a run each rank counts its own
-            shards, and rank 0 the whole.
+            is left out, the function is called for each shard, and its examples are counted: by
+            reading them, if tf.data does not know their number. In a run, each rank counts its own
+            shards, and rank 0 also the whole.
         more_facts: facts for the model's builder and the task.
 
     Raises:
@@ -72,7 +72,7 @@ class FunctionSource(Source):
         self._function = function
         self._num_examples = dict(num_examples or {})
         self.take_facts(more_facts)
-        # Examples of the shards that this rank or other ranks have counted.
+        # Number of examples of each shard that this rank or another has counted.
         self._counts: dict[ShardKey, int] = {}
         self._element_spec: Parts = ()
 
@@ -116,7 +116,7 @@ class FunctionSource(Source):
             self._counts.update(rank_counts)
 
     def shard_sizes(self, split: str, num_shards: int, weights: Sequence[int] = ()) -> list[int]:
-        # Given numbers are divided equally; without them, each shard is counted.
+        # Given numbers of examples are divided among ranks; otherwise, each shard is counted.
         whole = self.num_examples(split)
         if split in self._num_examples or not whole:
             return super().shard_sizes(split, num_shards, weights)
@@ -125,7 +125,7 @@ class FunctionSource(Source):
         rank_sizes = [[self._count(key) for key in _shard_keys(rank, split)] for rank in ranks]
         sizes = [size for of_rank in rank_sizes for size in of_rank]
 
-        # A function that ignores its shard would have all ranks train on the same examples.
+        # If the function ignored its shard, all ranks would train on the same examples.
         if len(sizes) > 1 and min(sizes) == whole:
             raise DataError(
                 f"{self.name} gives all {whole:,} examples of {split} to every shard; {USE_SHARD}"
@@ -168,7 +168,7 @@ class FunctionSource(Source):
         share = Share(batch_size, -(-number // batch_size), number)
         shards = self._readers(split, topology, batch_size=batch_size)
         batches = self._examples(shards, share).batch(batch_size)
-        # With ends=True, one example too many is an error too.
+        # With ends=True, surplus examples are an error too.
         wrong_number = partial(self._wrong_number, shards, share)
         return finish(cut_epoch(batches, share, 0, wrong_number, ends=True), topology)
 
@@ -178,7 +178,8 @@ class FunctionSource(Source):
     def _readers(self, split: str, topology: Topology, **values: int) -> list["ShardReader"]:
         """Returns readers of this rank's shards: one, or several if ranks have unequal weights.
 
-        values: see ShardReader.
+        Args:
+            values: see ShardReader.
         """
         if self.on_error == "skip":
             raise ConfigError(
@@ -197,15 +198,15 @@ class FunctionSource(Source):
         """Returns a rank's examples of an epoch from `start` on.
 
         Raises:
-            DataError: if a shard is the whole data set, too small, or of another type than the data set.
+            DataError: if a shard is the whole data set, too small, or of other types than the data set.
         """
         call = shards[0].call
-        # Several shards are joined before they are cut, since the start may be in any of them.
+        # Several shards are joined before examples are skipped, since the start may be in any of them.
         is_alone = len(shards) == 1
         opened = [shard.open_epoch(epoch, start if is_alone else 0) for shard in shards]
         parts, counts = zip(*opened)
 
-        # Known numbers are checked now; otherwise cut_epoch() checks as examples are read.
+        # Known numbers are checked now; otherwise, cut_epoch() checks them as examples are read.
         if None not in counts:
             number = sum(counts)
             _, num_shards, split = shards[0].key
@@ -216,7 +217,7 @@ class FunctionSource(Source):
             if number < share.num_examples:
                 raise self._wrong_number(shards, share, number)
 
-        # The model was built for the types of the first data.
+        # The model was built for the types that the whole training part has.
         if parts[0].element_spec != self.element_spec:
             raise DataError(
                 f"{call} gives {kinds_in_words(parts[0].element_spec)} and at first "
@@ -228,7 +229,7 @@ class FunctionSource(Source):
         return reduce(Dataset.concatenate, parts).skip(start)
 
     def _wrong_number(self, shards: list["ShardReader"], share: Share, number: int) -> Exception:
-        """Returns the error for a number of examples that is not the share's."""
+        """Makes the error for a number of examples that is not the share's."""
         *_, split = shards[0].key
         fix = FIX_NUM_EXAMPLES if split in self._num_examples else FIX_FUNCTION
         return self._function.fail(
@@ -236,7 +237,7 @@ class FunctionSource(Source):
         )
 
     def _count(self, key: ShardKey) -> int:
-        """Returns the number of a shard's examples; 0 if the function returns None."""
+        """Returns a shard's number of examples, counting them once; 0 if the function returns None."""
         if key not in self._counts:
             examples = self._open(key)
             number = examples.count() if examples else 0
@@ -248,7 +249,7 @@ class FunctionSource(Source):
         return self._counts[key]
 
     def _open(self, key: ShardKey) -> Any:
-        """Opens a shard with the default values."""
+        """Opens a shard with default values for the other arguments; sets element_spec for the whole training part."""
         examples = self._function.open(key)
         if examples and key == _whole("train"):
             self._element_spec = examples.element_spec
@@ -265,8 +266,8 @@ class ShardReader:
     function: UserFunction
     key: ShardKey
     values: Mapping[str, int]
-    """More arguments for the function, equal in all epochs: batch_size and, in training, the seed.
-    With a seed the batches of a PyDataset get another order in each epoch."""
+    """Further arguments for the function, equal in all epochs: batch_size and, in training, the seed.
+    With a seed, the batches of a PyDataset have another order in each epoch."""
     kept: PyDatasetExamples | None = None
 
     @property
@@ -277,7 +278,7 @@ class ShardReader:
         """Opens the shard's examples from `start` on.
 
         Returns:
-            The examples, and their number in the whole epoch; None if it is not known.
+            The examples, and their number in the whole epoch, or None if it is unknown.
         """
         shard = self._open(epoch, start)
         if isinstance(shard, PyDatasetExamples):
@@ -296,8 +297,8 @@ class ShardReader:
         return shard.examples(start - num_left_out), number
 
     def _open(self, epoch: int, start: int) -> Any:
-        """Opens the shard for an epoch, or returns the PyDataset that is kept."""
-        # A PyDataset cannot go back to an earlier epoch, for which a new one is opened.
+        """Opens the shard for an epoch, or returns the PyDataset that was kept."""
+        # A PyDataset cannot go back to an earlier epoch, so a new one is opened for that.
         if self.kept and self.kept.epoch <= epoch:
             return self.kept
 
@@ -313,12 +314,12 @@ def _whole(split: str) -> ShardKey:
 
 
 def _shard_keys(topology: Topology, split: str) -> list[ShardKey]:
-    """Returns a rank's shards: one for each unit of its weight, if ranks share the data unequally.
+    """Returns the keys of a rank's shards: one, or one for each unit of its weight if ranks have weights.
 
     >>> _shard_keys(Topology(1, 2, weights=(6, 2)), "train")
     [ShardKey(shard=3, num_shards=4, split='train')]
     """
-    # Reduced: weights of 6 and 2 make 4 shards, not 8.
+    # Weights are reduced, so that weights of 6 and 2 make 4 shards, not 8.
     weights = reduced(topology.weights) or (1,) * topology.size
     first = sum(weights[: topology.rank])
     shards = range(first, first + weights[topology.rank])
@@ -340,11 +341,12 @@ def from_dataset(
     weights), or a keras.utils.PyDataset of batches of one size. It may declare more arguments:
 
     - split: "train", "validation" or "test"; it then returns None for a split that does not exist.
-    - seed, epoch: those of the run, whole numbers. Shuffles of tf.data do not need them: hvtrain seeds
-      them.
-    - start: examples of the epoch that a resumed run has seen. The function then leaves them out,
-      which may be faster than reading and dropping them.
-    - batch_size: the rank's; the batches of a PyDataset may have another size. It is 1 while examples are counted.
+    - seed, epoch: the run's seed and the number of the epoch. tf.data's shuffles do not need them:
+      hvtrain seeds those.
+    - start: number of examples of the epoch that a resumed run has seen. The function then leaves them
+      out, which may be faster than reading and dropping them.
+    - batch_size: the rank's batch size; the batches of a PyDataset may have another one. It is 1 while
+      examples are counted.
 
     Example:
         def numbers(shard, num_shards):
@@ -354,8 +356,10 @@ def from_dataset(
         source = from_dataset(numbers, num_classes=2)
 
     Args:
-        num_examples: examples of all shards together, by split, or of training alone; those of other
-            splits are counted.
+        num_examples: number of examples in all shards together, by split, or of training alone; those of
+            other splits are counted.
+        name: name of the data set; by default the function's.
+        num_classes, class_names: number and names of the classes, if targets are classes.
         facts: facts for the model's builder and the task, such as vocabulary_size.
 
     Raises:

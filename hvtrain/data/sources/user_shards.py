@@ -1,4 +1,4 @@
-"""A user's function that opens shards of a data set, and what it returns.
+"""Calls a user's function that opens shards of a data set, and reads what it returns.
 
 A shard is a tf.data pipeline or a keras.utils.PyDataset. Both are checked, and yield single examples
 in the types that models take.
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 REQUIRED = ("shard", "num_shards")
 # Optional arguments of a function, and their values while its examples are counted.
 DEFAULTS = {"split": "train", "epoch": 0, "seed": 0, "start": 0, "batch_size": 1}
-# The same types as in as_models_take().
+# The same conversions as in as_models_take().
 NARROW_TYPES = {tf.float64: tf.float32, tf.int64: tf.int32}
 PARTS_NEEDED = "(inputs, targets) or (inputs, targets, weights) is needed"
 
@@ -37,7 +37,7 @@ class ShardKey(NamedTuple):
     """Identifies a shard."""
 
     shard: int
-    """Its number, from 0 to num_shards - 1."""
+    """The shard's number, from 0 to num_shards - 1."""
     num_shards: int
     split: str
 
@@ -47,7 +47,7 @@ class PipelineExamples:
 
     Args:
         dataset: the user's pipeline.
-        name: text that begins messages.
+        name: the beginning of messages.
 
     Raises:
         DataError: for elements other than (inputs, targets) or (inputs, targets, weights), and for
@@ -63,10 +63,7 @@ class PipelineExamples:
         self.element_spec = dataset.element_spec
 
     def count(self) -> int | None:
-        """Returns the number of examples.
-
-        None if the examples have to be read to know it, or never end.
-        """
+        """Returns the number of examples; None if they have to be read to count them, or never end."""
         # tf.data returns -1 for examples that never end, and -2 for an unknown number.
         number = int(self.dataset.cardinality())
         return number if number >= 0 else None
@@ -84,7 +81,7 @@ class PipelineExamples:
         return int(self.dataset.reduce(np.int64(0), lambda number, _: number + 1))
 
     def examples(self, start: int) -> Dataset:
-        """Returns the examples from `start` on; those before are read and dropped."""
+        """Returns the examples from `start` on; those before it are read and dropped."""
         return self.dataset.skip(start) if start else self.dataset
 
 
@@ -92,12 +89,12 @@ class PyDatasetExamples:
     """A shard as a keras.utils.PyDataset, read by as many threads as it has workers.
 
     Args:
-        dataset: the user's. All batches have one size; only the last may be smaller.
-        name: text that begins messages.
+        dataset: the user's PyDataset. All batches have one size; only the last may be smaller.
+        name: the beginning of messages.
         note: keeps an error for the run, which would otherwise see only TensorFlow's, and returns it.
 
     Raises:
-        DataError: for batches of other parts, types or sizes than the first.
+        DataError: for batches with other parts, types or sizes than the first.
     """
 
     def __init__(
@@ -110,9 +107,9 @@ class PyDatasetExamples:
         self._name = name
         self._note = note
         self.epoch = -1
-        """The last epoch that was begun."""
+        """The last epoch that was begun; -1 for none."""
 
-        # num_batches raises TypeError, from len(), if the class has no __len__.
+        # num_batches calls len(), which raises TypeError if the class has no __len__.
         try:
             self._num_batches = dataset.num_batches or 0
         except (NotImplementedError, TypeError):
@@ -124,7 +121,7 @@ class PyDatasetExamples:
         first = self._batch(0)
         self.element_spec = _spec_of(first)
 
-        # The first and the last batch tell all sizes; _read() checks the others.
+        # All sizes follow from the first and the last batch; _read() checks the others.
         self._sizes = np.full(self._num_batches, self._batch_size(first, 0))
         last = self._num_batches - 1
         last_size = self._batch_size(self._batch(last), last)
@@ -149,7 +146,7 @@ class PyDatasetExamples:
 
         Args:
             epoch: the epoch to begin; on_epoch_end and on_epoch_begin are called as Keras would have by then.
-            start: number of examples of the epoch that are left out.
+            start: number of examples at the beginning of the epoch that are left out.
             seed: the run's seed, to shuffle the batches; None: in their own order.
         """
         while self.epoch < epoch:
@@ -159,11 +156,11 @@ class PyDatasetExamples:
             self.epoch += 1
         numbers = np.arange(self._num_batches)
         if seed is not None:
-            # The order is equal on all ranks: ranks that read the same data by mistake then have equal
+            # The order is the same on all ranks: if ranks read the same data by mistake, they have equal
             # batches, which are noticed.
             numbers = np.random.default_rng((seed, ORDER, self.epoch)).permutation(numbers)
 
-        # Batches that end before the start are not read; in the next one, examples are skipped.
+        # Batches that end at or before the start are not read; in the next one, examples are skipped.
         ends = np.cumsum(self._sizes[numbers])
         num_over = int(np.searchsorted(ends, start, side="right"))
         within = start - int(ends[num_over - 1]) if num_over else start
@@ -182,7 +179,7 @@ class PyDatasetExamples:
         return batches.unbatch().skip(within)
 
     def _read(self, number: np.int64) -> list[np.ndarray]:
-        """Reads a batch, checks that it is like the first, and returns its arrays."""
+        """Reads a batch, checks that it resembles the first, and returns its arrays."""
         batch = self._batch(int(number))
         if _spec_of(batch) != self.element_spec:
             raise self._fail(
@@ -196,14 +193,14 @@ class PyDatasetExamples:
         return nest.flatten(batch)
 
     def _batch(self, number: int) -> Parts:
-        """Reads a batch, in the types that models take. Raises DataError unless it has two or three parts."""
+        """Reads a batch in the types that models take. Raises DataError unless it has two or three parts."""
         batch = self._dataset[number]
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
             raise self._fail(f"batch {number} is {_parts_in_words(batch)}; {PARTS_NEEDED}")
         return nest.map_structure(lambda value: as_models_take(np.asarray(value)), tuple(batch))
 
     def _batch_size(self, batch: Parts, number: int) -> int:
-        """Returns the number of rows. Raises DataError if the arrays of the batch differ in it."""
+        """Returns the number of rows of a batch. Raises DataError if it differs among the batch's arrays."""
         # A scalar has no rows.
         sizes = {array.shape[0] if array.ndim else 0 for array in nest.flatten(batch)}
         if len(sizes) > 1:
@@ -224,7 +221,7 @@ class PyDatasetExamples:
 
 
 class UserFunction(NotesFailure):
-    """The user's function, called with the arguments that it declares.
+    """Calls the user's function with the arguments that it declares.
 
     Args:
         function: see from_dataset().
@@ -240,7 +237,7 @@ class UserFunction(NotesFailure):
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         # functools.partial hides the function's name and file.
         inner = function.func if isinstance(function, partial) else function
-        # A callable object has no name, so its class gives it.
+        # A callable object has no name of its own, so that of its class is used.
         inner_name = getattr(inner, "__qualname__", type(inner).__name__)
         self.name = name or f"{inner.__module__}.{inner_name}"
         self.file = getattr(getattr(inner, "__code__", None), "co_filename", "a function")
@@ -270,23 +267,23 @@ class UserFunction(NotesFailure):
                 )
 
     def call_in_words(self, key: ShardKey) -> str:
-        """Returns a call as it would be written in Python, to begin messages."""
+        """Formats the call for a shard as Python code, to begin messages."""
         split = f", split={key.split!r}" if "split" in self.declared else ""
         return f"{self.name}(shard={key.shard}, num_shards={key.num_shards}{split})"
 
     def open(self, key: ShardKey, **values: Any) -> PipelineExamples | PyDatasetExamples | None:
-        """Calls the function.
+        """Calls the function to open a shard.
 
         Args:
             key: key of the shard.
             values: other arguments, with DEFAULTS for the rest.
 
         Returns:
-            The shard's examples, or None if the function returns None for a split that does not exist.
+            The shard's examples, or None if the function returns None, for a split that does not exist.
 
         Raises:
             ConfigError: if the function fails.
-            DataError: if it returns anything else, or no examples to train on.
+            DataError: if it returns something else, or None for the training split.
         """
         values = {**DEFAULTS, **values, **key._asdict()}
         call = self.call_in_words(key)
@@ -299,7 +296,7 @@ class UserFunction(NotesFailure):
                 if isinstance(shard, keras.utils.PyDataset):
                     return PyDatasetExamples(shard, call, self.note)
         except UserError as error:
-            # Its message says what is wrong; a line of the user's code would add nothing.
+            # The message says what is wrong; naming a line of the user's code would add nothing.
             raise self.note(error) from error.__cause__
         except Exception as error:  # The user's code may raise anything.
             message = f"{call} failed: {cause_of(error)}; tracebacks=true shows its traceback"
@@ -314,12 +311,12 @@ class UserFunction(NotesFailure):
         return None
 
     def log_limits(self, shard: PipelineExamples, num_dropped: int) -> None:
-        """Logs once if a training pipeline drops examples on resume, never shuffles, or is not deterministic."""
+        """Logs, once, if a training pipeline drops examples on resume, never shuffles, or is not deterministic."""
         if self._has_logged:
             return
 
         self._has_logged = True
-        # All operations, through a private method, since tf.data has no public one.
+        # All operations of the pipeline are found by a private method, since tf.data has no public one.
         operations = [shard.dataset]
         for operation in operations:
             operations += operation._inputs()
@@ -349,7 +346,7 @@ def _check_example(element_spec: Any, name: str) -> None:
         raise DataError(f"{name} gives elements of {_parts_in_words(element_spec)}; {PARTS_NEEDED}")
 
     for spec in nest.flatten(element_spec):
-        # Ragged and sparse tensors have specs of their own.
+        # Ragged and sparse tensors have specs of other types.
         if not isinstance(spec, TensorSpec):
             kind = type(spec).__name__.removesuffix("Spec")
             raise DataError(f"{name} gives a {kind}; make it dense (to_tensor)")
@@ -369,12 +366,12 @@ def _parts_in_words(element: Any) -> str:
 
 
 def _spec_of(batch: Any) -> Any:
-    """The spec of one example of a batch of arrays."""
+    """Returns the spec of one example in a batch of arrays."""
     return nest.map_structure(lambda array: TensorSpec(array.shape[1:], array.dtype), batch)
 
 
 def kinds_in_words(spec: Any) -> str:
-    """Types and shapes of an example's parts, with their names."""
+    """Lists the types and shapes of an example's parts, with their names."""
     return ", ".join(
         " ".join([*map(str, path[1:]), part.dtype.name, str(tuple(part.shape))])
         for path, part in keras.tree.flatten_with_path(spec)
@@ -382,7 +379,7 @@ def kinds_in_words(spec: Any) -> str:
 
 
 def _narrowed(tensor: Any) -> tf.Tensor:
-    """Returns the tensor in the type that models take; a step fails on integers beyond 32 bits."""
+    """Converts a tensor to the type that models take; for integers beyond 32 bits, the stream fails."""
     narrow = tf.cast(tensor, NARROW_TYPES.get(tensor.dtype, tensor.dtype))
     if tensor.dtype != tf.int64:
         return narrow

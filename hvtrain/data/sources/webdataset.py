@@ -1,4 +1,4 @@
-"""Shards of WebDataset: tar files of images with labels or masks, read like folders of them."""
+"""WebDataset's shards: tar files of images with labels or masks, read like folders of files."""
 
 import json
 import re
@@ -29,10 +29,10 @@ from hvtrain.data.sources.memory import random_parts
 from hvtrain.data.sources.segmentation_folder import SegmentationFolder
 from hvtrain.errors import ConfigError, DataError
 
-# Shards whose headers are read at the same time, since each read waits for its disk.
+# Number of shards whose headers are read at the same time, since each read waits for storage.
 INDEXED_AT_ONCE = 16
 
-# WebDataset's rule: the part of a file's name after its first dot tells its kind.
+# WebDataset's rule: a name's part after the first dot is its kind, and the path up to that dot is the example's key.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 
 TargetOf = Callable[[Path, Member], Any]
@@ -54,22 +54,22 @@ def web_dataset(
     colors: Sequence[Any] | None = None,
     **sizing: Any,
 ) -> Source:
-    """Images with classes or masks in tar files: KEY.jpg beside KEY.cls. Pixels are scaled to 0 ... 1.
+    """Makes a source of images with classes or masks in tar files, such as KEY.jpg beside KEY.cls.
 
-    Shards are read by ranges, so examples are counted, shuffled over all shards of a rank, and never
-    read again by a resumed run.
+    Pixels are scaled to 0 ... 1. Since members are read by ranged reads, examples can be counted, a rank
+    shuffles all of its examples together, and a resumed run reads none again.
 
     Args:
-        dir: holds the shards.
+        dir: the folder that holds the shards.
         image_shape: [height, width, channels] to which images are resized.
         num_classes: number of classes, including the background if targets are masks.
         train, validation, test: shards in dir: paths, globs, and ranges such as train-{0000..0012}.tar.
             Globs of the last two may match nothing.
-        image_key: endings of the names of images; the first of these that an example has is its image.
-        label_key: ending of the names of labels, numbers or class names; json.NAME: a field of
+        image_key: endings of images' names; the first of these that an example has is its image.
+        label_key: ending of labels' names, for numbers or class names; json.NAME: a field of
             KEY.json; seg.png, or another image: a mask, as in SegmentationFolder.
         class_names: the name of each class; needed if labels are names.
-        num_validation: examples taken out of train at random, with a fixed seed.
+        num_validation: number of examples taken out of train at random, with a fixed seed.
         shift_pixels, flip: augmentation of training images, with their masks; see Transform.
         colors: the colors of classes in colored masks; see SegmentationFolder.
         sizing: resize, fit, crop_fraction and exif; see Sizing.
@@ -88,7 +88,7 @@ def web_dataset(
 
 @dataclass(frozen=True)
 class Shards:
-    """The examples in some shards; see web_dataset for the attributes."""
+    """Finds the shards of each split and the examples in them; for the attributes, see web_dataset()."""
 
     folder: Path
     names: Sequence[Sequence[str]]
@@ -98,7 +98,12 @@ class Shards:
 
     @cached_property
     def by_split(self) -> dict[str, list[Path]]:
-        """The shards of each split. Raises DataError if one is missing, or in two splits."""
+        """The shards of each split.
+
+        Raises:
+            ConfigError: A name is empty or absolute.
+            DataError: A shard is missing, or is in two splits.
+        """
         splits: dict[Path, str] = {}
         for split, patterns in zip(Source.SPLITS, self.names):
             for name in [name for pattern in patterns for name in expand_numbers(pattern)]:
@@ -128,7 +133,7 @@ class Shards:
         return shards
 
     def paths(self, split: str) -> list[str]:
-        """The shards of a split; train's if its examples were taken out of train."""
+        """Returns the shards of a split; those of train if its examples were taken out of train."""
         return [str(path) for path in self.by_split.get(split, self.by_split["train"])]
 
     def examples(
@@ -138,7 +143,7 @@ class Shards:
 
         Args:
             target_of: Returns the target of a member, or raises DataError.
-            refuse: Raises an error for an unusable item, or leaves it out.
+            refuse: Called with each unusable item, to raise an error or to leave the item out.
         """
         examples = {}
         with ThreadPoolExecutor(INDEXED_AT_ONCE) as pool:
@@ -168,19 +173,19 @@ class Shards:
 
     @property
     def label_parts(self) -> tuple[str, list[str]]:
-        """The ending of the names of labels, and the path to the field in a JSON file."""
+        """The ending of labels' names, and the keys that lead to a field in a JSON file."""
         suffix, *names = self.label_key.split(".")
         return (suffix, names) if suffix == "json" else (self.label_key, [])
 
     def _examples_of(self, target_of: TargetOf, shard: Path) -> tuple[Files, list[Unreadable]]:
-        """Lists the examples of a shard, and the unusable items."""
+        """Lists the examples of a shard, and its unusable items."""
         members, defect = find_members(shard)
         problems = [Unreadable(str(shard), defect, None)] if defect else []
         keys: dict[str, dict[str, Member]] = {}
         for member in members:
             match = _NAME.fullmatch(member["name"])
             if match:
-                # Of several members with one name, the last counts, as if the shard were unpacked.
+                # Of several members with the same name, the last one counts, as if the shard were unpacked.
                 keys.setdefault(match[1], {})[match[2].lower()] = member
 
         rows = []
@@ -227,7 +232,7 @@ class ShardedImages(_Sharded, ImageFolder):
 
     @cached_property
     def _files(self) -> dict[str, Files]:  # type: ignore[override]
-        """Listed on first use: on_error, which decides about damage, is set after opening."""
+        """Listed on first use, since on_error, which decides what happens to damaged shards, is set after opening."""
         return self._shards.examples(self._class_of, self._refuse)
 
     def _class_of(self, shard: Path, member: Member) -> int:
