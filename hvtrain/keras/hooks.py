@@ -36,7 +36,7 @@ class Hook:
 
     reducer: Reducer
     finite_check: FiniteCheck | None
-    # What a LossScaleOptimizer does if no loss went through its scale_loss: True: it raises; False: it
+    # Concerns a LossScaleOptimizer if no loss went through its scale_loss. True: it raises. False: it
     # steps on the gradients as they are.
     requires_scaled_loss: bool = True
     loss_was_scaled: bool = False
