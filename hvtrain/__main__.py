@@ -1,6 +1,6 @@
-"""`python -m hvtrain`: a first word without "=" is a command (commands.py).
+"""Entry point of `python -m hvtrain`: runs the command named by the first word (commands.py).
 
-Settings alone train.
+Without a command, only with settings (NAME=VALUE), it trains.
 """
 
 import sys
@@ -42,7 +42,7 @@ def main() -> None:
     if name:
         enter(lambda: commands.run_command(name))
     else:
-        console.take_signals(console.end_before_training)  # Until Interruption takes over.
+        console.take_signals(console.end_before_training)  # Until runner.fit makes an Interruption.
         enter(compose_and_run)
 
 
@@ -60,14 +60,14 @@ def compose_and_run() -> int:
     parser.add_argument(
         "--config-dir", "-cd", metavar="DIR", help="add a folder of your own with the same groups"
     )
-    parser.parse_known_args()  # for --help; Hydra reads the rest
+    parser.parse_known_args()  # Handles --help and --version; Hydra parses the rest.
     if {"-m", "--multirun"} & set(sys.argv):
         raise ConfigError(
             "--multirun asks for several runs in one process; use one command for each run instead"
         )
     config = composed()
     if console.launched_rank() == 0:
-        # horovodrun has printed nothing yet, and this takes seconds.
+        # The import below takes seconds, and horovodrun has printed nothing so far.
         print(f"hvtrain {VERSION}: loading TensorFlow ...", flush=True)
     with console.quiet_import(config.verbose):
         from hvtrain.runner import train

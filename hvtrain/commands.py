@@ -1,6 +1,6 @@
-"""The commands of `python -m hvtrain COMMAND ...`: what each does, and the function that does it.
+"""The table of commands for `python -m hvtrain COMMAND ...`: what each does, and the function that does it.
 
-Only the command that is asked for is imported.
+Only the module of the requested command is imported.
 """
 
 import difflib
@@ -14,7 +14,10 @@ from hvtrain.errors import ConfigError
 
 
 class Command(NamedTuple):
-    """One command. takes_settings: its line may have the settings of a run."""
+    """One command: its function under hvtrain, as "module.name", and a line for the help text.
+
+    takes_settings: True if its command line may contain the settings of a run.
+    """
 
     function: str
     about: str
@@ -94,7 +97,10 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 
 def run_command(name: str) -> int:
-    """Runs the command with the words that follow its name in sys.argv. Raises ConfigError for an unknown one."""
+    """Runs a command with the arguments that follow its name in sys.argv; returns its exit code.
+
+    Raises ConfigError for an unknown command.
+    """
     command = COMMANDS.get(name)
     if command is None:
         raise ConfigError(
@@ -105,7 +111,7 @@ def run_command(name: str) -> int:
 
 
 def first_word(words: Sequence[str]) -> str | None:
-    """The name of a command, if a line begins with one: a word that is neither an option nor a setting.
+    """Returns the first word if it can name a command, being neither an option nor a setting; else None.
 
     >>> first_word(["evaluate", "run=runs/a"]), first_word(["model=cnn"]), first_word(["~callbacks"]), first_word([])
     ('evaluate', None, None, None)
@@ -114,7 +120,7 @@ def first_word(words: Sequence[str]) -> str | None:
 
 
 def help_text() -> str:
-    """All commands, a line each, in their groups."""
+    """Returns the list of commands for the help text, one per line, by group."""
     lines = []
     for title, commands in GROUPS.items():
         lines.append(f"  {title}:")
@@ -123,14 +129,14 @@ def help_text() -> str:
 
 
 def refuse_old_form() -> None:
-    """Ends `python -m hvtrain.COMMAND` with an error that names the new command line.
+    """Ends `python -m hvtrain.COMMAND` with an error that gives the new command line.
 
-    Called while the package is imported. Python is then still looking for the module: sys.argv[0] is "-m".
+    Called while the package is imported, when Python is still looking for the module, so sys.argv[0] is "-m".
     """
     arguments = sys.orig_argv
     if sys.argv[:1] != ["-m"] or "-m" not in arguments[:-1]:
         return
-    # A user's own package may have the name of a command, and import hvtrain.
+    # The user's own package may have a command's name and import hvtrain, so the package is checked too.
     package, _, name = arguments[arguments.index("-m") + 1].partition(".")
     if package == "hvtrain" and name in COMMANDS:
         print(f"hvtrain: python -m hvtrain.{name} is now python -m hvtrain {name}", file=sys.stderr)

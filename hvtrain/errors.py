@@ -1,8 +1,7 @@
 """The errors that a user can cause. Each message says what was given, what was needed and what to do.
 
-Every command prints the message of a UserError as one line, without a traceback. Any other
-exception is a defect, in hvtrain or in the user's own code, and is shown in full, after which
-`cause_of` sums it up.
+Every command prints the message of a UserError as one line, without a traceback. Any other exception
+is a defect, in hvtrain or in the user's own code; it is shown in full, and then summed up by `cause_of`.
 """
 
 import re
@@ -19,8 +18,8 @@ MOST_CHARACTERS = 1000
 class UserError(Exception):
     """An error that a user can fix with its message alone.
 
-    spokesman: the rank that reports first an error that all ranks raise. culprit: the rank at fault,
-    or THIS_RANK; None if it is unknown.
+    spokesman: when all ranks raise the error, the rank that reports it first. culprit: the rank at
+    fault, or THIS_RANK; None if it is unknown.
     """
 
     exit_code = 2
@@ -36,11 +35,11 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError, ValueError):
-    """A data set that is missing, damaged, or not what it was said to be."""
+    """A data set that is missing, damaged, or not what the settings say."""
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be written, or does not fit the model that is to continue from it."""
+    """A checkpoint that cannot be written, or that does not fit the model that should resume from it."""
 
 
 class TrainingError(UserError, ArithmeticError):
@@ -66,7 +65,7 @@ class LostRankError(UserError, RuntimeError):
 
 
 class BusyError(UserError, RuntimeError):
-    """Something that this run needs is in use by another run, which will release it."""
+    """Another run is using something that this run needs, and will release it."""
 
     exit_code = RESTART_HELPS
 
@@ -79,14 +78,14 @@ class FailedRankError(UserError, RuntimeError):
 
 
 class Stopped(SystemExit):
-    """A run that a signal asked to stop. It is saved, and can be started again.
+    """Ends a run that a signal asked to stop. The run is saved, and can be resumed.
 
-    Exit code INTERRUPTED after Ctrl-C, else RESTART_HELPS: a scheduler asked it to make room.
+    Exit code INTERRUPTED after Ctrl-C; otherwise RESTART_HELPS, since a scheduler asked it to make room.
     """
 
 
-# What Keras and TensorFlow put around the message of an exception in the user's code: patterns whose
-# group `text` is the message.
+# Patterns of the text that Keras and TensorFlow wrap around the message of an exception in the user's
+# code. Group `text` is the message, and group `kind`, if there is one, the exception's type.
 _AROUND = (
     # AutoGraph: the lines of code that led there, then the exception.
     r"in user code:\n(?s:.*?)\n\n {4}(?P<kind>\w+): (?P<text>(?s:.*))",
@@ -112,9 +111,9 @@ def message_of(error: BaseException) -> str:
     'train.epochs=\\\\x1b[31m is not a number'
     """
     text = " ".join(str(error).split())
-    # A terminal would obey control characters in a value.
+    # A terminal would act on control characters in a value.
     text = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
-    # The setting is named at the beginning and the advice stands at the end, around a value of any length.
+    # Cut in the middle: the beginning names the setting and the end gives advice, but a value may be of any length.
     if len(text) > MOST_CHARACTERS:
         text = f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
     return text
@@ -158,10 +157,7 @@ def _wrapping(text: str) -> re.Match[str] | None:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the innermost line of the user's own code that hvtrain called, as "FILE, line N".
-
-    "" if there is none.
-    """
+    """Returns the innermost line of the user's own code below hvtrain, as "FILE, line N"; "" if there is none."""
     frames = [
         (frame.filename, str(frame.lineno), frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -191,5 +187,5 @@ def cause_of(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """The text of an error. A KeyError quotes and escapes its own, also inside another message."""
+    """Returns the text of an error, with the escapes undone that a KeyError, also a nested one, puts into its text."""
     return str(error).replace("\\n", "\n").replace("\\x1b", "\x1b").strip()

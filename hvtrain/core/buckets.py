@@ -9,12 +9,15 @@ from collections.abc import Sequence
 def in_buckets(
     sizes: Sequence[int], bucket_bytes: int, alone_bytes: int = 4 << 20
 ) -> list[list[int]]:
-    """Returns the positions of tensors by bucket, for sizes in bytes in the order in which the tensors become ready.
+    """Groups tensors into buckets; returns the positions of each bucket's tensors.
 
-    A bucket is full once it has at least bucket_bytes.
+    A bucket is full once it has at least bucket_bytes. Tensors of alone_bytes or more get a bucket of
+    their own, because Horovod copies tensors that share a message into a buffer and out again.
 
-    Tensors of alone_bytes or more get a bucket of their own: Horovod copies tensors that share a
-    message into a buffer and out again.
+    Args:
+        sizes: bytes of each tensor, in the order in which the tensors become ready.
+        bucket_bytes: size at which a bucket is full.
+        alone_bytes: size from which a tensor is sent alone.
 
     >>> in_buckets([10, 10, 10, 30, 5], 25)
     [[0, 1, 2], [3], [4]]
@@ -22,6 +25,7 @@ def in_buckets(
     [[0, 2, 3], [1], [4]]
     """
     buckets: list[list[int]] = []
+    # Bytes in the current shared bucket, and its index. Starts full, so the first small tensor opens one.
     filled, shared = bucket_bytes, -1
     for position, size in enumerate(sizes):
         if size >= alone_bytes:

@@ -1,8 +1,8 @@
-"""Notes about where the newest checkpoint is, for hosts that have none. Independent of ranks.
+"""Notes about where the newest checkpoint is, for hosts that have none.
 
-Without a shared disk only rank 0's host has checkpoints. A start without that host would silently
-begin at step 0; hvtrain.training.find_checkpoint reads the notes and refuses to start. The launcher
-passes its own note in the environment variable VARIABLE.
+Without a shared disk only rank 0's host has checkpoints, and a start without that host would silently
+begin at step 0. hvtrain.training.find_checkpoint therefore reads the notes, and refuses such a start.
+The launcher passes its own note in the environment variable VARIABLE.
 """
 
 import logging
@@ -47,7 +47,7 @@ def read(folder: Path) -> Note | None:
     """Returns the note in a run folder; None if there is none, or if the file is not a note."""
     path = folder / NOTE_FILE
     try:
-        # Neither a link, which may lead anywhere, nor a pipe, which never ends; and notes are short.
+        # Refuses a link, which may lead anywhere, a pipe, which never ends, and a file too long for a note.
         is_note = is_own_file(path) and path.stat().st_size <= _MAX_BYTES
     except OSError:
         return None
@@ -78,16 +78,16 @@ def newest_step(folder: Path) -> int | None:
 
 
 def forget(folder: Path, run_id: str | None) -> None:
-    """Removes the note in a run folder if it belongs to another run than run_id; with None, any note."""
+    """Removes the note in a run folder if it belongs to a run other than run_id; with None, any note."""
     note = read(folder)
-    # A damaged note reads as None.
+    # With None the file is removed without looking at `note`: a damaged one reads as None.
     if run_id is None or (note and note.run_id != run_id):
         with suppress(OSError):
             (folder / NOTE_FILE).unlink()
 
 
 def from_launcher(environ: Mapping[str, str]) -> Note | None:
-    """Returns the launcher's note, as to_ranks() wrote it; None without a valid one.
+    """Returns the note that the launcher passed with to_ranks(); None without a valid one.
 
     >>> from_launcher({"HVTRAIN_NEWEST_CHECKPOINT": "28@s1"})
     Note(step=28, host='s1', run_id=None)
@@ -99,7 +99,7 @@ def from_launcher(environ: Mapping[str, str]) -> Note | None:
 
 
 def to_ranks(step: int, host: str) -> dict[str, str]:
-    """Returns the environment variable that passes the launcher's note."""
+    """Returns the environment variable, {name: value}, that passes the launcher's note to the ranks."""
     return {VARIABLE: f"{step}@{host}"}
 
 
@@ -107,7 +107,7 @@ def to_ranks(step: int, host: str) -> dict[str, str]:
 class NoteKeeper:
     """Keeps this host's note up to date.
 
-    If a note cannot be written, there is only one warning: notes matter only after another failure.
+    If a note cannot be written, it warns once and gives up: notes matter only after another failure.
     """
 
     # The run folder; None: this rank writes no note.
@@ -116,7 +116,7 @@ class NoteKeeper:
     run_id: str | None = None
 
     def note(self, complete_step: int) -> None:
-        """Records that the host writes checkpoints, and the step of its newest complete one; 0: none yet."""
+        """Records that this host writes checkpoints, and the step of its newest complete one; 0: none yet."""
         if self.folder is None:
             return
         note = Note(complete_step, self.host, self.run_id)

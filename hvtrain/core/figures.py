@@ -1,4 +1,4 @@
-"""Figures that a task makes from predictions for the report: plain values, rendered according to their kind.
+"""Figures for the report, which a task makes from predictions: plain values that the report renders by `kind`.
 
 Pure.
 """
@@ -20,7 +20,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Counts of examples: a row for each true class, a column for each predicted one."""
+    """A confusion matrix: counts of examples, with a row for each true class and a column for each predicted one."""
 
     title: str
     note: str
@@ -31,10 +31,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures, each a base64 PNG with a caption, and the legend of their colors, as (name, #rrggbb).
+    """Pictures, each a base64 PNG with a caption, and a legend of their colors as (name, "#rrggbb") pairs.
 
     Args:
-        panels: Number of images side by side in each picture, for which the page leaves room.
+        panels: Number of images side by side in each picture, so that the page leaves room for them.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Goodput of a run: the share of its wall-clock time, over all of its starts, that went into steps. Pure."""
+"""Goodput of a run: the share of its wall-clock time, over all its starts, that went into steps. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from typing import Any
 
 from hvtrain.system.text import duration
 
-# How rank 0's time is divided. "steps" has each step of the run once; those that a restart lost are "repeated".
+# How rank 0's time is divided. "steps" counts each step of the run once; steps that a restart lost are "repeated".
 PARTS = ("steps", "data", "start", "checkpoints", "repeated", "restarts")
 
 
 @dataclass
 class Goodput:
-    """Seconds of a run by PARTS. Points in time are those of time.time().
+    """Seconds of a run, divided into PARTS. Points in time are values of time.time().
 
     Args:
         began: When the run first started.
@@ -27,10 +27,15 @@ class Goodput:
 
     @classmethod
     def resumed(cls, saved: Any, now: float, last_step_at: float = 0.0) -> "Goodput":
-        """Continues from the record() in a checkpoint; without a valid one, starts from zero.
+        """Continues from a checkpoint's record(); without a valid one, starts from zero.
 
-        The time since the checkpoint was lost: up to last_step_at it counts as "repeated", since those steps are
-        repeated, and from there to this start as "restarts".
+        The time since the checkpoint was lost. Up to last_step_at it counts as "repeated", since its steps are done
+        again; from there to this start it counts as "restarts".
+
+        Args:
+            saved: What record() returned, as read from the checkpoint.
+            now: When this start began.
+            last_step_at: When the last step before this start ended; 0 if unknown.
 
         >>> resumed = Goodput.resumed(Goodput(0, 0, dict.fromkeys(PARTS, 1.0)).record(100), 130, 112)
         >>> resumed.seconds["repeated"], resumed.seconds["restarts"]
@@ -44,10 +49,11 @@ class Goodput:
                 raise ValueError("a number that is not finite")
         except (TypeError, LookupError, ValueError):
             return cls(now, now, dict.fromkeys(PARTS, 0.0))
-        # Ranks may also restart within their processes, which began before the checkpoint.
+        # Elastic ranks restart within their processes, so this start may have begun before the checkpoint.
         now = max(now, until)
         if last_step_at > now:
-            last_step_at = 0.0  # This start copied the records here.
+            # It is a file's modification time, and this start copied the file here.
+            last_step_at = 0.0
         ended = min(max(until, last_step_at), now)
         seconds["repeated"] += ended - until
         seconds["restarts"] += now - ended
@@ -83,7 +89,7 @@ class Goodput:
 
 
 def in_words(summary: Mapping[str, float]) -> str:
-    """Formats a summary in one line, without parts of less than half a percent.
+    """Formats a summary() in one line, without parts of less than half a percent.
 
     >>> in_words({"share": 0.8, "all": 50.0, "steps": 40.0, "data": 0.0, "start": 8.0, "other": 2.0})
     '80% of 50 s went into steps; start 16%, other 4%'

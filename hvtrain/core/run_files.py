@@ -1,4 +1,7 @@
-"""The small files in a run folder, which rank 0 writes: result.json, history.csv, ranks.csv and so on. Pure."""
+"""Reads and writes the small files in a run folder: result.json, history.csv, ranks.csv and so on.
+
+Nothing here knows of ranks: callers see to it that only rank 0 writes.
+"""
 
 import csv
 import io
@@ -52,9 +55,8 @@ class EpochRecord:
 class RunRecord:
     """The final results of a run, saved in result.json.
 
-    examples_per_second is over all ranks, without the warm-up; step_seconds is the mean time of one step over the
-    same steps; both are None if every step was warm-up. num_steps counts the whole run. The metrics are those of the
-    last step.
+    examples_per_second is over all ranks, without the warm-up, and step_seconds is the mean over the same steps; both
+    are None if every step was warm-up. num_steps counts the whole run. The metrics are those of the last step.
     """
 
     test_accuracy: float | None
@@ -74,9 +76,9 @@ class RunRecord:
     config: dict[str, Any]
     # Seconds of a step by phase, and the slowest rank (step/step_timing.py).
     split: dict[str, Any] | None = None
-    # Examples skipped over all ranks with data.on_error=skip, since this start of the run.
+    # Examples that data.on_error=skip left out on all ranks, since this start of the run.
     skipped_examples: int = 0
-    # The best checkpoint: its step, the metric and value that made it the best, and its test metrics.
+    # The best checkpoint: its step, the metric that chose it with its value, and its test metrics.
     best: dict[str, Any] | None = None
     # Throughput in other units, such as tokens, over the same time as examples_per_second.
     per_second: dict[str, float] = field(default_factory=dict)
@@ -84,12 +86,12 @@ class RunRecord:
     sample: str | None = None
     # Settings that changed when the run was resumed (training/resume.py); config has the last ones.
     changes: list[dict[str, Any]] = field(default_factory=list)
-    # How the run differs from the same run with another strategy, for example by stale gradients.
+    # How the strategy makes this run differ from the same run under others, for example by stale gradients.
     differences: list[str] = field(default_factory=list)
-    # Number of ranks, replicas of one process, or workers of parameter servers that computed
-    # gradients at the same time.
+    # How many ranks, replicas of one process, or workers of parameter servers computed gradients at
+    # the same time.
     num_replicas: int | None = None
-    # Goodput: the run's seconds by use, over all of its starts (core/goodput.py).
+    # Seconds of the run by purpose, over all its starts (core/goodput.py).
     goodput: dict[str, float] = field(default_factory=dict)
     # Description of the data set: phrases by label (data/description.py).
     data: dict[str, list[str]] = field(default_factory=dict)
@@ -100,14 +102,14 @@ def write_result(folder: Path, record: RunRecord) -> None:
 
 
 class EpochTable:
-    """A CSV file with a row for each epoch and a column for each name that occurs in any row.
+    """A CSV file with a row for each epoch, and a column for each name in any row.
 
-    Rows are appended to the file. It is rewritten only for a new column, after an error, or if it has been moved
-    away: if it were rewritten every time, 10,000 epochs would write 10 GB.
+    Rows are appended. The file is rewritten only for a new column, after an error, or if it has been moved away:
+    rewriting it every time would write 10 GB in 10,000 epochs.
 
     Args:
         path: The file.
-        row_of: A function that returns the cells of an item by column, in the order of the columns.
+        row_of: A function that returns an item's cells by column name, in the order of the columns.
     """
 
     def __init__(self, path: Path, row_of: Callable[[Any], dict[str, Any]]) -> None:
@@ -117,9 +119,13 @@ class EpochTable:
         self._num_written = 0
 
     def save(self, items: Sequence[Any]) -> None:
-        """Brings the file up to date with the items, a list that only grows from one call to the next.
+        """Writes the items that are new since the last call.
 
-        Raises StorageError. The file may then end in the middle of a row; the next call rewrites it.
+        Raises StorageError if the disk is full, for example. The file may then end in the middle of a row;
+        the next call rewrites it.
+
+        Args:
+            items: All items so far, in a list that only grows from one call to the next.
         """
         rows = [self._row_of(item) for item in items[self._num_written :]]
         columns = self._columns
@@ -137,7 +143,7 @@ class EpochTable:
 
 
 def history_table(folder: Path) -> EpochTable:
-    """Returns the table history.csv, whose items are EpochRecords: each field and each metric is a column."""
+    """Returns the table history.csv. Its items are EpochRecords; each field and each metric is a column."""
 
     def row_of(record: EpochRecord) -> dict[str, Any]:
         cells = asdict(record)
@@ -147,7 +153,10 @@ def history_table(folder: Path) -> EpochTable:
 
 
 def ranks_table(folder: Path) -> EpochTable:
-    """Returns the table ranks.csv, with items (epoch, seconds by rank). A run may resume on another number of ranks."""
+    """Returns the table ranks.csv. Its items are (epoch, seconds by rank).
+
+    Rows may differ in length, because a run may resume on another number of ranks.
+    """
 
     def row_of(item: tuple[int, list[float]]) -> dict[str, Any]:
         epoch, seconds = item
@@ -162,8 +171,8 @@ def ranks_table(folder: Path) -> EpochTable:
 def read_history(folder: Path) -> list[EpochRecord]:
     """Reads the rows of history.csv; empty if there is no such file.
 
-    An unfinished last line is a row that was being written, and is left out. Raises StorageError
-    if the file is damaged.
+    An unfinished last line, from a row that was being written, is left out. Raises StorageError if the
+    file is damaged.
     """
     path = folder / HISTORY_FILE
     if not path.exists():
@@ -187,7 +196,10 @@ def read_history(folder: Path) -> list[EpochRecord]:
 
 
 def read_rank_seconds(folder: Path) -> dict[int, list[float]]:
-    """Reads ranks.csv by epoch; empty if the file is missing or damaged, since only a curve depends on it."""
+    """Reads ranks.csv: seconds by rank, by epoch.
+
+    Empty if the file is missing or damaged, since only a curve depends on it.
+    """
     try:
         _, *rows = csv.reader(whole_lines(read_file(folder / RANKS_FILE)).splitlines())
         return {int(epoch): [float(cell) for cell in cells if cell] for epoch, *cells in rows}
@@ -196,20 +208,24 @@ def read_rank_seconds(folder: Path) -> dict[int, list[float]]:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Reads the starts of a run, in order; empty if the file is missing or damaged."""
+    """Reads starts.json, the starts of a run in order; empty if the file is missing or damaged."""
     return [start for start in read_json(folder / STARTS_FILE, list) if isinstance(start, dict)]
 
 
 def note_step(folder: Path, at: float | None = None) -> None:
-    """Records that a step has just ended, or ended at this time.time(): the modification time of starts.json."""
+    """Records when the last step ended, as the modification time of starts.json.
+
+    Args:
+        at: The time, as time.time(); None: now.
+    """
     with suppress(OSError):
         os.utime(folder / STARTS_FILE, None if at is None else (at, at))
 
 
 def last_step_at(folder: Path) -> float:
-    """Returns when the last noted step ended, as time.time(); before the first one, when the run started.
+    """Returns when the last noted step ended, as time.time(); 0 without starts.json.
 
-    0 without starts.json.
+    Before the first step it is the time at which the run started.
     """
     try:
         return (folder / STARTS_FILE).stat().st_mtime
@@ -218,7 +234,7 @@ def last_step_at(folder: Path) -> float:
 
 
 def read_tracked(folder: Path) -> dict[str, dict[str, Any]]:
-    """Reads the run's ID in each tracker and the last step that was sent there, {tracker: {"id": ..., "step": ...}}.
+    """Reads the run's ID in each tracker, and the last step sent there: {tracker: {"id": ..., "step": ...}}.
 
     Empty if the file is missing or damaged.
     """
@@ -277,7 +293,7 @@ def proof_in_words(numbers: dict[str, Any]) -> str:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Removes a run folder if all of its files are from before the first step (chief, or the launcher)."""
+    """Removes a run folder that has no file from after the first step began (on the chief, or in the launcher)."""
     written_before = {CONFIG_FILE, README_FILE, LOCK_FILE, CLAIM_FILE}
     folders_before = {"logs", "launch", "preprocessing"}
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
@@ -285,7 +301,7 @@ def remove_if_empty(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# Words in the names of metrics that improve by falling. For all others, such as accuracy, higher is better.
+# Words in the names of metrics for which lower is better. For all others, such as accuracy, higher is better.
 _LOWER_IS_BETTER = re.compile(
     "loss|error|perplexity|mae|mse|rmse|mape|msle|nll|(cross)?entropy|divergence|huber|brier|wer|cer"
 )

@@ -2,10 +2,10 @@
 
 LearningRate (training/setup.py) puts it into the graph; tests call it directly.
 
-Every schedule first warms up linearly, step by step, from the base rate (of one rank) or
-warmup_from to the peak rate (base times the plan's factor), as in Goyal et al. 2017, "Accurate,
-Large Minibatch SGD", section 2.2. With one rank base and peak are equal and the warm-up is flat.
-The rate depends only on the step, so it is correct after a resume without any saved state.
+Every schedule first warms up linearly, step by step, from the base rate (that of one rank) or from
+warmup_from to the peak rate (base times the plan's factor), as in Goyal et al. 2017, "Accurate, Large
+Minibatch SGD", section 2.2. With one rank, base and peak are equal and the warm-up is flat. The rate
+depends only on the step, so it is correct after a resume without any saved state.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 
 from hvtrain.errors import ConfigError
 
-# The functions that schedules use, for Python numbers. keras.ops has the same names for tensors.
+# The functions that schedules use, for Python numbers. For tensors keras.ops has the same names.
 SCALARS = SimpleNamespace(
     minimum=min,
     maximum=max,
@@ -27,10 +27,13 @@ SCALARS = SimpleNamespace(
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Warm-up over warmup_epochs, then a subclass's decay over the rest of num_steps.
+    """Warms up over warmup_epochs, then applies a subclass's decay over the rest of num_steps.
 
     base and peak are learning rates; steps are the run's optimizer steps, counted from 0.
-    warmup_from: the rate at step 0 instead of base, capped at the peak rate.
+    warmup_from: the rate at step 0 in place of base, capped at the peak rate.
+
+    Raises:
+        ConfigError: if warmup_epochs or the first rate is negative or not finite.
     """
 
     base: float
@@ -59,7 +62,7 @@ class Schedule:
         """Learning rate at which the warm-up begins."""
         if self.warmup_from is None:
             return self.base
-        # The start rate of a recipe may exceed the peak rate for a batch smaller than any in the recipe.
+        # A recipe's first rate may exceed the peak rate if the batch is smaller than any in the recipe.
         return min(self.warmup_from, self.peak)
 
     def __call__(self, step: Any, ops: Any = SCALARS) -> Any:
@@ -73,9 +76,12 @@ class Schedule:
         )
 
     def decay(self, step: Any, progress: Any, ops: Any) -> Any:
-        """Returns the factor on the peak rate: 1 here.
+        """Returns the factor that multiplies the peak rate after the warm-up: 1 here.
 
-        Progress goes from 0 at the end of the warm-up to 1 at the end of the run.
+        Args:
+            step: the step of the run.
+            progress: 0 at the end of the warm-up, 1 at the end of the run.
+            ops: as in __call__.
         """
         return 1.0
 
@@ -145,6 +151,6 @@ class RangeTest(Schedule):
 
 
 def rate_factor(model: Any) -> Any:
-    """Returns the variable with which callbacks scale the scheduled rate; None if there is none."""
+    """Returns the variable by which callbacks scale the scheduled rate; None if there is none."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     return getattr(optimizer._learning_rate, "factor", None)

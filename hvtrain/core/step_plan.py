@@ -20,8 +20,10 @@ MOST_LEFT_OUT = 0.01
 class Share:
     """One rank's examples of an epoch, divided into steps: full batches first, then the remainder.
 
-    num_examples defaults to full batches in all steps. No step is empty, since a rank without an example would have no
-    gradient: the last batches are reduced so that each step has at least one example.
+    num_examples: default: full batches in all steps. No step is empty, since a rank without an example would have no
+    gradient: the last batches shrink so that each step has at least one example.
+
+    Raises ValueError if the examples do not fit the steps.
     """
 
     batch_size: int
@@ -50,20 +52,20 @@ class Share:
         """
         full = step * self.batch_size
         most = self.num_examples - (self.steps - step)
-        # min(full, most): the built-in min does not work on tensors, and this module does not import TensorFlow.
+        # min(full, most), written so that it also works on tensors: this module does not import TensorFlow.
         return (full + most - abs(full - most)) // 2
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All numbers that the ranks must agree on. Steps are the same on every rank.
+    """All numbers that the ranks must agree on. The number of steps is the same on every rank.
 
-    shares: distribution of the data, one share for each rank that the run began with.
+    shares: how the data are divided, one share for each rank that the run began with.
     num_steps: the run's step at which this plan ends.
-    size: current number of ranks; if it differs from the number of shares, ranks divide each global batch evenly.
+    size: current number of ranks; if it differs from the number of shares, the ranks split each global batch evenly.
     shift: the run's step count minus this plan's, if the run began with a different plan.
     scheduled_steps: total steps of this plan, if different from num_steps.
-    accumulate: steps whose gradients make up one weight update; the steps of an epoch are a multiple of it.
+    accumulate: steps per weight update; the steps of an epoch are a multiple of it.
     """
 
     shares: tuple[Share, ...]
@@ -113,10 +115,7 @@ class StepPlan:
 
     @property
     def examples_per_epoch(self) -> int:
-        """Number of examples in an epoch over all ranks.
-
-        All num_examples of the data set unless some are left out.
-        """
+        """Number of examples in an epoch over all ranks: num_examples, unless some are left out."""
         return sum(share.num_examples for share in self.shares)
 
     @property
@@ -126,11 +125,11 @@ class StepPlan:
 
     @property
     def is_even(self) -> bool:
-        """True if batches have the same size on all ranks in each step: means over ranks then need no weights."""
+        """True if in each step all ranks' batches have the same size, so that means over ranks need no weights."""
         return self.size == 1 or (len(set(self.batch_sizes)) == 1 and self.is_full)
 
     def parts(self, step: Any) -> list[tuple[Any, Any]]:
-        """Returns each rank's slice (begin, end) of a step's global batch, which has all shares' batches in order."""
+        """Returns each rank's slice (begin, end) of a step's global batch: the shares' batches, laid end to end."""
         offsets = self.share_offsets(step)
         return list(pairwise(self._even_cuts(offsets[-1]) if self.is_resized else offsets))
 
@@ -160,7 +159,7 @@ class StepPlan:
         return replace(self, size=size)
 
     def until_epoch_end(self, step: int) -> "StepPlan":
-        """Returns this plan, cut short at the end of the epoch that contains a step of the run."""
+        """Returns this plan, cut short at the end of the epoch to which a step of the run belongs."""
         left = -self.position(step)[1] % self.steps_per_epoch
         return replace(self, num_steps=min(step + left, self.num_steps))
 
@@ -170,16 +169,17 @@ class StepPlan:
         return replace(self, num_steps=max(step, self.scheduled_steps + shift), shift=shift)
 
     def weight(self, rank: int, step: Any) -> Any:
-        """Returns the weight of a rank's mean gradient: its examples in a step of the epoch over the mean per rank.
+        """Returns the weight of a rank's mean gradient in a step of the epoch.
 
-        With these weights the mean over the ranks is the mean over all examples of the step.
+        It is the rank's number of examples, divided by the mean number per rank. With these weights the mean over the
+        ranks is the mean over all examples of the step.
         """
         parts = self.parts(step)
         begin, end = parts[rank]
         return self.size * (end - begin) / parts[-1][1]
 
     def share_offsets(self, step: Any) -> list[Any]:
-        """Returns the offsets of the shares' batches in the global batch of a step of the epoch, and its end."""
+        """Returns where each share's batch begins in the global batch of a step of the epoch, and where that ends."""
         sizes = [share.begin(step + 1) - share.begin(step) for share in self.shares]
         return list(accumulate(sizes, initial=0))
 
@@ -196,15 +196,20 @@ class StepPlan:
         return self.base_learning_rate * self.learning_rate_factor
 
     def position(self, step: int) -> tuple[int, int]:
-        """Returns the epoch (from 0) and the step within it, at a step of the run."""
+        """Returns the epoch (from 0) and the step within the epoch, for a step of the run."""
         return divmod(step - self.shift, self.steps_per_epoch)
 
 
 def share_of_progress(noise_scale: float, batch_size: float, joint_batch: float) -> float:
-    """Returns the progress per example in the global batch, relative to that in a rank's own batch.
+    """Returns how much an example in the global batch advances training, relative to one in a rank's own batch.
 
-    The examples needed to reach a given loss grow with the batch as 1 + batch / noise_scale (McCandlish et al. 2018,
-    arXiv:1812.06162, section 2.3).
+    The number of examples needed to reach a given loss grows with the batch as 1 + batch / noise_scale (McCandlish et
+    al. 2018, arXiv:1812.06162, section 2.3).
+
+    Args:
+        noise_scale: the gradient noise scale, in examples.
+        batch_size: examples in a rank's own batch.
+        joint_batch: examples in the global batch.
 
     >>> share_of_progress(1000.0, 0, 1000), share_of_progress(1e12, 64, 1024) > 0.999
     (0.5, True)

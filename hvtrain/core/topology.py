@@ -1,4 +1,4 @@
-"""This process's rank among all processes, and the roles of all processes, as plain values."""
+"""This process's rank among all processes, and the roles of all processes, as plain values. Pure."""
 
 import math
 import socket
@@ -8,7 +8,7 @@ from typing import Any
 
 from hvtrain.errors import ConfigError
 
-# Names of jobs in TF_CONFIG, which TensorFlow users know.
+# Names of roles: the jobs in TF_CONFIG, which TensorFlow users know.
 COORDINATOR = "coordinator"
 SERVER = "ps"
 WORKER = "worker"
@@ -21,7 +21,9 @@ class Topology:
     """Place of one process (rank) in a job; the default is a job with a single process.
 
     rank is 0 ... size - 1 over all hosts, local_rank is 0 ... local_size - 1 on this host. weights:
-    each rank's share of the data, as a proportion; empty: equal shares.
+    proportions of the ranks' shares of the data, by rank; empty: equal shares.
+
+    Raises ValueError if a rank is out of range.
     """
 
     rank: int = 0
@@ -43,9 +45,9 @@ class Topology:
         return self.rank == 0
 
     def share(self, num_items: int) -> Sequence[int]:
-        """Returns the indices of this rank's share of num_items; for equal shares rank, rank + size and so on.
+        """Returns the indices of this rank's share of num_items.
 
-        Equal shares differ in size by at most one item.
+        Equal shares are rank, rank + size and so on, and differ in size by at most one item.
 
         >>> list(Topology(rank=1, size=3).share(8))
         [1, 4, 7]
@@ -78,16 +80,16 @@ class Topology:
 
 
 def reduced(weights: Sequence[int]) -> tuple[int, ...]:
-    """Returns the same proportions in the smallest whole numbers: (48, 16) gives (3, 1)."""
+    """Reduces proportions to the smallest whole numbers: (48, 16) gives (3, 1)."""
     divisor = math.gcd(*weights) or 1
     return tuple(weight // divisor for weight in weights)
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The processes of a run.
+    """The processes of a run, by role.
 
-    With parameter servers, rank 0 is the coordinator, ranks 1 to num_ps are the servers, the rest workers.
+    With parameter servers, rank 0 is the coordinator, ranks 1 to num_ps are servers, and the rest are workers.
 
     Args:
         num_workers: number of processes that train.
@@ -167,11 +169,15 @@ class Roles:
 
 
 def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
-    """Returns the processes of a strategy, which follow from its settings alone. Raises ConfigError.
+    """Returns the processes of a strategy, which follow from its settings alone.
 
     A strategy with the setting `num_ps` needs that many parameter servers and a coordinator, in
     addition to the workers. One with `num_replicas` is a single process that trains all replicas. With
-    any other strategy every rank is a worker.
+    any other strategy every rank is a worker. Raises ConfigError if num_ps is out of range.
+
+    Args:
+        strategy: the strategy's settings.
+        num_training: number of workers, or of replicas.
 
     >>> roles_of({"num_ps": 1}, 4)
     Roles(num_workers=4, num_ps=1, num_replicas=0)
@@ -180,7 +186,7 @@ def roles_of(strategy: Mapping[str, Any], num_training: int) -> Roles:
     """
     if "num_ps" in strategy:
         num_ps = strategy["num_ps"]
-        # True is an int in Python.
+        # isinstance(True, int) is true.
         if isinstance(num_ps, bool) or not isinstance(num_ps, int) or num_ps < 1:
             raise ConfigError(
                 f"strategy.num_ps={num_ps} is out of range; it must be a whole number of at least 1"

@@ -1,4 +1,4 @@
-"""Horovod's Keras callbacks on Keras 3, two checks, and one that stops all ranks together."""
+"""Horovod's Keras callbacks on Keras 3, two callbacks that check, and one that stops all ranks together."""
 
 import warnings
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from hvtrain.keras.tape import num_tape_reductions
 class BroadcastGlobalVariablesCallback(Callback):
     """Sets weights and optimizer state of all ranks to those of root_rank (every rank).
 
-    Happens once for each model: before the first step if the model is built (one with an Input is),
-    otherwise after the first step, which creates its variables. The callback then warns, because each
+    It broadcasts once for each model: before the first step if the model is built (one with an Input
+    is), otherwise after the first step, which creates the variables. In that case it warns, because each
     rank took that step from its own weights. Optimizers that are attributes of the model are included.
-    The callback also warns if the first batch reduced no gradient, neither by a DistributedOptimizer
-    nor by a DistributedGradientTape.
+    It also warns if the first batch reduced no gradient, neither in a DistributedOptimizer nor in a
+    DistributedGradientTape.
 
     Args:
         root_rank: the rank whose values are sent to all ranks.
         device: the device that packs the values, such as "/CPU:0".
-        local_variables: a variable, or several, that are not broadcast.
+        local_variables: one variable, or several, that are not broadcast.
 
     Raises:
         RankError: if Keras knows that the ranks hold different numbers of batches.
@@ -63,7 +63,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._local.add(variable_id(var))
 
     def set_model(self, model: keras.Model) -> None:
-        # A second model may be trained with the same list of callbacks.
+        # The same list of callbacks may be used to train a second model.
         if model is not self.model:
             self.broadcast_done = False
         super().set_model(model)
@@ -89,7 +89,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         # The first step has built the model.
         if not self.broadcast_done:
             self._broadcast()
-        # Not "batch == 0": Keras passes the last batch of an execution (steps_per_execution).
+        # Not "batch == 0": with steps_per_execution, Keras passes the last batch of each execution.
         if self._is_first_step and self._trains_alone():
             warnings.warn(
                 f"rank {hvd.rank()} of {hvd.size()} trains alone: the first batch reduced no gradient; wrap the "
@@ -118,9 +118,9 @@ class BroadcastGlobalVariablesCallback(Callback):
         return num_tape_reductions() == self._tape_reductions_before
 
     def _optimizers(self) -> list[Any]:
-        """Returns the optimizers that are attributes of the model, or in its lists and dicts.
+        """Returns the optimizers that are attributes of the model, or inside its lists and dicts.
 
-        A GAN, for example, has two, and compile may know neither.
+        A GAN, for example, has two, and may pass neither to compile.
         """
         attributes = list(vars(self.model).values())
         attributes += [list(value.values()) for value in attributes if isinstance(value, dict)]
@@ -152,11 +152,11 @@ class BroadcastGlobalVariablesCallback(Callback):
 class MetricAverageCallback(Callback):
     """Replaces the metrics in an epoch's logs with their means over all ranks (every rank).
 
-    All ranks have the same weight, as in Horovod, even if their shards differ in size. Put this
-    callback before those that act on the logs.
+    As in Horovod, all ranks have the same weight, even if their shards differ in size. Put this callback
+    before those that act on the logs.
 
     Args:
-        device: the device that sums the metrics.
+        device: the device that sums the metrics, such as "/CPU:0".
 
     Raises:
         RankError: if ranks have different metrics.
@@ -190,10 +190,10 @@ class MetricAverageCallback(Callback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keras's ModelCheckpoint with save_best_only. Only rank 0 writes.
+    """Keras's ModelCheckpoint with save_best_only=True, written by rank 0 only.
 
     Put it after MetricAverageCallback, so that it monitors the mean over all ranks. Horovod's class
-    has no filepath argument; its Spark estimator sets the attribute later. Both ways work here.
+    has no filepath argument: its Spark estimator sets the attribute later. Both ways work here.
 
     Raises:
         ValueError: at the start of training if filepath is missing or has the wrong suffix.
@@ -224,7 +224,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         super().on_train_begin(logs)
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
-        # The ranks would write the same file at once.
+        # Otherwise all ranks would write the same file at once.
         if hvd.rank() == 0:
             super()._save_model(epoch, batch, logs)
 
@@ -238,7 +238,7 @@ class ReductionCheckCallback(Callback):
     """
 
     def set_model(self, model: keras.Model) -> None:
-        # A second model has an optimizer, and so a counter, of its own.
+        # A second model has its own optimizer, and so its own counter.
         if model is not self.model:
             self._reductions_before: int | None = None
             self._checked = False
@@ -256,7 +256,7 @@ class ReductionCheckCallback(Callback):
         hook = hook_of(optimizer)
         if hook and hook.reducer.is_alone:
             return  # This rank is outside the optimizer's process set.
-        # Too early: gradients were only accumulated so far, the step overflowed, or it was a local one.
+        # Too early: so far gradients were only accumulated, the step overflowed, or it was a local step.
         if hook and int(optimizer.iterations.numpy()) < self._first_iteration + hook.every:
             return
         self._checked = True
@@ -270,13 +270,13 @@ class ReductionCheckCallback(Callback):
 class StopTogetherCallback(Callback):
     """Stops all ranks after the same step when one sets model.stop_training (every rank).
 
-    Put this callback after those that may stop training. Within an epoch the request is reduced with
-    the next gradients. At the end of an epoch the ranks exchange a message; without a
-    DistributedOptimizer they can stop only there. Horovod has no such callback: there, the ranks
-    that continue wait forever.
+    Put this callback after those that may stop training. Within an epoch the request is reduced together
+    with the next gradients. At the end of an epoch the ranks exchange a message; without a
+    DistributedOptimizer they can stop only there. Horovod has no such callback, so there the ranks that
+    continue wait forever.
 
     Args:
-        exchange: a function that sums arrays over the ranks.
+        exchange: a function that sums a list of arrays over the ranks.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class StopTogetherCallback(Callback):
             # The epoch ends here on all ranks, and on_epoch_end exchanges the request.
             self.model.stop_training = END_OF_EPOCH
             return
-        # This also withdraws the rank's own request until all ranks know of it.
+        # Withdraws this rank's own request until all ranks know of it.
         self.model.stop_training = self._flag is not None and self._flag.is_set()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -323,8 +323,8 @@ class StopTogetherCallback(Callback):
 class WeightCheckCallback(Callback):
     """Compares trainable weights and optimizer state of all ranks at intervals (every rank).
 
-    The first comparison follows the first batch, the last one the end of the training. With LocalSGD
-    and DiLoCo a comparison waits until the ranks' weights are synchronized. Not in Horovod.
+    It first compares after the first batch, and for the last time at the end of the training. With
+    LocalSGD and DiLoCo a comparison waits until the ranks' weights are synchronized. Not in Horovod.
 
     Args:
         every_batches: number of batches from one comparison to the next.
@@ -357,11 +357,12 @@ class WeightCheckCallback(Callback):
         self._first_batch = batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # Not before the first batch, which builds the model and its optimizer.
+        # Created only here, because the first batch builds the model and its optimizer.
         if self.check is None:
             self.check = WeightCheck(self.model)
         # More than one with steps_per_execution.
         num_batches = batch - self._first_batch + 1
+        # True if one of these batches, numbered from 0 over all epochs, is a multiple of every_batches.
         self._is_due |= -self._batches % self.every_batches < num_batches
         self._compare(f"at batch {self._batches}")
         self._batches += num_batches

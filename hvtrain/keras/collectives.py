@@ -1,7 +1,7 @@
 """Horovod's collectives for Keras 3: on values, Keras variables and whole models.
 
-Every rank (of the process set) must call each of them. Values are sent as tensors; only the shapes
-and types of variables are pickled, by Horovod, between the ranks of one job.
+Every rank of the process set must call each of them. Values are sent as tensors; Horovod pickles only
+the shapes and types of variables, between the ranks of one job.
 """
 
 import functools
@@ -22,10 +22,10 @@ from hvtrain.keras.in_graph import positional_name, tf_variable
 from hvtrain.keras.same_gradients import compare_structure, weights_made_equal
 from hvtrain.keras.table_rows import distribute_whole
 
-# Size of a message of broadcast_variables.
+# Size of the messages of broadcast_variables.
 CHUNK_BYTES = 64 << 20
 
-# Types of Horovod's broadcast kernel (horovod/tensorflow/mpi_ops.cc).
+# Types that Horovod's broadcast kernel takes (horovod/tensorflow/mpi_ops.cc). Others are sent as bytes.
 _BROADCAST_TYPES = re.compile(r"u?int(8|16)|int(32|64)|float(16|32|64)|bool")
 
 
@@ -44,7 +44,7 @@ def allreduce(
     Differentiable under a gradient tape. Arguments are those of horovod.tensorflow.keras.
 
     Raises:
-        TypeError: the second argument is true or false, as in horovod.tensorflow.
+        TypeError: if the second argument is a bool: in horovod.tensorflow it is `average`, here `name`.
     """
     if isinstance(name, bool):
         raise TypeError(
@@ -67,8 +67,8 @@ def allgather(
 ) -> Any:
     """Returns all ranks' values, concatenated along the first dimension, as a tensor.
 
-    Only that dimension may differ between ranks. The result's gradient under a tape is Horovod's: the
-    mean, over the ranks, of the gradients with respect to this rank's rows.
+    Only that dimension may differ between ranks. Under a gradient tape the gradient is Horovod's: the
+    mean over the ranks of their gradients with respect to this rank's rows.
     """
     return hvd.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
 
@@ -79,7 +79,7 @@ def broadcast(
     name: str | None = None,
     process_set: Any = hvd.global_process_set,
 ) -> Any:
-    """Returns root_rank's value, as a tensor; shapes must be the same on all ranks."""
+    """Returns root_rank's value, as a tensor; all ranks must pass a value of the same shape."""
     return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name, process_set=process_set)
 
 
@@ -94,14 +94,14 @@ def reducescatter(
 
 
 def _compared(collective: Callable[..., Any], any_length: bool = False) -> Callable[..., Any]:
-    """Wraps a grouped collective of Horovod: the ranks first compare types and shapes.
+    """Wraps a grouped collective of Horovod so that the ranks first compare types and shapes.
 
     Horovod checks tensors that are sent one by one, but not those of a group, where a mismatch reads
-    past the end of a buffer. The wrapper raises RankError if number, types or shapes differ.
+    past the end of a buffer. The wrapper raises RankError if their number, types or shapes differ.
 
     Args:
         collective: one of Horovod's grouped collectives.
-        any_length: True if the first dimension may differ.
+        any_length: True if the first dimension may differ between ranks.
     """
     signature = inspect.signature(collective)
 
@@ -157,8 +157,8 @@ def broadcast_(
 ) -> list[Any]:
     """Sets Keras or TensorFlow variables to the values of root_rank, and returns the new values.
 
-    Variables are matched by position, as in broadcast_variables, which sends fewer messages. Sharded
-    variables and the seeds of random layers keep their values, as there.
+    As in broadcast_variables, which sends fewer messages, variables are matched by position, and sharded
+    variables and the seeds of random layers keep their values.
     """
     prefix = name or positional_name("broadcast_in_place")
     values = []
@@ -176,12 +176,12 @@ def broadcast_(
 
 
 def broadcast_object_fn(root_rank: int = 0, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-    """Returns a function that returns root_rank's object (every rank); arguments are those of Horovod."""
+    """Returns a function that broadcasts root_rank's object (every rank). Arguments are those of Horovod."""
     # Horovod's own function needs tf.placeholder, which TensorFlow 2 does not have.
     return lambda value: hvd.broadcast_object(value, root_rank, *args, **kwargs)
 
 
-@tf.autograph.experimental.do_not_convert  # It pickles: see compare_structure.
+@tf.autograph.experimental.do_not_convert  # As for compare_structure, AutoGraph would convert pickling too.
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int,
@@ -194,18 +194,19 @@ def broadcast_variables(
     graph; in a TensorFlow 1 graph the operation is returned. The seeds of dropout and other random
     layers, which are among `model.variables`, stay each rank's own: see broadcast_model.
 
-    Variables are matched by position and packed into few messages: names that Keras generates
-    (dense_1, sgd_3) may differ between ranks, and Horovod, which pairs tensors by name, would then
-    wait forever. Sharded slots, of which each rank keeps a part, are skipped: see gather_slots.
+    Variables are matched by position and packed into few messages. They are not matched by name, because
+    the names that Keras generates (dense_1, sgd_3) may differ between ranks, and Horovod, which pairs
+    tensors by name, would then wait forever. Sharded slots, of which each rank keeps a part, are skipped:
+    see gather_slots.
 
     Args:
         variables: Keras or TensorFlow variables.
         root_rank: the rank, among all ranks, whose values are sent.
         process_set: the ranks that call this.
-        inplace: accepted as in Horovod; the messages are packed in any case.
+        inplace: accepted for Horovod's sake, without effect: messages are packed in any case.
 
     Raises:
-        RankError: if ranks hold variables of different number, shape or type.
+        RankError: if the number, shapes or types of the variables differ between ranks.
         ValueError: if there are no variables, as in a model that is not built.
     """
     variables = list(variables)
@@ -218,7 +219,7 @@ def broadcast_variables(
                 _compare_variables(
                     [(tuple(tensor.shape), tensor.dtype.name) for tensor in tensors], process_set
                 )
-    # Only after the comparison, in which the other ranks would wait for this rank.
+    # Raised only after the comparison, where the other ranks would otherwise wait for this rank.
     if not variables:
         raise ValueError(
             "there are no variables to broadcast, as in a model that is not built yet, and each rank "
@@ -227,7 +228,7 @@ def broadcast_variables(
     if process_set.size() == 1:
         return None
 
-    # All values of a message have one type.
+    # All values in a message have the same type.
     by_type: dict[tf.DType, list[Any]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -241,7 +242,7 @@ def broadcast_variables(
 
 def _is_each_ranks_own(variable: Any) -> bool:
     """Returns True for a Keras seed generator's state, and for a part of a sharded variable."""
-    # The path of a Keras variable, or the name of TensorFlow's, which ends in ":0".
+    # The path of a Keras variable, or the name of a TensorFlow variable, which ends in ":0".
     name = getattr(variable, "path", None) or variable.name
     return hasattr(variable, "rank_part") or name.partition(":")[0].endswith("seed_generator_state")
 
@@ -262,7 +263,7 @@ def _compare_variables(own: list[tuple[tuple[int, ...], str]], process_set: Any)
 
 
 def _broadcast_packed(variables: list[Any], root_rank: int, process_set: Any) -> list[Any]:
-    """Broadcasts variables of one type in few messages; returns the assignments."""
+    """Broadcasts variables of the same type in few messages; returns the assignments."""
     dtype = variables[0].dtype
     is_sent_as_bytes = not _BROADCAST_TYPES.fullmatch(dtype.name)
     values = variables
@@ -271,7 +272,8 @@ def _broadcast_packed(variables: list[Any], root_rank: int, process_set: Any) ->
     lengths = [value.shape.num_elements() for value in values]
     item_bytes = values[0].dtype.size
 
-    # Ranks outside of the set count only the messages of all ranks.
+    # Messages are numbered separately for each process set: ranks outside of the set do not send these,
+    # and their numbers for the messages of all ranks would otherwise differ.
     set_id = process_set.process_set_id
     operation = f"broadcast_in_set_{set_id}" if set_id else "broadcast"
     assigned = []
@@ -294,11 +296,11 @@ def _broadcast_packed(variables: list[Any], root_rank: int, process_set: Any) ->
 
 
 def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
-    """Sets weights, optimizer slots, iterations and learning rate to those of root_rank.
+    """Sets weights, optimizer slots, iterations and learning rate to those of root_rank (every rank).
 
-    Builds the optimizer first, so that its slots exist. Each rank keeps its rows of sharded tables
-    and its own dropout seeds: with the same masks on all ranks, training would be less random than
-    in one process on the joint batch.
+    Builds the optimizer first, so that its slots exist. Each rank keeps its own rows of sharded tables,
+    and its own dropout seeds: with the same masks on all ranks, training would be less random than in
+    one process on the joint batch.
     """
     optimizer = built_optimizer(model)
     broadcast_variables(model.weights, root_rank)
@@ -310,7 +312,7 @@ def broadcast_model(model: keras.Model, root_rank: int = 0) -> None:
 
 
 def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:
-    """Builds and returns the given optimizer or the model's; None if the model is not compiled."""
+    """Returns the given optimizer, or else the model's, built; None if the model is not compiled."""
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
@@ -319,7 +321,7 @@ def built_optimizer(model: keras.Model, optimizer: Any = None) -> Any:
 
 
 def steps_per_epoch(num_batches: int) -> int:
-    """Returns the smallest number of batches on any rank, for fit (every rank)."""
+    """Returns the smallest number of batches that any rank has, to pass to fit (every rank)."""
     return int(hvd.allreduce(tf.constant(num_batches), op=hvd.Min, name="hvtrain.steps_per_epoch"))
 
 
@@ -329,8 +331,8 @@ def join(*args: Any, **kwargs: Any) -> Any:
     Arguments and result are those of Horovod's join.
 
     Raises:
-        ValueError: after sparse gradients, or with sharded slots: these are gathered, and zeros
-            cannot stand in for this rank's part.
+        ValueError: after sparse gradients, or with sharded slots. These are gathered, and zeros cannot
+            stand in for this rank's part.
     """
     if gradients.exchanges_rows and hvd.size() > 1:
         raise ValueError(
@@ -341,10 +343,10 @@ def join(*args: Any, **kwargs: Any) -> Any:
 
 
 def sum_arrays(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns element-wise sums over all ranks, as float64, in one message (every rank).
+    """Returns the element-wise sums of arrays over all ranks, as float64 (every rank). Sends one message.
 
     Args:
-        arrays: arrays that have the same shapes on all ranks.
+        arrays: must have the same shapes on all ranks.
     """
     arrays = [np.asarray(array, np.float64) for array in arrays]
     if hvd.size() == 1 or not arrays:

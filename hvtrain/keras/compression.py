@@ -1,6 +1,6 @@
-"""Compression of gradients: the state that it keeps between steps, and the formats to choose from.
+"""Compression of gradients: the formats to choose from, and the state that they keep between steps.
 
-The formats are defined in wire_formats.py. What a lossy format drops from a step's gradients is kept
+The formats are defined in wire_formats.py. What a lossy format drops from a step's gradients is kept,
 and added to the next step's (error feedback; Karimireddy et al. 2019, arXiv:1901.09847).
 """
 
@@ -17,7 +17,7 @@ from hvtrain.keras.wire_formats import BFloat16, Int8, PowerSGD, WireFormat, ave
 
 
 class CompressedReduction:
-    """Reduces gradients in a wire format, and holds errors, projections and a step counter.
+    """Reduces gradients in a wire format, and holds its state: errors, projections and a step counter.
 
     Args:
         wire: the wire format.
@@ -28,15 +28,18 @@ class CompressedReduction:
         self.wire = wire
         self.process_set = process_set
         self.memory: dict[str, tf.Variable] = {}
-        """The state by name: see `prepare`. Empty for one rank."""
+        """The state by name: see `prepare`. Empty on a single rank."""
         self._positions: dict[int, int] = {}
 
     def prepare(self, variables: Sequence[Any]) -> None:
         """Creates the state for the gradients of these variables, once.
 
-        Its names are `sum/error/0000`, `same/projection/0000` and so on, by the variables'
-        positions, and `same/steps`. The first part of a name is the rule by which a run on another
-        number of ranks takes the state over: see resume.memories_on.
+        Names are `sum/error/0000`, `same/projection/0000` and so on, numbered by the variables'
+        positions, and `same/steps`. The first part of a name says how a run that resumes on another
+        number of ranks combines the ranks' values: see memories_on in training/resume.py.
+
+        Raises:
+            ValueError: if the format keeps errors and a variable is None.
         """
         if self.memory or not self.wire.keeps_errors:
             return
@@ -64,7 +67,7 @@ class CompressedReduction:
                     self.memory[f"same/projection/{i:04d}"] = tf.Variable(drawn, trainable=False)
 
     def __call__(self, gradients: list[Any], variables: list[Any], name: str) -> list[Any]:
-        """Returns the means of dense gradients of one type over the ranks (every rank)."""
+        """Returns the means over the ranks of dense gradients of the same type (every rank)."""
         dtype = gradients[0].dtype
         tensors = (
             gradients
@@ -98,18 +101,18 @@ class CompressedReduction:
             for error, loss in zip(errors, losses):
                 error.assign(tf.cast(loss, error.dtype))
 
-        # A step that overflows must leave the errors alone. The means, and so the branch taken, are
-        # the same on all ranks. tf.where() instead would cost a tenth of the compression's time.
+        # A step that overflows must leave the errors alone. The means are the same on all ranks, and so
+        # is the branch taken. tf.where() instead would add a tenth to the compression's time.
         tf.cond(are_finite(means), keep, lambda: None)
         return [tf.cast(mean, dtype) for mean in means]
 
     def end_step(self) -> list[Any]:
-        """Counts a step, after its last message; returns the operations."""
+        """Counts a step, after its last message; returns the operations that do so."""
         return [self.memory["same/steps"].assign_add(1)] if self.memory else []
 
 
 def sent_bytes(tensors: list[Any], compression: Any, num_ranks: int) -> float:
-    """Returns the bytes that a rank sends to reduce dense tensors; unknown sizes count as 0."""
+    """Returns the bytes that a rank sends to reduce dense tensors; tensors of unknown size count as 0."""
     if isinstance(compression, WireFormat):
         return compression.sent_bytes([tensor.shape for tensor in tensors], num_ranks)
     num_bytes = 0

@@ -1,8 +1,8 @@
-"""One GPU for each local rank, chosen before TensorFlow initializes a device.
+"""Assigns one GPU to each local rank, before TensorFlow initializes a device.
 
 Every process that a launcher starts sees all GPUs of its host, and TensorFlow cannot change its
 visible devices once one has been used. `choose_gpus` decides, as a pure function; `pin_gpu` gathers
-the views of all ranks and applies the decision.
+what all ranks see, and applies the decision.
 """
 
 import os
@@ -23,34 +23,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class View:
-    """One rank's view of its host: local rank, and names of the visible GPUs in order."""
+    """One rank's view of its host: its local rank, and the names of the visible GPUs in order."""
 
     host: str
     local_rank: int
     gpus: tuple[str, ...]
-    # The GPUs' UUIDs, in the same order; empty without an NVIDIA driver. Names are not enough if
-    # each rank is shown only its own GPUs (by cgroups, as with srun --gpus-per-task): each then counts from 0.
+    # The GPUs' UUIDs, in the same order; empty without an NVIDIA driver. Names are not enough where each
+    # rank is shown only its own GPUs (by cgroups, as with srun --gpus-per-task) and counts them from 0.
     ids: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names that identify the GPUs within the host: UUIDs, if they are known."""
+        """Keys that identify the GPUs within the host: UUIDs if known, otherwise names."""
         return self.ids or self.gpus
 
 
 def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
     """Returns the GPU of each rank, as an index among the GPUs that it sees; None if it sees none.
 
-    Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES unset, or set for the host) take
-    them by local rank. Ranks that see different ones (set for each rank) take the first they see.
+    Ranks of a host that see the same GPUs (CUDA_VISIBLE_DEVICES is unset, or set for the host) take
+    them by local rank. Ranks that see different ones (it is set for each rank) take the first they see.
 
     Args:
         views: all ranks' views, by rank.
-        share: True: ranks may share a GPU; the GPUs are then assigned to the ranks in turn.
+        share: True if ranks may share a GPU; the GPUs are then assigned to the ranks in turn.
 
     Raises:
-        RankError: if two ranks of a host would get the same GPU or none is left, unless share is
-            true; or if only some ranks see a GPU: ranks on CPUs cannot reduce with ranks on GPUs.
+        RankError: if a host has too few GPUs, or two of its ranks would get the same one, unless share
+            is true; or if only some ranks see a GPU: ranks on CPUs cannot reduce with ranks on GPUs.
 
     >>> choose_gpus([View("s1", 0, ("0", "1")), View("s1", 1, ("0", "1"))])
     [0, 1]
@@ -68,7 +68,7 @@ def choose_gpus(views: list[View], share: bool = False) -> list[int | None]:
         elif view.local_rank < len(view.gpus) or share:
             chosen.append(view.local_rank % len(view.gpus))
         else:
-            # With by_local_rank a rank knows only its own view.
+            # With by_local_rank (see pin_gpu) a rank knows only its own view.
             num_ranks = max(len(on_host), view.local_rank + 1)
             raise RankError(
                 f"host {view.host} has {len(view.gpus)} visible GPU(s) for {num_ranks} ranks; "
@@ -95,8 +95,8 @@ def _check_all_or_none(views: list[View]) -> None:
 
 
 def _most_used(views: list[View], chosen: list[int | None]) -> tuple[str, str, int]:
-    """Returns host and name of the GPU that most ranks use, and the number of these ranks."""
-    # By key: two ranks may know one GPU under different numbers.
+    """Returns the host and name of the GPU that most ranks use, and the number of these ranks."""
+    # By key, because two ranks may know the same GPU under different numbers.
     names: dict[tuple[str, str], list[str]] = {}
     for view, index in zip(views, chosen):
         if index is not None:
@@ -129,27 +129,27 @@ def pin_gpu(
 ) -> list[str]:
     """Makes this rank see one GPU, with memory growth; returns all ranks' devices (every rank).
 
-    On a host without GPUs, TensorFlow is made to reuse the memory of freed tensors, and the rank
-    stays on its share of the cores. Call it after init and before TensorFlow initializes a device.
+    On a host without GPUs it makes TensorFlow reuse the memory of freed tensors, and keeps the rank on
+    its share of the cores. Call it after init, and before TensorFlow initializes a device.
 
     Args:
         host: name of this host; default: socket.gethostname().
         share: True: ranks may share a GPU.
         pin_cores: on a host without GPUs, stay on this rank's share of the cores (system/resources.py).
-        by_local_rank: ask no other rank, so that the call is not collective, and return only this
-            rank's device. For a rank that joins an elastic job while the others are training. Every
-            rank must then see all GPUs of its host.
+        by_local_rank: ask no other rank, and return only this rank's device. The call is then not
+            collective: it is for a rank that joins an elastic job while the others are training. Every
+            rank must see all GPUs of its host.
 
     Returns:
         Devices by rank, such as "s1 GPU 0" or "s1 CPU".
 
     Raises:
-        RankError: if ranks would share a GPU and share is false, or if TensorFlow has initialized
-            one already; or if this host has GPUs that TensorFlow cannot use.
+        RankError: as for choose_gpus; if TensorFlow has initialized its devices already; or if this host
+            has GPUs that TensorFlow cannot use.
     """
     gpus = physical_gpus()
     if not gpus:
-        # Before exchange, which allocates and starts a thread for each core this process may use.
+        # Before exchange, which allocates memory, and starts a thread for each core that this process may use.
         _keep_freed_memory()
         if pin_cores:
             resources.pin_to_cores(hvd.local_rank(), hvd.local_size())
@@ -168,10 +168,10 @@ def pin_gpu(
 
 
 def _keep_freed_memory() -> None:
-    """Uses TensorFlow's GPU allocator (BFC, best fit with coalescing) for host memory too.
+    """Makes TensorFlow use its GPU allocator (BFC, best fit with coalescing) for host memory too.
 
-    The default CPU allocator returns the memory of each large gradient to the system, and the next
-    step faults in new pages; for 100 MB that costs more than the reduction.
+    The default CPU allocator returns the memory of each large gradient to the system, so the next step
+    has to fault in new pages; for 100 MB that costs more than the reduction.
     """
     host_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
     os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
@@ -179,7 +179,7 @@ def _keep_freed_memory() -> None:
 
 
 def use_only(gpu: tf.config.PhysicalDevice) -> None:
-    """Hides all other GPUs from this process, and lets its memory on this GPU grow as needed.
+    """Hides all other GPUs from this process, and makes TensorFlow allocate this GPU's memory as needed.
 
     Raises:
         RankError: if TensorFlow has initialized its devices already.
@@ -197,9 +197,9 @@ def use_only(gpu: tf.config.PhysicalDevice) -> None:
 def exchange(value: T, name: str = "hvtrain.early_exchange") -> list[T]:
     """Returns all ranks' values, by rank, before TensorFlow initializes a device (every rank).
 
-    An eager collective would initialize TensorFlow's context, with all GPUs and without a cluster,
-    and that cannot be undone. A session without GPUs leaves the context alone, so devices and
-    clusters can still be chosen afterwards. Call it after init.
+    An eager collective would initialize TensorFlow's context, with all GPUs and without a cluster, and
+    that cannot be undone. A session without GPUs leaves the context alone, so devices and clusters can
+    still be chosen afterwards. Call it after init.
     """
     if hvd.size() == 1:
         return [value]
@@ -222,10 +222,11 @@ def uuid_in_use() -> str | None:
 
 
 def visible_names(variable: str | None, count: int) -> tuple[str, ...]:
-    """Returns the physical names of the `count` GPUs that TensorFlow lists.
+    """Returns the names, as in CUDA_VISIBLE_DEVICES, of the GPUs that TensorFlow lists.
 
     Args:
         variable: the value of CUDA_VISIBLE_DEVICES; None if it is not set.
+        count: how many GPUs TensorFlow lists.
 
     >>> visible_names("3,1", 2), visible_names(None, 2)
     (('3', '1'), ('0', '1'))

@@ -1,11 +1,11 @@
 """Training that continues when ranks are lost or join: Horovod's elastic interface, on Keras 3.
 
 docs/library.md has an example. `run` calls the decorated function again: from the last commit after
-a rank was lost, from the current state after ranks joined. A new rank executes the code before that
-call alone, so that code must not use collectives. Create all optimizers in that code, not in the
-function, because messages are named by the order in which a rank first steps its optimizers. Leave
-out BroadcastGlobalVariablesCallback, which broadcasts once in the life of a process:
-KerasState.sync broadcasts after each reset.
+a rank was lost, from the current state after ranks joined. A rank that joins runs the code before that
+call on its own, so that code must not use collectives. Create all optimizers there, not in the function,
+because messages are named by the order in which a rank first steps its optimizers. Leave out
+BroadcastGlobalVariablesCallback, which broadcasts only once in a process: KerasState.sync broadcasts
+after each reset.
 """
 
 import copy
@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates func(state, ...) to be repeated whenever ranks are lost or join.
+    """Decorates func(state, ...) so that it is called again whenever ranks are lost or join.
 
-    Every rank calls it. After an error of Horovod's operations the state is restored to the last
+    Every rank calls it. After an error in one of Horovod's operations the state is restored to the last
     commit; any other error is raised unchanged.
     """
 
@@ -55,8 +55,8 @@ class KerasState(ObjectState):
     """State that must be equal on all ranks: weights, the optimizer's variables, and attributes.
 
     The seeds of dropout and other random layers stay each rank's own. After a reset Keras traces its
-    functions again, because the number of ranks is a constant in the graph; create a tf.function of
-    your own inside the function that `run` repeats.
+    functions again, because the number of ranks is a constant in the graph. For the same reason, create
+    a tf.function of your own inside the function that `run` repeats.
 
     Args:
         model: a built Keras model.
@@ -66,7 +66,7 @@ class KerasState(ObjectState):
 
     Raises:
         ValueError: if the model is not built and so has no weights yet; if its optimizer's slots are
-            sharded; or if the optimizer has state that a rank that joins would lack.
+            sharded; or if the optimizer has state that a joining rank would lack.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class KerasState(ObjectState):
         self._saved_values, self._saved_state = values, attributes
 
     def restore(self) -> None:
-        """Restores the last commit, to the bit."""
+        """Restores the last commit, bit for bit."""
         for variable, value in zip(self._variables(), self._saved_values, strict=True):
             variable.assign(value)
         self.__dict__.update(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """Sets the state to rank 0's, and saves it (every rank)."""
+        """Sets the state to that of rank 0, and saves it (every rank)."""
         with raise_for_elastic():
             variables = self._variables()
             if variables:
@@ -142,8 +142,8 @@ TensorFlowKerasState = KerasState  # The name in horovod.tensorflow.elastic.
 class Resets(State):
     """Repeats a function after ranks were lost or joined, for a program that keeps its own state.
 
-    All ranks, new ones included, start at the beginning of the function, so that none waits in a
-    collective that another does not enter. The function may create optimizers. It calls
+    All ranks, including new ones, start at the beginning of the function, so that none waits in a
+    collective that another does not enter. The function may create optimizers. It must call
     check_host_updates (every rank), which restarts it if ranks are joining or leaving.
     """
 
@@ -154,9 +154,9 @@ class Resets(State):
         )
 
     def run_with_restarts(self, func: Callable[[], T]) -> T:
-        """Returns func's result (every rank).
+        """Calls func until it completes, and returns its result (every rank).
 
-        An error of Horovod's operations repeats func; other errors are raised unchanged.
+        After an error in one of Horovod's operations func is repeated; other errors are raised unchanged.
         """
         return run(lambda _: func())(self)
 
@@ -173,9 +173,9 @@ class Resets(State):
 class CommitStateCallback(Callback):
     """Commits the state every batches_per_commit batches and after each epoch (every rank).
 
-    The commit is made as the next batch or epoch begins, or at the end of fit. By then all
-    callbacks, in whatever order, have updated the state; and no commit falls between an epoch's
-    last batch and its end, from where fit would have to resume with an epoch of no batches.
+    The commit is made when the next batch or epoch begins, or at the end of fit. By then all callbacks,
+    in whatever order, have updated the state. Nor does a commit fall between an epoch's last batch and
+    its end, from where fit would have to resume with an epoch of no batches.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -187,7 +187,7 @@ class CommitStateCallback(Callback):
         self.state.commit()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # fit starts again after each reset, so all ranks count from the same batch.
+        # fit starts anew after each reset, so all ranks count from the same batch.
         self.batches_remaining = self.batches_per_commit
         self._epoch_ended = False
 
@@ -217,12 +217,12 @@ class CommitStateCallback(Callback):
 class UpdateBatchStateCallback(Callback):
     """Updates state.batch, the number of batches done in this epoch; 0 at the end of the epoch.
 
-    (Upstream keeps the index of the last batch since the reset, which repeats one batch, and forgets
-    the batches before the first of two resets in one epoch.)
-
     The first epoch after a reset has only the remaining steps, at least one. Pass fit the
     steps_per_epoch of a whole epoch, and data that start at batch state.batch. If the number of
     steps in an epoch depends on the number of ranks, rescale state.batch before fit.
+
+    Horovod's callback keeps the index of the last batch since the reset instead. That repeats one batch,
+    and after a second reset in one epoch it forgets the batches before the first.
 
     Raises:
         ValueError: at the start of fit, if Keras does not know the steps in an epoch.
@@ -245,9 +245,9 @@ class UpdateBatchStateCallback(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.state.batch = self._done_before + batch + 1
-        # fit reads the number of steps before callbacks could change it. But it checks
-        # stop_training after each batch and again after the epoch: set here and cleared in
-        # on_epoch_end, it ends only the epoch.
+        # Callbacks cannot shorten the epoch itself: fit reads the number of steps before it calls them.
+        # But fit checks stop_training after each batch and again after the epoch, so setting it here and
+        # clearing it in on_epoch_end ends only the epoch.
         is_done = bool(self._done_before) and self.state.batch >= self.params["steps"]
         # For StopTogetherCallback, if a callback before this one has asked to stop.
         self.model._hvtrain_epoch_is_done = is_done
@@ -266,7 +266,7 @@ class UpdateEpochStateCallback(Callback):
     """Updates state.epoch, the number of epochs done, including those before resets.
 
     Works with both ways to resume: fit(epochs=all - state.epoch), and
-    fit(initial_epoch=state.epoch, epochs=all), which also shows other callbacks the true epoch.
+    fit(initial_epoch=state.epoch, epochs=all), which also gives other callbacks the true epoch.
     """
 
     def __init__(self, state: Any) -> None:

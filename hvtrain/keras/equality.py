@@ -27,13 +27,13 @@ MAX_NAMED_RANKS = 4
 class WeightCheck:
     """Compares a built model's weights and optimizer state over the ranks (every rank).
 
-    Weights that are not trained by gradients, such as the moving statistics of BatchNormalization,
-    follow each rank's own batches and so differ. They are compared only on request, after
+    Weights that no gradient trains, such as the moving statistics of BatchNormalization, follow each
+    rank's own batches and so differ between ranks. They are compared only on request, after
     `average_untrained` has made them equal. Local variables and their slots are not compared.
 
     Args:
         model: a built model.
-        enabled: False: compare nothing; average_untrained still works.
+        enabled: if False, nothing is compared; average_untrained still works.
         waiting: returns the context in which this rank waits for the others.
     """
 
@@ -53,7 +53,7 @@ class WeightCheck:
         own |= _ids_of_local(model)
         trained_ids = {id(variable) for variable in trained}
         untrained = [variable for variable in model.weights if id(variable) not in trained_ids]
-        # Each rank accumulates gradients of its own; only their mean over the ranks is applied.
+        # Each rank accumulates its own gradients; only their mean over the ranks is applied.
         whole = [item for item in trained if not item.name.endswith("gradient_accumulator")]
         self._trained = [
             item for item in whole if id(item) not in own and not hasattr(item, "rank_part")
@@ -68,8 +68,8 @@ class WeightCheck:
         """Compares the weights of all ranks.
 
         Args:
-            when: a phrase for the message, such as "at batch 500".
-            everything: also compare the weights that are not trained by gradients.
+            when: a phrase for the error message, such as "at batch 500".
+            everything: also compare the weights that no gradient trains.
 
         Raises:
             RankError: on all ranks, if they differ.
@@ -87,10 +87,10 @@ class WeightCheck:
         weights_made_equal()
 
     def average_untrained(self) -> None:
-        """Sets weights that no gradient trains to their means over the ranks, where they differ.
+        """Sets weights that no gradient trains to their means over the ranks, where they differ (every rank).
 
-        Means are computed in double precision, so that the mean of equal values is that value, on any
-        number of ranks.
+        Means are computed in double precision, so that the mean of equal values is exactly that value,
+        on any number of ranks.
         """
         if self._is_alone or not self._untrained:
             return
@@ -98,7 +98,7 @@ class WeightCheck:
             different = [
                 self._untrained[position] for position in self._find_different(self._untrained)
             ]
-            # Counters and the like have no mean; each rank keeps its own.
+            # Integers, such as counters, have no mean; each rank keeps its own.
             floating = [
                 variable for variable in different if keras.backend.is_float_dtype(variable.dtype)
             ]
@@ -114,8 +114,8 @@ class WeightCheck:
         """Returns all ranks' fingerprints [ranks, 8] of the variables that differ, by position."""
         own, whole = self._fingerprint([variable.value for variable in variables])
         with tf.device("/CPU:0"):
-            # One reduction gives the largest fingerprint and, negated, the smallest: all are equal if
-            # these two are.
+            # One reduction gives the largest fingerprint and, negated, the smallest. If these two are
+            # equal, all are.
             largest = hvd.allreduce(
                 tf.stack([whole, -whole]), op=hvd.Max, name="hvtrain.fingerprint"
             )
@@ -128,7 +128,7 @@ class WeightCheck:
 
 
 def _ids_of_local(model: keras.Model) -> set[int]:
-    """Returns the ids of the variables that are each rank's own (register_local_var), and of their slots."""
+    """Returns the ids of each rank's local variables (register_local_var), and of their slots."""
     hook = hook_of(model.optimizer)
     if not hook:
         return set()
@@ -143,7 +143,7 @@ def _ids_of_local(model: keras.Model) -> set[int]:
 
 
 def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str) -> str:
-    """Returns the error message (every rank).
+    """Returns the error message for weights that differ (every rank).
 
     It names the ranks that differ from the most common value, the first variable that differs, and by how much.
     """
@@ -178,14 +178,14 @@ def _describe(variables: list[Any], different: dict[int, np.ndarray], when: str)
 
 
 def fingerprint(tensors: list[Any]) -> bytes:
-    """Returns one fingerprint, 8 bytes, of the bytes of all these tensors or arrays."""
+    """Returns an 8-byte fingerprint of the contents of all these tensors or arrays together."""
     return _fingerprints([tf.convert_to_tensor(tensor) for tensor in tensors])[1].numpy().tobytes()
 
 
 def _fingerprints(tensors: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns a fingerprint of each tensor, uint8 [n, 8], and one of them all, int64.
+    """Returns a fingerprint of each tensor, uint8 [n, 8], and one of them all, an int64 scalar.
 
-    They are FarmHash64 of the bytes (tf.fingerprint).
+    Fingerprints are FarmHash64 of the bytes (tf.fingerprint).
     """
     # TensorFlow computes fingerprints on the CPU only (fingerprint_op.cc).
     with tf.device("/CPU:0"):

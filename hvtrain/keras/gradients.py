@@ -1,4 +1,4 @@
-"""A rank's gradients: whether they are finite, their rows, and which of them share a message."""
+"""Functions on a rank's gradients: checks that they are finite, handles sparse rows, groups them by message."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,26 +12,26 @@ from hvtrain.keras.in_graph import tf_variable
 
 NOT_FINITE = "hvtrain: the gradient is not finite"
 
-# True once this process has exchanged rows of embeddings, which hvd.join cannot stand in for.
+# True once this process has exchanged rows or parts of weights, for which hvd.join's zeros cannot stand in.
 exchanges_rows = False
 
 
 class FiniteCheck:
     """Fails a step on all ranks, before it changes weights, if its gradients are not finite.
 
-    NaN and infinity survive the sum over the ranks, so every rank sees them in the result and no
-    message is needed to agree. Only when a step fails do the ranks tell each other whose own gradient
-    was at fault; at_fault keeps the answer. The step fails on every rank with
+    NaN and infinity survive the sum over the ranks, so every rank sees them in the result, and no message
+    is needed to agree. Only when a step fails do the ranks tell each other whose own gradient was at
+    fault; at_fault, int32 [ranks], keeps the answer. The step fails on every rank with
     tf.errors.InvalidArgumentError, whose message contains NOT_FINITE.
     """
 
     def __init__(self) -> None:
-        # True: the update waits until the check has passed. On a GPU, which would be idle meanwhile,
-        # the update begins at once, with zeros in place of gradients that are not finite, and the step
-        # fails all the same.
+        # If True, the update waits until the check has passed. A GPU would be idle meanwhile, so there the
+        # update begins at once; gradients that are not finite are replaced by zeros, and the step fails
+        # all the same.
         self.waits = not tf.config.list_logical_devices("GPU")
         with tf.init_scope(), tf.device("/CPU:0"):
-            # Shape [None]: the number of ranks changes in an elastic job.
+            # Shape [None], because the number of ranks changes in an elastic job.
             no_faults = tf.zeros([self.num_processes], tf.int32)
             self.at_fault = tf.Variable(no_faults, trainable=False, name="at_fault", shape=[None])
         with tf.init_scope():
@@ -40,7 +40,7 @@ class FiniteCheck:
 
     @property
     def norm(self) -> float:
-        """The norm of the last step's gradients. Repeated rows of sparse ones count separately."""
+        """The norm of the last step's gradients. Repeated rows of sparse gradients count separately."""
         return math.sqrt(2 * max(float(self._norm.numpy()), 0.0))
 
     def __call__(
@@ -55,8 +55,8 @@ class FiniteCheck:
         Args:
             own: this rank's gradients before the reduction.
             reduced: the reduced gradients, the same on all ranks.
-            excused: a condition, the same on all ranks, under which non-finite gradients pass.
-            loss_scale: the loss scale in these gradients, which the norm leaves out.
+            excused: a boolean, the same on all ranks; True lets non-finite gradients pass.
+            loss_scale: the scale of the loss; the norm is that of the unscaled gradients.
         """
 
         def fail() -> tf.Operation:
@@ -64,7 +64,8 @@ class FiniteCheck:
             with tf.control_dependencies([self.at_fault.assign(faults)]):
                 return tf.debugging.Assert(False, [NOT_FINITE, "by rank:", faults])
 
-        # One pass for both the norm and the check. The square of a finite value may be infinite.
+        # One pass gives both the norm and the check. Only if the sum of squares is not finite does a
+        # second one look at the values, since the square of a finite value may be infinite.
         halves = [tf.cast(tf.nn.l2_loss(value), tf.float32) for value in _values(reduced)]
         half_squares = tf.add_n([tf.zeros([]), *halves])
         all_finite = tf.cond(
@@ -72,7 +73,7 @@ class FiniteCheck:
         )
         self._norm.assign(half_squares / loss_scale**2)
         is_fine = tf.logical_or(all_finite, excused)
-        # The exchange is in a branch, so it costs nothing in a step that is fine.
+        # In a branch, so that the exchange costs nothing in a step that is fine.
         passed = tf.cond(is_fine, tf.no_op, fail)
 
         def zeros_unless_fine(values: tf.Tensor) -> tf.Tensor:
@@ -90,22 +91,22 @@ class FiniteCheck:
     def faults(self, own: Sequence[Any]) -> tf.Tensor:
         """Returns int32 [ranks], 1 for ranks whose own gradients are not finite (every rank)."""
         if self.num_processes == 1:
-            return tf.constant([1])  # Even if the fault is in another replica of this process.
+            return tf.constant([1])  # The fault may also be in another replica of this process.
         fault = tf.cast(tf.logical_not(are_finite(own)), tf.int32)
         return hvd.allgather(fault[None], name="hvtrain_at_fault", ignore_name_scope=True)
 
 
 def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns a boolean tensor, true if all values are finite.
+    """Returns a boolean tensor, True if all values are finite.
 
-    One pass: a tensor's sum is not finite if one of its values is not.
+    It takes a single pass, because a tensor's sum is not finite if one of its values is not.
     """
     sums = [tf.cast(tf.reduce_sum(value), tf.float32) for value in _values(gradients)]
     return tf.math.is_finite(tf.add_n([tf.zeros([]), *sums]))
 
 
 def _values(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the gradients' values; half precision, which would overflow in a sum, becomes float32."""
+    """Returns the gradients' values, with half precision cast to float32, so that sums do not overflow."""
     values = [
         g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None
     ]
@@ -113,9 +114,13 @@ def _values(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums the rows that have the same index; returns the sums and their indices, each once.
+    """Sums the rows that have the same index; returns the sums and the distinct indices.
 
-    It runs on the CPU, which sums in order, so that the bits are the same on every rank.
+    It runs on the CPU, which sums in order, so that the result is the same on every rank to the bit.
+
+    Args:
+        values: rows [n, ...].
+        indices: their indices [n].
 
     >>> values, indices = sum_duplicates(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([7, 4, 7]))
     >>> values.numpy().tolist(), indices.numpy().tolist()
@@ -127,7 +132,7 @@ def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf
 
 
 def expect_rows(op: int) -> None:
-    """Records that rows are exchanged. Raises ValueError for an op that cannot reduce them."""
+    """Records that rows are exchanged, see exchanges_rows. Raises ValueError for an op that cannot reduce them."""
     global exchanges_rows
     if op not in (hvd.Average, hvd.Sum):
         raise ValueError(
@@ -145,7 +150,7 @@ def gather_rows(slices: tf.IndexedSlices, name: str, process_set: Any) -> tf.Ind
 
 
 def merge_rows(gradient: Any) -> Any:
-    """Returns each row once, with the sum of its values; a dense gradient unchanged."""
+    """Returns a sparse gradient with each row once, as the sum of its duplicates; a dense one unchanged."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     values, rows = sum_duplicates(gradient.values, gradient.indices)
@@ -167,7 +172,7 @@ def overwrites(variable: Any) -> bool:
 
 
 def variable_id(variable: Any) -> int:
-    """Returns the same number for a Keras variable and for the TensorFlow variable inside it."""
+    """Returns an id that is the same for a Keras variable and the TensorFlow variable inside it."""
     return id(tf_variable(variable))
 
 
@@ -178,9 +183,9 @@ def group_by_message(
     groups: int | list[list[Any]] | None,
     bucket_bytes: int,
 ) -> list[list[int]]:
-    """Groups the positions of dense gradients by message; each group has one type.
+    """Groups the positions of dense gradients by message; all gradients in a group have the same type.
 
-    groups and bucket_bytes are those of reduction.Reducer.
+    groups and bucket_bytes are as in reduction.Reducer.
     """
     parts = [dense]
     if isinstance(groups, list):

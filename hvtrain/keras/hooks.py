@@ -1,8 +1,8 @@
-"""Mixins behind DistributedOptimizer: where in an optimizer's step the gradients are reduced.
+"""Mixins behind DistributedOptimizer: they decide where in an optimizer's step the gradients are reduced.
 
-Each mixin is put before the class of the wrapped optimizer, see `make_distributed`. It reduces as
-the step is entered, before anything that the optimizer's own class does. So a class that overrides
-the step, transforms gradients or passes them on to other optimizers works on the joint gradient too.
+`make_distributed` puts a mixin before the class of the wrapped optimizer. The mixin reduces as the step is
+entered, before anything that the optimizer's own class does. So a class that overrides the step, transforms
+gradients or passes them on to other optimizers works on the joint gradient too.
 """
 
 import io
@@ -36,13 +36,13 @@ class Hook:
 
     reducer: Reducer
     finite_check: FiniteCheck | None
-    # True: a LossScaleOptimizer raises if no loss went through its scale_loss. False: it then
-    # leaves gradients unscaled.
+    # Concerns a LossScaleOptimizer if no loss went through its scale_loss. True: it raises. False: it
+    # steps on the gradients as they are.
     requires_scaled_loss: bool = True
     loss_was_scaled: bool = False
     # Steps from one exchange with the other ranks to the next.
     every: int = 1
-    # True for local steps, which exchange weights.
+    # True for LocalSGD and DiLoCo, which exchange weights.
     averages_weights: bool = False
     # The variables of the accumulated gradients that are about to be clipped.
     variables: list[Any] = field(default_factory=list)
@@ -51,19 +51,19 @@ class Hook:
         """Called after a broadcast of the weights."""
 
 
-# Attribute `optimizers`: the distributed optimizers whose step this thread has entered, the
+# Its attribute `optimizers` lists the distributed optimizers whose step this thread has entered, the
 # outermost first.
 _active = threading.local()
 
 
 def make_distributed(optimizer: Any, mixin: type, hook: Hook, wrap: Callable[[Any], Any]) -> None:
-    """Changes the optimizer's class, in place, to a subclass with the mixin.
+    """Changes the optimizer's class, in place, to a subclass that has the mixin.
 
     Args:
         optimizer: a Keras optimizer.
         mixin: Distributed, or a subclass of it.
         hook: state that the mixin needs.
-        wrap: a function that makes a copy of the optimizer distributed too.
+        wrap: a function that makes a copy of this optimizer distributed too.
     """
     # Bypasses Keras's __setattr__, which would track the counters as state and save them.
     object.__setattr__(optimizer, "_hvtrain", hook)
@@ -82,7 +82,7 @@ def hook_of(optimizer: Any) -> Hook | None:
 
 
 class VariableList(list[Any]):
-    """A list that can be called as well: optimizer.variables was a method in Keras 2."""
+    """A list that can also be called, since optimizer.variables was a method in Keras 2."""
 
     def __call__(self) -> list[Any]:
         return self
@@ -99,7 +99,7 @@ class Distributed:
 
     @property
     def rank_variables(self) -> dict[str, Any]:
-        """State that Keras's optimizer does not have: see CompressedReduction.prepare."""
+        """State by name that Keras's optimizer does not have: see CompressedReduction.prepare."""
         compressed = self._hvtrain.reducer.compressed
         return dict(compressed.memory) if compressed else {}
 
@@ -136,8 +136,8 @@ class Distributed:
             return self._step(reduced, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
-        # Keras's own method calls apply, which must not be bypassed: the runner replaces apply while
-        # XLA compiles a step.
+        # Keras's own method calls apply, and so must this: strategies replace apply while they trace a
+        # step, for example for XLA (strategies/loop.py).
         if "apply_gradients" not in overridden_steps(type(self).__bases__[1]):
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
         grads, variables = zip(*grads_and_vars)
@@ -149,12 +149,16 @@ class Distributed:
         return self._hvtrain.reducer.scale_loss(super().scale_loss(loss))  # type: ignore[misc]
 
     def register_local_var(self, var: Any) -> None:
-        """Keeps the gradient of this variable on its rank."""
+        """Keeps the gradient of this variable on its rank.
+
+        Raises:
+            ValueError: with check_finite, shard or global_clipnorm, which need gradients that all ranks share.
+        """
         inner: Any = getattr(self, "inner_optimizer", self)
         options = {
             "check_finite": self._hvtrain.finite_check,
             "shard": self._hvtrain.reducer.gathers_weights,
-            # Its norm would differ between the ranks, and shared weights would drift apart.
+            # The global norm would differ between ranks, and with it the steps of the shared weights.
             "global_clipnorm": inner.global_clipnorm,
         }
         for name, is_set in options.items():
@@ -166,10 +170,10 @@ class Distributed:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes a copy that reduces too."""
-        # The second base of a class that make_distributed made.
+        """Makes an optimizer from its config that reduces too."""
+        # make_distributed puts the plain class second among the bases.
         plain_class: Any = cls.__bases__[1]
-        # Left out, since wrapping adds them again and would take them for a step of the class's own.
+        # These mixins are left out: wrapping adds them again, and would take them for an overridden step.
         while issubclass(plain_class, ClipsTables | Sharded):
             plain_class = plain_class.__bases__[1]
         return cls._hvtrain_wrap(plain_class.from_config(config, *args, **kwargs))  # type: ignore[attr-defined]
@@ -185,7 +189,7 @@ class Distributed:
             )
         variables = variables or getattr(self, "_trainable_variables", ())
         if len(variables) != len(grads):
-            variables = None  # Keras itself refuses a wrong number of gradients later.
+            variables = None  # Keras refuses a wrong number of gradients later.
         return self._check(grads, reducer(grads, variables))
 
     def _check(self, own: Any, reduced: Any) -> Any:
@@ -197,7 +201,7 @@ class Distributed:
 
 
 class DistributedAccumulation(Distributed):
-    """Reduces accumulated gradients before clipping, once for each step that changes weights."""
+    """Reduces accumulated gradients just before clipping, once for each step that changes weights."""
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
         return grads
@@ -210,8 +214,8 @@ class DistributedAccumulation(Distributed):
         reducer = self._hvtrain.reducer
         calls_before = reducer.num_calls
         result = super()._step(grads, variables)
-        # An eager micro-step that only accumulates reduces nothing. A graph has both branches, so its
-        # trace has to reduce.
+        # An eager micro-step that only accumulates reduces nothing. A graph contains both branches, so
+        # its trace has to reduce.
         if tf.executing_eagerly() and int(self._iterations) % self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             return result
         has_reduced = reducer.num_calls > calls_before
@@ -246,9 +250,9 @@ class DistributedLossScale(Distributed):
         return super()._reduce(grads, variables)
 
     def _check(self, own: Any, reduced: Any) -> Any:
-        """Excuses an overflow, after which Keras halves the scale.
+        """Checks the gradients, but excuses an overflow, after which Keras halves the scale.
 
-        With a scale below 1 such values are no overflow: the gradient itself is not finite.
+        With a scale below 1, values that are not finite are no overflow: the gradient itself has them.
         """
         check = self._hvtrain.finite_check
         if not check or not self.built:
@@ -278,8 +282,8 @@ class DistributedLossScale(Distributed):
 class DistributedLossScaleAccumulation(DistributedLossScale):
     """Wraps a LossScaleOptimizer whose inner optimizer accumulates.
 
-    The ranks exchange one number in each micro-step, and gradients in each step. If they skipped
-    different micro-steps they would reduce at different times, and wait for each other.
+    The ranks exchange one number in each micro-step, and gradients in each step. Without that number
+    they might skip different micro-steps, reduce at different times, and wait for each other forever.
     """
 
     def _reduce(self, grads: Any, variables: Any) -> Any:
@@ -293,7 +297,7 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
             ignore_name_scope=True,
             process_set=reducer.process_set,
         )
-        # Keras checks the gradients themselves, so another rank's overflow is added to the first one.
+        # Keras checks the gradients themselves, so NaN is added to the first one if any rank overflowed.
         poison = tf.where(all_finite > 0, 0.0, float("nan"))
         poisoned = list(grads)
         first = next(i for i, gradient in enumerate(grads) if gradient is not None)
@@ -305,10 +309,10 @@ class DistributedLossScaleAccumulation(DistributedLossScale):
 
 @contextmanager
 def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
-    """Yields the gradients to step on: reduced by the call that enters the step, unchanged in calls by the step itself.
+    """Yields the gradients to step on: reduced in the call that enters the step, unchanged in calls from within it.
 
     Raises:
-        ValueError: inside another optimizer, where gradients would be reduced twice or not on all ranks.
+        ValueError: inside another optimizer, where gradients would be reduced twice, or not on all ranks.
     """
     active = vars(_active).setdefault("optimizers", [])
     is_outermost = all(other is not optimizer for other in active)
@@ -319,9 +323,9 @@ def _entering_step(optimizer: Any, grads: Any, variables: Any) -> Iterator[Any]:
             f"the DistributedOptimizer {optimizer.name} is inside the DistributedOptimizer {outer.name}, so gradients "
             "would be reduced twice; wrap an optimizer once, outermost"
         )
-    # Under mixed_float16 Keras's compile puts its own LossScaleOptimizer around ours. Each rank would
-    # then decide alone whether to step, and those that step would wait for those that skip; and the
-    # loss would be scaled twice. Such a scale is recognized among the nearest callers.
+    # Under mixed_float16 Keras's compile puts its own LossScaleOptimizer around ours. Each rank would then
+    # decide alone whether to step, those that step would wait for those that skip, and the loss would be
+    # scaled twice. Nothing but the stack shows such an optimizer, so it is looked for among the callers.
     callers = (
         frame.f_code.co_filename for frame, _ in islice(traceback.walk_stack(sys._getframe()), 16)
     )

@@ -1,4 +1,4 @@
-"""Names, counters and a flag for operations between ranks inside a graph."""
+"""Names and counters for operations between ranks inside a graph, and a flag that the ranks share."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,25 +10,25 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvtrain.step.step_timing import host_variable
 
-# A value of model.stop_training that ends only an epoch resumed after an elastic reset; not a request to stop.
+# A value of model.stop_training that ends only an epoch resumed after an elastic reset. It is not a request to stop.
 END_OF_EPOCH = "end of the epoch that began before the reset"
 
 _counters = SimpleNamespace()
 
 
 def positional_name(operation: str) -> str:
-    """Returns a name that counts the operations of this kind in the outermost graph being traced.
+    """Returns a name with the operation's number among those of its kind in the outermost graph being traced.
 
-    Horovod pairs the tensors of different ranks by name. Names derived from Keras's differ once one
-    rank has built more layers or models than another. The position in the graph is the same on all
-    ranks and in each trace, even on a rank that traces more often. Eager operations run one at a
-    time, so they can share a name.
+    Horovod pairs the tensors of different ranks by name. Names derived from Keras's differ once one rank
+    has built more layers or models than another. The position in the graph is the same on all ranks and
+    in each trace, even if one rank traces more often. Eager operations run one at a time, so they can
+    share a name.
     """
     if tf.executing_eagerly():
         return f"hvtrain_{operation}"
     graph = tf.compat.v1.get_default_graph()
-    # Bodies of loops and branches are function graphs too. The outermost function graph is inside
-    # a graph that has no outer graph itself.
+    # Bodies of loops and branches are function graphs too. The outermost function graph is the one
+    # whose outer graph is not itself a function graph, and so has no outer graph.
     while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     # The graph holds the counter, so each trace counts from 0.
@@ -38,9 +38,9 @@ def positional_name(operation: str) -> str:
 
 
 def counter(operation: str) -> tf.Variable:
-    """Returns this process's counter of the operations of one kind; graphs increment it.
+    """Returns this process's counter of operations of one kind; graphs increment it.
 
-    A TensorFlow 1 graph cannot use an eager variable, so it has its own counter.
+    A TensorFlow 1 graph has its own counter, because it cannot use an eager variable.
     """
     with tf.init_scope():
         owner = _counters if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -56,7 +56,7 @@ def new_counter() -> tf.Variable:
 
 
 def is_compiled_by_xla() -> bool:
-    """Returns True while a tf.function(jit_compile=True) is traced here."""
+    """Returns True while a tf.function(jit_compile=True) is being traced."""
     return not tf.executing_eagerly() and GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
@@ -70,9 +70,9 @@ def tf_variable(variable: Any) -> Any:
 class SharedFlag:
     """An event like threading.Event, shared by all ranks without an extra message.
 
-    Every rank holds one. If one rank left the training loop alone, the others would wait for it
-    forever. So a rank only sets its flag, which is reduced in the same message as the next gradients,
-    and every rank reads the same result after the same step.
+    If one rank left the training loop alone, the others would wait for it forever. So a rank only sets
+    its own flag, which is reduced in the same message as the next gradients, and every rank reads the
+    same result after the same step.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class SharedFlag:
         self._own.assign([1.0])
 
     def is_set(self) -> bool:
-        """Returns True if any rank's flag was set at the last reduction; the same on every rank."""
+        """Returns True if any rank's flag was set at the last reduction. The result is the same on every rank."""
         flag = self._own if hvd.size() == 1 else self._reduced
         return bool(flag.numpy()[0] > 0)
 
@@ -94,12 +94,12 @@ class SharedFlag:
         self._reduced.assign([0.0])
 
     def own(self, dtype: tf.DType) -> tf.Tensor:
-        """Returns this rank's flag, in the graph: a tensor [1] to reduce together with gradients."""
+        """Returns this rank's flag in the graph, as a tensor [1] to reduce together with gradients."""
         return tf.cast(self._own.read_value(), dtype)
 
     def update(self, reduced: tf.Tensor) -> tf.Tensor:
         """Stores the reduced flag, in the graph.
 
-        Whether reduced by mean, sum or Adasum, it is above 0 if any rank's flag is set.
+        Whether it was reduced by mean, sum or Adasum, it is above 0 if any rank's flag is set.
         """
         return self._reduced.assign(tf.cast(reduced, tf.float32))

@@ -13,18 +13,18 @@ from hvtrain.step.joint_loss import joint_loss
 def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802, as DistributedOptimizer
     """Returns a copy of a loss whose gradients, averaged over the ranks, are those of the joint batch.
 
-    Ranks may then hold different numbers of masked or ignored elements, or different sums of
-    weights with reduction="mean_with_sample_weight"; reduction="sum" sums over all ranks. For other
-    losses nothing changes, at no cost. The copy differs only where a gradient is taken, which every
-    rank must do; in evaluation, and for Keras's saving, it is the plain loss. Use it with an
-    optimizer or a tape that averages. If the loss has an attribute `joint_batch`, as
+    Ranks may then hold different numbers of masked or ignored elements, or different sums of weights
+    with reduction="mean_with_sample_weight"; reduction="sum" sums over all ranks. For other losses
+    nothing changes, and there is no cost. The copy differs from the plain loss only where a gradient is
+    taken, which every rank must do; in evaluation, and in a saved model, it is the plain loss. Use it
+    with an optimizer or a tape that averages. If the loss has an attribute `joint_batch`, as
     hvtrain.tasks.InBatchSoftmax does, the copy gets the function joint_batch in its place.
 
     Args:
         loss: any keras.losses.Loss.
 
     Returns:
-        A copy, of a subclass of the same name.
+        A copy, whose class is a subclass of the same name.
 
     Example:
         loss = hvd.DistributedLoss(keras.losses.SparseCategoricalCrossentropy(ignore_class=0))
@@ -39,16 +39,16 @@ def DistributedLoss(loss: keras.losses.Loss) -> keras.losses.Loss:  # noqa: N802
 def joint_mean(values: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor:
     """Returns this rank's share of the joint weighted mean, times the number of ranks (every rank).
 
-    The mean of these numbers over the ranks is sum(values x weights) / sum(weights) over the joint
-    batch, so a DistributedGradientTape or DistributedOptimizer, which averages gradients, gets the
-    joint gradient. 0 if no rank has a weight above 0.
+    The mean over the ranks of what they return is sum(values x weights) / sum(weights) over the joint
+    batch. A DistributedGradientTape or DistributedOptimizer, which averages gradients, therefore gets the
+    joint gradient. The result is 0 if the weights of all ranks sum to 0.
 
     Args:
         values: a tensor of any shape, such as a loss for each example or token.
         weights: a tensor whose shape broadcasts to that of the values; None: 1 each.
 
     Returns:
-        A scalar, in float32 for values in half precision, whose sums would overflow.
+        A scalar of the values' type; float32 for half precision, whose sums would overflow.
     """
     if tf.as_dtype(values.dtype).size < 4:
         values = tf.cast(values, tf.float32)
@@ -59,10 +59,10 @@ def joint_mean(values: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor
 
 
 def mean_over_ranks(number: tf.Tensor) -> tf.Tensor:
-    """Returns the mean of a scalar over all ranks, as float32, in the graph.
+    """Returns the mean of a scalar over all ranks, as float32 (every rank).
 
     Raises:
-        ValueError: inside XLA.
+        ValueError: inside a function that XLA compiles.
     """
     number = tf.cast(number, tf.float32)
     if hvd.size() == 1:
@@ -83,19 +83,21 @@ def joint_batch(
     """Returns the rows of all ranks, in the ranks' order, with the gradient of the joint loss (every rank).
 
     For losses that contrast each example with those of all ranks, such as CLIP (Radford et al. 2021)
-    and SimCLR (Chen et al. 2020). Each rank computes the loss of its own examples only. The gradient
-    of its rows is the sum of their gradients from all ranks' losses (allgather would give the mean),
-    so a DistributedOptimizer or DistributedGradientTape, which averages over the ranks, gets the
-    gradient of the mean loss of the joint batch.
+    and SimCLR (Chen et al. 2020). Each rank computes the loss of its own examples only. The gradient of
+    its rows is the sum of their gradients from all ranks' losses (allgather would give the mean). A
+    DistributedOptimizer or DistributedGradientTape, which averages over the ranks, therefore gets the
+    gradient of the joint batch's mean loss.
 
     Args:
-        rows: tensor [own, ...]; the first dimension may differ between the ranks.
+        rows: tensor [own, ...]; the first dimension may differ between ranks.
+        name: prefix of the messages' names; None: numbered by position in the graph.
+        process_set: the ranks that take part.
 
     Returns:
         Tensor [all, ...]. With equal batches this rank's rows begin at rank() * own.
 
     Raises:
-        ValueError: inside XLA.
+        ValueError: inside a function that XLA compiles.
 
     Example:
         logits = images @ tf.transpose(hvd.joint_batch(texts)) / temperature
@@ -110,7 +112,7 @@ def joint_batch(
             "joint_batch gathers rows within the step, which XLA cannot compile; leave out jit_compile"
         )
 
-    # Horovod would name the message after the tensor, and so after layers, which ranks may number differently.
+    # Horovod would name the messages after the tensor, and so after layers, which ranks may number differently.
     name = name or positional_name("joint_batch")
     options = {"process_set": process_set, "ignore_name_scope": True}
 

@@ -14,16 +14,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to initial_lr x multiplier(epoch), at each epoch or each batch.
 
     Args:
-        initial_lr: learning rate for a multiplier of 1; None: the optimizer's rate when training
+        initial_lr: the learning rate at a multiplier of 1; None: the optimizer's rate when training
             begins.
         multiplier: a function of the epoch (fractional if staircase is false), or a number m, which
             means m ** (epoch - start_epoch).
         start_epoch, end_epoch: the epochs in which it acts; end_epoch is excluded.
-        staircase: set the rate at the beginning of each epoch only, not at each batch.
-        momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by new /
-            old rate (Goyal et al. 2017, section 2.1, remark 2). Upstream scales the coefficient for
-            that one step; scaling the slots gives the same product, also in a compiled step.
-        steps_per_epoch: needed if Keras does not know it.
+        staircase: set the rate only at the beginning of each epoch, not at each batch.
+        momentum_correction: when the rate changes, scale the momentum of SGD and RMSprop by new rate /
+            old rate (Goyal et al. 2017, section 2.1, remark 2). Horovod scales the coefficient for that
+            one step; scaling the slots gives the same product, also in a compiled step.
+        steps_per_epoch: needed if staircase is false and Keras does not know it.
 
     Raises:
         ValueError: at the start of training, if the optimizer's learning rate is a schedule, if the
@@ -90,7 +90,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set_rate(self.current_epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:  # As upstream, so that the history shows it.
+        if logs is not None:  # As in Horovod, so that the history shows it.
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
     @property
@@ -117,7 +117,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the rate batch by batch, linearly from initial_lr / size to initial_lr.
 
-    Source: Goyal et al. 2017, section 2.2.
+    This is the gradual warm-up of Goyal et al. 2017, section 2.2.
 
     Args:
         initial_lr: the rate after the warm-up, already scaled by the number of ranks; None: the
@@ -136,7 +136,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # One batch ahead, as upstream, so that the rate is a round number at the end of each epoch.
+            # One batch ahead, as in Horovod, so that an epoch's last batch gets a round rate.
             epoch = min(epoch + 1.0 / (self.steps_per_epoch or 1), warmup_epochs)
             return (epoch * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 

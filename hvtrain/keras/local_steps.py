@@ -1,7 +1,7 @@
 """LocalSGD and DiLoCo: ranks step on their own and synchronize their weights every few steps.
 
-They suit networks on which a reduction takes longer than the step itself. Between two synchronizations the
-weights differ between ranks; right after one they are equal.
+They suit networks on which a reduction takes longer than the step itself. Weights are equal on all ranks right
+after a synchronization, and differ until the next one.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,20 +32,21 @@ def LocalSGD(  # noqa: N802  (a name like those of Horovod's wrappers)
     within: Any = None,
     **options: Any,
 ) -> Optimizer:
-    """Makes this optimizer step on its rank's gradients, and average the weights every few steps.
+    """Makes this optimizer step on its rank's own gradients, and average the weights every few steps.
 
     Local SGD (Stich 2019, arXiv:1805.09767), with any optimizer; its slots stay each rank's own.
-    Returns the same object, as DistributedOptimizer does. Weights are equal on all ranks after each
-    `every` steps and after synchronize(optimizer); call it before an evaluation or a checkpoint.
+    Returns the same object, as DistributedOptimizer does. Weights are equal on all ranks after every
+    `every`th step and after synchronize(optimizer), which has to be called before an evaluation or a
+    checkpoint.
 
     Args:
         optimizer: a Keras optimizer, not built yet, without gradient_accumulation_steps, use_ema
             or a loss scale.
         every: steps from one synchronization to the next.
-        warmup_steps: first steps in which gradients are reduced instead, as in post-local SGD (Lin
-            et al. 2020, arXiv:1808.07217).
-        within: process set of ranks that average their gradients in every step, such as the ranks
-            of one host; each rank passes its own.
+        warmup_steps: number of first steps in which gradients are reduced instead, as in post-local SGD
+            (Lin et al. 2020, arXiv:1808.07217).
+        within: a process set of ranks that average their gradients in every step, such as the ranks of
+            one host; each rank passes the set that it belongs to.
         options: process_set, bucket_bytes and check_finite of DistributedOptimizer.
 
     Raises:
@@ -67,14 +68,16 @@ def DiLoCo(  # noqa: N802
     within: Any = None,
     **options: Any,
 ) -> Optimizer:
-    """Makes this optimizer step on its rank's gradients, and an outer one on the resulting changes.
+    """Makes this optimizer step on its rank's own gradients, and an outer one on the ranks' mean change.
 
-    DiLoCo (Douillard et al. 2023, arXiv:2311.08105): the mean of the ranks' changes since the last
+    DiLoCo (Douillard et al. 2023, arXiv:2311.08105): the ranks' mean change of the weights since the last
     synchronization is the gradient of an outer SGD with Nesterov momentum. With outer_rate=1 and
     outer_momentum=0 it is LocalSGD.
 
     Args:
-        compression: the format in which changes are sent; one that keeps errors is allowed.
+        outer_rate: learning rate of the outer optimizer.
+        outer_momentum: momentum of the outer optimizer.
+        compression: the format in which changes are sent; it may be one that keeps errors.
 
     The other arguments, results and errors are those of LocalSGD.
     """
@@ -88,7 +91,7 @@ def DiLoCo(  # noqa: N802
 def synchronize(optimizer: Any) -> bool:
     """Synchronizes the ranks' weights now, unless the last step has done so (every rank).
 
-    Returns True if the weights were apart before.
+    Returns True if the weights differed before.
     """
     local = local_hook(optimizer)
     step = int(optimizer.iterations.numpy())
@@ -113,13 +116,13 @@ def local_hook(optimizer: Any) -> "LocalHook":
 class LocalHook(Hook):
     """State of an optimizer that steps locally.
 
-    Its reducer reduces the weights or changes, and during the warm-up the gradients.
+    Its reducer reduces weights (LocalSGD) or their changes (DiLoCo), and during the warm-up gradients.
     """
 
     averages_weights: bool = True
     warmup_steps: int = 0
     outer: Any = None
-    # Reduces gradients between the ranks of a host after the warm-up, or None.
+    # Reduces gradients within the process set `within` after the warm-up, or None.
     within: Reducer | None = None
     # The weights after the last synchronization, for the outer optimizer.
     anchors: list[keras.Variable] = field(default_factory=list)
@@ -136,7 +139,7 @@ class LocalHook(Hook):
         )
 
     def num_due(self, first: int, last: int) -> tuple[int, int]:
-        """Returns how many reductions are due in the steps after `first` up to `last`: (over all ranks, within hosts).
+        """Returns how many reductions are due in steps first + 1 to last: (over all ranks, within hosts).
 
         >>> LocalHook(None, None, every=4, warmup_steps=2).num_due(0, 12)
         (5, 0)
@@ -162,12 +165,12 @@ class LocalHook(Hook):
                 self.has_anchors = tf.Variable(False, trainable=False, name="has_anchors")
 
     def weights_were_set(self) -> None:
-        # A model without an Input is broadcast only after its first step.
+        # A model without an Input is broadcast only after its first step, which has taken anchors already.
         if self.has_anchors is not None:
             self.has_anchors.assign(False)
 
     def begin_round(self, step: Any, variables: Sequence[Any]) -> None:
-        """Copies the weights to the anchors at the beginning of a round or of the training."""
+        """Copies the weights to the anchors at the beginning of the training and of each round."""
         if not self.outer:
             return
 
@@ -195,7 +198,7 @@ class LocalHook(Hook):
 
 
 class LocalSteps(Distributed):
-    """Reduces gradients during the warm-up only, and weights afterwards."""
+    """Reduces gradients only during the warm-up, and weights afterwards."""
 
     _hvtrain: LocalHook
     built: bool
@@ -208,7 +211,7 @@ class LocalSteps(Distributed):
 
     @property
     def rank_variables(self) -> dict[str, Any]:
-        """Slots, which differ between ranks, and the outer optimizer's variables, which do not."""
+        """The slots, which differ between ranks, and the outer optimizer's variables, which do not, by name."""
         shared = (self.iterations, getattr(self, "_learning_rate", None))
         slots = [
             variable
@@ -234,7 +237,7 @@ class LocalSteps(Distributed):
         within = local.within or (lambda gradients, _: gradients)
         if not local.warmup_steps:
             return within(grads, variables)
-        # Dense, so that both branches of the graph return the same types.
+        # Dense, so that both branches below return the same types.
         dense = [
             gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in grads
         ]

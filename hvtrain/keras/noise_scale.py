@@ -1,10 +1,10 @@
 """The gradient noise scale: the batch size beyond which more examples per step help little.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). The gradient
-of a batch of b examples has the expected squared norm |G|^2 + S / b: that of the true gradient plus
-noise. A rank's own gradient and the mean over all ranks have different b, so |G|^2 and S follow from
-the two norms, and the noise scale is B = S / |G|^2. Each rank knows the norm of its own gradient,
-and all know that of the mean.
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). The expected
+squared norm of the gradient of a batch of b examples is |G|^2 + S / b: that of the true gradient, plus
+noise. A rank's own gradient and the mean over all ranks have different b, so |G|^2 and S follow from the
+two norms, and the noise scale is B = S / |G|^2. Each rank knows the norm of its own gradient, and all
+ranks know that of the mean.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ import tensorflow as tf
 
 from hvtrain.keras.hooks import hook_of
 
-# Weight of a measured step relative to the next one. McCandlish et al. smooth S and |G|^2
-# separately, since a mean of their ratios would be biased. Both are linear in the squared norms, so
-# smoothing the squared norms is the same.
+# Weight of a measured step relative to the next one. McCandlish et al. smooth S and |G|^2 separately,
+# since a mean of their ratios would be biased. Both are linear in the squared norms, so it comes to the
+# same to smooth these.
 DECAY = 0.95
 
 
 class NoiseScale:
-    """Measures the norms of a DistributedOptimizer's gradients, in some of its steps.
+    """Estimates the gradient noise scale from the norms of a DistributedOptimizer's gradients in some steps.
 
     Create it on every rank before the first step. It sends nothing until `estimate` is called, and
-    changes no gradient. A measured step costs a pass over the gradients and one over their mean.
+    changes no gradient. A measured step costs one pass over the gradients and one over their means.
     Sparse gradients are left out, since their rows may repeat.
 
     Args:
@@ -33,7 +33,8 @@ class NoiseScale:
         every: steps from one measured step to the next.
 
     Raises:
-        ValueError: the optimizer does not average uncompressed gradients in each step.
+        ValueError: the ranks do not average whole gradients in each step: a plain optimizer, LocalSGD or
+            DiLoCo, Adasum, or a compression that keeps errors.
 
     Example:
         noise = hvd.NoiseScale(optimizer)
@@ -56,7 +57,7 @@ class NoiseScale:
         hook.reducer.noise = self
 
     def squared_norm(self, tensors: Sequence[tf.Tensor], step: tf.Variable) -> tf.Tensor:
-        """Returns half the squared norm of a message's gradients; 0 in steps not measured."""
+        """Returns half the squared norm of a message's gradients; 0 in steps that are not measured."""
 
         def half_squares() -> tf.Tensor:
             # In half precision squares would overflow.
@@ -67,10 +68,10 @@ class NoiseScale:
     def update(
         self, own: Sequence[tf.Tensor], joint: Sequence[tf.Tensor], factor: float, step: tf.Variable
     ) -> None:
-        """Adds the squared norms of a step's messages to the smoothed ones, in the graph.
+        """Updates the smoothed squared norms with those of a step's messages, in the graph.
 
         Args:
-            own: squared norms of this rank's gradients, as squared_norm returned them.
+            own: this rank's gradients, by message, as squared_norm returned them.
             joint: the same for the reduced gradients.
             factor: how many times larger than the mean the reduced gradients are.
             step: number of steps before this one.
@@ -83,7 +84,7 @@ class NoiseScale:
         self._norms.assign(tf.where(is_measured, DECAY * self._norms + norms, self._norms))
 
     def norms(self) -> list[float]:
-        """Returns the smoothed squared norms of this rank's gradient and of the mean, in the same unit."""
+        """Returns the smoothed squared norms of this rank's gradient and of the mean, up to a common factor."""
         return [float(norm) for norm in self._norms.numpy()]
 
     def estimate(self, batch_size: int) -> float | None:
@@ -112,7 +113,7 @@ def noise_scale(norms: Sequence[Sequence[float]], batch_sizes: Sequence[int]) ->
     joint_batch = sum(batch_sizes)
     own = sum(rank_own for rank_own, _ in norms) / num_ranks
     joint = norms[0][1]
-    # (Number of ranks)^2 times the mean over ranks of (share of the joint batch)^2: 1 for equal batches.
+    # (Number of ranks)^2 x the mean over the ranks of (share of the joint batch)^2: 1 for equal batches.
     spread = num_ranks * sum(size**2 for size in batch_sizes) / joint_batch**2
     if num_ranks == spread:
         return None

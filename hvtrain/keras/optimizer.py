@@ -2,9 +2,9 @@
 
 Horovod's own version hooks _aggregate_gradients, which Keras 3 never calls, so it silently reduces
 nothing (horovod#4290). The one here reduces as the step is entered or, with Keras's gradient
-accumulation, just before clipping. So there is one reduction for each step that changes weights,
-and clipping, weight decay and whatever else the optimizer's class does act on the reduced gradient
-(tests/keras compare it with one process on the joint batch).
+accumulation, just before clipping. So there is one reduction for each step that changes weights, and
+clipping, weight decay and whatever else the optimizer's class does acts on the reduced gradient
+(tests/keras compares it with one process on the joint batch).
 """
 
 from collections.abc import Iterable
@@ -65,42 +65,42 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     (apply, apply_gradients) get gradients that are already reduced. If the class computes gradients
     of its own within the step, it has to reduce them itself, with DistributedGradientTape.
 
-    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that
-    all ranks see an overflow on any of them and skip the step together. Nothing is scaled unless the
-    loss goes through its scale_loss: it does not in a custom loop, or with
-    compile(auto_scale_loss=False).
+    Under the mixed_float16 policy the optimizer is first wrapped in a LossScaleOptimizer, so that all
+    ranks see an overflow on any of them and skip the step together. Nothing is scaled unless the loss
+    goes through its scale_loss, which it does not with compile(auto_scale_loss=False), or in a custom
+    loop that does not call it.
 
     Args:
         optimizer: any keras.optimizers.Optimizer, built or not.
-        name: new name of the optimizer.
+        name: a new name for the optimizer.
         op: Average, Sum or Adasum (Maleki et al. 2020), over the ranks.
-        compression: Compression.none, fp16, bf16, int8 or powersgd(rank) on the wire; the last two
-            keep the error of each gradient and add it to the next one.
+        compression: the format on the wire: Compression.none, fp16, bf16, int8 or powersgd(rank). The
+            last two keep the error of each gradient and add it to the next one.
         sparse_as_dense: reduce IndexedSlices as dense tensors.
         gradient_predivide_factor: divides gradients before the sum, and multiplies the sum; needs
             op=Average.
-        backward_passes_per_step: batches to accumulate for each step (Keras's
+        backward_passes_per_step: number of batches to accumulate for each step (Keras's
             gradient_accumulation_steps); their gradients are summed, or averaged if
             average_aggregated_gradients is true. Either way there is one reduction per step.
         num_groups, groups: number of fused messages for each type of gradient (default: one), or
             lists of variables whose gradients are sent together.
-        process_set: ranks that exchange gradients; the others step on their own.
-        scale_local_gradients: divide the gradients of local variables (see register_local_var on
-            the result, and PartialDistributedOptimizer) by the number of ranks, like averaged ones.
+        process_set: the ranks that exchange gradients; others step on their own.
+        scale_local_gradients: divide the gradients of local variables (see the result's
+            register_local_var, and PartialDistributedOptimizer) by the number of ranks, as averaging does.
         device_dense, device_sparse: as in Horovod.
         check_finite: fail the step on all ranks, before it changes weights, if a reduced gradient
             is not finite (not in Horovod; costs one pass over the gradients).
-        bucket_bytes: instead of num_groups and groups, messages of about this many bytes, the last
-            variables first, reduced while other gradients are computed; gradients of 4 MiB or more
-            are sent alone (not in Horovod).
-        shard: each rank keeps optimizer slots for its part of the weights only, updates that part,
-            and gathers the other parts (ZeRO stage 1, not in Horovod). The weights are the same.
+        bucket_bytes: instead of num_groups and groups: send messages of about this many bytes, the last
+            variables first, which are reduced while other gradients are computed; gradients of 4 MiB or
+            more are sent alone (not in Horovod).
+        shard: each rank keeps optimizer slots only for its part of the weights, updates that part, and
+            gathers the other parts (ZeRO stage 1, not in Horovod). The weights are the same as without.
             Needs an optimizer that is not built yet; see gather_slots.
 
     Raises:
         TypeError: it is not a Keras 3 optimizer.
-        ValueError: it is wrapped twice, or steps inside another one; arguments exclude each other;
-            or gradient_accumulation_steps is set on an optimizer that overrides Keras's step.
+        ValueError: it is wrapped twice, or steps inside another one; arguments exclude each other or are
+            out of range; or gradient_accumulation_steps is set on an optimizer that overrides Keras's step.
         RankError: in the first step that is traced, if the ranks' gradients differ in number,
             names, shapes or types.
 
@@ -109,7 +109,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
         model.compile(optimizer, "mse", jit_compile=False)
     """
-    # All other arguments, with which copies of the optimizer are wrapped too.
+    # Copies of the optimizer are wrapped with the same arguments, but for these two.
     options = {key: value for key, value in locals().items() if key not in ("optimizer", "name")}
     options["backward_passes_per_step"] = 1  # A copy made from the config has its own accumulation.
     check_is_plain(optimizer)
@@ -124,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         )
 
     is_scaled = isinstance(optimizer, LossScaleOptimizer)
-    # A LossScaleOptimizer that is added here accepts a loss that never goes through its scale_loss.
+    # A LossScaleOptimizer that is added here, not by the user, accepts a loss that bypasses its scale_loss.
     requires_scaled_loss = is_scaled
     if keras.config.dtype_policy().name == "mixed_float16" and not is_scaled:
         optimizer = LossScaleOptimizer(optimizer)
@@ -132,7 +132,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if backward_passes_per_step > 1:
-        # Keras makes its accumulators when it builds the optimizer.
+        # Keras creates the accumulators when it builds the optimizer.
         if inner.built or inner.gradient_accumulation_steps:
             raise ValueError(
                 f"backward_passes_per_step={backward_passes_per_step} needs an optimizer that is not built yet and has "
@@ -191,7 +191,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
 
 def check_is_plain(optimizer: Any) -> None:
-    """Raises TypeError unless it is a Keras 3 optimizer, ValueError if it is distributed."""
+    """Raises TypeError unless this is a Keras 3 optimizer, and ValueError if it is distributed already."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{type(optimizer).__name__} is not a keras.optimizers.Optimizer; pass an optimizer of Keras 3"
@@ -208,7 +208,7 @@ def check_is_plain(optimizer: Any) -> None:
 
 
 def _wrap_copy(optimizer: Optimizer, scale: float, **options: Any) -> Optimizer:
-    """Wraps a copy of an optimizer with the original's scale; the copy accumulates as its config says."""
+    """Wraps a copy of an optimizer, with the original's scale. Whether it accumulates is in its own config."""
     wrapped = DistributedOptimizer(optimizer, **options)
     hook_of(wrapped).reducer.scale = scale  # type: ignore[union-attr]
     return wrapped
@@ -254,21 +254,21 @@ def local_weights(local_layers: Any) -> list[Any]:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Returns True if the optimizer came from DistributedOptimizer."""
+    """Returns True if the optimizer is distributed: by DistributedOptimizer, LocalSGD or DiLoCo."""
     return hook_of(optimizer) is not None
 
 
 def num_reductions(optimizer: Any) -> int:
-    """Returns the number of reductions that this optimizer has run on this rank; 0 if it is plain.
+    """Returns the number of reductions that this optimizer has run on this rank, counted in the graph.
 
-    Counted in the graph.
+    0 for a plain optimizer.
     """
     hook = hook_of(optimizer)
     return int(hook.reducer.count.numpy()) if hook else 0
 
 
 def sent_bytes(optimizer: Any) -> int:
-    """Returns the bytes that this rank sends in a reduction, also inside a loss scale.
+    """Returns the bytes that this rank sends in a reduction; also for an optimizer inside a LossScaleOptimizer.
 
     0 for a plain optimizer, and before the first step is traced.
     """
@@ -277,10 +277,10 @@ def sent_bytes(optimizer: Any) -> int:
 
 
 def divide_losses(optimizer: Any) -> None:
-    """Saves a pass over all gradients by dividing the loss instead: see Reducer.divide_losses.
+    """Makes the optimizer divide the loss instead of all gradients: see Reducer.divide_losses.
 
-    For a model whose step passes its loss through scale_loss exactly once, as Keras's own step does.
-    Has no effect on a LossScaleOptimizer.
+    Only for a model whose step passes its loss through scale_loss exactly once, as Keras's own step
+    does. Has no effect on a LossScaleOptimizer.
     """
     hook = hook_of(optimizer)
     if hook and not isinstance(optimizer, LossScaleOptimizer):
@@ -288,7 +288,7 @@ def divide_losses(optimizer: Any) -> None:
 
 
 def ranks_at_fault(optimizer: Any) -> list[int]:
-    """Returns the ranks whose own gradient was not finite, after a step failed because of it."""
+    """Returns the ranks whose own gradients were not finite, after a step failed with NOT_FINITE."""
     hook = hook_of(optimizer)
     if not hook or not hook.finite_check:
         return []
@@ -298,9 +298,9 @@ def ranks_at_fault(optimizer: Any) -> list[int]:
 
 
 def gradient_norm(optimizer: Any) -> float | None:
-    """Returns the norm of the last step's mean gradient, before it is clipped.
+    """Returns the norm of the last step's mean gradient, before clipping.
 
-    Of sharded tables it contains this rank's rows. None where it is not measured: without
+    Of sharded tables it includes this rank's rows only. None if it is not measured: without
     check_finite, or where ranks step on their own gradients.
     """
     hook = hook_of(optimizer)
@@ -318,16 +318,16 @@ def load_model(
 ) -> keras.Model:
     """Loads a model as Keras does, and wraps its optimizer in DistributedOptimizer.
 
-    The optimizer's slots and iterations are kept. A model that was saved without an optimizer has
-    none afterwards either.
+    The optimizer's slots and iterations are kept. A model that was saved without an optimizer stays
+    without one.
 
     Args:
         filepath: a file that keras.models.load_model reads: .keras, .h5 or .hdf5.
-        custom_optimizers: classes of your own.
-        custom_objects: as in Keras; may also name a function that makes an optimizer from its
-            configuration, as in Horovod's examples.
+        custom_optimizers: optimizer classes of your own.
+        custom_objects: as in Keras; as in Horovod's examples, a value may also be a function that makes
+            an optimizer from its configuration.
         compression: as in DistributedOptimizer.
-        legacy_opts: accepted as in Horovod; must be False.
+        legacy_opts: accepted for Horovod's sake; must be False.
 
     Raises:
         ValueError: for legacy_opts=True (Keras 3 has no legacy optimizers), and, as Keras does, for
@@ -353,7 +353,7 @@ def load_model(
 def _as_class(name: str, maker: Any) -> Any:
     """Wraps a function that makes an optimizer in a class with the from_config that Keras calls.
 
-    A function under its own name, such as a loss, is returned as it is: Keras expects it that way.
+    A function under its own name, such as a loss, is returned unchanged, as Keras expects it.
     """
     if not isinstance(maker, FunctionType) or maker.__name__ == name:
         return maker
@@ -368,9 +368,9 @@ def _as_class(name: str, maker: Any) -> Any:
 
 
 def _h5_optimizer(model: keras.Model, path: str | Path) -> Optimizer:
-    """Restores an optimizer from an .h5 file with its slots.
+    """Restores an optimizer from an .h5 file, with its slots.
 
-    Keras 3.15 drops them, since it builds the optimizer for an empty list of variables
+    Keras 3.15 drops the slots, because it builds the optimizer for an empty list of variables
     (legacy_h5_format.py).
     """
     optimizer = type(model.optimizer).from_config(model.optimizer.get_config())

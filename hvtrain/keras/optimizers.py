@@ -1,8 +1,8 @@
-"""Optimizers that touch only those rows of an embedding table that a batch looked up.
+"""Optimizers that update only those rows of an embedding table that a batch has looked up.
 
 The gradient of an embedding has a row for each id of the batch (IndexedSlices). Keras's own Adam and
-Adagrad treat it as a gradient of the whole table: in each step all slots decay and all rows move,
-which takes as long as reading and writing the table three times.
+Adagrad treat it as a gradient of the whole table: in each step they update all slots and rows, which
+takes as long as reading and writing the table three times.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from hvtrain.keras.in_graph import tf_variable
 
 @keras.saving.register_keras_serializable(package="hvtrain")
 class LazyAdam(keras.optimizers.Adam):
-    """Adam (Kingma and Ba 2014) in which a row's moments change only in steps that look it up.
+    """Adam (Kingma and Ba 2014) in which a row's moments change only in steps that look the row up.
 
-    A row of the batch takes Adam's step, with the bias correction of the optimizer's step count. All
+    A row in the batch takes Adam's step, with the bias correction of the optimizer's step count. All
     other rows keep their weights and moments; Adam would move them by their decaying momentum. Dense
     gradients take exactly Adam's step. The gradients of repeated ids are summed first.
 
     Args:
-        learning_rate, beta_1, beta_2, epsilon, keyword arguments: those of keras.optimizers.Adam,
-            except amsgrad.
+        learning_rate: a number or a schedule.
+        options: those of keras.optimizers.Adam, such as beta_1, beta_2 and epsilon, except amsgrad.
 
     Raises:
         ValueError: for amsgrad=True.
@@ -65,16 +65,16 @@ class LazyAdam(keras.optimizers.Adam):
 
 @keras.saving.register_keras_serializable(package="hvtrain")
 class RowwiseAdagrad(keras.optimizers.Optimizer):
-    """Adagrad (Duchi et al. 2011) with a slot for each row of a table, not for each weight.
+    """Adagrad (Duchi et al. 2011) with one slot value for each row of a table, not for each weight.
 
-    A row's slot accumulates the mean of its squared gradients, as in the recommendation models of
-    Naumov et al. 2019 (arXiv:1906.00091). Every variable of two or more dimensions has a slot for
-    each index of its first dimension; a vector has one for each weight. The gradients of repeated
-    ids are summed first.
+    A row's value accumulates the mean of its squared gradients, as in the recommendation models of
+    Naumov et al. 2019 (arXiv:1906.00091). Every variable of two or more dimensions has a value for each
+    index of its first dimension; a vector has one for each weight. The gradients of repeated ids are
+    summed first.
 
     Args:
         learning_rate: a number or a schedule.
-        epsilon: added to the square root of a slot.
+        epsilon: added to the square root of a slot value.
         options: those of keras.optimizers.Optimizer.
     """
 
@@ -109,7 +109,7 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
         table.scatter_sub(tf.IndexedSlices(rate * scaled, rows))
 
     def _scaled(self, values: tf.Tensor, sums: Any) -> tf.Tensor:
-        """Divides each row by the root of its sum."""
+        """Divides each row by the square root of its accumulated sum."""
         divisors = tf.sqrt(sums) + self.epsilon
         for _ in values.shape[1:]:
             divisors = divisors[..., tf.newaxis]

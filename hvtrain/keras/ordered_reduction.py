@@ -1,8 +1,8 @@
-"""Sums the gradients of many parts in a fixed order, whichever rank computed which part.
+"""Sums the gradients of a step's parts in a fixed order, whichever rank computed which part.
 
-A ring all-reduce adds floating-point numbers in an order that depends on the number of ranks, so the last digits of
-its result do too. Here each rank receives its slice of every part's gradients, adds the slices in the order of the
-parts, and sends the sum to all ranks.
+A ring all-reduce adds floating-point numbers in an order that depends on the number of ranks, and so do the last
+digits of its result. Here each rank receives its slice of every part's gradients, adds the slices in the order of the
+parts, and sends the result to all ranks.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class OrderedReducer(Reducer):
 
     Attributes:
         parts: For each of this rank's parts, in order, its gradients, followed by other tensors to be averaged over
-            all parts. Set before each call; if empty, the gradients passed to the call are the only part.
-        others: The means of those other tensors. Set by a call.
+            all parts. Set it before each call; if it is empty, the gradients passed to the call are the only part.
+        others: The means of those other tensors, set by a call.
     """
 
     parts: list[list[Any]] = field(default_factory=list)
@@ -32,10 +32,11 @@ class OrderedReducer(Reducer):
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Returns the mean gradients of all parts (every rank).
+        """Returns the gradients' means over all parts (every rank).
 
         Args:
-            gradients: One for each variable; None if the variable has none. The values come from `parts`.
+            gradients: One for each variable, or None. They only tell which variables have a gradient: the
+                values are those in `parts`.
             variables: One for each gradient.
         """
         self.num_calls += 1
@@ -71,10 +72,10 @@ class OrderedReducer(Reducer):
 
 
 def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> list[tf.Tensor]:
-    """Returns the means over all parts, summed in the order of ranks and of parts within a rank (every rank).
+    """Returns the means over all parts, added in the order of the ranks, and of the parts in each rank (every rank).
 
     Args:
-        parts: For each of this rank's parts a list of tensors; all lists have the same shapes, on all ranks.
+        parts: For each of this rank's parts, a list of tensors. All lists, on all ranks, have the same shapes.
         name: Prefix of the messages' names.
         process_set: The ranks that take part.
     """
@@ -85,7 +86,7 @@ def ordered_means(parts: list[list[tf.Tensor]], name: str, process_set: Any) -> 
         for part in parts
     ]
     length = tf.size(flat[0])
-    # [parts, ranks, slice]: each rank sums one slice.
+    # [parts, ranks, slice], padded to slices of one length: each rank sums one slice.
     stacked = tf.reshape(
         tf.pad(tf.stack(flat), [[0, 0], [0, -length % size]]), [len(parts), size, -1]
     )

@@ -1,8 +1,8 @@
 """Starts one rank under any launcher or none, and recognizes errors that mean a lost rank.
 
-Horovod reads its rank and size from the environment that the launcher sets. Two cases need help: no
-launcher at all (MPI from the PyPI wheel cannot start a single process, so Gloo is used), and
-settings for one launcher exported under another, which silently makes every rank a job of its own.
+Horovod reads its rank and size from the environment that the launcher sets. Two cases need help. Without
+a launcher, MPI from the PyPI wheel cannot start a single process, so Gloo is used. And settings for one
+launcher that are exported under another silently make every rank a job of its own.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from hvtrain.errors import RankError
 from hvtrain.system import console, host_facts, resources
 from hvtrain.system.resources import physical_gpus
 
-# Set for every rank by horovodrun --gloo; by Open MPI's mpirun, which horovodrun --mpi starts; by
-# MPICH and Intel MPI; by srun.
+# Set for every rank by, in this order: horovodrun --gloo; Open MPI's mpirun, which horovodrun --mpi
+# starts; MPICH and Intel MPI; srun.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 CYCLE_TIME = "HOROVOD_CYCLE_TIME"
@@ -35,8 +35,8 @@ _SEGMENTED_RING = {
     "OMPI_MCA_coll_tuned_allreduce_algorithm_segmentsize": "262144",
 }
 
-# Messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The word Horovod
-# alone is not enough: the traceback of a user's data function may contain it in a path.
+# Matches messages of Horovod, Gloo or NCCL, or the type of the operation that failed. The word Horovod
+# alone is not enough: a traceback from a user's data function may contain it in a path.
 _LOST = re.compile(
     r"Horovod has been shut down|gloo/[\w/]+\.cc:\d+\]|(nccl\w+ failed|NCCL async error):"
     r"|Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
@@ -50,7 +50,7 @@ def launched_size() -> int | None:
 
 
 def is_elastic() -> bool:
-    """Returns True in an elastic job, where the launcher's number of ranks may be out of date."""
+    """Returns True in an elastic job, where the launched_size may be out of date."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
@@ -63,7 +63,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     """
     _choose_interface()
     _set_defaults()
-    # Set once: since the first call, a library may have chained its own hook to _explain_lost_ranks.
+    # Set only in the first call: since then a library may have chained its own hook to this one.
     if not hasattr(_explain_lost_ranks, "previous"):
         _explain_lost_ranks.previous = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _explain_lost_ranks
@@ -77,7 +77,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     if _uses_mpi() and not physical_gpus():
         _lower_priority(resources.thread_ids() - threads_before)
 
-    # With comm, the script itself says who this rank's others are; it may have none.
+    # With comm, the script itself chooses the ranks, and may choose this one alone.
     has_comm = (args[0] if args else kwargs.get("comm")) is not None
     can_be_alone = has_comm or is_elastic()
     if expected_size is not None and expected_size > 1 and hvd.size() == 1 and not can_be_alone:
@@ -94,7 +94,8 @@ def init(*args: Any, **kwargs: Any) -> None:
 def _lower_priority(threads: set[int]) -> None:
     """Lowers the priority of Horovod's threads, which busy-wait inside MPI.
 
-    With their niceness raised by 5 they get a quarter of a contended core.
+    With their niceness raised by 5, Linux gives them a quarter of a core that they share with a
+    compute thread.
     """
     for thread in threads:
         with contextlib.suppress(ProcessLookupError):  # The thread has ended.
@@ -105,7 +106,7 @@ def _lower_priority(threads: set[int]) -> None:
 def keep_mpi_initialized() -> None:
     """Initializes MPI before Horovod does, so that Horovod can be shut down and started again.
 
-    Horovod finalizes an MPI that it initialized, and MPI can be initialized only once. Call it before init.
+    If Horovod initialized MPI it also finalizes it, and MPI can be initialized only once. Call it before init.
     """
     if _uses_mpi():
         _set_defaults()
@@ -118,25 +119,25 @@ def _uses_mpi() -> bool:
 
 
 def _set_defaults() -> None:
-    """Sets defaults for how MPI waits and sums, and for Horovod's cycle time (ms) and fusion.
+    """Sets defaults for how MPI waits and sums, and for Horovod's cycle time (ms), fusion and stall limit.
 
     Variables that the user has set are kept.
 
-    Horovod's threads synchronize once per cycle, and all but the last one busy-wait inside MPI, each
-    on a whole core. So they are told to yield to compute threads; and since they poll all the time
-    anyway, a shorter cycle costs nothing. Between hosts every cycle is a network message, so
-    Horovod's default of 1 ms stays.
+    Horovod's threads synchronize once per cycle, and all but the last one busy-wait inside MPI, each on
+    a whole core. So they are told to yield to compute threads, and since they poll all the time anyway,
+    a shorter cycle costs nothing. Between hosts every cycle is a network message, so there Horovod's
+    default of 1 ms stays.
     """
-    # Gradients are already bucketed; fusing the buckets again would only copy them. The setting
-    # must be the same on all ranks, or they hang.
+    # Gradients are bucketed already, and fusing the buckets again would only copy them. The setting must
+    # be the same on all ranks, or they hang.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
-    # By default Horovod reports a stalled rank after a minute and then waits forever.
+    # By default Horovod reports a stalled rank after a minute, and then waits forever.
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")
     if not _uses_mpi():
         return
 
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    # All ranks are on this host if the launcher (Open MPI's or Horovod's) says so.
+    # True if all ranks are on this host, as the launcher (Open MPI's or Horovod's) says.
     launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_SIZE" in os.environ else "HOROVOD"
     if os.environ.get(f"{launcher}_LOCAL_SIZE", "") == os.environ.get(f"{launcher}_SIZE"):
         os.environ.setdefault(CYCLE_TIME, "0.1")
@@ -160,7 +161,7 @@ def _choose_interface() -> None:
     if interface and interface != named:
         os.environ["HOROVOD_GLOO_IFACE"] = interface
         if os.environ.get("NCCL_SOCKET_IFNAME", named) == named:
-            # Any other value is the user's own choice.
+            # Only a value that horovodrun set: any other is the user's own choice.
             os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
@@ -168,8 +169,8 @@ def _choose_interface() -> None:
 def raise_for_elastic() -> Iterator[None]:
     """Turns TensorFlow's error for a lost rank into Horovod's, which its elastic loop catches.
 
-    Only UnknownError: for errors that a retry would repeat, such as shapes that differ between
-    ranks, Horovod's kernels raise other types.
+    It converts only UnknownError: for errors that a retry would repeat, such as shapes that differ
+    between ranks, Horovod's kernels raise other types.
     """
     try:
         yield
@@ -180,7 +181,7 @@ def raise_for_elastic() -> Iterator[None]:
 
 
 def is_lost_rank_error(error: BaseException) -> bool:
-    """Returns True if communication between ranks broke."""
+    """Returns True if the error says that communication between ranks broke."""
     return bool(_LOST.search(str(error)))
 
 
@@ -211,10 +212,10 @@ def check_adasum(process_set: Any, device_dense: str) -> None:
 
 
 def check_adasum_topology(topology: Topology, on_gpus: bool, hosts_are_equal: bool) -> None:
-    """Raises ValueError where Horovod would fail in MPI, or silently combine the wrong ranks.
+    """Raises ValueError where Adasum would fail in MPI, or silently combine the wrong ranks.
 
-    Rank r exchanges with r ^ 1, r ^ 2, r ^ 4 ... (horovod/common/ops/adasum/adasum.h). On GPUs NCCL
-    first averages within each host, and the exchange begins with r ^ local_size, which must be the
+    Rank r exchanges with ranks r ^ 1, r ^ 2, r ^ 4 ... (horovod/common/ops/adasum/adasum.h). On GPUs
+    NCCL first averages within each host, and the exchange begins with r ^ local_size, which must be the
     same local rank on another host.
 
     Args:

@@ -1,8 +1,8 @@
 """Reduces gradients over all ranks, and counts the reductions inside the graph.
 
 DistributedOptimizer and DistributedGradientTape use it. A Python counter inside a tf.function would
-count traces. The counter is therefore a variable that the graph increments once the reduced values
-have arrived, so it counts reductions that really ran.
+count traces. So the counter is a variable that the graph increments once the reduced values have
+arrived, and it counts reductions that really ran.
 """
 
 import itertools
@@ -33,14 +33,14 @@ from hvtrain.keras.table_rows import rows_of, whole_spec, with_nan
 from hvtrain.keras.wire_formats import WireFormat
 from hvtrain.step.step_timing import StepMarks
 
-# Types of Horovod's kernels for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T). Others
-# are sent as float32.
+# Types that Horovod's kernels take for dense tensors (horovod/tensorflow/mpi_ops.cc, attribute T).
+# Others are sent as float32.
 _KERNEL_TYPES = (tf.uint8, tf.int8, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
 _OP_NAMES = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum"}
 
-# Horovod pairs the tensors of different ranks by name. Names derived from Keras's differ once one
-# rank has built more models than another; the order in which a program's optimizers take their
-# first steps does not. Each process set has its own count, since ranks outside of it do not step.
+# Horovod pairs the tensors of different ranks by name. Names derived from Keras's differ once one rank
+# has built more models than another, but all ranks' optimizers take their first steps in the same
+# order. Each process set has its own count, since ranks outside of it do not step.
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -58,10 +58,10 @@ class Reducer:
 
     A call is collective: every rank of the process set makes it, in the same order.
 
-    Dense gradients are sent in groups, one fused message each. The rows of IndexedSlices are
-    gathered. None stays None, at the same position. Gradients of local variables are not exchanged,
-    only divided by the number of ranks if scale_local_gradients is true (horovod#3695). Gradients
-    of sharded tables already come from all ranks: the backward pass of the lookup exchanged them.
+    Dense gradients are sent in groups, one fused message each. The rows of IndexedSlices are gathered.
+    None stays None, at the same position. Gradients of local variables are not exchanged, but divided
+    by the number of ranks if scale_local_gradients is true (horovod#3695). Gradients of sharded tables
+    already come from all ranks: the backward pass of the lookup exchanged them.
 
     Args:
         groups: number of groups for each type, or lists of variables whose gradients are sent
@@ -70,12 +70,12 @@ class Reducer:
             are ready first, and are reduced while others are still computed (Li et al. 2020,
             "PyTorch Distributed", section 3.2).
         scale: factor that multiplies the result.
-        message_name: prefix of its messages' names; chosen at the first step if empty.
+        message_name: prefix of the messages' names; chosen at the first step if empty.
 
     The other arguments are those of DistributedOptimizer.
 
     Raises:
-        ValueError: for arguments that exclude each other, before a step could hang on them.
+        ValueError: for arguments that exclude each other or are out of range.
     """
 
     op: int = hvd.Average
@@ -92,24 +92,24 @@ class Reducer:
     message_name: str = ""
     # Reductions that have run on this rank.
     count: tf.Variable = field(default_factory=new_counter)
-    # Bytes of dense gradients that this rank sends in a step. Known once a step is traced.
+    # Bytes of dense gradients that this rank sends in a step; 0 until a step is traced.
     sent_bytes: float = 0.0
     # Calls from Python: one for each step that is traced or runs eagerly.
     num_calls: int = 0
-    # True if the ranks gather parts of the weights afterwards, see sharded_optimizer.py.
+    # True if the ranks gather parts of the weights after the step, see sharded_optimizer.py.
     gathers_weights: bool = False
     # True if all ranks skip a step in which a local variable's gradient overflows on one of them.
     shares_overflow: bool = False
     # Reduced with the first group, or in its own message with a WireFormat or if all gradients are sparse.
     flag: SharedFlag | None = None
-    # True: rows of a sparse gradient with the same index are replaced by their sum. GPUs add such
-    # rows to a weight in no fixed order, so without it the last digits would differ between ranks.
+    # If True, rows of a sparse gradient that have the same index are replaced by their sum. GPUs add such
+    # rows to a weight in no fixed order, so the last digits would differ between ranks.
     sums_duplicates: bool = field(
         default_factory=lambda: bool(tf.config.list_logical_devices("GPU"))
     )
-    # Marks when gradients are ready and when they are reduced, in steps traced from now on.
+    # Marks when gradients are ready and when they are reduced, in steps traced after it is set.
     marks: StepMarks | None = None
-    # A NoiseScale, which measures the norms of dense gradients in steps traced from now on.
+    # A NoiseScale, which measures the norms of dense gradients in steps traced after it is set.
     noise: Any = None
 
     def __post_init__(self) -> None:
@@ -142,9 +142,9 @@ class Reducer:
 
     @property
     def name(self) -> str:
-        """The prefix of its messages' names, the same on all ranks.
+        """The prefix of the messages' names, the same on all ranks.
 
-        Numbered at the first step, so that an optimizer that one rank alone creates, and never
+        It is numbered at the first step, so that an optimizer that one rank alone creates, and never
         steps, takes no number.
         """
         if not self.message_name:
@@ -175,9 +175,9 @@ class Reducer:
     def divide_losses(self) -> None:
         """Divides losses by the number of ranks and sums their gradients, instead of averaging.
 
-        The mean is the same, and a pass over the gradients is saved. For steps whose loss goes
-        through scale_loss, as in Keras's own train_step. Has no effect with compression, which
-        would lose digits of smaller values.
+        The mean is the same, and a pass over the gradients is saved. Only for steps whose loss goes
+        through scale_loss, as in Keras's own train_step. Has no effect with compression, in which
+        smaller values would lose digits.
         """
         if (
             self.op == hvd.Average
@@ -200,10 +200,10 @@ class Reducer:
 
         Args:
             gradients: tensors, IndexedSlices or None.
-            variables: one for each gradient; needed if some are local or grouped by variables.
+            variables: one for each gradient; needed if some are local, sharded or in `groups`.
 
         Raises:
-            RankError: if ranks would not reduce the same gradients, see compare_structure.
+            RankError: if the ranks would not reduce the same gradients, see compare_structure.
             ValueError: if XLA compiles the step.
         """
         self.num_calls += 1
@@ -244,7 +244,7 @@ class Reducer:
         overwriting = [i for i in shared if overwrites(variables[i])]
         dense = [i for i in shared if i not in [*sparse, *overwriting]]
         groups = group_by_message(dense, reduced, variables, self.groups, self.bucket_bytes)
-        # These gradients are on one rank alone, but all ranks must see if one is not finite.
+        # These gradients stay on this rank. If one is not finite, a NaN in a shared one tells all ranks.
         own = [i for i in present if i in tables or (is_local[i] and self.shares_overflow)]
         if own:
             poison = tf.where(are_finite([reduced[i] for i in own]), 0.0, float("nan"))
@@ -270,7 +270,7 @@ class Reducer:
             reduced[i] = self._scaled(reduced[i], averages=self.op == hvd.Average)
 
         done += tf.nest.flatten([reduced[i] for i in [*shared, *tables]], expand_composites=True)
-        # Incremented only once the values are there, so that it counts what really ran.
+        # Incremented only once the values have arrived, so that it counts what really ran.
         if done:
             with tf.control_dependencies(done):
                 self.count.assign_add(1)
@@ -282,9 +282,9 @@ class Reducer:
         return reduced
 
     def maxima(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients; those that overwrite their variables are replaced by maxima over the ranks.
+        """Returns the gradients, with those that overwrite their variables replaced by maxima over the ranks.
 
-        They are the scales of float8, and the histories of absolute maxima from which the scales are
+        These are the scales of float8, and the histories of absolute maxima from which the scales are
         computed. Their values for the joint batch are the maxima over the ranks' batches.
         """
         gradients = list(gradients)
@@ -323,7 +323,7 @@ class Reducer:
                 num_steps=lambda: int(self.count.numpy()),
             )
         except RankError:
-            # Other ranks gave this number to another optimizer; all ranks take a new number next time.
+            # Other ranks may have given this number to another optimizer. All take a new one next time.
             if is_first:
                 self.message_name = ""
             raise
@@ -331,14 +331,14 @@ class Reducer:
     def _reduce_dense(
         self, gradients: list[Any], groups: list[list[int]], variables: list[Any]
     ) -> list[Any]:
-        """Reduces the groups in place, and the flag; returns the updates of the flag and the compression."""
+        """Reduces the groups in place, and the flag; returns the operations that update flag and compression."""
         done = []
         own_norms = []
         joint_norms = []
         values: list[Any] = []
         # How many times larger than the mean the result is.
         factor = self.scale * (self.process_set.size() if self.op == hvd.Sum else 1)
-        # The flag adds one element to a message that is sent anyway; compression could round it away.
+        # The flag adds an element to a message that is sent anyway, unless a WireFormat could round it away.
         flag = self.flag if groups and not self.compressed else None
         for number, group in enumerate(groups):
             tensors = [gradients[i] for i in group]
@@ -378,7 +378,7 @@ class Reducer:
             "postscale_factor": self.predivide_factor * self.scale,
             "process_set": self.process_set,
             "device_dense": self.device_dense,
-            # Name scopes are made from Keras's names, which may differ between ranks.
+            # Name scopes derive from Keras's names, which may differ between ranks.
             "ignore_name_scope": True,
         }
         if self.op == hvd.Adasum:
@@ -393,7 +393,7 @@ class Reducer:
         return [tf.cast(value, dtype) for value in values]
 
     def _scaled(self, gradient: Any, averages: bool) -> Any:
-        """Multiplies a gradient by the scale; to average, also divides it by the number of ranks."""
+        """Multiplies a gradient by the scale; if `averages`, also divides it by the number of ranks."""
         factor = self.scale
         if averages:
             factor /= self.process_set.size()

@@ -1,8 +1,8 @@
 """Checks that all ranks reduce the same gradients, of the same weights.
 
-Horovod does not compare the tensors of a grouped reduction: sums over different shapes read past
-the end of a buffer, and a gradient that one rank lacks makes the others wait forever. Ranks that
-keep training from different weights, because the script forgot the broadcast, are warned once.
+Horovod does not compare the tensors of a grouped reduction: sums over different shapes read past the
+end of a buffer, and a gradient that one rank lacks makes the others wait forever. If the ranks keep
+training from different weights, because the script forgot the broadcast, they log one warning.
 """
 
 import atexit
@@ -29,19 +29,19 @@ _ADVICE = {
     "tensor": "give tensors of the same types and shapes",
 }
 
-# A broadcast that has not come after this many steps was forgotten. Horovod's own loops broadcast
+# If no broadcast has come after this many steps, it was forgotten. Horovod's own examples broadcast
 # after the first step, so different weights in that step are not a fault yet.
 STEPS_WITHOUT_BROADCAST = 3
 SECONDS_BETWEEN_LOOKS = 0.5
 
-# Events that end a watch for a broadcast.
+# Events that end the running watches for a broadcast.
 _watches: list[threading.Event] = []
-# Reductions by name, with the digest of a structure that all ranks have been seen to share.
+# Structures that all ranks are known to share: (process set's ranks, reduction's name, digest).
 _compared: set[tuple[str, str, str]] = set()
 
 
 def forget_comparisons() -> None:
-    """Makes the next reductions compare again, because other ranks may have joined (every rank)."""
+    """Makes each reduction compare again, because other ranks may have joined (every rank)."""
     _compared.clear()
 
 
@@ -60,9 +60,9 @@ def compare_structure(
     The ranks exchange one digest for each structure that is new to a reduction of this name: while
     a step is traced, or in the first eager step. Tracing a step again, for a batch of another size,
     sends nothing. The message has the same name for all reductions, so that a rank that steps with
-    another optimizer is compared with the others too. Of variables' names only layer and weight are
-    compared, without the numbers that Keras adds (dense_1): these depend on what else a rank has
-    built, and the model's name on whether the rank loaded it.
+    another optimizer is compared with the others too. Of a variable's name only layer and weight are
+    compared, without the numbers that Keras adds (dense_1): these depend on what else a rank has built,
+    and the model's name depends on whether the rank loaded it.
 
     Args:
         reduction: name of the reduction, the same on all ranks.
@@ -71,8 +71,8 @@ def compare_structure(
         variables: one for each gradient, or None.
         process_set: the ranks that compare.
         noun: "gradient" or "tensor", for the message.
-        num_steps: a function that returns the number of steps that the reduction has done. If
-            given, ranks whose weights differ are watched, and warned if no broadcast follows.
+        num_steps: a function that returns the number of steps that the reduction has done. If it is
+            given and the ranks' weights differ, a warning is logged unless a broadcast follows.
     """
     with tf.init_scope():
         if not tf.executing_eagerly():
@@ -81,7 +81,7 @@ def compare_structure(
         pairs = zip_longest(gradients, variables[: len(gradients)])
         lines = [f"{settings}, name={reduction}", *(describe(*pair) for pair in pairs)]
         structure = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        # Other ranks may belong to another process set, and must not wait for these.
+        # By process set, since the ranks of one must not wait for ranks that are only in another.
         key = (str(getattr(process_set, "ranks", None)), reduction, structure)
         if key in _compared:
             return
@@ -91,7 +91,7 @@ def compare_structure(
         weights = weights_digest(variables) if num_steps else None
         structures, all_weights = zip(*hvd.allgather_object((structure, weights), **options))
         if len(set(structures)) > 1:
-            # Only for the error message do the ranks send whole lines.
+            # The ranks send whole lines only for the error message.
             lines_by_rank = hvd.allgather_object(lines, **options)
             ranks = getattr(process_set, "ranks", None) or range(len(lines_by_rank))
             raise RankError(difference(lines_by_rank, ranks, noun))
@@ -119,7 +119,7 @@ def weights_digest(variables: Sequence[Any]) -> str | None:
 
 
 def watch_for_broadcast(num_steps: Callable[[], int]) -> None:
-    """Warns if no broadcast follows; called on one of the ranks that train together. Sends nothing.
+    """Starts a thread that warns if no broadcast follows; called on one of the ranks that train together.
 
     Args:
         num_steps: a function that returns the number of steps that have reduced gradients.
@@ -158,7 +158,7 @@ def weights_made_equal() -> None:
 
 
 def describe(gradient: Any, variable: Any) -> str:
-    """Returns one line with the names of layer and weight, and the gradient's type and shape.
+    """Returns one line with the names of layer and weight, and the type and shape of the gradient.
 
     >>> describe(tf.zeros([2, 3]), tf.Variable(tf.zeros([2, 3]), name="model_1/dense_4/kernel"))
     'dense/kernel float32 [2, 3]'
@@ -185,7 +185,9 @@ def difference(
     """Returns the error message for the first rank that differs from the first one.
 
     Args:
-        lines_by_rank: for each of the ranks one line for the settings and one for each gradient.
+        lines_by_rank: for each rank, a line for the settings and one for each gradient.
+        ranks: the numbers of these ranks.
+        noun: "gradient" or "tensor".
 
     >>> difference([["op=Sum", "a float32 [2]"], ["op=Sum", "a float32 [3]"]], [0, 4]).partition(";")[0]
     'cannot reduce the gradients of ranks 0 and 4: gradient 0 is a float32 [2] on rank 0, a float32 [3] on rank 4'
